@@ -1,4 +1,4 @@
-"""Tests import what they share as `tests.…`, however pytest was started. Each test leaves the log as it found it."""
+"""Makes `tests` importable however pytest was started, and resets the log configuration after each test."""
 
 import signal
 import sys

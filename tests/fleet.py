@@ -1,4 +1,4 @@
-"""A real fleet for tests: a master and its workers as processes of their own, killed by pid and started again at will.
+"""A real fleet for tests: a master and workers as processes, which a test can kill and start again.
 
 A process started here gets SIGKILL from the kernel when the test's process dies, so that nothing is left behind. Logs
 are kept in files; when a test fails, what its fleet wrote is in pytest's captured output.
@@ -32,14 +32,14 @@ from tests.waiting import until as until  # noqa: PLC0414  other tests import it
 HERE = Path(__file__).resolve().parent
 HANDLERS = HERE / "integration" / "handlers"
 READY_TIMEOUT_S = 60.0
-# A worker that a busy host keeps from speaking is not lost: one that was killed is missed at once, by its stream.
+# A busy host may delay heartbeats: workers must not be lost for that. A killed worker is noticed by its stream.
 PATIENT = ("--heartbeat-interval-s", "0.2", "--session-timeout-s", "5", "--reconnect-grace-s", "3")
-# For tests of silence.
+# For tests of silent workers.
 QUICK = ("--session-timeout-s", "1", "--reconnect-grace-s", "1")
 
 
 class Daemon:
-    """One process of ours, with its log."""
+    """A process and its log."""
 
     def __init__(
         self, module: str, flags: Sequence[str], log: Path, env: Mapping[str, str], prefix: Sequence[str] = ()
@@ -47,10 +47,10 @@ class Daemon:
         self.log_path = log
         self._begin = log.stat().st_size if log.exists() else 0
         argv = [sys.executable, "-m", module, *flags]
-        # The kernel ends it with us. Not by preexec_fn: gRPC's threads run here, and a fork between their locks hangs.
+        # The kernel ends it with this process. Not by preexec_fn: a fork beside gRPC's threads may hang.
         if (setpriv := shutil.which("setpriv")) is not None:
             argv = [setpriv, "--pdeathsig", "KILL", *argv]
-        argv = [*prefix, *argv]  # a command that becomes ours in the end
+        argv = [*prefix, *argv]  # a command that executes the rest
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MGPU_")} | dict(env)
         with log.open("ab") as file:
             self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
@@ -64,7 +64,7 @@ class Daemon:
         return self.process.poll() is None
 
     def log(self) -> str:
-        """What this process wrote, without what its predecessors wrote to the same file."""
+        """What this process wrote; its predecessors wrote to the same file."""
         return self.log_path.read_bytes()[self._begin :].decode("utf-8", "replace")
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ class Fleet:
         self.close()
 
     def close(self) -> None:
-        """Ends everything, and prints the logs for whoever looks into a failure."""
+        """Ends all processes, and prints the logs, which pytest shows if the test failed."""
         if self._channel is not None:
             self._channel.close()
         daemons = [d for d in (*self.workers.values(), getattr(self, "master", None)) if d is not None]
@@ -159,7 +159,7 @@ class Fleet:
                 print(f"--- {path.name}\n{path.read_text('utf-8', 'replace')[-8000:]}")
 
     def faults(self) -> list[str]:
-        """Log lines that tell of a bug: whatever happens to a fleet from outside, these must not be there."""
+        """Log lines that only a defect explains, whatever happens to the fleet from outside."""
         found = []
         for path in sorted(self.folder.glob("*.log")):
             for line in path.read_text("utf-8", "replace").splitlines():
@@ -175,7 +175,7 @@ class Fleet:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> Daemon:
-        """Starts a daemon's process. Chaos runs come in here, to put something between."""
+        """Starts a daemon's process. Chaos runs override this."""
         return Daemon(
             module, [*arguments, "--log-format", "json"], self.folder / f"{name}.log", self._env, self._prefix
         )
@@ -190,7 +190,7 @@ class Fleet:
         return self.master
 
     def wait_for_master(self) -> dict[str, Any]:
-        """What the master said when it was ready."""
+        """The master's log line that says that it is ready."""
         master = self.master
 
         def ready() -> dict[str, Any] | None:
@@ -225,11 +225,11 @@ class Fleet:
 
         until(joined, timeout_s, f"workers {sorted(wanted)}")
 
-    # --- doors -------------------------------------------------------------------------------------------------------
+    # --- stubs -------------------------------------------------------------------------------------------------------
 
     @property
     def channel(self) -> grpc.Channel:
-        """A channel that reconnects at once, as a test needs it."""
+        """A channel that reconnects at once."""
         if self._channel is None:
             self._channel = grpc.insecure_channel(
                 self.address,
@@ -286,7 +286,7 @@ class Fleet:
         return self.tasks.Get(request, timeout=wait_s + 20, wait_for_ready=True).task
 
     def outcome(self, task_id: int, wait_s: float = 60.0) -> Any:
-        """How a task ended. AssertionError: it has not."""
+        """The outcome of a task. AssertionError: it has none yet."""
         task = self.get(task_id, wait_s)
         assert task.state == task_pb2.TASK_STATE_SETTLED, task
         return task.outcome
@@ -308,14 +308,14 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def rejected(code: grpc.StatusCode, *words: str) -> Iterator[None]:
-    """Asserts that the call inside ends with this status, and a message that has these words."""
+def rejected(code: grpc.StatusCode, *texts: str) -> Iterator[None]:
+    """Asserts that the call inside ends with this status, and a message that contains these texts."""
     try:
         yield
     except grpc.RpcError as error:
         assert error.code() is code, error
-        for word in words:
-            assert word in error.details(), error.details()
+        for text in texts:
+            assert text in error.details(), error.details()
     else:
         raise AssertionError(f"the call was answered; {code} was expected")
 

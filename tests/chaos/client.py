@@ -1,7 +1,7 @@
 """python -m tests.chaos.client '<json>': one client, a process of its own, so that it can be killed like the rest.
 
-It ends with 0 when everything that it was to do is done: all tasks of a round, by every way that a client has. Or, told
-to watch, never.
+It ends with 0 when all tasks of a round are done, by every kind of call that a client has. A watching client never
+ends.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from tests.chaos import traffic
 from tests.chaos.records.history import History
 from tests.chaos.traffic import LARGE, Life
 
-# Of a hundred tasks of a round, how many go which way.
+# Of a hundred tasks of a round, how many use which kind of call.
 SHARES = {"submit": 34, "run": 16, "map": 24, "stream": 6, "cancel": 6, "ephemeral": 9, "lend": 5}
 
 
 def names_of(number: int, tasks: int) -> dict[str, list[str]]:
-    """The request_ids of a round, by the way they go. One in ten of those of Submit and of map has a large payload."""
+    """The request_ids of a round, by kind of call. One in ten of Submit and map has a large payload."""
     names = {}
     for way, share in SHARES.items():
         count = max(1, tasks * share // 100)
@@ -33,7 +33,7 @@ def names_of(number: int, tasks: int) -> dict[str, list[str]]:
 
 
 def durable_names(names: dict[str, list[str]]) -> set[str]:
-    """Those whose outcome a watch gets."""
+    """The request_ids whose outcomes a watch gets."""
     return {name for way, some in names.items() if way not in ("ephemeral", "lend") for name in some}
 
 
@@ -69,17 +69,16 @@ def work(life: Life, names: dict[str, list[str]]) -> None:
 
 
 def main() -> None:
-    """See the module."""
-    words = json.loads(sys.argv[1])
-    folder = Path(words["history"])
-    path = folder / words["file"]
+    arguments = json.loads(sys.argv[1])
+    folder = Path(arguments["history"])
+    path = folder / arguments["file"]
     life = Life(
-        address=words["address"], folder=folder, history=History(path), number=words["life"],
-        dice=random.Random(words["seed"]),
+        address=arguments["address"], folder=folder, history=History(path), number=arguments["life"],
+        dice=random.Random(arguments["seed"]),
     )  # fmt: skip
-    match words["way"]:
+    match arguments["way"]:
         case "work":
-            work(life, names_of(words["round"], words["tasks"]))
+            work(life, names_of(arguments["round"], arguments["tasks"]))
         case "watch":
             traffic.watch(life, path)
         case "replay":

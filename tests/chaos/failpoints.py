@@ -32,8 +32,6 @@ VARIABLE = "CHAOS_FAILPOINT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failpoint:
-    """See the module."""
-
     name: str
     process: str
     module: str

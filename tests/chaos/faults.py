@@ -1,8 +1,8 @@
-"""What is broken in a chaos run, by a seeded dice, and how it is mended.
+"""The faults of a chaos run, drawn from a seed, and their repair.
 
-What is killed is started again at once or a moment later. What is stopped (SIGSTOP) stays so for up to twice as long as
-the master waits for a silent worker: one that was given up for lost and comes back, with its engine gone on working
-meanwhile, is what reports too late. What the network does to somebody passes after a while.
+Killed processes are started again, at once or a moment later. Stopped ones (SIGSTOP) continue after up to twice the
+session timeout: a worker that is lost and returns, while its engine went on working, reports too late. Network faults
+end after a while.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ class Faults:
     """See the module. `kinds` are some of KINDS; `clients` are those that may be killed now."""
 
     def __init__(self, fleet: ChaosFleet, history: History, folder: Path, seed: int, kinds: list[str]) -> None:
-        assert kinds, "something has to break"
+        assert kinds, "there must be a kind of fault"
         self._fleet = fleet
         self._history = history
         self._folder = folder
         self._random = random.Random(seed)
         self.kinds = kinds
         self.clients: list[ClientProcess] = []
-        self._broken: dict[str, float] = {}  # the daemons that are dead, and when they are to be started again
-        self._stopped: dict[int, tuple[float, Callable[[], None]]] = {}  # by pid: until when, and what lets it go on
-        self._shaped: list[tuple[float, Callable[[], None]]] = []  # until when, and what heals it
+        self._broken: dict[str, float] = {}  # dead daemons, and when to start them again
+        self._stopped: dict[int, tuple[float, Callable[[], None]]] = {}  # by pid: until when, and how to continue it
+        self._shaped: list[tuple[float, Callable[[], None]]] = []  # until when, and how to end it
         self._armed = 0
 
     # --- breaking ----------------------------------------------------------------------------------------------------
 
     def strike(self) -> int:
-        """Breaks something that works; how many processes were killed or stopped, or places cut off."""
+        """Begins a fault; how many processes were killed or stopped, or places disconnected."""
         kind = self._random.choices(self.kinds, [KINDS[k] for k in self.kinds])[0]
         worker = self._random.choice(sorted(self._fleet.workers))
         strikes: dict[str, Callable[[], int]] = {
@@ -60,7 +60,7 @@ class Faults:
         return strikes[kind]()
 
     def kill(self, name: str, *, back_s: float = 0.0, arm: tuple[Failpoint, int] | None = None) -> None:
-        """Kills a daemon, to come back after so long: armed, if so."""
+        """Kills a daemon, to be started again after `back_s`, with this failpoint if any."""
         daemon = self._fleet.master if name == "master" else self._fleet.workers[name]
         if arm is not None:
             self._armed += 1
@@ -139,9 +139,9 @@ class Faults:
         return 1
 
     def stop(self, pid: int, target: str, duration_s: float) -> None:
-        """SIGSTOP, and SIGCONT after so long."""
+        """SIGSTOP, and SIGCONT after `duration_s`."""
         try:
-            pidfd = os.pidfd_open(pid)  # the pid may be another's by then
+            pidfd = os.pidfd_open(pid)  # the pid may be reused by then
         except ProcessLookupError:
             return
         signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
@@ -160,7 +160,7 @@ class Faults:
             self._stopped.pop(pid)[1]()
 
     def _break_network(self, worker: str) -> int:
-        """Something between the master and another place."""
+        """A fault between the master and another place."""
         network = self._fleet.network
         assert network is not None, "kinds without a network have no network faults"
         place = self._random.choice([worker, worker, CLIENTS])
@@ -182,8 +182,8 @@ class Faults:
     # --- mending -----------------------------------------------------------------------------------------------------
 
     def mend(self, *, all_now: bool = False) -> None:
-        """Starts what is due, and lets go on what is. A worker whose engine was killed before it was ready has ended by
-        itself, and so has one whose failpoint went off.
+        """Ends the faults that are due, and starts workers that have ended by themselves: their failpoint triggered, or
+        their engine was killed before it was ready.
         """
         now = time.monotonic()
         for name, daemon in (("master", self._fleet.master), *self._fleet.workers.items()):
@@ -211,12 +211,12 @@ class Faults:
             broken.unlink()
 
     def mended(self) -> bool:
-        """Mends what is due; whether nothing is broken any more."""
+        """Ends the faults that are due; whether none is left."""
         self.mend()
         return not self._broken and not self._stopped and not self._shaped
 
 
 def places(workers: list[str]) -> list[str]:
-    """The places of a network for a fleet, beside our own."""
+    """The places of a fleet's network, without HERE."""
     assert HERE not in workers
     return ["master", *workers, CLIENTS]

@@ -1,9 +1,9 @@
-"""A network between processes whose wire is ours: it delays, loses, cuts one way only, and resets.
+"""A simulated network between processes: it delays, loses, cuts in one direction, and resets.
 
-Each place (the master's, a worker's, the clients') is a network namespace with one TUN device in it. Whatever leaves a
-place comes to us as an IP packet, and is handed to the place that it is addressed to: later, or not, or in its stead
-both ends get a TCP reset. Nothing of it has a name: namespaces and devices live as long as somebody holds them open, so
-they end with this process, whatever ends it. Neither netem nor iptables is needed, which many kernels lack.
+Each place (the master's, a worker's, the clients') is a network namespace with one TUN device. This process reads every
+IP packet that leaves a place and writes it to the place of its destination: later, or not, or both ends get a TCP reset
+instead. Namespaces and devices are held open by this process and end with it. Neither netem nor iptables is needed,
+which many kernels lack.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ _NETWORK = "10.231.87"
 _MTU = 1400
 _PACKET_BYTES = 65536
 _TCP, _RST, _ACK = 6, 0x04, 0x10
-# What may wait in the wire; past it packets are lost, as on any wire.
+# The most packets on their way; further ones are lost.
 _WAITING_MAX = 20_000
 # The place of this process: it stays in its namespace, and gets a device.
 HERE = "here"
 
 
 class NotAllowedError(Exception):
-    """This machine lets us make no namespaces or devices; the message says which and what would help."""
+    """This machine does not permit namespaces or devices; the message says which and what would help."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Network:
         self.shape(other, one, way)
 
     def reset(self, one: str, other: str, duration_s: float = 0.3) -> None:
-        """For so long, whatever TCP packet is seen between two places ends its connection at both."""
+        """For `duration_s`, each TCP packet between two places resets its connection at both."""
         with self._lock:
             self._resetting[frozenset((one, other))] = time.monotonic() + duration_s
 
@@ -107,16 +107,16 @@ class Network:
             self._resetting.clear()
 
     def close(self) -> None:
-        """Takes it all down. A second time: nothing."""
+        """Removes the network. A second call does nothing."""
         if self._thread.is_alive():
             os.write(self._stop_writer, b"x")
             self._thread.join()
             self._release()
 
-    # --- making it ---------------------------------------------------------------------------------------------------
+    # --- setup ---------------------------------------------------------------------------------------------------
 
     def _make(self, place: str) -> None:
-        """A namespace (but for our own place) and its device. In a thread, whose namespace is its own business."""
+        """A namespace, except for HERE, and its device; in a thread, because a namespace belongs to a thread."""
         errors: list[Exception] = []
 
         def build() -> None:
@@ -142,12 +142,12 @@ class Network:
         try:
             asked = struct.pack("16sH22x", b"mgchaos%d", _IFF_TUN | _IFF_NO_PI)
             name = fcntl.ioctl(device, _TUNSETIFF, asked)[:16].rstrip(b"\0").decode()
-            for words in (
+            for arguments in (
                 ["address", "add", f"{self.address(place)}/24", "dev", name],
                 ["link", "set", "lo", "up"],
                 ["link", "set", name, "up", "mtu", str(_MTU)],
             ):
-                subprocess.run(["ip", *words], check=True, capture_output=True)
+                subprocess.run(["ip", *arguments], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             os.close(device)
             reason = getattr(error, "stderr", None) or error
@@ -159,7 +159,7 @@ class Network:
             os.close(descriptor)
         self._only.close()
 
-    # --- carrying ----------------------------------------------------------------------------------------------------
+    # --- packets ----------------------------------------------------------------------------------------------------
 
     def _carry(self) -> None:
         waiting: list[tuple[float, int, int, bytes]] = []  # due, in order, by device
@@ -180,12 +180,12 @@ class Network:
                 now = time.monotonic()
                 while waiting and waiting[0][0] <= now:
                     _, _, device, what = heapq.heappop(waiting)
-                    # A device that is full, or not up any more: lost, as on any wire.
+                    # If the device is full or down, the packet is lost.
                     with contextlib.suppress(OSError):
                         os.write(device, what)
 
     def _sort(self, source: str, packet: bytes) -> Iterator[tuple[float, int, bytes]]:
-        """What becomes of a packet: when which device gets what."""
+        """The packets that follow from this one: when, for which device, what."""
         target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
         if target is None:
             return

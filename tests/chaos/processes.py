@@ -1,4 +1,4 @@
-"""The processes of a chaos run: a fleet behind failpoints and a network of ours, and clients that can be killed too."""
+"""The processes of a chaos run: a fleet with failpoints on a simulated network, and clients."""
 
 import json
 from collections.abc import Sequence
@@ -54,13 +54,13 @@ class ChaosFleet(Fleet):
 
 
 class ClientProcess:
-    """One client, through all its lives."""
+    """One client, over all its processes."""
 
-    def __init__(self, fleet: ChaosFleet, folder: Path, way: str, seed: int, **words: Any) -> None:
+    def __init__(self, fleet: ChaosFleet, folder: Path, way: str, seed: int, **arguments: Any) -> None:
         self._fleet = fleet
         self._folder = folder
-        self._words = {"way": way, "seed": seed, "history": str(folder), "address": fleet.address, **words}
-        self._name = f"client-{way}-{words.get('round', 0)}"
+        self._arguments = {"way": way, "seed": seed, "history": str(folder), "address": fleet.address, **arguments}
+        self._name = f"client-{way}-{arguments.get('round', 0)}"
         self.way = way
         self.life = 0
         self.killed = False
@@ -70,13 +70,13 @@ class ClientProcess:
     def start(self) -> None:
         self.life += 1
         self.killed = False
-        # A watcher goes on in its file; others know nothing of their last life.
+        # A watcher continues its file; others begin anew.
         file = f"{self._name}.jsonl" if self.way == "watch" else f"{self._name}-{self.life}.jsonl"
-        words = {**self._words, "life": self.life, "file": file}
+        arguments = {**self._arguments, "life": self.life, "file": file}
         network = self._fleet.network
         prefix = network.prefix(CLIENTS) if network is not None else []
         log = self._fleet.folder / f"{self._name}.log"
-        self.process = Daemon("tests.chaos.client", [json.dumps(words)], log, self._fleet.env, prefix)
+        self.process = Daemon("tests.chaos.client", [json.dumps(arguments)], log, self._fleet.env, prefix)
 
     @property
     def alive(self) -> bool:
@@ -84,7 +84,7 @@ class ClientProcess:
 
     @property
     def done(self) -> bool:
-        """Whether it has done all it was to do. AssertionError: it failed."""
+        """Whether it ended with success. AssertionError: it failed."""
         if self.alive or self.killed:
             return False
         code = self.process.process.returncode
@@ -97,7 +97,7 @@ class ClientProcess:
 
 
 class Seen:
-    """What the watcher has seen for good: its file up to the last cursor."""
+    """What the watcher has seen: its file up to the last cursor."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""Rounds of chaos on one fleet: tasks go in by every way a client has while a seeded dice breaks this and that.
+"""Rounds of chaos on one fleet: clients use every kind of call while random faults strike.
 
-At the end of each round everything is mended, and what was submitted must come out. One journal, one watch and one
-history live through all rounds; when they are over, a new reader looks at all outcomes once more.
+At the end of each round all faults end, and every task must have its outcome. One journal, one watch and one history
+last through all rounds; after them a new reader reads all outcomes once more.
 """
 
 import random
@@ -24,11 +24,11 @@ from tests.chaos.records.history import History, Record, load
 from tests.waiting import until
 
 WORKERS = 3
-LOOK_S = 2.0  # between two looks at the daemons' logs
+LOOK_S = 2.0  # between two checks of the daemons' logs
 PAUSE_MAX_S = 0.8  # between two strikes
 DRAIN_TIMEOUT_S = 120.0
-# How long the watch may take to tell of what the clients know already.
-TOLD_S = 5.0
+# How long the watch may take to deliver outcomes that the clients have already.
+WATCH_LAG_S = 5.0
 REACH_TIMEOUT_S = 60.0  # for a failpoint: with the traffic of a round, each is passed many times a second
 
 Tell = Callable[[str], None]
@@ -90,10 +90,10 @@ class Chaos:
             self.network.close()
 
     def records(self) -> list[Record]:
-        """All that was seen so far, by whomever."""
+        """All records so far."""
         return load(self.folder)
 
-    # --- the ways to spend a round -----------------------------------------------------------------------------------
+    # --- rounds -----------------------------------------------------------------------------------
 
     def random_rounds(self, rounds: int, tell: Tell = print) -> None:
         """Strikes at random. AssertionError: the fleet or a client came to a standstill."""
@@ -154,15 +154,15 @@ class Chaos:
         return client
 
     def end_round(self, client: ClientProcess) -> None:
-        """Nothing breaks any more: all of it must come out. What a round leaves behind is for the next one."""
-        self.until_mended(lambda: client.done, "the clients")  # a worker whose handlers are broken holds up nobody
+        """No new faults: every task must have its outcome. Faults that last continue into the next round."""
+        self.until_mended(lambda: client.done, "the clients")  # in spite of a worker whose handlers are broken
         self.faults.mend_handlers()
         self.faults.clients.remove(client)
         number, tasks = self._round, self._tasks
-        patience_s = time.monotonic() + TOLD_S
+        late_s = time.monotonic() + WATCH_LAG_S
 
         def all_came() -> bool:
-            late = time.monotonic() > patience_s
+            late = time.monotonic() > late_s
             return self._seen.all_of(number, tasks) or (late and self._seen.all_answered(number, tasks))
 
         self.until_mended(all_came, "the outcomes")
@@ -183,7 +183,7 @@ class Chaos:
         until(true, DRAIN_TIMEOUT_S, what)
 
     def _look_for_faults(self) -> None:
-        """AssertionError: a daemon logged a bug. Nothing will be well after that: no need to wait for it."""
+        """AssertionError: a daemon logged a defect."""
         now = time.monotonic()
         if now >= self._look_at_s:
             self._look_at_s = now + LOOK_S
@@ -195,7 +195,7 @@ class Chaos:
         """How many outcomes a watch of all rounds has."""
         return sum(len(durable_names(names_of(n, self._tasks))) for n in range(1, self._round + 1))
 
-    # --- when all is over --------------------------------------------------------------------------------------------
+    # --- after the rounds --------------------------------------------------------------------------------------------
 
     def whole(self) -> bool:
         """Whether everything runs and every worker has joined."""
@@ -204,7 +204,7 @@ class Chaos:
         return self.faults.mended() and active == set(self.fleet.workers)
 
     def _look_again(self) -> None:
-        """Asks for outcomes by name, reads all of them once more, and looks whether anything is left."""
+        """Waits for an empty queue, reads all outcomes once more, and some of them by id."""
         fleet = self.fleet
         if self.network is not None:
             self.network.heal()
@@ -217,7 +217,6 @@ class Chaos:
         until(zero, DRAIN_TIMEOUT_S, "the queue to reach zero")
         left = fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=10)
         self.history.add("zero", queued=left.queued, leased=left.leased)
-        # By now the watch has seen everything, and is not to see more.
         replay = ClientProcess(fleet, self.folder, "replay", self._random.getrandbits(32))
         self.faults.clients.append(replay)
         until(lambda: replay.done, DRAIN_TIMEOUT_S, "a reader of all outcomes")

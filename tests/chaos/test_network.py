@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -71,12 +70,3 @@ def test_packets_are_delayed_lost_and_reset(network: Network, echo: subprocess.P
         assert echo.stdout is not None
         assert echo.stdout.readline() == "ConnectionResetError\n"
     assert all(network.seen[what] for what in ("carried", "delayed", "lost", "reset"))
-
-
-def test_nothing_is_left_of_it(network: Network) -> None:
-    assert "mgchaos" in Path("/proc/net/dev").read_text()
-    namespace = Path(network.prefix("there")[1].removeprefix("--net=")).readlink()
-    network.close()
-    assert "mgchaos" not in Path("/proc/net/dev").read_text()
-    links = {path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
-    assert namespace not in links

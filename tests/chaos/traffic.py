@@ -1,8 +1,7 @@
-"""What the clients of a chaos run do: hand tasks over, wait for outcomes through whatever happens, and write it down.
+"""What the clients of a chaos run do: submit tasks, wait for outcomes through all faults, and record both.
 
-Every way of a client is here, each a function that ends when all its tasks have. A client remembers nothing: one that
-was killed begins again with the same request_ids, and is answered with what has become of them. Only a watch keeps its
-cursor, in the same file as what it has seen.
+Each kind of call is a function that ends when all its tasks have ended. A killed client begins again with the same
+request_ids and without memory. Only a watch keeps its cursor, in the file of its records.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ CONNECT_TIMEOUT_S = 120.0
 
 @dataclass(slots=True, kw_only=True)
 class Life:
-    """One life of one client: where it goes, what it notes, and the dice it throws."""
+    """One process of a client: the master's address, the history, and a random generator."""
 
     address: str
     folder: Path  # of the history
@@ -57,7 +56,7 @@ class Life:
         return {**PATIENCE, "parameters": parameters, **more}
 
     def submits(self, by: str, name: str) -> bytes:
-        """Notes that a task is about to be handed over; its payload."""
+        """Records that a task is about to be submitted; its payload."""
         payload = payload_of(name)
         self.history.add("submit", by=by, life=self.number, request_id=name, digest=hashlib.sha1(payload).hexdigest())
         return payload
@@ -94,7 +93,7 @@ def stub_of(channel: grpc.Channel) -> Any:
 
 
 def submit(life: Life, names: Sequence[str]) -> None:
-    """Hands tasks over some at a time, each until it is acknowledged; some once more for good measure."""
+    """Submits tasks in batches, each until it is acknowledged, and some of them again."""
     dice = life.dice
     spec = SpecCache().get(WORK, "", life.options())
     with life.channel() as channel:
@@ -135,7 +134,7 @@ def _until_acknowledged(
 
 
 def cancel(life: Life, names: Sequence[str]) -> None:
-    """Submits tasks that take a while, and withdraws every other one: some as they wait, some as they run."""
+    """Submits slow tasks and cancels every second one, waiting or running."""
     spec = SpecCache().get(WORK, "", life.options(seconds=SLOW_S, priority=4))
     with life.channel() as channel:
         stub = stub_of(channel)
@@ -188,8 +187,8 @@ def lend(life: Life, names: Sequence[str]) -> None:
 
 
 def run(life: Life, names: Sequence[str]) -> None:
-    """Runs tasks some at a time, each lot by a stream of its own that wants to be told of acceptances too; whatever has
-    no outcome when the stream breaks is sent again.
+    """Runs tasks in batches, each on a Run stream of its own with acceptances; tasks without an outcome when the stream
+    breaks are sent again.
     """
     spec = SpecCache().get(WORK, "", life.options())
     with life.channel() as channel:
@@ -220,11 +219,11 @@ def _run_answered(life: Life, answer: task_service_pb2.RunResponse, left: dict[s
             life.history.add("rejection", code=rejection.code, message=rejection.message)
 
 
-# --- by the client's own calls, which are to see nothing of what goes on ---------------------------------------------
+# --- by the client library, which must hide all faults ----------------------------------------------------------------
 
 
 async def map_all(life: Life, names: Sequence[str], by: str, **options: Any) -> None:
-    """Runs tasks by map. It hides acceptances: an outcome is the first word of a task."""
+    """Runs tasks by map, which hides acceptances."""
 
     async def inputs() -> AsyncIterator[multigpu.Input]:
         for name in names:

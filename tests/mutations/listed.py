@@ -10,15 +10,14 @@ from tests.mutations.lists.list_journal import JOURNAL
 from tests.mutations.lists.list_ledger import LEDGER
 from tests.mutations.lists.list_placement import PLACEMENT
 from tests.mutations.lists.list_quarantine import QUARANTINE
-from tests.mutations.lists.list_recall import RECALL
 from tests.mutations.lists.list_residency import RESIDENCY
 from tests.mutations.lists.list_sessions import SESSIONS
 from tests.mutations.lists.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
-    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *RECALL, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT,
-    *IDS, *SDK, *EDGE,
+    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT, *IDS, *SDK,
+    *EDGE,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from tests.sim.run import Tally, run_one, run_seeds
+from tests.sim.run import run_portion, run_seeds
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--coverage", action="store_true", help="print how often each thing occurred")
     args = parser.parse_args()
     if args.seed is not None:
-        tally = run_one(args.seed, trace=args.trace)
+        tally = run_portion([args.seed], trace=args.trace)
     else:
         try:
             tally = run_seeds(args.first, args.seeds, processes=args.processes, keep_going=args.keep_going)
@@ -26,14 +26,8 @@ def main() -> int:
             return 130
     print(tally.summary())
     if args.coverage:
-        print(coverage(tally))
+        print(*(f"{name:60}  {count:>12,}" for name, count in sorted(tally.coverage.items())), sep="\n")
     return 1 if tally.failures else 0
-
-
-def coverage(tally: Tally) -> str:
-    """How often each thing occurred, and in how many seeds at least one did per kind of thing."""
-    width = max((len(name) for name in tally.coverage), default=0)
-    return "\n".join(f"{name:{width}}  {count:>12,}" for name, count in sorted(tally.coverage.items()))
 
 
 if __name__ == "__main__":

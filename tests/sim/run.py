@@ -24,14 +24,14 @@ PROGRESS_S = 5.0
 
 @dataclass(slots=True)
 class Tally:
-    """What came of some seeds."""
+    """The results of some seeds."""
 
     seeds: int = 0
     events: int = 0
     checks: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
-    failures: list[tuple[int, str]] = field(default_factory=list)  # (seed, what was wrong), in order of seeds
+    failures: list[tuple[int, str]] = field(default_factory=list)  # (seed, error), in order of seeds
     coverage: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "Tally") -> None:
@@ -43,99 +43,74 @@ class Tally:
         self.coverage.update(other.coverage)
 
     def summary(self) -> str:
-        """In a line or a few."""
         lines = [f"seed {seed}: {why}; see: python -m tests.sim --seed {seed} --trace" for seed, why in self.failures]
-        cpu_s, wall_s = max(self.cpu_s, 1e-9), max(self.wall_s, 1e-9)
         lines.append(
             f"{self.seeds:,} seeds, {len(self.failures)} failed, {self.events:,} events, {self.checks:,} of the core, "
-            f"in {self.wall_s:.1f} s ({self.seeds / wall_s:,.0f} seeds/s) and {self.cpu_s:.1f} s of CPU: "
-            f"{self.seeds / cpu_s:,.0f} seeds, {self.events / cpu_s:,.0f} events a CPU second"
+            f"in {self.wall_s:.1f} s, {self.cpu_s:.1f} s of CPU"
         )
         return "\n".join(lines)
 
 
 def silence_log() -> None:
-    """The master's log says nothing that a trace doesn't."""
+    """The trace has everything that the master logs."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-def run_portion(seeds: Iterable[int], *, keep_going: bool = True) -> Tally:
-    """Runs these in this process."""
+def run_portion(seeds: Iterable[int], *, trace: bool = False) -> Tally:
+    """Runs seeds in this process. With `trace`, prints the events of each."""
     silence_log()
     tally = Tally()
     began = time.process_time()
-    # A world is a net of objects that refer to each other: let a few worlds become garbage before it is swept.
+    # The objects of a world refer to each other: collect garbage after a few worlds only.
     gc.collect()
     gc.freeze()
     before = gc.get_threshold()
     gc.set_threshold(50_000, 5, 5)
     for seed in seeds:
-        simulation = Simulation(seed)
+        simulation = Simulation(seed, trace=trace)
         tally.seeds += 1
         try:
             result = simulation.run()
         except Exception as error:
             tally.failures.append((seed, f"{type(error).__name__}: {error}"))
-            if not keep_going:
-                break
+            if trace:
+                traceback.print_exc()
         else:
             tally.events += result.events
             tally.checks += result.checks
+        print(*simulation.world.lines, sep="\n", end="\n" if trace else "")
         tally.coverage.update(simulation.world.coverage)
     gc.set_threshold(*before)
     gc.unfreeze()
-    tally.cpu_s = time.process_time() - began
-    return tally
-
-
-def run_one(seed: int, *, trace: bool) -> Tally:
-    """Runs one, and tells its story."""
-    silence_log()
-    simulation = Simulation(seed, trace=trace)
-    tally = Tally(seeds=1)
-    began = time.process_time()
-    try:
-        result = simulation.run()
-    except Exception as error:
-        tally.failures.append((seed, f"{type(error).__name__}: {error}"))
-        print(*simulation.world.lines, sep="\n")
-        traceback.print_exc()
-    else:
-        print(*simulation.world.lines, sep="\n")
-        tally.events, tally.checks = result.events, result.checks
     tally.cpu_s = tally.wall_s = time.process_time() - began
-    tally.coverage = simulation.world.coverage
     return tally
 
 
-def run_seeds(first: int, count: int, *, processes: int = 0, keep_going: bool = False, quiet: bool = False) -> Tally:
-    """Runs count seeds from the first. Stops at the first failure unless told to keep going."""
+def run_seeds(first: int, count: int, *, processes: int = 0, keep_going: bool = False) -> Tally:
+    """Runs count seeds from the first. Stops at the first portion with a failure unless `keep_going`."""
     total = Tally()
     began = printed_s = time.monotonic()
     for tally in _portions(first, count, processes or os.cpu_count() or 1):
         total.add(tally)
         total.wall_s = time.monotonic() - began
-        if not quiet and time.monotonic() - printed_s > PROGRESS_S:
+        if time.monotonic() - printed_s > PROGRESS_S:
             printed_s = time.monotonic()
-            left_s = total.wall_s / total.seeds * (count - total.seeds)
-            print(f"{total.seeds:,} of {count:,} seeds, {len(total.failures)} failed, {left_s:.0f} s to go",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(f"{total.seeds:,} of {count:,} seeds, {len(total.failures)} failed", file=sys.stderr, flush=True)
         if total.failures and not keep_going:
             break
     return total
 
 
 def _portions(first: int, count: int, processes: int) -> Iterator[Tally]:
-    """What came of each portion, in order of seeds."""
+    """The tally of each portion, in order of seeds."""
     ranges = [range(at, min(at + PORTION, first + count)) for at in range(first, first + count, PORTION)]
     if processes == 1 or len(ranges) <= 1:
         yield from map(run_portion, ranges)
         return
     with get_context("fork").Pool(processes, _begin) as pool:
-        # Leaving this block, by a failure or Ctrl-C too, ends the processes.
-        yield from pool.imap(run_portion, ranges)
+        yield from pool.imap(run_portion, ranges)  # leaving the block, also by Ctrl-C, ends the processes
 
 
 def _begin() -> None:
-    """Ctrl-C is the parent's business."""
+    """The parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

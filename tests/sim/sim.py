@@ -67,8 +67,6 @@ class Result:
 
 
 class Simulation:
-    """See the module."""
-
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         world = self.world = World(seed, trace=trace)
         random = world.random

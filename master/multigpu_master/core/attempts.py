@@ -70,7 +70,6 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def worker_lost(self, lease: Lease, now: float) -> None:
-        """The lease's worker was lost."""
         worker_id = lease.worker.worker_id
         if lease.running:
             self._ledger.counters.requeued += 1

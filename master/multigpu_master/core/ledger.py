@@ -53,8 +53,6 @@ class Counters:
 
 
 class Ledger:
-    """See the module."""
-
     def __init__(
         self, limits: Limits, strategies: dict[str, Strategy], strategy: str, fleet: Fleet, classes: ResourceClasses,
         timers: Timers, outbox: Outbox,
@@ -107,7 +105,6 @@ class Ledger:
     # --- from account to account -------------------------------------------------------------------------------------
 
     def enter(self, task: Task, resource_class: ResourceClass) -> None:
-        """Takes a task, as queued."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task

@@ -9,8 +9,6 @@ from multigpu_master.core.state import State
 
 
 class Operators:
-    """See the module."""
-
     def __init__(self, state: State, attempts: Attempts) -> None:
         self._state = state
         self._attempts = attempts

@@ -23,16 +23,13 @@ class TaskTable:
         return self.get(task_id) is not None
 
     def get(self, task_id: int) -> Task | None:
-        """The task of that id."""
         block = self._blocks.get(task_id >> BLOCK_BITS)
         return None if block is None else block.get(task_id)
 
     def add(self, task: Task) -> None:
-        """Takes a task that is not there."""
         self._blocks[task.task_id >> BLOCK_BITS][task.task_id] = task
 
     def discard(self, task_id: int) -> None:
-        """Drops a task, if it is there."""
         block = self._blocks.get(task_id >> BLOCK_BITS)
         if block is not None:
             block.pop(task_id, None)

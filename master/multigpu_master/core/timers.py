@@ -46,7 +46,6 @@ class Timers:
             heappop(heap)[2](now)
 
     def next_s(self) -> float | None:
-        """When the next call is due."""
         return self._heap[0][0] if self._heap else None
 
 
@@ -89,7 +88,6 @@ class Expiries:
                 yield task, instant[2]
 
     def next_s(self) -> float | None:
-        """When the next instant is."""
         heap = self._first()
         return heap[0][0] if heap else None
 

@@ -1,7 +1,7 @@
-"""What happened, as those outside saw it: one record after another, each with the instant on one clock.
+"""A history: what clients and daemons observed, one record after another, each with its time on one clock.
 
-Every process keeps a file of its own, one JSON record a line, written at once, so that a history survives the kill -9
-of whoever writes it and can be checked again later. CLOCK_MONOTONIC is the same for all processes of a machine.
+Every process has a file of its own, one JSON record per line, written at once, so that a history survives kill -9 and
+can be checked again later. CLOCK_MONOTONIC is the same for all processes of a machine.
 """
 
 import json
@@ -31,7 +31,7 @@ class History:
 
 
 def records_of(path: Path, offset: int = 0) -> Iterator[tuple[Record, int]]:
-    """The whole lines of one file from a byte on, each with where it ends. Its writer may have died in the last one."""
+    """The complete lines of a file from an offset on, each with its end. The writer may have died in the last line."""
     with path.open("rb") as file:
         file.seek(offset)
         for line in file:

@@ -9,8 +9,6 @@ from tests.chaos.records.checker import Findings
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """See the module."""
-
     rounds: int
     kills: int  # processes that were ended with SIGKILL, by a strike or at a failpoint
     by_kind: dict[str, int]

@@ -11,6 +11,8 @@ wait_lists = partial(Mutation, module="multigpu_master.core.placement.wait_lists
 placement = partial(Mutation, module="multigpu_master.core.placement.placement")
 obstacles = partial(Mutation, module="multigpu_master.core.placement.obstacles")
 resource_classes = partial(Mutation, module="multigpu_master.core.placement.resource_classes")
+recall = partial(Mutation, module="multigpu_master.core.placement.recall")
+recall_story = partial(recall, checker="stories")
 
 PLACEMENT = (
     ranking(
@@ -322,5 +324,50 @@ PLACEMENT = (
         old="        if self.by_key.pop(resource_class.key(), None) is not None:\n",
         new="        if False:\n",
         breaks="P10: classes in which nothing waits stay in memory",
+    ),
+    recall(
+        name="what waits in a window stays there",
+        old="            self._recall_for_slots(now)\n",
+    ),
+    recall(
+        name="the urgent wait for what was sent ahead",
+        old="            self._recall_for_urgent(now)\n",
+    ),
+    recall_story(
+        name="tasks from before the clock was set back are as young as can be",
+        old="if 0 <= now - head.submit_s < LOOK_S:",
+        new="if now - head.submit_s < LOOK_S:",
+    ),
+    recall(
+        name="what runs is recalled",
+        old="if lease.running or lease.recalled == worker.session:",
+        new="if lease.recalled == worker.session:",
+    ),
+    recall_story(
+        name="what waits behind a cancelled call stays there",
+        old="len(w.leases) > w.slots}",
+        new="len(w.leases) > w.info.slots}",
+    ),
+    recall(
+        name="adopted leases are not looked at",
+        module="multigpu_master.core.workers.sessions",
+        old="        self._recalls.granted(worker, now)\n        revoked",
+        new="        revoked",
+        seeds=20000,
+    ),
+    recall(
+        name="nobody looks at windows again",
+        old="        self._arm(now)\n        for worker",
+        new="        for worker",
+    ),
+    recall_story(
+        name="what a paused queue has leased is recalled",
+        old="return not (queue.paused or ",
+        new="return not (",
+    ),
+    recall_story(
+        name="one free worker gets it all",
+        old="            share = len(waiting) // (len(free) + 1)\n",
+        new="            share = len(waiting)\n",
     ),
 )

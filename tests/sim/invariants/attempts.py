@@ -29,8 +29,6 @@ class Tally:
 
 
 class Attempts:
-    """See the module."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
         self._tallies: dict[Task, Tally] = {}

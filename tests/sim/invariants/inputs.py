@@ -12,8 +12,6 @@ from tests.sim.world import ViolationError, check
 
 
 class Inputs:
-    """See the module."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
         self._strategy = core.strategy

@@ -15,8 +15,6 @@ Drain = tuple[bool, float | None]
 
 
 class Notices:
-    """See the module."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
         self._desired: dict[int, Drain] = {}  # session -> whether it believes to be drained, and until when

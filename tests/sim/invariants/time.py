@@ -21,8 +21,6 @@ EARLY_S = 1e-6
 
 
 class Time:
-    """See the module."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
         self._hold_until_s = self._hold_at_most_until_s = 0.0

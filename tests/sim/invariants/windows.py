@@ -17,8 +17,6 @@ EARLY_S = 1e-6
 
 
 class Windows:
-    """See the module."""
-
     def __init__(self, core: Core) -> None:
         self._core = core
         self._recalled: set[tuple[int, int]] = set()  # (session, lease_id)

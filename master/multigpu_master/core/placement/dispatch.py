@@ -21,8 +21,6 @@ ELSEWHERE_S = 0.05
 
 
 class Dispatcher:
-    """See the module."""
-
     def __init__(self, state: State, attempts: Attempts, reservations: LoadReservations, recalls: Recalls) -> None:
         self._state = state
         self._attempts = attempts

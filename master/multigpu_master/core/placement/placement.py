@@ -27,8 +27,6 @@ class Pin(NamedTuple):
 
 
 class Placement:
-    """See the module."""
-
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._rankings: dict[tuple[str, Shape], Ranking] = {}

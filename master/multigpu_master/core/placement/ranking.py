@@ -17,8 +17,6 @@ Entry = tuple[float, int, int, int, Worker]
 
 
 class Ranking:
-    """See the module."""
-
     __slots__ = (
         "_aside", "_averages", "_cursor", "_fleet", "_heap", "_members", "_pushed", "_resident", "_shape", "_ties",
         "no_room_for_model", "strategy",

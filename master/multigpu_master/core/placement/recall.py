@@ -22,8 +22,6 @@ SORTS_MAX = 64
 
 
 class Recalls:
-    """See the module."""
-
     def __init__(self, state: State) -> None:
         self._state = state
         self._deep: dict[Worker, None] = {}  # workers with more leases than slots, and perhaps others

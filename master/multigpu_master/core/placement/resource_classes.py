@@ -33,8 +33,6 @@ class Backlog:
 
 
 class ResourceClass:
-    """See the module."""
-
     __slots__ = ("backlog", "base", "priority", "queue", "shape", "size", "stretches", "ticket", "wait_list")
 
     def __init__(self, queue: Queue, priority: int, shape: Shape, backlog: Backlog) -> None:
@@ -70,7 +68,6 @@ class ResourceClass:
         return None
 
     def append(self, task: Task) -> None:
-        """Adds a new task, the youngest of all."""
         stretches = self.stretches
         if not stretches or len(stretches[-1].tasks) >= STRETCH:
             stretches.append(Stretch())
@@ -101,7 +98,6 @@ class ResourceClass:
         return task
 
     def clear(self) -> None:
-        """Drops all entries."""
         for task in self.entries():
             task.stretch = None
         self.stretches.clear()

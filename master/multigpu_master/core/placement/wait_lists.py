@@ -55,7 +55,6 @@ class ResourceClasses:
         return full and (spec.queue, shape_of(spec)) not in self._backlogs
 
     def add(self, resource_class: ResourceClass, task: Task) -> None:
-        """Adds a new task, the youngest of all."""
         resource_class.append(task)
         self._grow(resource_class)
         if resource_class.size == 1:

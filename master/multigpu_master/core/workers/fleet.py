@@ -28,8 +28,6 @@ LOST_WORKERS_MAX = 1000
 
 
 class Fleet:
-    """See the module."""
-
     def __init__(self, memory_threshold: float) -> None:
         self.memory_threshold = memory_threshold
         self.workers: dict[str, Worker] = {}
@@ -221,7 +219,6 @@ class Fleet:
         return bool(room_for) and room_for == self.model_id(worker, shape.kind, shape.model)
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """See strategies.base.FleetView."""
         residency = worker.residency
         model = residency.ids.get((shape.kind, shape.model)) if self.planned else ""
         if model is None:
@@ -235,7 +232,6 @@ class Fleet:
         return LOAD_S if model and model not in residency.reported else 0.0
 
     def resident_workers(self, shape: Shape) -> int:
-        """See strategies.base.FleetView."""
         count = self._resident.get(shape)
         if count is None:
             count = sum(1 for w in self.eligible(shape) if w.accepting and self.load_s(w, shape) == 0.0)
@@ -264,7 +260,6 @@ class Fleet:
     # --- how fast ----------------------------------------------------------------------------------------------------
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
-        """See strategies.base.FleetView."""
         key = (shape.kind, shape.model)
         unit_s = worker.pace.unit_s.get(key) or self._unit_s.values.get(key, UNIT_S)
         return unit_s * (units or self._units.values.get(key, 1.0))

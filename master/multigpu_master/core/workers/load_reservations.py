@@ -33,8 +33,6 @@ class Reservation:
 
 
 class LoadReservations:
-    """See the module."""
-
     def __init__(self, state: State) -> None:
         self._state = state
         self._fleet = state.fleet

@@ -42,7 +42,6 @@ class Pace:
         self.reported_s = self.since_s = now
 
     def end_idle(self, now: float) -> None:
-        """An idle worker gets a lease."""
         self.since_s += now - self.reported_s
         self.reported_s = now
 

@@ -50,8 +50,6 @@ class Breaker:
 
 
 class Quarantine:
-    """See the module."""
-
     def __init__(self, state: State) -> None:
         self._state = state
         self.breaker = Breaker(state.limits.breaker_share, state.limits.breaker_window_s)
@@ -71,7 +69,6 @@ class Quarantine:
         self._judge(worker, now)
 
     def _judge(self, worker: Worker, now: float) -> None:
-        """Begins or ends a quarantine."""
         sick = worker.suspected or not worker.health.fit
         if not sick:
             if worker.quarantined:

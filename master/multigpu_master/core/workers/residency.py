@@ -99,7 +99,6 @@ class Residency:
         self.changed()
 
     def changed(self) -> None:
-        """Makes the caches stale."""
         self._in_use = self._in_use_bytes = self._placed_bytes = None
 
     def memory_of(self, model: str) -> int:
@@ -113,12 +112,10 @@ class Residency:
         return max(1, int(self.sizes.memory_bytes.get(model, guess)))
 
     def load_s(self, model: str) -> float:
-        """The model's loading time, measured or assumed."""
         offered = self.offered.get(model)
         return (offered.load_s if offered is not None else 0.0) or self.sizes.load_s.get(model, LOAD_S)
 
     def placed(self, model: str) -> bool:
-        """Whether it is loaded, or about to be."""
         reported = self.reported.get(model)
         if reported is not None and reported.state is not ModelState.UNLOADING and model not in self.going:
             return True
@@ -286,7 +283,6 @@ class Residency:
         self.room_for, self.retiring = "", {}
 
     def pin(self, name: str) -> None:
-        """An operator wants the model loaded."""
         self.pins[name] = None
         self.unwanted.pop(self.names.get(name, name), None)
 

@@ -27,8 +27,6 @@ STALE = "the lease no longer counts"
 
 
 class Sessions:
-    """See the module."""
-
     def __init__(
         self, state: State, attempts: Attempts, quarantine: Quarantine, reservations: LoadReservations, recalls: Recalls
     ) -> None:
