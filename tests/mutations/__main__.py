@@ -1,5 +1,6 @@
 """`python -m tests.mutations` applies the mutations one at a time, and says after how many seeds each was noticed. It
-fails when a mutation survives, when a checker fails on the unmutated product, or when a mutation no longer fits the product.
+fails when a mutation survives, when a checker fails on the unmutated product, or when a mutation does not fit the
+product any more.
 """
 
 import argparse

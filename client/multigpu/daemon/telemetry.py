@@ -11,10 +11,10 @@ OpenTelemetry is imported when tracing is configured: workers restart in a fract
 """
 
 import contextlib
+import dataclasses
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any, TextIO
 
 import structlog
@@ -24,10 +24,16 @@ from multigpu._transport.traceparent import SAMPLED, current_traceparent, tracep
 from multigpu.config.config import ConfigError, TelemetryConfig
 from multigpu.daemon import journald
 
-__all__ = (
-    "bound_log_context", "configure_logging", "configure_tracing", "current_traceparent", "otlp_endpoint",
-    "shut_down_tracing", "span", "span_from",
-)  # fmt: skip
+__all__ = [
+    "bound_log_context",
+    "configure_logging",
+    "configure_tracing",
+    "current_traceparent",
+    "otlp_endpoint",
+    "shut_down_tracing",
+    "span",
+    "span_from",
+]
 
 # How long a collector that doesn't answer may delay the end of a program.
 _EXPORT_TIMEOUT_S = 3
@@ -93,8 +99,17 @@ def missing_exporter(error: ImportError) -> ConfigError:
     )
 
 
-# The parts of OpenTelemetry that make spans: api, provider, tracer, propagator.
-_tracing: SimpleNamespace | None = None
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Tracing:
+    """The parts of OpenTelemetry that make spans."""
+
+    api: Any
+    provider: Any
+    tracer: Any
+    propagator: Any
+
+
+_tracing: _Tracing | None = None
 
 
 def configure_tracing(config: TelemetryConfig, resource: Mapping[str, str]) -> bool:
@@ -127,7 +142,7 @@ def configure_tracing(config: TelemetryConfig, resource: Mapping[str, str]) -> b
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     tracer = provider.get_tracer("multigpu")
-    _tracing = SimpleNamespace(api=trace, provider=provider, tracer=tracer, propagator=TraceContextTextMapPropagator())
+    _tracing = _Tracing(api=trace, provider=provider, tracer=tracer, propagator=TraceContextTextMapPropagator())
     return True
 
 
