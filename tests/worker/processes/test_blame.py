@@ -176,6 +176,15 @@ def test_a_lease_that_reports_a_lost_context_is_suspect_with_those_that_ran_besi
     assert (list(failed), len(again)) == ([1], 3)
 
 
+def test_a_lease_that_mps_rejected_is_charged_only_after_many_deaths() -> None:
+    evidence, one = Evidence(lambda _: False, 0), batch(1, [1], one_by_one=True)
+    for nth in range(DEATHS_MAX):
+        failure = (1, "RuntimeError", "CUDA error: the MPS server is not ready to accept new requests", True, "")
+        assert evidence.keep_back([failure], one_by_one=True, reported_ns=SECOND) == []
+        judged = evidence.judge(Death(returncode=KILLED, slots=[state(1, 1)]), {1: one})
+        assert bool(judged.reports) is (nth == DEATHS_MAX - 1)
+
+
 def test_work_of_the_next_batch_may_have_begun_when_the_context_is_lost() -> None:
     one, two = (batch(n, [n], one_by_one=False) for n in (1, 2))
     failed, again = judge([state(1)], one, two, context_lost=1)

@@ -13,7 +13,7 @@ from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.device.energy import Energy
 from multigpu_worker.device.health import Health
 from multigpu_worker.device.interface import DeviceInfo, Telemetry
-from multigpu_worker.mps.status import MpsStatus
+from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.session.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
 
 PROTOCOL_VERSION = 2
