@@ -2,7 +2,7 @@
 
 from tests.mutations.lists.list_attempts import ATTEMPTS
 from tests.mutations.lists.list_client import CLIENT
-from tests.mutations.lists.list_engines import ENGINES
+from tests.mutations.lists.list_edge import EDGE
 from tests.mutations.lists.list_events import EVENTS
 from tests.mutations.lists.list_ids import IDS
 from tests.mutations.lists.list_journal import JOURNAL
@@ -11,14 +11,16 @@ from tests.mutations.lists.list_placement import PLACEMENT
 from tests.mutations.lists.list_quarantine import QUARANTINE
 from tests.mutations.lists.list_recall import RECALL
 from tests.mutations.lists.list_residency import RESIDENCY
+from tests.mutations.lists.list_sdk import SDK
 from tests.mutations.lists.list_sessions import SESSIONS
 from tests.mutations.lists.list_transport import TRANSPORT
-from tests.mutations.lists.list_worker import WORKER
+from tests.mutations.lists.worker.list_engines import ENGINES
+from tests.mutations.lists.worker.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *RECALL, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT,
-    *IDS, *TRANSPORT, *ENGINES,
+    *IDS, *TRANSPORT, *SDK, *EDGE, *ENGINES,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"
