@@ -32,6 +32,7 @@ CHECKERS = {
     "stories": ("tests.mutations.rules.stories", "check", 1),
     "stream": ("tests.client.transport.test_run_stream", "run_seed", 20),
     "transport": ("tests.mutations.rules.transport", "check", 1),
+    "worker": ("tests.mutations.rules.stories", "worker", 1),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.commands import run_module
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import ROOT, Mutation
-from tests.mutations.rules.stories import ACCESS, STORIES, TESTS
+from tests.mutations.rules.stories import ACCESS, STORIES, TESTS, WORKER
 
 # Noticed within a few seeds each, so that all of them together take less than a minute.
 SHORT = (
@@ -33,7 +33,10 @@ def test_the_list_is_true(mutation: Mutation) -> None:
     compile(mutation.mutated(), str(mutation.path), "exec")
 
 
-@pytest.mark.parametrize("story", [*STORIES, *ACCESS, *{m.checker: 0 for m in MUTATIONS if "::" in m.checker}])
+NAMED = dict.fromkeys(m.checker for m in MUTATIONS if "::" in m.checker)
+
+
+@pytest.mark.parametrize("story", [*STORIES, *ACCESS, *WORKER, *NAMED])
 def test_the_tests_that_serve_as_checkers_exist(story: str) -> None:
     path, _, name = story.partition("::")
     assert (TESTS / path).exists()

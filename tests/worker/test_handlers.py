@@ -186,15 +186,6 @@ async def test_run_timeout(start_handlers: Start, kind: str) -> None:
     assert "0.3 s" in report.error.message
 
 
-async def test_heartbeats_continue_while_user_code_spins(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    await still_works(stream)
-    stream.lease([(1001, b"")], kind="t.spin")
-    await stream.until(lambda: any(h.leases and h.leases[0].running for h in stream.heartbeats))
-    before = len(stream.heartbeats)
-    await stream.until(lambda: len(stream.heartbeats) > before + 5)
-
-
 async def test_no_progress(start_handlers: Start) -> None:
     _, stream = await start_handlers("--progress-timeout-s", "1")
     (good,) = await run(stream, "t.progress", b"30")  # 1.5 s in all, but it moves

@@ -27,15 +27,6 @@ async def test_echo(start: Start) -> None:
     assert await worker.wait() == 0
 
 
-async def test_sleep_appends_pid(start: Start) -> None:
-    worker, stream = await start()
-    stream.lease([(1, b"0.01"), (2, b"x")], kind="sleep", parameters={"append_pid": "1"})
-    first, second = await stream.reported(1, 2)
-    assert first.result == b"0.01:%d" % worker.engine_pids()[0]
-    assert second.error.type == "BadInput"
-    assert not second.error.retryable
-
-
 async def test_large_payloads_come_back_whole(start: Start) -> None:
     _, stream = await start()
     payloads = {n: bytes([n]) * (n << 20) for n in (1, 7, 20)}

@@ -22,8 +22,8 @@ from multigpu_worker.master_stream import MasterStream
 from multigpu_worker.models.catalog import installed
 from multigpu_worker.models.folders import find_models
 from multigpu_worker.models.loader import ModelLoader
+from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.mps.engines import Mps
-from multigpu_worker.mps.status import MpsStatus
 from multigpu_worker.processes.host import ProcessSettings
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload

@@ -156,9 +156,6 @@ class Dispatcher:
         self._one_by_one = frozenset(info.kind for info in kinds if info.one_by_one)
         self.pump()
 
-    def room_made(self) -> None:
-        self.pump()
-
     def take_reports(self, reports: BatchReports, start_ns: int) -> None:
         for lease, data in reports.checkpoints:
             self.session.save(lease, data)

@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,8 +49,6 @@ EXIT_CONFIG = 2
 EXIT_ENGINE = 3
 EXIT_PROTOCOL = 4
 EXIT_TAKEN_OVER = 5
-# A driver that takes longer to answer hangs.
-DRIVER_SLOW_S = 10.0
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -71,7 +68,7 @@ def main(config_file: str | None, **flags: Any) -> None:
         for remark in loaded.remarks:
             log.warning(remark)
         _check_files(config)
-        device = _open_device(config.device)
+        device = open_device(config.device)
         settings = engine_settings(config, device, _first_catalog(config))
         configure_tracing(telemetry, {"service.name": "mgpu-worker"})
     except (DeviceError, ModelFolderError) as error:  # what may change while the settings stay
@@ -100,18 +97,6 @@ def _check_files(config: WorkerConfig) -> None:
             append(Path(name).expanduser(), b"", BYTES_MAX)
     except OSError as error:
         raise ConfigError(f"{name} can't be used ({error}): name another artifacts_dir or stats_file") from error
-
-
-def _open_device(name: str) -> Device:
-    """DeviceError: it can't be used. A driver that hangs is logged."""
-    message = f"the driver has not answered for {DRIVER_SLOW_S:g} s: see the kernel's log, restart the host"
-    timer = threading.Timer(DRIVER_SLOW_S, log.warning, [message], {"device": name})
-    timer.daemon = True
-    timer.start()
-    try:
-        return open_device(name)
-    finally:
-        timer.cancel()
 
 
 def _first_catalog(config: WorkerConfig) -> Scan:

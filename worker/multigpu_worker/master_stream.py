@@ -13,7 +13,7 @@ from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.messages import model_messages, residency_messages
 from multigpu_worker.models.model_sizes import slots_max
-from multigpu_worker.mps.status import MpsStatus
+from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.session import wire

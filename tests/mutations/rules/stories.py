@@ -17,6 +17,15 @@ STORIES = (
     "master/test_driver.py::test_count_counts_each_task_once_while_tasks_settle",
     "master/test_driver.py::test_a_cancellation_without_room_changes_nothing",
 )  # fmt: skip
+# The worker's pure parts.
+WORKER = (
+    "worker/processes/test_blame.py", "worker/models/test_residency.py", "worker/models/test_routes.py",
+    "worker/models/test_measured_sizes.py", "worker/models/test_memory_estimates.py", "worker/session/test_pace.py",
+    "worker/device/test_health.py", "worker/device/test_energy.py",
+    "worker/mps/test_mps_parts.py::test_a_fault_that_names_no_client_is_charged_after_three_times",
+    "worker/mps/test_mps_parts.py::test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context",
+    "worker/mps/test_mps_parts.py::test_claims_of_dead_workers_are_deleted",
+)  # fmt: skip
 # Runs every command of mgpuctl on a fleet: only for the mutations that need it.
 ACCESS = ("security/test_cli_access.py",)
 # Imported by each Python process that a test starts.
@@ -47,6 +56,11 @@ def check(_seed: int) -> None:
 def access(_seed: int) -> None:
     """The same for ACCESS."""
     run_tests(ACCESS)
+
+
+def worker(_seed: int) -> None:
+    """The same for WORKER."""
+    run_tests(WORKER)
 
 
 def run_test(name: str, _seed: int) -> None:

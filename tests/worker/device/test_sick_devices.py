@@ -1,6 +1,5 @@
 """A real worker whose simulated GPU falls sick: its reports, its leases, its recovery."""
 
-import asyncio
 import itertools
 import json
 import signal
@@ -225,15 +224,3 @@ async def test_a_driver_that_hangs_stops_no_tasks_no_heartbeats_and_no_shutdown(
         assert await worker.wait() == 0
     finally:
         gpus.answer_(0)
-
-
-async def test_a_driver_that_hangs_before_the_worker_starts_is_logged(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, tmp_path: Path
-) -> None:
-    gpus.hang(0)
-    beginning = asyncio.ensure_future(begin(master))
-    log = tmp_path / "worker-0.log"
-    await until(lambda: log.exists() and "the driver has not answered" in log.read_text(), "a line in the log")
-    gpus.answer_(0)
-    _, stream = await beginning
-    assert is_(stream, HEALTHY)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -144,25 +143,6 @@ async def test_a_task_is_cancelled_while_the_next_batch_is_prepared(
     await appears(cancelled)
     loaded.touch()
     assert (await stream.reported(3))[0].state == SUCCEEDED
-
-
-async def test_a_models_files_may_change_repeatedly(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
-    folder = shop.add("m", words="0")
-    await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
-    pids = {(await ask(stream, 1, "m")).pid}
-    for nth in range(1, 5):
-        (folder / "words.txt").write_text(str(nth))
-        os.utime(folder / "words.txt", (nth, nth + 2_000_000_000))
-        await stream.until(lambda nth=nth: models(stream)["m"].facts.get("words") == str(nth))  # type: ignore[misc]
-        answer = await ask(stream, 1 + nth, "m")
-        assert answer.words == str(nth)
-        pids.add(answer.pid)
-        await stream.until(lambda: sum(Path(f"/proc/{pid}").exists() for pid in pids) == 1)
-        # The sum over both versions: the old one must be gone.
-        await stream.until(lambda: resident(stream)["m"].memory_bytes == models(stream)["m"].memory_bytes)
 
 
 async def test_the_old_version_serves_if_the_new_one_crashes(

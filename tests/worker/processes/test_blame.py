@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 from multigpu_worker.processes.batch import EngineBatch
-from multigpu_worker.processes.blame.charge import CLEARING_OUTPUTS, DEATHS_MAX, clear_suspect
+from multigpu_worker.processes.blame.charge import DEATHS_MAX
 from multigpu_worker.processes.blame.evidence import Evidence
 from multigpu_worker.processes.blame.limits import Limits, Violation
 from multigpu_worker.processes.death import Death
@@ -139,26 +139,13 @@ def test_of_several_slots_none_is_charged_before_it_ran_alone() -> None:
     assert charged(slots, one, two, three) == ([], [1, 2, 3])
     (first,), (second,), (third,) = (list(each.leases.values()) for each in (one, two, three))
     assert (first.suspect, second.suspect, third.suspect) == (True, True, False)
-    # The first has gone on since: the second is the one that is left, and goes first.
-    first.partials_made = CLEARING_OUTPUTS
-    assert clear_suspect(first) and not first.suspect and not clear_suspect(second)
-    assert charged(slots, one, two) == ([], [2, 1])
-    assert second.suspect and not first.suspect
     assert charged([state(2, 2)], two, one) == ([2], [1])
-    # Twice a suspect, it stays one.
-    second.partials_made = 100
-    assert not clear_suspect(second)
-    # All of them cleared: all of them suspects again.
-    third.cleared = True
-    assert charged([state(1, 1), state(3, 3)], one, three) == ([], [1, 3])
-    assert first.suspect and third.suspect and not clear_suspect(first)
 
 
 def test_a_batch_that_was_being_prepared_is_suspect_with_those_that_ran() -> None:
     ran, came, waited = (batch(n, [n], one_by_one=True) for n in (1, 2, 3))
-    ran.leases[1].cleared = True
-    assert charged([state(1, 1)], ran, came, waited, prepared=2) == ([], [2, 1, 3])
-    assert [each.suspect for b in (ran, came, waited) for each in b.leases.values()] == [False, True, False]
+    assert charged([state(1, 1)], ran, came, waited, prepared=2) == ([], [1, 2, 3])
+    assert [each.suspect for b in (ran, came, waited) for each in b.leases.values()] == [True, True, False]
     assert charged([state(0)], came, prepared=2) == ([2], [])
     assert charged([state(1, 1)], ran, came, prepared=7) == ([1], [2]), "an unknown batch"
 
@@ -187,6 +174,15 @@ def test_a_lease_that_reports_a_lost_context_is_suspect_with_those_that_ran_besi
     assert [lease.lease_id for lease in again if lease.suspect] == [1, 2]
     failed, again = judge([state(0), state(0)], one, two, context_lost=1)
     assert (list(failed), len(again)) == ([1], 3)
+
+
+def test_a_lease_that_mps_rejected_is_charged_only_after_many_deaths() -> None:
+    evidence, one = Evidence(lambda _: False, 0), batch(1, [1], one_by_one=True)
+    for nth in range(DEATHS_MAX):
+        failure = (1, "RuntimeError", "CUDA error: the MPS server is not ready to accept new requests", True, "")
+        assert evidence.keep_back([failure], one_by_one=True, reported_ns=SECOND) == []
+        judged = evidence.judge(Death(returncode=KILLED, slots=[state(1, 1)]), {1: one})
+        assert bool(judged.reports) is (nth == DEATHS_MAX - 1)
 
 
 def test_work_of_the_next_batch_may_have_begun_when_the_context_is_lost() -> None:

@@ -174,31 +174,6 @@ async def test_pins_and_unloads(start: Start, shop: Shop) -> None:
     assert (await ask(stream, 5, "a")).words == "I am a"
 
 
-async def test_a_new_version_serves_when_it_is_ready_and_a_broken_one_never(start: Start, shop: Shop) -> None:
-    hang, error = shop.sign("m:2", "hang"), shop.sign("m:3", "error")
-    hang.touch()
-    shop.add("m", "1", words="old")
-    _, stream = await start(*shop.flags)
-    old = await ask(stream, 1, "m")
-    assert (old.model, old.words) == ("m:1", "old")
-    shop.add("m", "2", words="new")
-    await stream.until(lambda: "m:2" in resident(stream))
-    assert (await ask(stream, 2, "m")).pid == old.pid, "the old one serves as long as the new one is not ready"
-    assert models(stream)["m:1"].current
-    hang.unlink()
-    await stream.until(lambda: ready(stream) == {"m:2"} == set(resident(stream)))
-    assert (await ask(stream, 3, "m")).words == "new"
-    assert models(stream)["m:2"].current
-    assert not Path(f"/proc/{old.pid}").exists()
-    error.write_text("bad weights")
-    shop.add("m", "3", words="newer")
-    await stream.until(lambda: "m:3" in models(stream) and "bad weights" in models(stream)["m:3"].error)
-    assert (await ask(stream, 4, "")).words == "new"
-    error.unlink()
-    await stream.until(lambda: ready(stream) == {"m:3"})
-    assert (await ask(stream, 5, "m")).words == "newer"
-
-
 async def test_a_process_that_is_killed_takes_only_its_own_along(start: Start, shop: Shop) -> None:
     shop.add("a")
     shop.add("b")

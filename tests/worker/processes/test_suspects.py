@@ -21,7 +21,6 @@ class Answers:
 
     def __init__(self, settings):
         self.running = set()
-        self.reached = settings.models.popitem()[1].folder / "reached"
         self.stuck = threading.Event()
 
     def load(self):
@@ -41,14 +40,12 @@ class Answers:
                 self.running.discard(item.lease_id)
 
     def answer(self, item, reporter):
-        # Ends after `total` outputs, once `company` have run beside each other; `fate` comes with the output `at`.
-        total, company, fate, at = item.payload.decode().split()
+        # Ends after `total` outputs; `fate` comes with the output `at`.
+        total, fate, at = item.payload.decode().split()
         said = len(item.partials)
-        while said < int(total) or (company != "0" and not self.reached.exists()):
+        while said < int(total):
             while self.stuck.is_set():
                 time.sleep(0.01)
-            if len(self.running) == int(company):
-                self.reached.touch()
             if said == int(at):
                 if fate == "die" or (fate == "crowd" and len(self.running) > 1):
                     signal.raise_signal(signal.SIGSEGV)
@@ -74,8 +71,8 @@ def flags(tmp_path: Path) -> list[str]:
     return ["--model-repository", str(tmp_path / "models")]
 
 
-def payload(total: int = 40, company: int = 0, fate: str = "live", at: int = 0) -> bytes:
-    return f"{total} {company} {fate} {at}".encode()
+def payload(total: int = 40, fate: str = "live", at: int = 0) -> bytes:
+    return f"{total} {fate} {at}".encode()
 
 
 def deaths(worker: WorkerProcess) -> int:
@@ -99,8 +96,7 @@ async def test_the_one_that_ends_its_engine_is_charged_and_no_other(
     start: Start, flags: list[str], culprit: int
 ) -> None:
     worker, stream = await start(*flags)
-    # The others go on until all seven run beside each other again.
-    leases = [(n, payload(fate="die", at=5) if n == culprit else payload(company=7)) for n in range(1, 9)]
+    leases = [(n, payload(fate="die", at=5) if n == culprit else payload()) for n in range(1, 9)]
     stream.lease(leases, kind="generate")
     words = await stream.reported(*range(1, 9))
     assert {word.lease_id: word.error.type for word in words if word.state != SUCCEEDED} == {culprit: "EngineDied"}
@@ -132,7 +128,6 @@ async def test_a_device_on_which_all_die_charges_each_once_and_comes_to_an_end(s
 
 async def test_what_only_happens_in_company_is_charged_to_nobody(start: Start, flags: list[str]) -> None:
     worker, stream = await start(*flags)
-    # Past what clears them, so that they are suspects, are cleared, die together again, and run alone from then on.
     stream.lease([(n, payload(total=60, fate="crowd", at=30)) for n in range(1, 5)], kind="generate")
     words = await stream.reported(1, 2, 3, 4)
     assert [word.state for word in words] == [SUCCEEDED] * 4

@@ -126,8 +126,6 @@ class NvmlDevice:
         self._gone = False
         # When the driver was opened or last answered, on the monotonic clock.
         self._opened_s = 0.0
-        # Calls that this device does not support.
-        self._unsupported: set[str] = set()
         self._pcie_read: tuple[float | None, float | None] = (None, None)
         self._pcie_due_s = 0.0
 
@@ -184,7 +182,7 @@ class NvmlDevice:
     def _memory(self) -> Any:
         """Version 2 excludes the driver's reserved memory from `used`."""
         memory = self._ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2)
-        return self._ask_now("nvmlDeviceGetMemoryInfo") if memory is None else memory
+        return self._ask("nvmlDeviceGetMemoryInfo") if memory is None else memory
 
     def _temperature(self) -> float | None:
         celsius = self._ask("nvmlDeviceGetTemperatureV", pynvml.NVML_TEMPERATURE_GPU)
@@ -197,10 +195,8 @@ class NvmlDevice:
         return None if megahertz is None else megahertz * 1e6
 
     def _throttle_reasons(self) -> tuple[str, ...]:
-        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if bits is None:  # drivers before R535
-            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return tuple(name for bit, name in THROTTLE_REASONS.items() if (bits or 0) & bit)
+        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
+        return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
     def _ecc(self, kind: int) -> int | None:
         errors: int | None = self._ask("nvmlDeviceGetTotalEccErrors", kind, pynvml.NVML_VOLATILE_ECC)
@@ -244,7 +240,7 @@ class NvmlDevice:
     def _processes(self) -> tuple[DeviceProcess, ...]:
         found: dict[int, DeviceProcess] = {}
         since_us = int((time.time() - IDLE_S) * 1e6)
-        samples = self._ask_now("nvmlDeviceGetProcessUtilization", since_us) or ()
+        samples = self._ask("nvmlDeviceGetProcessUtilization", since_us) or ()
         working = {sample.pid for sample in samples if sample.smUtil}
         for function, mps in (
             ("nvmlDeviceGetComputeRunningProcesses_v3", False),
@@ -265,7 +261,6 @@ class NvmlDevice:
     # --- identity ----------------------------------------------------------------------------------------------------
 
     def _identity(self, index: int) -> DeviceInfo:
-        self._unsupported = set()
         memory = self._memory()
         capability = self._ask("nvmlDeviceGetCudaComputeCapability")
         driver = _ask("nvmlSystemGetDriverVersion") or ""
@@ -289,15 +284,15 @@ class NvmlDevice:
 
     def _mig_device_ids(self) -> Iterator[str]:
         for index in range(self._ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
-            instance = self._ask_now("nvmlDeviceGetMigDeviceHandleByIndex", index)
+            instance = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", index)
             if instance is not None:  # indexes may have gaps
                 yield pynvml.nvmlDeviceGetUUID(instance)
 
     def _peers(self, index: int) -> Iterator[DevicePeer]:
         links = self._links() or []
-        ends = [_bus_id(self._ask_now("nvmlDeviceGetNvLinkRemotePciInfo", link)) for link in links]
+        ends = [_bus_id(self._ask("nvmlDeviceGetNvLinkRemotePciInfo", link)) for link in links]
         switched = sum(
-            self._ask_now("nvmlDeviceGetNvLinkRemoteDeviceType", link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+            self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
             for link in links
         )
         for other in range(pynvml.nvmlDeviceGetCount()):
@@ -309,10 +304,10 @@ class NvmlDevice:
                 continue
             bus_id = _bus_id(_ask("nvmlDeviceGetPciInfo", handle))
             nvlinks = ends.count(bus_id) if bus_id else 0
-            over_nvlink = self._ask_now("nvmlDeviceGetP2PStatus", handle, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            over_nvlink = self._ask("nvmlDeviceGetP2PStatus", handle, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
             if not nvlinks and switched and over_nvlink == pynvml.NVML_P2P_STATUS_OK:
                 nvlinks = switched  # all links lead to an NVSwitch, which reaches every peer
-            ancestor = self._ask_now("nvmlDeviceGetTopologyCommonAncestor", handle)
+            ancestor = self._ask("nvmlDeviceGetTopologyCommonAncestor", handle)
             yield DevicePeer(
                 device_id=_ask("nvmlDeviceGetUUID", handle) or bus_id,
                 nvlinks=nvlinks,
@@ -333,36 +328,16 @@ class NvmlDevice:
         except pynvml.NVMLError as error:
             code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "gpu_is_lost")
             raise DeviceGoneError(code, f"the driver doesn't find {self.device_id}: {error}") from error
-        self._unsupported.clear()  # the driver may have been replaced
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """The result of an NVML call; None if it fails. A call that is not supported is not made again."""
-        key = f"{function}{arguments}"
-        if key in self._unsupported:
-            return None
+        """The result of an NVML call; None if it fails, or this device does not support it. Raises DeviceGoneError."""
         try:
-            return self._call(function, *arguments)
+            return getattr(pynvml, function)(self._own if function in OF_INSTANCE else self._handle, *arguments)
         except pynvml.NVMLError as error:
-            self._reject_gone(error)
-            if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-                self._unsupported.add(key)
+            code = GONE.get(error.value)
+            if code is not None:
+                raise DeviceGoneError(code, f"the driver says of {self.device_id}: {error}") from error
             return None
-
-    def _ask_now(self, function: str, *arguments: Any) -> Any:
-        """As _ask, for a call that may be supported later."""
-        try:
-            return self._call(function, *arguments)
-        except pynvml.NVMLError as error:
-            self._reject_gone(error)
-            return None
-
-    def _call(self, function: str, *arguments: Any) -> Any:
-        return getattr(pynvml, function)(self._own if function in OF_INSTANCE else self._handle, *arguments)
-
-    def _reject_gone(self, error: Any) -> None:
-        code = GONE.get(error.value)
-        if code is not None:
-            raise DeviceGoneError(code, f"the driver says of {self.device_id}: {error}") from error
 
 
 def _ask(function: str, *arguments: Any) -> Any:

@@ -45,7 +45,8 @@ class AgentChannel:
         with self._lock:
             self._unpinned += written
             try:
-                frames.send(self._sock, frames.encode(message, blobs, self._blobs.up))
+                for buffer in frames.encode(message, blobs, self._blobs.up):
+                    self._sock.sendall(buffer)
             except OSError:
                 os._exit(0)  # the agent is gone
 

@@ -9,11 +9,9 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import structlog
 from multigpu.repository.model import ModelSpec
@@ -22,7 +20,6 @@ FOLDER = "models.measured"
 FORMAT = 1
 # Past it the files written longest ago are deleted.
 KEPT_MAX = 2000
-FILE_BYTES_MAX = 4096
 BYTES_MAX = 1 << 50
 LOAD_S_MAX = 86_400.0
 # Fields of ModelSpec that do not affect the size.
@@ -50,29 +47,27 @@ class MeasuredSizes:
         self._made_with = dict(made_with)
 
     def find(self, spec: ModelSpec) -> ModelSize | None:
-        key = self._key(spec)
-        path = self._path(key)
+        path = self._path(spec)
         try:
-            with path.open("rb") as file:
-                return _parse(file.read(FILE_BYTES_MAX + 1), key)
+            values = json.loads(path.read_bytes())
+            memory_bytes, load_s = int(values["memory_bytes"]), float(values["load_s"])
+            error = "" if 0 < memory_bytes < BYTES_MAX and 0 <= load_s <= LOAD_S_MAX else "its values make no sense"
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as error:
-            log.warning("what a model took before can't be read", model=spec.id, file=str(path), error=str(error))
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as raised:
+            error = str(raised) or type(raised).__name__
+        if error:
+            log.warning("what a model took before can't be read", model=spec.id, file=str(path), error=error)
             return None
+        return ModelSize(memory_bytes=memory_bytes, load_s=load_s, measured=True)
 
     def keep(self, spec: ModelSpec, size: ModelSize) -> None:
         """Replace the size of a model. An I/O error is only logged."""
-        key = self._key(spec)
-        path = self._path(key)
+        path = self._path(spec)
         making = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        values = {"key": key, "model": spec.id, "memory_bytes": size.memory_bytes, "load_s": size.load_s}
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with making.open("wb") as file:
-                file.write(json.dumps(values).encode())
-                file.flush()
-                os.fsync(file.fileno())
+            making.write_text(json.dumps({"model": spec.id, "memory_bytes": size.memory_bytes, "load_s": size.load_s}))
             making.replace(path)
             self._forget_oldest()
         except OSError as error:
@@ -81,38 +76,15 @@ class MeasuredSizes:
             log.warning("what a model takes can't be kept", model=spec.id, file=str(path), error=str(error))
 
     def _forget_oldest(self) -> None:
-        with os.scandir(self._folder) as entries:
-            names = [entry.name for entry in entries]
-        if len(names) <= KEPT_MAX:
-            return
-        # Includes unfinished files of killed workers.
-        paths = [self._folder / name for name in names]
-        for path in sorted(paths, key=_mtime_ns)[: len(paths) - KEPT_MAX]:
-            with contextlib.suppress(FileNotFoundError):  # deleted by another worker
-                path.unlink()
+        paths = list(self._folder.iterdir())  # includes unfinished files of killed workers
+        if len(paths) > KEPT_MAX:
+            for path in sorted(paths, key=_mtime_ns)[: len(paths) - KEPT_MAX]:
+                path.unlink(missing_ok=True)  # other workers delete, too
 
-    def _key(self, spec: ModelSpec) -> str:
+    def _path(self, spec: ModelSpec) -> Path:
         values = {name: value for name, value in spec.plain().items() if name not in _LEFT_OUT}
         text = json.dumps([FORMAT, self._made_with, values], sort_keys=True)
-        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.json"
-
-
-def _parse(data: bytes, key: str) -> ModelSize:
-    """Raises ValueError for a damaged file."""
-    if len(data) > FILE_BYTES_MAX:
-        raise ValueError(f"it has more than {FILE_BYTES_MAX} bytes")
-    values: Any = json.loads(data)
-    if not isinstance(values, dict) or values.get("key") != key:
-        raise ValueError("it belongs to another model, or is damaged")
-    memory_bytes, load_s = values.get("memory_bytes"), values.get("load_s")
-    if type(memory_bytes) is not int or not 0 < memory_bytes < BYTES_MAX:
-        raise ValueError(f"memory_bytes is {memory_bytes!r}")
-    if not isinstance(load_s, int | float) or not 0 <= load_s <= LOAD_S_MAX:
-        raise ValueError(f"load_s is {load_s!r}")
-    return ModelSize(memory_bytes=memory_bytes, load_s=float(load_s), measured=True)
+        return self._folder / f"{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}.json"
 
 
 def _mtime_ns(path: Path) -> int:

@@ -8,6 +8,8 @@ import asyncio
 import os
 import re
 import subprocess
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 PROGRAM = "nvidia-cuda-mps-control"
@@ -19,6 +21,24 @@ _RESULT = re.compile(r"\d+|CUDA_\w+")
 _STATES = ("INITIALIZING", "ACTIVE", "FAULT")
 _BLAMED = re.compile(r"client\D{0,12}?(\d+)", re.IGNORECASE)
 _FATAL = re.compile(r"fatal|mmu fault|memory fault", re.IGNORECASE)
+
+
+class MpsState(Enum):
+    """Values as in multigpu.v1.MpsState."""
+
+    OFF = 1
+    RUNNING = 2
+    FAULT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpsStatus:
+    """Fields as in multigpu.v1.MpsStatus."""
+
+    state: MpsState
+    message: str = ""
+    clients: int = 0
+    clients_max: int = 0
 
 
 class MpsError(Exception):

@@ -15,9 +15,8 @@ from typing import Any
 
 import structlog
 
-from multigpu_worker.mps.control import MpsControl, MpsError, ServerLog, UnknownAnswerError
+from multigpu_worker.mps.control import MpsControl, MpsError, MpsState, MpsStatus, ServerLog, UnknownAnswerError
 from multigpu_worker.mps.daemon import RETRY_S, MpsDaemon, MpsLimits
-from multigpu_worker.mps.status import MpsState, MpsStatus
 from multigpu_worker.process_group import look_for_members, signal_group, stop_group
 
 log = structlog.get_logger()

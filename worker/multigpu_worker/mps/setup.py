@@ -9,10 +9,9 @@ import structlog
 from multigpu.config.config import WorkerConfig
 
 from multigpu_worker.device.interface import Device, DeviceInfo
-from multigpu_worker.mps.control import PROGRAM, GpuFullError, MpsControl, MpsError
+from multigpu_worker.mps.control import PROGRAM, GpuFullError, MpsControl, MpsError, MpsState, MpsStatus
 from multigpu_worker.mps.daemon import MpsLimits
 from multigpu_worker.mps.engines import Mps
-from multigpu_worker.mps.status import MpsState, MpsStatus
 
 log = structlog.get_logger()
 

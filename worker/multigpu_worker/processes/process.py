@@ -16,7 +16,6 @@ import structlog
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.processes.batch import EngineBatch, rows_of, running_leases
-from multigpu_worker.processes.blame.charge import clear_suspect
 from multigpu_worker.processes.blame.evidence import Evidence, Judgement
 from multigpu_worker.processes.blame.limits import Limits
 from multigpu_worker.processes.death import Death
@@ -47,9 +46,6 @@ class DispatcherCallbacks(Protocol):
         """The default process can take batches."""
 
     def take_reports(self, reports: BatchReports, start_ns: int) -> None: ...
-    def room_made(self) -> None:
-        """A suspect is cleared: others may run beside it."""
-
     def given_back(self, leases: list[Lease]) -> None:
         """The engine has not begun these, and will not."""
 
@@ -124,9 +120,7 @@ class EngineProcess:
 
     def takes(self, lease: Lease | None) -> bool:
         """It can take a batch that begins with this lease."""
-        if lease is None or not lease.suspect:
-            return self.room
-        return self.room and all(other.cleared for batch in self.batches.values() for other in batch.leases.values())
+        return self.room and not (lease is not None and lease.suspect and self.batches)
 
     def running(self) -> list[Lease]:
         """The leases that it runs at this instant; notes how often they have moved."""
@@ -143,8 +137,6 @@ class EngineProcess:
         """Have the engine run these together."""
         spec = leases[0].spec
         batch_id = next(self._batch_ids)
-        if leases[0].suspect:
-            leases[0].partials_dispatched = leases[0].partials_made
         blobs: list[bytes] = []
         rows = rows_of(leases, blobs)
         self.batches[batch_id] = EngineBatch(batch_id, {lease.lease_id: lease for lease in leases}, one_by_one, spec)
@@ -266,15 +258,12 @@ class EngineProcess:
         start_ns = batch.unsettled_ns or read.start_ns
         batch.unsettled_ns = 0 if read.reports else start_ns
         self._callbacks.dispatcher.take_reports(read, start_ns)
-        cleared = [lease for lease, _, _ in read.partials if clear_suspect(lease)]
         if self._evidence.context_lost:  # the engine is useless, and its leases wait for the judgement
             self.host.ready = False
             asyncio.get_running_loop().call_soon(self._end, self.host.pid)
         elif read.done:
             self.embedding_cache = read.embedding_cache
             self._done(batch, read.work_ns)
-        elif cleared:
-            self._callbacks.dispatcher.room_made()
 
     def _done(self, batch: EngineBatch, work_ns: int) -> None:
         del self.batches[batch.batch_id]

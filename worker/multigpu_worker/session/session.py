@@ -75,12 +75,7 @@ class Lease:
     recalled: bool = field(default=False, init=False)
     # The largest batch that it may join. Lowered after an engine ended with it; 1: it is a suspect.
     together_max: int = field(default=TOGETHER_MAX, init=False)
-    # How often it was a suspect (processes/blame/charge.py), and whether it was cleared.
-    suspected: int = field(default=0, init=False)
-    cleared: bool = field(default=False, init=False)
-    # Outputs of this attempt when it was last handed to an engine.
-    partials_dispatched: int = field(default=0, init=False)
-    # Deaths of an engine with it inside, charged to nobody.
+    # Uncharged deaths of an engine with it inside.
     deaths: int = field(default=0, init=False)
     fraction: float = field(default=0.0, init=False)
     steps: int = field(default=0, init=False)
@@ -95,7 +90,7 @@ class Lease:
 
     @property
     def suspect(self) -> bool:
-        """It may have ended an engine: it runs only beside leases that were cleared."""
+        """It may have ended an engine: it runs alone."""
         return self.together_max == 1
 
 

@@ -11,9 +11,9 @@ from multigpu.v1 import device_pb2, model_pb2, task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.device.energy import Energy
-from multigpu_worker.device.health import Health, State
+from multigpu_worker.device.health import Health
 from multigpu_worker.device.interface import DeviceInfo, Telemetry
-from multigpu_worker.mps.status import MpsState, MpsStatus
+from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.session.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
 
 PROTOCOL_VERSION = 2
@@ -26,19 +26,6 @@ class BadFrameError(Exception):
 _STATES = {
     ReportState.FAILED: pb.REPORT_STATE_FAILED,
     ReportState.RETURNED: pb.REPORT_STATE_RETURNED,
-}
-_MPS_STATES = {
-    MpsState.OFF: device_pb2.MPS_STATE_OFF,
-    MpsState.RUNNING: device_pb2.MPS_STATE_RUNNING,
-    MpsState.FAULT: device_pb2.MPS_STATE_FAULT,
-}
-
-
-_HEALTH_STATES = {
-    State.HEALTHY: device_pb2.HEALTH_STATE_HEALTHY,
-    State.DEGRADED: device_pb2.HEALTH_STATE_DEGRADED,
-    State.SICK: device_pb2.HEALTH_STATE_SICK,
-    State.RECOVERING: device_pb2.HEALTH_STATE_RECOVERING,
 }
 
 
@@ -184,14 +171,14 @@ def heartbeat(
     if telemetry is not None:
         beat.telemetry.CopyFrom(telemetry_message(telemetry, sample_ns))
     if mps is not None:
-        beat.mps.state = _MPS_STATES[mps.state]
+        beat.mps.state = mps.state.value  # type: ignore[assignment]  # enums are ints on the wire
         beat.mps.message, beat.mps.clients, beat.mps.clients_max = mps.message, mps.clients, mps.clients_max
     return pb.SessionRequest(heartbeat=beat)
 
 
 def health_message(health: Health, checks_passed: int) -> device_pb2.DeviceHealth:
     message = device_pb2.DeviceHealth(
-        state=_HEALTH_STATES[health.state],
+        state=health.state.value,  # type: ignore[arg-type]  # as above
         since_time=_timestamp(int(health.since_s * 1e9)),
         unusable=health.unusable,
         checks_passed=checks_passed,

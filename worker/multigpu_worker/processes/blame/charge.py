@@ -2,13 +2,10 @@
 
 Pure. A lease is charged only if it ran alone, so that no innocent one is. Leases of a batch that ran together go on in
 batches of half its size, until the one that ends its engine is alone. Leases that ran one by one, but in several slots
-at the same time, become suspects. A suspect runs only beside cleared leases, and is cleared once it has made
-CLEARING_OUTPUTS more outputs: it is past the point then at which the engine died, so that eight answers that are
-generated together are together again after eight steps. If the engine dies again, leases that were not cleared go
-first, and so alone; a lease that was a suspect SUSPECTED_MAX times is not cleared any more.
+at the same time, become suspects: from then on each of them runs alone.
 
 An engine that dies while it runs nothing is charged to a lease only after DEATHS_MAX deaths with that lease inside; or
-at once, if nobody killed the process and the lease is the only one in it.
+at once, if it was not killed and the lease is the only one in it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,13 +14,10 @@ from dataclasses import dataclass, field
 from multigpu_worker.processes.batch import EngineBatch, running_leases
 from multigpu_worker.processes.blame.limits import Violation, accused_of
 from multigpu_worker.processes.ipc.slots import SlotState
-from multigpu_worker.session.session import TOGETHER_MAX, Lease, TaskError
+from multigpu_worker.session.session import Lease, TaskError
 
 # More than it takes to halve the largest batch down to one.
 DEATHS_MAX = 20
-# More than may get lost on their way when an engine dies.
-CLEARING_OUTPUTS = 8
-SUSPECTED_MAX = 2
 
 Batches = Mapping[int, EngineBatch]
 
@@ -95,11 +89,8 @@ def charge(suspects: Suspects, error: TaskError, batches: Batches) -> Charges:
     for leases in suspects.together:
         for lease in leases:
             lease.together_max = max(1, len(leases) // 2)
-    uncleared = [lease for lease in suspects.alone if not lease.cleared]
-    for lease in uncleared or ([] if any(suspects.together) else suspects.alone):
+    for lease in suspects.alone:
         lease.together_max = 1
-        lease.cleared = False
-        lease.suspected += 1
     return _charges(batches, {})
 
 
@@ -127,13 +118,3 @@ def _charges(batches: Batches, failed: Mapping[int, TaskError]) -> Charges:
         [(lease, failed[lease.lease_id]) for lease in leases if lease.lease_id in failed],
         sorted(again, key=lambda lease: not lease.suspect),
     )
-
-
-def clear_suspect(lease: Lease) -> bool:
-    """Clear a suspect that has made enough outputs since it was dispatched. True: it just was cleared."""
-    outputs = lease.partials_made - lease.partials_dispatched
-    if not lease.suspect or lease.suspected >= SUSPECTED_MAX or outputs < CLEARING_OUTPUTS:
-        return False
-    lease.together_max = TOGETHER_MAX
-    lease.cleared = True
-    return True

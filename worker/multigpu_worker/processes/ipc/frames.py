@@ -59,12 +59,6 @@ def encode(message: Message, blobs: Sequence[bytes], ring: BlobRing) -> list[byt
     return [head + table + body, *following]
 
 
-def send(sock: socket.socket, buffers: list[bytes]) -> None:
-    """Block until the buffers are written."""
-    for buffer in buffers:
-        sock.sendall(buffer)
-
-
 class Decoder:
     """Frames from a socket, in whatever pieces they come."""
 
