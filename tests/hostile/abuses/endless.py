@@ -4,9 +4,11 @@ import time
 
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
+from multigpu.v1 import worker_service_pb2 as worker_pb
+from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 
 from tests.fleet import Fleet, until
-from tests.hostile.abuses.base import MIB, RESOURCE_EXHAUSTED, cancel_queue, channel_to, ended, run_stub, unique
+from tests.hostile.abuses.base import MIB, RESOURCE_EXHAUSTED, cancel_queue, channel_to, ended, frame, run_stub, unique
 from tests.integration.streams import Feed
 
 
@@ -28,6 +30,20 @@ def endless_submits(fleet: Fleet, size: int) -> str:
     assert rejected, "nothing was rejected"
     cancel_queue(fleet, "endless")
     return f"{taken} taken, {rejected} RESOURCE_EXHAUSTED"
+
+
+def slow_reader(fleet: Fleet, size: int) -> str:
+    """Clients that submit on Run streams and never read an outcome. `size` in MiB of outcomes, 8 MiB a stream."""
+    name = unique()
+    with channel_to(fleet) as channel:
+        calls = []
+        for n in range(size // 8):
+            data = frame(128, prefix=f"{name}-{n}-", payload=bytes(64 << 10), durability=task_pb2.DURABILITY_EPHEMERAL)
+            calls.append(run_stub(channel)(Feed(data), timeout=120))
+        time.sleep(2 + size / 100)
+        for call in calls:
+            call.cancel()
+    return "cancelled"
 
 
 def distinct_names(fleet: Fleet, size: int) -> str:
@@ -85,6 +101,20 @@ def settled_again(fleet: Fleet, size: int) -> str:
         for call in calls:
             call.cancel()
     return "cancelled"
+
+
+def distinct_workers(fleet: Fleet, size: int) -> str:
+    """A worker that joins with a new id each time."""
+    name = unique()
+    with channel_to(fleet) as channel:
+        session = channel.stream_stream("/multigpu.v1.WorkerService/Session")
+        for n in range(size):
+            hello = worker_pb.Hello(protocol_version=PROTOCOL_VERSION, worker_id=f"{name}-{n}", slots=1)
+            hello.capabilities.add(kind=f"kind-{n}")
+            call = session(iter([worker_pb.SessionRequest(hello=hello).SerializeToString()]), timeout=20)
+            next(call)
+            call.cancel()
+    return "come and gone"
 
 
 def distinct_admin_queues(fleet: Fleet, size: int) -> str:

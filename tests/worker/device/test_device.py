@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from multigpu.v1 import device_pb2
 from multigpu_worker.device import stats_file
+from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.device.energy import EnergyMeter, EnergyMethod
 from multigpu_worker.device.interface import (
     DeviceError,
@@ -176,6 +177,29 @@ def test_a_cpu_reports_the_same_messages() -> None:
         open_device("cuda:63")
 
 
+def test_processor_energy_over_a_counter_overflow(tmp_path: Path) -> None:
+    for number, name in (
+        ("0", "package-0"),
+        ("1", "package-1"),
+        ("0:0", "core"),
+    ):  # the package's energy includes the core's
+        folder = tmp_path / f"intel-rapl:{number}"
+        folder.mkdir()
+        (folder / "name").write_text(f"{name}\n")
+        (folder / "max_energy_range_uj").write_text("1000000000\n")
+        (folder / "energy_uj").write_text("999000000\n")
+    device = CpuDevice(powercap=tmp_path)
+    assert device.energy_joules() == 0.0
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("4000000\n")  # 5 J more, past the overflow
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("999500000\n")
+    assert device.energy_joules() == pytest.approx(5.5)
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    telemetry = device.sample()
+    assert telemetry.energy_joules is None
+    assert telemetry.power_watts is None
+    assert CpuDevice(powercap=tmp_path / "none").energy_joules() is None
+
+
 class BlockingDevice:
     """Answers once `answers` is set."""
 
@@ -290,7 +314,7 @@ def test_a_stats_file_has_whole_lines_and_a_limited_size(tmp_path: Path) -> None
 def test_the_stats_thread_survives_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     identity = Identity(
-        worker_id="w", host="h", version="0", pid=1, device=open_device("cpu").info, labels={}, slots=1, window_tasks=1,
+        worker_id="w", host="h", version="0", pid=1, device=CpuDevice().info, labels={}, slots=1, window_tasks=1,
         window_bytes=1,
     )  # fmt: skip
     assert stats_file.record(identity, None, 0) is None

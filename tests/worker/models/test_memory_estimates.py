@@ -1,10 +1,10 @@
 """Memory estimates for models that were never loaded, from the headers of their files."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from multigpu.config.config import WorkerConfig
@@ -21,6 +21,7 @@ from multigpu_worker.models.memory_estimates import (
     PROCESS_BYTES,
     TORCH_BYTES,
 )
+from multigpu_worker.models.weight_files import context_bytes, weights_bytes
 
 MIB = 1 << 20
 CPU = DeviceInfo(device_id="cpu", name="cpu", product="a cpu", memory_total_bytes=64 << 30)
@@ -61,8 +62,9 @@ def estimate_bytes(
 def test_weights_count_at_the_precision_they_are_served_at(tmp_path: Path) -> None:
     put_safetensors(tmp_path / "model.safetensors", w=("BF16", [1024, 1024], 2), ids=("I64", [512], 8))
     spec = folder_spec(tmp_path)
+    assert weights_bytes(spec, 4) == 4 * MIB + 4096, "integers are not converted"
     on_cpu = estimate_bytes(spec, settings(), CPU, 1)
-    assert on_cpu == TORCH_BYTES + int((4 * MIB + 4096) * 1.1), "integers are not converted"
+    assert on_cpu == TORCH_BYTES + int((4 * MIB + 4096) * 1.1)
     assert on_cpu - estimate_bytes(spec, settings(precision="bf16"), CPU, 1) == pytest.approx(2.2 * MIB, abs=1)
     on_gpu = estimate_bytes(spec, settings("cuda:0"), GPU, 1)
     assert on_gpu == GPU_PROCESS_BYTES + int((2 * MIB + 4096) * 1.1), "auto is bf16 there"
@@ -74,8 +76,9 @@ def test_all_shards_and_instances_count(tmp_path: Path) -> None:
         put_safetensors(tmp_path / name, w=("F32", [256, 1024], 4))
     index = {"weight_map": {name: name for name in names}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights_bytes(folder_spec(tmp_path), 4) == 2 * MIB
     twice = estimate_bytes(folder_spec(tmp_path, instances=2), settings(), CPU, 1)
-    assert twice == 2 * (TORCH_BYTES + int(2 * MIB * 1.1))
+    assert twice == 2 * estimate_bytes(folder_spec(tmp_path), settings(), CPU, 1)
 
 
 def test_other_sources_count_with_their_files_size(tmp_path: Path) -> None:
@@ -98,6 +101,7 @@ def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = folder_spec(tmp_path, kind="generate")
+    assert context_bytes(spec, 4) == 2 * 4 * 2 * 64 * 1024 * 4
     plain = TORCH_BYTES + int(4 * MIB * 1.1)
     assert estimate_bytes(spec, settings(), CPU, 8) == plain + 8 * 4 * MIB
     assert estimate_bytes(spec, settings(), CPU, 1000) == plain + CPU_CACHE_BYTES
@@ -105,10 +109,12 @@ def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     assert estimate_bytes(spec, settings(), CPU, 1000, plain - MIB) == plain, "the weights must fit"
     half = GPU.memory_total_bytes // 2
     assert estimate_bytes(spec, settings("cuda:0"), GPU, 1000) == GPU_PROCESS_BYTES + int(2 * MIB * 1.1) + half
-    set_here = folder_spec(tmp_path, kind="generate", parameters={"cache_bytes": "1MiB"})
-    assert estimate_bytes(set_here, settings(), CPU, 8) == plain + MIB
+    short = folder_spec(tmp_path, kind="generate", parameters={"context": "256"})
+    assert context_bytes(short, 4) == MIB
+    told = folder_spec(tmp_path, kind="generate", parameters={"cache_bytes": "1MiB"})
+    assert estimate_bytes(told, settings(), CPU, 8) == plain + MIB
     (tmp_path / "config.json").write_text('{"num_hidden_layers": "x"}')
-    assert estimate_bytes(spec, settings(), CPU, 8) == plain
+    assert context_bytes(spec, 4) == 0
 
 
 class OnlyInfo:
@@ -127,9 +133,43 @@ def test_workers_of_one_device_share_its_memory() -> None:
     assert model_memory_bytes(WorkerConfig(device_workers=2), cpu) == host_memory_bytes() // 2 // 2
 
 
-def test_a_file_whose_header_can_not_be_read_counts_with_its_size(tmp_path: Path) -> None:
-    quantised = folder_spec(tmp_path, source="gguf", file="m.gguf", kind="generate")
-    quantised = dataclasses.replace(quantised, files_bytes=MIB)
-    assert estimate_bytes(quantised, settings(), CPU, 1) == TORCH_BYTES + int(4 * MIB * 1.1), "a byte for each number"
+def put_gguf(path: Path) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(3)
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_token_list(["a", "b", "ü"])
+    writer.add_token_scores([0.0, 1.0, 2.0])
+    writer.add_bool("llama.some.flag", True)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 64), np.float16))
+    blocks = np.zeros((16, 64 // 32 * 34), np.uint8)  # 16 rows of 64 numbers, in Q8_0
+    writer.add_tensor("output.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_quantised_file_counts_with_its_dequantised_size(tmp_path: Path) -> None:
+    put_gguf(tmp_path / "m.gguf")
+    spec = folder_spec(tmp_path, source="gguf", file="m.gguf", kind="generate", changed_ns=1)
+    assert weights_bytes(spec, 4) == 4 * (32 * 64 + 16 * 64)
+    assert context_bytes(spec, 4) == 2 * 3 * 2 * 16 * 128 * 4
+
+
+def test_a_file_with_a_damaged_header_counts_with_its_size(tmp_path: Path) -> None:
+    put_gguf(tmp_path / "m.gguf")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    cuts = [whole[:at] for at in range(1, 400, 7)]
+    lies = [whole[:at] + b"\xff" * 8 + whole[at + 8 :] for at in range(0, 400, 7)]
+    for nth, content in enumerate(cuts + lies):
+        (tmp_path / "m.gguf").write_bytes(content)
+        spec = folder_spec(tmp_path, source="gguf", file="m.gguf", kind="generate", changed_ns=nth + 2)
+        assert weights_bytes(spec, 4) >= 0
+        assert context_bytes(spec, 4) >= 0
+        if content in cuts:
+            assert weights_bytes(spec, 4) == len(content)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}")
-    assert estimate_bytes(folder_spec(tmp_path), settings(), CPU, 1) == TORCH_BYTES + int(10 * 1.1)
+    assert weights_bytes(folder_spec(tmp_path), 4) == folder_spec(tmp_path).files_bytes
