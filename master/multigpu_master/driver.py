@@ -1,9 +1,7 @@
 """The driver owns the core: it feeds events in, and carries out the commands that come back.
 
 Everything here runs on the event loop, in one thread, and never waits. Entries for the journal go to
-journal/write_buffer.py; dispatch and delivery don't wait for them.
-
-Time is that of the master's clock, which can't jump (clock.py).
+journal/write_buffer.py; dispatch and delivery don't wait for them. Time is the master's clock (clock.py).
 """
 
 import asyncio
@@ -23,7 +21,8 @@ from multigpu_master.core.identity import FREE
 from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, LargeBody, Recovered, SettledTask
+from multigpu_master.journal.protocol import JournalError, JournalFullError, LargeBody, Recovered, SettledTask
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.write_buffer import DURABLE_S, Journaling, tell
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.rpc.errors import CallError, ExhaustedError
@@ -88,7 +87,7 @@ class Driver:
     def __init__(
         self,
         core: Core,
-        journal: Journal,
+        journal: SqliteJournal,
         recovered: Recovered,
         specs: SpecReader,
         now: Callable[[], float],

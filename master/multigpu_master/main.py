@@ -1,6 +1,7 @@
 """mgpu-master: the command."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import sqlite3
@@ -25,7 +26,6 @@ from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.server import Master, SettingError, StartError
-from multigpu_master.telemetry.process_memory import use_few_arenas
 
 log = structlog.get_logger()
 
@@ -58,7 +58,7 @@ def main(context: click.Context, /, config_file: str | None, **flags: Any) -> No
         context.obj = config.data_dir
         return
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    use_few_arenas()
+    _use_few_arenas()
     try:
         code = uvloop.run(_serve(config, telemetry, lambda: _load_log_level(config_file, flags)))
     except StartError as error:
@@ -141,6 +141,16 @@ async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_leve
         log.info("master is stopping")
     await master.stop()
     return EXIT_FAILED if master.fatal is not None else 0
+
+
+def _use_few_arenas() -> None:
+    """Makes glibc's malloc use one heap for all threads but the first. With a heap for each thread, memory that a burst
+    of calls leaves free on one thread cannot be used by another, and memory grows with every burst.
+    """
+    m_arena_max = -8  # malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(m_arena_max, 2)
 
 
 def _status(master: Master) -> str:

@@ -16,7 +16,8 @@ from multigpu_master.clock import Clock, SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import Entry, Journal, JournalError, Recovered
+from multigpu_master.journal.protocol import Entry, JournalError, Recovered
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
@@ -58,7 +59,7 @@ class Master:
     def __init__(
         self,
         config: MasterConfig,
-        journal: Journal,
+        journal: SqliteJournal,
         clock: Clock,
         descriptors: int = 1024,
         telemetry: TelemetryConfig | None = None,

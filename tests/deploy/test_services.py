@@ -238,4 +238,3 @@ def test_doctor_checks_the_folders_of_the_services(checkout: Path, tmp_path: Pat
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
     told = {check["check"]: check["message"] for check in json.loads(done.stdout)["checks"]}
     assert "/var/lib/multigpu" in told["disk"]
-    assert "127.0.0.1:7433" in told["port listen"]

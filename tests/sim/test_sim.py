@@ -7,7 +7,7 @@ from typing import cast, get_args
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Spec, Task
-from multigpu_master.journal.protocol import Journal
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.write_buffer import Journaling
 
 from tests.commands import run_module
@@ -148,7 +148,7 @@ def test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_reject
             gone.extend(event.tasks)
 
     with loop.running():
-        journaling = Journaling(cast("Journal", journal), handle, lambda: None, pytest.fail)
+        journaling = Journaling(cast("SqliteJournal", journal), handle, lambda: None, pytest.fail)
     journal.open(journaling.on_commit)
     journal.disk_full = True
     task = Task(Spec(kind="sim", wire=b"spec"), "r1", b"payload", task_id=1)

@@ -36,7 +36,7 @@ COMMANDS = {
     "generate": ("multigpu.cli.kinds.generate:generate", "Continue a prompt, or answer it: text as it is generated."),
     "infer": ("multigpu.cli.kinds.infer:infer", "Run arrays through MODEL."),
     "classify": ("multigpu.cli.kinds.classify:classify", "Classify pictures, or lines of text, with MODEL."),
-    "bench": ("multigpu.cli.bench.bench:bench", "Measure the speed of a fleet with each MODEL."),
+    "bench": ("multigpu.cli.bench.bench:bench", "Measure a fleet with each MODEL: speed and accuracy."),
     "tasks": ("multigpu.cli.tasks.tasks:tasks", "See, fetch, cancel and explain tasks."),
     "strategy": ("multigpu.cli.fleet.strategy:strategy", "See or change how tasks are placed on workers."),
     "queues": ("multigpu.cli.tasks.queues:queues", "See, pause, resume and limit queues."),

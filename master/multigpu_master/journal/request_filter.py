@@ -7,13 +7,13 @@ loaded, all are made anew from what the journal still holds. Before the first lo
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from itertools import combinations
-from typing import Protocol
 
 import structlog
 
 from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 # 1.5 bytes for each request_id. A full filter takes 4.0 % of new request_ids for known.
 FILTER_BITS = 12
@@ -22,14 +22,6 @@ CAPACITY_MIN = 1 << 19  # request_ids
 RETRY_S = 10.0
 
 log = structlog.get_logger()
-
-
-class RequestIds(Protocol):
-    """The part of a journal that is read here."""
-
-    def oldest_cursor(self) -> int: ...
-    def newest_cursor(self) -> int: ...
-    def request_ids(self) -> Iterator[list[str]]: ...
 
 
 class _Filter:
@@ -81,7 +73,7 @@ class RequestFilter:
             found.update(each.find(request_ids))
         return [request_id for request_id in request_ids if request_id in found] if found else []
 
-    def load(self, journal: RequestIds, pending: Sequence[str]) -> Coroutine[None, None, None]:
+    def load(self, journal: SqliteJournal, pending: Sequence[str]) -> Coroutine[None, None, None]:
         """Makes the filters anew from the journal and the request_ids on their way to it. What is added after this call
         is kept, even if the coroutine has not begun.
         """
@@ -89,7 +81,7 @@ class RequestFilter:
         self.add(pending)
         return self._load(journal, len(self._filters) - 1)
 
-    async def _load(self, journal: RequestIds, since: int) -> None:
+    async def _load(self, journal: SqliteJournal, since: int) -> None:
         while True:
             try:
                 loaded = await asyncio.to_thread(_read, journal)
@@ -102,7 +94,7 @@ class RequestFilter:
         self._added = sum(f.capacity - f.room for f in self._filters[1:])
 
 
-def _read(journal: RequestIds) -> _Filter:
+def _read(journal: SqliteJournal) -> _Filter:
     loaded = _Filter(journal.newest_cursor() + 1 - journal.oldest_cursor())
     for page in journal.request_ids():
         loaded.add(page)

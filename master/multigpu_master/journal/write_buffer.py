@@ -1,10 +1,8 @@
-"""Entries on their way to the disk, and the callbacks for when they are there.
+"""Entries that wait for the journal's thread, and the callbacks for when they are durable.
 
 An entry that no call waits for stays here for LINGER_S, so that others share its transaction. Tasks on a stream that
 asks for outcomes only are deferred for up to DEFER_S, in memory: most settle meanwhile and are written once, as their
-outcome. But whatever is reported as durable is so, with all that was taken before it. The journal has a thread of its
-own; it calls back when a transaction is on the disk, and only then are durable tasks acknowledged and settled ones
-forgotten.
+outcome. An entry that is reported as durable is written after everything that was accepted before it.
 """
 
 import asyncio
@@ -19,18 +17,19 @@ import structlog
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
-from multigpu_master.journal.protocol import Entry, Journal, JournalError, JournalFullError, LargeBody
+from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, LargeBody
 from multigpu_master.journal.request_filter import RequestFilter
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.wire.tasks import settle_record, submit_record
 
 log = structlog.get_logger()
 
-# What may wait for the journal thread before the front doors stop reading.
+# Streams are not read while more than this waits for the journal's thread.
 JOURNAL_BACKLOG_BYTES = 64 << 20
 # Entries larger than this are written at once: the disk should not idle while there is much to write.
 LINGER_BYTES_MAX = 256 << 10
-# Outcomes of more than this go to the journal in several entries.
+# Larger outcomes go to the journal in several entries: on a full disk, some of them may fit.
 ENTRY_BYTES_MAX = 256 << 10
 # The journal's thread is not woken, to wait for the interpreter, while a task is on its way.
 LINGER_S = 0.02
@@ -70,8 +69,7 @@ class _Pending:
     """An entry on its way to the disk, and its callback."""
 
     entry: Entry
-    size: int
-    referred_bytes: int = 0  # of these: they are in shared files, and nothing is gained by writing them early
+    size: int  # of payloads and results in memory; what is in shared files is not written
     submitted: Sequence[Task] = ()
     settled: Sequence[Task] = ()
     done: Done | None = None
@@ -79,13 +77,13 @@ class _Pending:
 
 
 class Journaling:
-    """See the module. `handle` feeds an event to the core, `committed` is called when outcomes became durable, and
-    `on_fatal` once, with the reason, when the master can't go on.
+    """`handle` feeds an event to the core, `committed` is called when outcomes are durable, and `on_fatal` once,
+    with the reason, when the master can't go on.
     """
 
     def __init__(
         self,
-        journal: Journal,
+        journal: SqliteJournal,
         handle: Callable[[ev.Event], object],
         committed: Callable[[], None],
         on_fatal: Callable[[str], None],
@@ -111,14 +109,10 @@ class Journaling:
         self._linger_timer: asyncio.TimerHandle | None = None
         self._backlog_fell = asyncio.Event()
 
-    # --- in ----------------------------------------------------------------------------------------------------------
-
     def submits(self, fresh: Sequence[Task], done: Done, deleted_dead_letters: Sequence[int], urgent: bool) -> None:
         """Tasks the core has taken, in place of dead letters. `done` is called when they are durable or rejected."""
-        size = sum([len(t.payload) for t in fresh])
         entry = Entry(deleted_dead_letters=deleted_dead_letters)
-        referred = size - _own_bytes(fresh) if size > LINGER_BYTES_MAX else 0
-        self._append(_Pending(entry, size, referred, submitted=fresh, done=done), urgent=urgent)
+        self._append(_Pending(entry, _own_bytes(fresh), submitted=fresh, done=done), urgent=urgent)
 
     def submits_deferred(self, fresh: Sequence[Task], failed: Done) -> None:
         """Tasks the core has taken, which are not reported to any client before they end. `failed` is called if they
@@ -162,8 +156,8 @@ class Journaling:
             for each in failed:
                 each(error)
 
-        size = sum([len(task.payload) for task in tasks])
-        self._deferred_bytes -= _own_bytes(tasks)
+        size = _own_bytes(tasks)
+        self._deferred_bytes -= size
         first, last = _Pending(Entry(), size, submitted=tasks), _Pending(Entry(), 0, done=done, reports=False)
         self._pending |= {id(pending.entry): pending for pending in (first, last)}
         self._pending_bytes += size
@@ -171,8 +165,8 @@ class Journaling:
 
     def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]], done: Done | None = None) -> None:
         """Tasks that ended, each with its serialized Outcome. `done` is called when they are durable."""
-        size = sum([len(body) for _, body in settled])
-        if size > ENTRY_BYTES_MAX and len(settled) > 1:  # where there is little room, some of them may fit
+        bodies = [body for _, body in settled]
+        if len(settled) > 1 and sum(map(len, bodies)) > ENTRY_BYTES_MAX:
             half = len(settled) // 2
             self.settles(settled[:half])
             self.settles(settled[half:], done)
@@ -183,8 +177,7 @@ class Journaling:
         if self._request_filter.full and (self._learning is None or self._learning.done()):
             self.learn_requests()  # before these are added: they are not in the journal yet
         self._request_filter.add([task.request_id for task in tasks if task.request_id])
-        referred = size - wire_large.own_bytes([b for _, b in settled]) if size > LINGER_BYTES_MAX else 0
-        pending = _Pending(Entry(settles=records), size, referred, settled=tasks, done=done)
+        pending = _Pending(Entry(settles=records), wire_large.own_bytes(bodies), settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
@@ -197,13 +190,11 @@ class Journaling:
             raise error
 
     def remember(
-        self, settings: dict[str, bytes | None], done: Done | None = None,
-        deleted_dead_letters: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self, settings: dict[str, bytes | None], done: Done | None = None, deleted_dead_letters: Sequence[int] = ()
+    ) -> None:
         """Writes settings soon."""
-        self._append(
-            _Pending(Entry(settings=settings, deleted_dead_letters=deleted_dead_letters), 0, done=done), urgent=True
-        )
+        entry = Entry(settings=settings, deleted_dead_letters=deleted_dead_letters)
+        self._append(_Pending(entry, 0, done=done), urgent=True)
 
     def cancellations_max(self) -> int:
         """How many cancellations surely find room on the disk now."""
@@ -215,8 +206,6 @@ class Journaling:
         """Writes the epoch of the ids that are given out next."""
         self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)
 
-    # --- known requests ----------------------------------------------------------------------------------------------
-
     def perhaps_known(self, request_ids: Sequence[str]) -> list[str]:
         """The requests among these that the journal may know."""
         return self._request_filter.sift(request_ids)
@@ -226,13 +215,11 @@ class Journaling:
         settled = [t.request_id for p in self._pending.values() for t in p.settled]
         self._learning = asyncio.ensure_future(self._request_filter.load(self._journal, settled))
 
-    # --- out ---------------------------------------------------------------------------------------------------------
-
     def _append(self, pending: _Pending, *, urgent: bool) -> None:
         self._pending[id(pending.entry)] = pending
         self._pending_bytes += pending.size
         self._lingering.append(pending)
-        self._lingering_bytes += pending.size - pending.referred_bytes
+        self._lingering_bytes += pending.size
         if self._lingering_bytes > LINGER_BYTES_MAX:
             self._hand_over()
         elif urgent:
@@ -266,8 +253,7 @@ class Journaling:
             for task in settled:
                 if deferred.pop(task.task_id, None) is not None:
                     unwritten.add(task.task_id)
-                    if type(task.payload) is bytes:
-                        self._deferred_bytes -= len(task.payload)
+                    self._deferred_bytes -= _own_bytes((task,))
         return unwritten
 
     async def all_durable(self) -> None:
@@ -312,15 +298,11 @@ class Journaling:
         self._backlog_fell.set()
 
     def _set_writable(self, error: JournalError | None) -> None:
-        writable = error is None
-        if writable != self.writable:
-            self.writable = writable
-            if writable:
-                log.info("journal can be written again: durable tasks are taken")
-            else:
-                log.error(
-                    "journal can't be written: durable tasks are rejected, running work goes on", error=str(error)
-                )
+        if error is None and not self.writable:
+            log.info("journal can be written again: durable tasks are taken")
+        elif error is not None and self.writable:
+            log.error("journal can't be written: durable tasks are rejected, running work goes on", error=str(error))
+        self.writable = error is None
 
 
 def _own_bytes(tasks: Iterable[Task]) -> int:

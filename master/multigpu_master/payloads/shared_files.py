@@ -1,10 +1,9 @@
 """The master's side of payloads by reference (multigpu._transport.payloads): which peers share the directory, which
 references are valid, which files must be synced, and which may be deleted.
 
-A valid reference is a `Reference` on a `Stored`, one for each segment, as long as any task, outcome or entry of the
-journal holds it: Python counts the references. When the last one is gone, the segment is deleted unless a row of the
-journal refers to it or another process has a lock on it. Segments that were never reported to the master (their client
-was killed before) are found by a scan of the directory.
+Each segment to which any task, outcome or entry of the journal refers has one `Stored`: Python counts the references.
+When the last one is gone, the segment is deleted unless a row of the journal refers to it or another process has a
+lock on it. Segments that were never reported to the master (their client was killed before) are found by a scan.
 
 Files are opened relative to the directory, never through links, and must belong to the master's user alone.
 """
@@ -19,7 +18,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -40,15 +39,13 @@ from multigpu_master.journal.errors import JournalError
 log = structlog.get_logger()
 
 DIRECTORY_NAME = "payloads"
-# Segments kept open between two uses; the others are opened for each use.
-OPEN_MAX = 256
-# Between two looks at released segments, while there are any; and else.
+# Between two checks of released segments: while there are any, and otherwise.
 BUSY_S, IDLE_S = 0.05, 0.5
 # A segment whose writer keeps it for longer is left to the scan.
 WAIT_S = 2.0
 # How long unused segments are kept for the next writer.
 FREE_S = 3.0
-SCAN_S, SCAN_SEGMENTS = 1.0, 64  # the scan looks at so many segments in each period
+SCAN_S, SCAN_SEGMENTS = 1.0, 64  # period of the scan, and the segments that it checks in each
 _OFFSET_MAX = 1 << 40
 _TRASH = "trash"
 
@@ -65,34 +62,18 @@ class BadReferenceError(Exception):
 class Stored:
     """A segment with references in the master."""
 
-    __slots__ = ("__weakref__", "_payloads", "fd", "name")
+    __slots__ = ("__weakref__", "_payloads", "name")
 
     def __init__(self, payloads: "Payloads", name: str) -> None:
         self.name = name
-        self.fd = -1
         self._payloads = payloads
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        with self._payloads.opened(self) as fd:
+        with self._payloads.opened(self.name) as fd:
             return read_at(fd, offset, size_bytes)
 
     def __del__(self) -> None:
-        self._payloads.released(self)
-
-
-class _Opened:
-    """The segment's descriptor, for a `with` block."""
-
-    def __init__(self, fd: int, *, close: bool) -> None:
-        self._fd = fd
-        self._close = close
-
-    def __enter__(self) -> int:
-        return self._fd
-
-    def __exit__(self, *_: object) -> None:
-        if self._close:
-            os.close(self._fd)
+        self._payloads.released.append(self.name)  # from any thread, between any two instructions: no lock here
 
 
 class Payloads:
@@ -106,8 +87,7 @@ class Payloads:
         self._dir_fd = -1
         self._stored: WeakValueDictionary[str, Stored] = WeakValueDictionary()
         self._lock = threading.Lock()  # of _stored, and of deletions
-        self._open: set[int] = set()  # a set and no count: it is changed from any thread
-        self._released: deque[str] = deque()
+        self.released: deque[str] = deque()  # names whose last reference is gone
         self._journaled: set[str] = set()  # rows may refer to these
         self._scan_from = ""
         self._freed_s = 0.0
@@ -122,10 +102,8 @@ class Payloads:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(aside, dir_fd=self._dir_fd)
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._dir_fd)
-        try:
-            os.write(fd, self._key)
-        finally:
-            os.close(fd)
+        with os.fdopen(fd, "wb") as file:
+            file.write(self._key)
         os.rename(aside, KEY_NAME, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_TRASH, dir_fd=self._dir_fd)
@@ -145,8 +123,6 @@ class Payloads:
             os.close(self._dir_fd)
             self._dir_fd = -1
 
-    # --- peers -------------------------------------------------------------------------------------------------------
-
     def offer(self) -> Offer:
         """Initial metadata that name the directory to a peer."""
         return ((METADATA, hashlib.sha256(self._key).digest() + os.fsencode(self.path.absolute())),)
@@ -154,8 +130,6 @@ class Payloads:
     def shared_with(self, key: bytes) -> bool:
         """Whether a peer has read the key in the directory."""
         return hmac.compare_digest(key, self._key)
-
-    # --- references --------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str, offset: int, size_bytes: int, crc: int = -1) -> Reference:
         """Checks a peer's reference, and holds its segment."""
@@ -168,7 +142,7 @@ class Payloads:
             )
         stored = self._hold(name)
         try:
-            with self.opened(stored) as fd:
+            with self.opened(name) as fd:
                 found = os.fstat(fd)
         except OSError as error:
             raise BadReferenceError(
@@ -200,36 +174,23 @@ class Payloads:
                 stored = self._stored[name] = Stored(self, name)
             return stored
 
-    def opened(self, stored: Stored) -> _Opened:
-        """The segment's file, for a `with` block."""
-        if stored.fd >= 0:
-            return _Opened(stored.fd, close=False)
+    @contextlib.contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """The segment's file descriptor, for a `with` block."""
         # O_NONBLOCK: a FIFO of that name must not block.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(stored.name, flags, dir_fd=self._dir_fd)
-        with self._lock:
-            if stored.fd < 0 and len(self._open) < OPEN_MAX:
-                stored.fd = fd
-                self._open.add(fd)
-                return _Opened(fd, close=False)
-        return _Opened(fd, close=True)
-
-    def released(self, stored: Stored) -> None:
-        """The last reference is gone. From any thread, between any two instructions: no lock here."""
-        fd, stored.fd = stored.fd, -1  # another thread may have found it just before: it opens the file again
-        if fd >= 0:
-            self._open.discard(fd)
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._dir_fd)
+        try:
+            yield fd
+        finally:
             os.close(fd)
-        self._released.append(stored.name)
 
     # --- the disk ----------------------------------------------------------------------------------------------------
 
     def sync(self, references: Iterable[Reference]) -> None:
         """Puts these bytes and their files' names on the disk. On the journal's thread."""
         fresh = False
-        for name, pin in {r.pin.name: r.pin for r in references}.items():
-            assert isinstance(pin, Stored), "the master's references are to what it stored"
-            with self.opened(pin) as fd:
+        for name in {r.pin.name for r in references}:
+            with self.opened(name) as fd:
                 os.fdatasync(fd)
             fresh = fresh or name not in self._journaled
             self._journaled.add(name)
@@ -252,11 +213,11 @@ class Payloads:
     def _run(self) -> None:
         waiting: dict[str, float] = {}  # released here, and until when to check for the writer's lock
         scan_at_s = 0.0
-        while not self._closing.wait(BUSY_S if waiting or self._released else IDLE_S):
+        while not self._closing.wait(BUSY_S if waiting or self.released else IDLE_S):
             now_s = time.monotonic()
             try:
-                while self._released:
-                    waiting[self._released.popleft()] = now_s + WAIT_S
+                while self.released:
+                    waiting[self.released.popleft()] = now_s + WAIT_S
                 waiting = {n: end_s for n, end_s in waiting.items() if not self._delete_unused(n) and now_s < end_s}
                 if now_s >= scan_at_s:
                     self._measure()
@@ -296,12 +257,7 @@ class Payloads:
         """Deletes a segment unless it is in use. False: another process has a lock on it."""
         if name in self._stored:
             return True  # it will be released
-        try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(name, flags, dir_fd=self._dir_fd)
-        except FileNotFoundError:
-            return True
-        try:
+        with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -317,9 +273,7 @@ class Payloads:
             self._journaled.discard(name)
             if free is None:
                 os.unlink(_TRASH, dir_fd=self._dir_fd)
-            return True
-        finally:
-            os.close(fd)
+        return True
 
 
 # The text of a reference in a row of the journal. A body's also has the bytes before it, in hexadecimal, and a

@@ -10,7 +10,8 @@ from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import NOT_DURABLE, Driver, RunOutbox
-from multigpu_master.journal.protocol import Journal, JournalError, JournalFullError, SettledTask
+from multigpu_master.journal.protocol import JournalError, JournalFullError, SettledTask
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.write_buffer import DURABLE_S
 from multigpu_master.payloads.messages import NOT_READABLE
 from multigpu_master.payloads.shared_files import WRONG_KEY
@@ -195,6 +196,6 @@ class RunStream:
             del stored[: len(bodies)]
 
 
-def _read_bodies(journal: Journal, tasks: Sequence[SettledTask]) -> list[bytes]:
+def _read_bodies(journal: SqliteJournal, tasks: Sequence[SettledTask]) -> list[bytes]:
     """The serialized outcomes of the first of these tasks, up to READ_BYTES. JournalError, MemoryError: not now."""
     return [stored_body(outcome) for outcome in journal.read_settled(tasks, READ_BYTES)]

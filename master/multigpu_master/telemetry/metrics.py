@@ -4,6 +4,7 @@ A snapshot is taken once a second on the event loop, which owns the numbers. Scr
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
 from multigpu_master.telemetry.device_metrics import DeviceSnapshot, device_metrics, snapshots
 from multigpu_master.telemetry.latencies import Latencies
-from multigpu_master.telemetry.process_memory import resident_bytes
 
 log = structlog.get_logger()
 
@@ -132,6 +132,11 @@ def _metrics(driver: Driver) -> Iterator[Metric]:
     yield from _of_workers(workers)
     yield from _of_models([w for w in workers if w.residency.reported])
     yield from _of_caches(workers)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (proc(5): the second field of statm, in pages)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _of_tasks(core: Core) -> Iterator[Metric]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from multigpu_master.journal.protocol import (
     Entry,
-    Journal,
     JournalError,
     OutcomeFilter,
     Recovered,
@@ -62,12 +61,12 @@ def opened(data_dir: Path, **options: Any) -> Iterator[Opened]:
         it.journal.close(20)
 
 
-def reached(journal: Journal, cursor: int) -> bool:
+def reached(journal: SqliteJournal, cursor: int) -> bool:
     return journal.oldest_cursor() == cursor
 
 
 def test_it_is_a_journal(tmp_path: Path) -> None:
-    journal: Journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 20)
+    journal: SqliteJournal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 20)
     journal.close(1)  # which is nothing for one that was never open
     assert not (tmp_path / "data").exists()
 

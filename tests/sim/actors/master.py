@@ -16,7 +16,8 @@ from multigpu_master.core import identity
 from multigpu_master.core.model import EPOCH_IDS, Spec, Task
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import is_cancelled
-from multigpu_master.journal.protocol import Journal, JournalError, LargeBody
+from multigpu_master.journal.protocol import JournalError, LargeBody
+from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.write_buffer import Journaling
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import tasks as wire_tasks
@@ -92,7 +93,7 @@ class Master:
         )
         self.invariants.begin(core)
         with self._loop.running():
-            journaling = Journaling(cast("Journal", self.journal), self.handle, lambda: None, self._fatal)
+            journaling = Journaling(cast("SqliteJournal", self.journal), self.handle, lambda: None, self._fatal)
         self.journaling = journaling
         self.journal.open(journaling.on_commit)
         expected = settings.restore(cast("Core", Restoring(self)), self.journal.settings, self.now)

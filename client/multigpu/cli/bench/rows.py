@@ -1,15 +1,47 @@
-"""The results of `mgpuctl bench`: rows, their numbers, and the columns of their table."""
+"""The results of `mgpuctl bench`: rows, their numbers, and their forms as table, JSON and CSV."""
 
+import csv
+import dataclasses
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from multigpu.cli.tables import Column
 from multigpu.cli.text import size
 
 UNKNOWN = "n/a"
+
+
+def mean_cosine(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float | None:
+    """The mean cosine of each row and its counterpart. None: a row is all zeros, or not finite."""
+    a, b = rows.astype(np.float64), others.astype(np.float64)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    if not (np.isfinite(norms) & (norms > 0)).all():
+        return None
+    return float(np.mean((a * b).sum(1) / norms))
+
+
+def agreement(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float:
+    """The share of rows whose largest value has the same index as their counterpart's."""
+    return float(np.mean(rows.argmax(1) == others.argmax(1)))
+
+
+def spearman(a: NDArray[Any], b: NDArray[Any]) -> float | None:
+    """Spearman's rank correlation; equal values share their mean rank. None: all values of one side are equal."""
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: NDArray[Any]) -> NDArray[np.float64]:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    means: NDArray[np.float64] = (ends - counts + 1 + ends) / 2
+    return means[places]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +62,7 @@ class Row:
     tasks: int = 0
     items: int = 0
     items_per_s: float | None = None
+    tokens_per_s: float | None = None
     # 0 to 1, the mean over the workers.
     utilization: float | None = None
     # The maximum over time of the sum over all devices.
@@ -41,6 +74,12 @@ class Row:
     plain_error: str = ""
     # The median over the rounds of items/s divided by the baseline's in the same round.
     ratio: float | None = None
+    # Mean, with the baseline's answers at fp32.
+    cosine: float | None = None
+    # The share of examples with the same most likely class as the baseline at fp32.
+    top1: float | None = None
+    # In points of 100.
+    spearman: float | None = None
     # Of tasks, from the call to its result.
     min_latency_ms: float | None = None
     mean_latency_ms: float | None = None
@@ -90,6 +129,7 @@ COLUMNS = (
     Column("BATCH", lambda row: str(row.batch_size), right=True),
     Column("CALLERS", lambda row: str(row.concurrency), right=True),
     Column("ITEMS/S", lambda row: "failed" if row.error else rate_text(row.items_per_s), right=True),
+    Column("TOKENS/S", _number("tokens_per_s", ",.0f"), right=True, rank=9),
     Column("VS PLAIN", lambda row: "" if row.error else ratio_text(row.ratio), right=True),
     Column("MIN MS", _number("min_latency_ms", ".1f"), right=True, rank=13),
     Column("MEAN", _number("mean_latency_ms", ".1f"), right=True, rank=12),
@@ -100,4 +140,16 @@ COLUMNS = (
     Column("BUSY", _number("utilization", ".0%"), right=True, rank=8),
     Column("MEMORY", _memory, right=True, rank=15),
     Column("J/ITEM", _number("joules_per_item", ".3g"), right=True, rank=14),
+    Column("COSINE", _number("cosine", ".6f"), right=True, rank=4),
+    Column("TOP-1", _number("top1", ".1%"), right=True, rank=5),
+    Column("SPEARMAN", _number("spearman", ".2f"), right=True, rank=6),
 )
+
+
+def to_csv(rows: Sequence[Row]) -> bytes:
+    """All results, one line a row under a heading; unknown values are empty."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(dataclasses.asdict(row) for row in rows)
+    return out.getvalue().encode()

@@ -1,66 +1,48 @@
 """The measurement of `mgpuctl bench`.
 
-For each variant of a model (engine and precision), a few examples go through the fleet first, which loads the model.
-Then, for each batch size and number of callers, the fleet and the baseline run the same examples in alternating order,
-round by round. A row has the numbers of all rounds together; its ratio is the median of the rounds' ratios.
+For each variant of a model (engine and precision), the same few examples go through the fleet first: that loads the
+model and warms it up, and the answers are compared with the baseline's at fp32. Then, for each batch size and number of
+callers, the fleet and the baseline run the same examples in alternating order, round by round. A row has the numbers of
+all rounds together; its ratio is the median of the rounds' ratios.
 """
 
 import asyncio
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from multigpu import AsyncClient
 from multigpu._transport.encoding import decode
 from multigpu.cli.bench.baseline import Baseline, BaselineError, Variant
+from multigpu.cli.bench.fleet import Serving
 from multigpu.cli.bench.load import Meter, Round, drive
-from multigpu.cli.bench.rows import Row, latency_fields, rate_text
-from multigpu.cli.bench.source import Portion, Source
-from multigpu.cli.presence import not_served
+from multigpu.cli.bench.rows import (
+    Row,
+    agreement,
+    latency_fields,
+    mean_cosine,
+    rate_text,
+    ratio_text,
+    spearman,
+)
+from multigpu.cli.bench.source import Portion, Rows, Source
 from multigpu.cli.progress import Progress
 from multigpu.cli.text import clean, plural
 from multigpu.errors import RejectedError, TaskError
-from multigpu.v1 import admin_service_pb2 as admin
 
+REFERENCE_PRECISION = "fp32"
 # Tasks of each caller: before a row's rounds, and at least in each round.
 WARM_UP_TASKS = 2
 TASKS_MIN = 2
-# Examples with which the baseline chooses its batch size.
-BASELINE_ITEMS = 64
 
+Pairs = tuple[NDArray[Any], list[str], list[str]]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """The workers that serve a kind."""
-
-    worker_ids: frozenset[str]
-    # The default first.
-    models: tuple[str, ...]
-    hosts: frozenset[str]
-    # Of the first worker: "cpu", "cuda:0".
-    device: str
-    pid: int
-    products: tuple[str, ...]
-
-
-def serving(connected: Sequence[admin.Worker], kind: str) -> Serving:
-    """Raises Failure if none of the connected workers serves the kind."""
-    if (failure := not_served(connected, kind)) is not None:
-        raise failure
-    offers = [(worker, found) for worker in connected for found in worker.capabilities if found.kind == kind]
-    return Serving(
-        worker_ids=frozenset(worker.worker_id for worker, _ in offers),
-        models=tuple(dict.fromkeys(name for _, found in offers for name in found.models)),
-        hosts=frozenset(worker.host for worker, _ in offers),
-        device=offers[0][0].device.name,
-        pid=offers[0][0].pid,
-        products=tuple(dict.fromkeys(worker.device.product for worker, _ in offers)),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +89,7 @@ class Bench:
     serving: Serving
     grid: Grid
     source: Source
+    pairs: Pairs | None
     # None: nothing to compare with, for this reason.
     baseline: Baseline | None
     no_baseline: str
@@ -115,6 +98,8 @@ class Bench:
     window: int
     # The results so far.
     rows: list[Row] = field(default_factory=list)
+    # By model: the baseline's answers at fp32; None: it has none.
+    _references: dict[str, Rows | None] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Measures everything. Raises MultigpuError if not only one combination failed."""
@@ -124,16 +109,23 @@ class Bench:
 
     async def _measure(self, client: AsyncClient, variant: Variant) -> None:
         """Adds the rows of one variant."""
-        names = {name: getattr(variant, name) for name in ("kind", "model", "engine", "precision")}
-        left = [Row(**names, batch_size=size, concurrency=callers) for size, callers in self.grid.shapes]
+        left = [
+            Row(
+                kind=variant.kind,
+                model=variant.model,
+                engine=variant.engine,
+                precision=variant.precision,
+                batch_size=batch_size,
+                concurrency=concurrency,
+            )
+            for batch_size, concurrency in self.grid.shapes
+        ]
         self.progress.say(f"{variant.name}: loading")
         try:
-            plain_error = await self._load(client, variant)
+            judged = await self._judge(client, variant)
             while left:
-                row = await self._row(client, variant, replace(left[0], plain_error=plain_error))
-                rate = f"{rate_text(row.items_per_s)} items/s"
-                shape = f"batches of {row.batch_size}, {plural(row.concurrency, 'caller')}"
-                self.progress.say(clean(f"{variant.name}, {shape}: {rate}"))
+                row = await self._row(client, variant, replace(left[0], **judged))
+                self.progress.say(_row_text(row))
                 self.rows.append(row)
                 del left[0]
         except (TaskError, RejectedError) as error:
@@ -142,19 +134,54 @@ class Bench:
             self.progress.add(self.grid.rounds * items)
             self.rows += [replace(row, error=str(error)) for row in left]
 
-    async def _load(self, client: AsyncClient, variant: Variant) -> str:
-        """Loads a model in the fleet and in the baseline. Returns why there is no baseline; empty: there is one."""
-        size, workers = self.grid.batch_sizes[0], len(self.serving.worker_ids)
-        # One task more than there are workers, so that each of them loads it.
-        for _ in range(workers + 1):
-            await self._drive(client, variant, self.source.portion(size, size), workers, counted=False)
+    async def _judge(self, client: AsyncClient, variant: Variant) -> dict[str, Any]:
+        """Loads a model in the fleet and in the baseline. Returns the fields of a Row about its answers."""
+        portion = self.source.judged()
+        # Once more than there are workers, so that each of them loads it.
+        for _ in range(len(self.serving.worker_ids) + 1):
+            done = await self._drive(client, variant, portion, len(self.serving.worker_ids), counted=False)
+        judged: dict[str, Any] = {}
+        reference = await self._reference(variant, portion)
+        rows = None if reference is None else self.source.rows(done.results)
+        if reference is not None and rows is not None and rows.shape == reference.shape:
+            judged["cosine"] = mean_cosine(rows, reference)
+            judged["top1"] = agreement(rows, reference) if self.source.kind == "classify" else None
+        if self.pairs is not None:
+            judged["spearman"] = await self._correlation(client, variant, self.pairs)
+        return judged | {"plain_error": await self._load_baseline(variant, portion)}
+
+    async def _reference(self, variant: Variant, portion: Portion) -> Rows | None:
+        # Answers of handlers are not compared.
+        if not variant.model or self.baseline is None:
+            return None
+        if variant.model not in self._references:
+            self._references[variant.model] = None
+            # The reference for texts is torch's; the engine of other models follows from their files.
+            engine = "torch" if variant.kind == "embed" else "auto"
+            exact = replace(variant, engine=engine, precision=REFERENCE_PRECISION)
+            if not await self._load_baseline(exact, portion):
+                answers = await self._in_thread(self.baseline.answers, exact, portion.payloads)
+                rows = self.source.rows(answers) if isinstance(answers, list) else answers
+                self._references[variant.model] = rows
+        return self._references[variant.model]
+
+    async def _load_baseline(self, variant: Variant, portion: Portion) -> str:
+        """Why the baseline can't run the variant; empty: it can."""
         if self.baseline is None:
             return self.no_baseline
         try:
-            await self._in_thread(self.baseline.load, variant, self.source.portion(BASELINE_ITEMS, size).payloads)
+            await self._in_thread(self.baseline.load, variant, portion.payloads)
         except BaselineError as error:
             return str(error)
         return ""
+
+    async def _correlation(self, client: AsyncClient, variant: Variant, pairs: Pairs) -> float | None:
+        scores, firsts, seconds = pairs
+        a = await client.embed(firsts, **variant.options)
+        b = await client.embed(seconds, **variant.options)
+        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        found = spearman((a * b).sum(1) / norms, scores)
+        return None if found is None else 100 * found
 
     async def _drive(
         self, client: AsyncClient, variant: Variant, portion: Portion, concurrency: int, *, counted: bool = True
@@ -171,12 +198,13 @@ class Bench:
         meter = Meter(self.address, self.serving.worker_ids)
         rounds: list[Round] = []
         items: list[int] = []
-        baseline_s: list[float] = []
+        baseline: list[tuple[float, int | None]] = []  # seconds, tokens
 
         async def run_baseline() -> None:
             if not row.plain_error:
                 assert self.baseline is not None
-                baseline_s.append(await self._in_thread(self.baseline.run, portion.payloads, portion.times))
+                run = self.baseline.run
+                baseline.append(await self._in_thread(run, variant, portion.payloads, portion.times))
 
         for number in range(self.grid.rounds):
             portion = self.source.portion(self.grid.round_items(batch_size, concurrency), batch_size)
@@ -188,7 +216,7 @@ class Bench:
             if number % 2 == 0:
                 await run_baseline()
         row = replace(row, utilization=meter.utilization, memory_bytes=meter.memory_bytes)
-        return _with_numbers(row, rounds, items, baseline_s)
+        return _with_numbers(row, rounds, items, baseline)
 
     async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         """Calls the baseline. A cancellation kills it, because the thread can't be interrupted."""
@@ -200,19 +228,33 @@ class Bench:
             raise
 
 
-def _with_numbers(row: Row, rounds: list[Round], items: list[int], baseline_s: list[float]) -> Row:
+def _with_numbers(row: Row, rounds: list[Round], items: list[int], baseline: list[tuple[float, int | None]]) -> Row:
+    seconds = sum(done.seconds for done in rounds)
     latencies = [value for done in rounds for value in done.latencies]
     joules_items = sum(done.joules_items for done in rounds)
-    plain_rates = [count / seconds for count, seconds in zip(items, baseline_s, strict=False)]
-    # Both ran the same items in a round.
-    ratios = [seconds / done.seconds for done, seconds in zip(rounds, baseline_s, strict=False)]
+    rates = [count / done.seconds for count, done in zip(items, rounds, strict=True)]
+    plain_rates = [count / plain_s for count, (plain_s, _) in zip(items, baseline, strict=False)]
+    ratios = [rate / plain for rate, plain in zip(rates, plain_rates, strict=False)]
+    tokens = [count for _, count in baseline if count is not None]
     return replace(
         row,
         tasks=len(latencies),
         items=sum(items),
-        items_per_s=sum(items) / sum(done.seconds for done in rounds),
+        items_per_s=sum(items) / seconds,
+        tokens_per_s=sum(tokens) / seconds if tokens and len(tokens) == len(baseline) else None,
         joules_per_item=sum(done.joules for done in rounds) / joules_items if joules_items else None,
         plain_items_per_s=statistics.median(plain_rates) if plain_rates else None,
         ratio=statistics.median(ratios) if ratios else None,
         **latency_fields(latencies),  # type: ignore[arg-type]  # they are floats
+    )
+
+
+def _row_text(row: Row) -> str:
+    """A row as soon as it is measured."""
+    ratio = "" if row.ratio is None else f", {ratio_text(row.ratio)} times the baseline"
+    return clean(
+        f"{row.model or row.kind}, {row.engine}, {row.precision}, "
+        f"batches of {row.batch_size}, {plural(row.concurrency, 'caller')}: "
+        f"{rate_text(row.items_per_s)} items/s{ratio}; "
+        f"p50 {row.p50_latency_ms:.1f} ms, p99 {row.p99_latency_ms:.1f} ms"
     )

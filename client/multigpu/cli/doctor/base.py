@@ -103,15 +103,20 @@ class Host:
             count += vendor == "0x10de" and kind.startswith("0x03")
         return count
 
+    def ask_stats(self) -> admin.GetStatsResponse:
+        """New stats of the master. Raises Failure."""
+        if isinstance(self.master, Failure):
+            raise self.master
+        answer = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
+        assert isinstance(answer, admin.GetStatsResponse)
+        return answer
+
     @functools.cached_property
     def stats_or_failure(self) -> admin.GetStatsResponse | Failure:
-        if isinstance(self.master, Failure):
-            return self.master
         try:
-            answer: admin.GetStatsResponse = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
+            return self.ask_stats()
         except Failure as failure:
             return failure
-        return answer
 
     @property
     def stats(self) -> admin.GetStatsResponse:

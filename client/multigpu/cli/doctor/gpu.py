@@ -1,15 +1,18 @@
-"""Checks of the GPUs of this host: driver, CUDA, device files."""
+"""Checks of the GPUs of this host: driver, CUDA, device files, MPS, NVLink, MIG."""
 
 import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 from pathlib import Path
 
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, skip, warn
 
 NO_GPU = "no NVIDIA GPU here: workers run on the CPU"
 NO_DRIVER = "no NVIDIA GPU answers"
+# NVML_COMPUTEMODE_*
+COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
 def driver(host: Host) -> list[Finding]:
@@ -127,4 +130,64 @@ def judge_device_files(folder: Path, gpu_files: list[str]) -> list[Finding]:
     return ok("permissions", f"user {os.geteuid()} can open {', '.join(f'/dev/{name}' for name in wanted)}")
 
 
-CHECKS = (driver, gpus, cuda, permissions)
+def mps(host: Host) -> list[Finding]:
+    """If MPS is switched on, it can run."""
+    wanted = host.worker_config.mps
+    if wanted == "off":
+        raise SkipCheck("switched off: worker.mps")
+    if not host.gpus:
+        raise SkipCheck(NO_DRIVER)
+    verdict = fail if wanted == "on" else warn
+    remedy = " or set worker.mps to off"
+    missing = [name for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server") if shutil.which(name) is None]
+    if missing:
+        return verdict("mps", f"no {', '.join(missing)} on PATH", f"install the driver's MPS programs,{remedy}")
+    if cut := [str(gpu["index"]) for gpu in host.gpus if gpu.get("mig")]:
+        return verdict(
+            "mps", f"MIG is on for GPU {', '.join(cut)}: engines there run without MPS", f"turn MIG off,{remedy}"
+        )
+    barred = [gpu for gpu in host.gpus if gpu.get("compute_mode", 0) == 2]
+    if barred:
+        which = ", ".join(str(gpu["index"]) for gpu in barred)
+        return fail(
+            "mps", f"GPU {which} is in compute mode prohibited", f"nvidia-smi -i {barred[0]['index']} -c DEFAULT"
+        )
+    modes = sorted({COMPUTE_MODES.get(gpu.get("compute_mode", 0), "?") for gpu in host.gpus})
+    return ok("mps", f"possible: the programs are there, compute mode {', '.join(modes)}")
+
+
+def nvlink(host: Host) -> list[Finding]:
+    """No GPU has fewer links up than others of its model. Unconnected links are down as well, so the number of links
+    down says nothing.
+    """
+    linked = [gpu for gpu in host.gpus if gpu.get("nvlinks_up")]
+    if not linked:
+        raise SkipCheck("no GPU here has an NVLink that is up" if host.gpus else NO_DRIVER)
+    most: dict[str, int] = {}
+    for gpu in linked:
+        most[gpu["name"]] = max(most.get(gpu["name"], 0), gpu["nvlinks_up"])
+    fewer = [
+        f"GPU {gpu['index']}: {gpu['nvlinks_up']} of {most[gpu['name']]}"
+        for gpu in linked
+        if gpu["nvlinks_up"] < most[gpu["name"]]
+    ]
+    if fewer:
+        remedy = "look at `nvidia-smi nvlink -s`, the bridge, and on a switched host at nvidia-fabricmanager"
+        return warn("nvlink", f"fewer links are up than on others of this host: {', '.join(fewer)}", remedy)
+    counts = ", ".join(f"{count} on each {name}" for name, count in most.items())
+    return ok("nvlink", f"{len(linked)} GPUs have links that are up: {counts}")
+
+
+def mig(host: Host) -> list[Finding]:
+    """Each worker has a whole GPU, or a MIG instance by its UUID."""
+    able = [gpu for gpu in host.gpus if "mig" in gpu]
+    if not able:
+        raise SkipCheck("no GPU here has MIG" if host.gpus else NO_DRIVER)
+    cut = [str(gpu["index"]) for gpu in able if gpu["mig"]]
+    if cut:
+        remedy = "give each worker its instance, --device MIG-… (`nvidia-smi -L`), or `nvidia-smi -mig 0` as root"
+        return warn("mig", f"GPU {', '.join(cut)} is cut into instances", remedy)
+    return ok("mig", "off: each worker has a whole GPU")
+
+
+CHECKS = (driver, gpus, cuda, permissions, mps, nvlink, mig)

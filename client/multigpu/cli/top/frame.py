@@ -1,6 +1,7 @@
 """The screen of `mgpuctl top` for a View, at any size of terminal.
 
-From above: the master and its load; the three lists, as long as they need to be or fit; the last message; the keys.
+From above: the master and its load; the three lists, as long as they need to be or fit; the last message; the keys. A
+fleet that is longer than its list is also shown as a line of coloured bars.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,30 @@ from multigpu.cli.tasks import queues
 from multigpu.cli.text import age, clean
 from multigpu.cli.top import state
 from multigpu.cli.top.state import Pane, View
+from multigpu.v1 import admin_service_pb2 as admin
 
 WIDTH_MIN, HEIGHT_MIN = 40, 12
+BARS = "▁▂▃▄▅▆▇█"
 ALARM = "bold white on red"
-KEYS = "↑↓ move  Tab list  d drain  c/u cordon on/off  x cancel  s sort  q quit"
+KEYS = "↑↓ move  Tab list  d drain  c/u cordon on/off  x cancel  s sort  ? help  q quit"
+HELP = """
+  ↑ ↓ j k      mark the line above, below
+  PgUp PgDn    ten lines at once
+  Home End     the first, the last
+  Tab ← →      the next list: devices, queues, running tasks
+
+  d            drain the marked device's worker: no new tasks, running ones may finish
+  c            cordon it: no new tasks; it keeps the tasks that it has
+  u            uncordon: ends a drain and a cordon
+  x            cancel the marked task
+
+  s r          sort devices by the next column; reverse the order
+  q Ctrl-C     quit
+
+  Devices that don't all fit are bars above the list: the higher, the busier.
+  green healthy, yellow degraded, cyan recovering, red sick or lost,
+  magenta cordoned
+"""
 QUEUES = tuple(column for column in queues.COLUMNS if column.name != "LIMITS")
 
 
@@ -43,9 +64,13 @@ def frame(view: View, width: int, height: int) -> RenderableType:
         return Text(f"too small: mgpuctl top needs {WIDTH_MIN} columns and {HEIGHT_MIN} lines"[:width])
     top, bottom = _header(view, width), [_last_message(view), _line(KEYS)]
     room = height - len(top) - len(bottom)
-    middle = _lists(view, width, room)
-    lines = sum(1 + part.row_count if isinstance(part, Table) else 1 for part in middle)
-    return Group(*top, *middle, *[Text()] * max(0, room - lines), *bottom)
+    middle = [_line(text) for text in HELP.splitlines()] if view.help else _lists(view, width, room)
+    lines = sum(_lines_of(part) for part in middle)
+    return Group(*top, *(middle[:room] if view.help else middle), *[Text()] * max(0, room - lines), *bottom)
+
+
+def _lines_of(part: RenderableType) -> int:
+    return 1 + part.row_count if isinstance(part, Table) else 1
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -98,9 +123,14 @@ def _lists(view: View, width: int, room: int) -> list[RenderableType]:
         return _drawn(view, view.pane, lists[view.pane], width, room - 2)
     wanted = {pane: max(1, len(each.rows)) for pane, each in lists.items()}
     given = share_out(rows, wanted)
+    bars: list[Text] = []
+    if given[Pane.DEVICES] < len(view.workers):
+        bars = _bars(lists[Pane.DEVICES].rows, width)
+        given = share_out(max(len(Pane), rows - len(bars)), wanted)
     parts: list[RenderableType] = []
     for pane, each in lists.items():
-        parts += [*([Text()] if parts else []), *_drawn(view, pane, each, width, given[pane])]
+        title, *table = _drawn(view, pane, each, width, given[pane])
+        parts += [*([Text()] if parts else []), title, *(bars if pane is Pane.DEVICES else []), *table]
     return parts
 
 
@@ -113,6 +143,16 @@ def share_out(rows: int, wanted: dict[Pane, int]) -> dict[Pane, int]:
     return given
 
 
+def _bars(workers: Sequence[admin.Worker], width: int) -> list[Text]:
+    """Every device as one cell, on at most two lines."""
+    lines = [Text() for _ in range(0, min(len(workers), 2 * width), width)]
+    for index, worker in enumerate(workers[: 2 * width]):
+        busy = device_columns.value(worker, "utilization")
+        bar = "·" if busy is None else BARS[max(0, min(int(busy * len(BARS)), len(BARS) - 1))]
+        lines[index // width].append(bar, device_columns.style(worker) or "green")
+    return lines
+
+
 def _devices(view: View) -> List:
     rows = state.devices(view)
     return List(
@@ -121,7 +161,7 @@ def _devices(view: View) -> List:
         device_columns.columns(rows),
         [device_columns.style(worker) for worker in rows],
         "no worker has connected yet",
-        f"by {state.SORTS[view.sort][0]}",
+        f"by {state.SORTS[view.sort][0]}{', reversed' if view.reverse else ''}",
     )
 
 

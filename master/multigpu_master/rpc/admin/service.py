@@ -25,7 +25,7 @@ from multigpu_master.rpc.paging import make_token, page_of, read_page_size, read
 from multigpu_master.security.auth import Auth, caller_queues
 from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
-from multigpu_master.telemetry.process_memory import resident_bytes
+from multigpu_master.telemetry.metrics import resident_bytes
 from multigpu_master.wire.times import duration, seconds_of, set_time, timestamp
 from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable, check_size
 from multigpu_master.wire.workers import worker_message
