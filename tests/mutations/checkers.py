@@ -7,6 +7,7 @@ from importlib import import_module
 
 # name -> (module, function, seeds of the unmutated product). One seed: the function ignores it.
 CHECKERS = {
+    "commands": ("tests.mutations.rules.stories", "commands", 1),
     "access": ("tests.mutations.rules.stories", "access", 1),
     "batches": ("tests.mutations.rules.batches", "check", 300),
     "client": ("tests.client.transport.test_run_state", "run_seed", 300),

@@ -2,6 +2,7 @@
 
 from tests.mutations.lists.list_attempts import ATTEMPTS
 from tests.mutations.lists.list_client import CLIENT
+from tests.mutations.lists.list_commands import COMMANDS
 from tests.mutations.lists.list_events import EVENTS
 from tests.mutations.lists.list_ids import IDS
 from tests.mutations.lists.list_journal import JOURNAL
@@ -17,7 +18,7 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *RECALL, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT,
-    *IDS, *TRANSPORT,
+    *IDS, *TRANSPORT, *COMMANDS,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

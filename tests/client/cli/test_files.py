@@ -23,8 +23,9 @@ from multigpu.cli.local import up as up_module
 from multigpu.cli.local.up import choose_addresses, plan_fleet
 from multigpu.cli.tasks import lines
 
-from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, until
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl
 from tests.client.scripted_master import Reply, Spec, Task, ThreadedMaster, echo
+from tests.waiting import until
 
 
 def write(path: Path, data: bytes) -> str:
@@ -202,12 +203,6 @@ def test_wrong_flags_are_rejected_before_anything_is_asked(args: list[str], said
     result = CliRunner().invoke(cli, args)
     assert result.exit_code == 2
     assert said in result.stderr
-
-
-def test_missing_input_is_rejected_before_anything_is_asked(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli, ["embed", "/nonexistent", "-o", str(tmp_path / "a.npy")])
-    assert result.exit_code == 1
-    assert "can't read /nonexistent" in result.stderr
 
 
 # What `up` decides.

