@@ -125,6 +125,7 @@ async def test_rejection_is_not_retried_and_ends_the_fleet(record: Record) -> No
         await record.supervisor.stop_asked.wait()
     assert record.supervisor.rejected is child
     assert child.pid is None
+    assert child.deaths_in_a_row == 1
     await until_async(lambda: ("master", "the journal is newer than I am") in record.lines)
 
 

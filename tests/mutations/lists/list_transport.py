@@ -11,8 +11,8 @@ health = partial(Mutation, module="multigpu_master.rpc.health_service", checker=
 TRANSPORT = (
     health(
         name="a connection may have any number of health calls",
-        old="if self._calls[peer] >= CALLS_MAX:",
-        new="if self._calls[peer] >= 1_000_000:",
+        old="if self._calls[peer] >= CALLS_MAX or ",
+        new="if ",
         breaks="a peer that reads nothing holds 40 KiB for each call",
     ),
     health(
@@ -41,11 +41,11 @@ TRANSPORT = (
     ),
     registration(
         name="a request is read before the token is checked",
-        old="""        serve = serve if method.client_streaming else _reading(serve, name, read or _read)
+        old="""        serve = serve if method.client_streaming else _reading(serve, name, read)
         serve = serve if auth is None else auth.guard(serve, name)
 """,
         new="""        serve = serve if auth is None else auth.guard(serve, name)
-        serve = serve if method.client_streaming else _reading(serve, name, read or _read)
+        serve = serve if method.client_streaming else _reading(serve, name, read)
 """,
         breaks="anybody may have the master hold 64 MiB for each call",
     ),
