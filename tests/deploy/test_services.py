@@ -1,7 +1,6 @@
 """The deploy script's services, under a --root: files, units, keys, and a host that joins."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -226,16 +225,3 @@ def test_the_units_are_valid_and_hardened(checkout: Path, tmp_path: Path, gpus: 
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert scored.returncode == 0, scored.stdout.splitlines()[-1]
-
-
-@needs_systemd
-def test_doctor_checks_the_folders_of_the_services(checkout: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    deployed(checkout, "--root", str(root))
-    assert "StateDirectory=multigpu\n" in (root / "etc/systemd/system/mgpu-master.service").read_text()
-    command = [sys.executable, "-m", "multigpu.cli", "doctor", "--json"]
-    variables = environment(checkout, MGPU_CONFIG=str(root / "etc/multigpu/config.toml"))
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
-    told = {check["check"]: check["message"] for check in json.loads(done.stdout)["checks"]}
-    assert "/var/lib/multigpu" in told["disk"]
-    assert "127.0.0.1:7433" in told["port listen"]

@@ -261,11 +261,6 @@ def test_a_service_restarts_if_its_device_is_not_usable(tmp_path: Path) -> None:
         assert str(done.returncode) not in codes.split(), done.stderr
 
 
-def test_a_worker_may_use_infiniband() -> None:
-    allowed = _lines("mgpu-worker@.service", "DeviceAllow")
-    assert {"char-infiniband_verbs rw", "/dev/infiniband/rdma_cm rw"} <= set(allowed)
-
-
 # Journald.
 
 

@@ -1,6 +1,6 @@
 """The list of all mutations."""
 
-from tests.mutations.lists.client.list_client import CLIENT
+from tests.mutations.lists.client.list_client import CLIENT, COMMANDS
 from tests.mutations.lists.client.list_sdk import SDK
 from tests.mutations.lists.list_attempts import ATTEMPTS
 from tests.mutations.lists.list_edge import EDGE
@@ -18,7 +18,7 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT, *IDS, *SDK,
-    *EDGE, *ENGINES,
+    *EDGE, *ENGINES, *COMMANDS,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,14 +78,6 @@ def children_of(pid: int) -> list[int]:
         if int(fields[1]) == pid and fields[0] != "Z":
             found.append(int(stat.parent.name))
     return found
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    give_up = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < give_up, "it never came true"
-        time.sleep(0.02)
-    return value
 
 
 def mgpuctl(address: str, *args: str, **kwargs: Any) -> "subprocess.CompletedProcess[str]":

@@ -250,12 +250,6 @@ def test_every_command_is_on_the_page() -> None:
     assert "uncordon" in page
 
 
-def test_json_is_one_line_in_a_pipe() -> None:
-    printed = mgpuctl("version", "--json").stdout
-    assert printed.count("\n") == 1
-    assert set(json.loads(printed)) == {"multigpu", "python"}
-
-
 def test_names_of_facts_are_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     show.facts([("label \x1b[2J\u202e", "value")])
     assert capsys.readouterr().out.split() == ["label", "\ufffd[2J\ufffd", "value"]

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from multigpu.cli.local import supervisor as module
 from multigpu.cli.local.supervisor import Child, ChildSpec, Supervisor, describe_exit, restart_delay_s
+
+from tests.waiting import until_async
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -43,12 +45,6 @@ async def record() -> AsyncIterator[Record]:
     await asyncio.sleep(0.05)  # their pidfds and pipes are closed by the loop
 
 
-async def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -71,7 +67,7 @@ async def test_killed_child_is_started_again_at_once(record: Record) -> None:
     child = record.add("worker", SLEEPER)
     first = child.pid
     assert first is not None
-    await until(lambda: ("worker", "up") in record.lines)
+    await until_async(lambda: ("worker", "up") in record.lines)
     os.kill(first, signal.SIGKILL)
     # In turns of the loop rather than in seconds, which others on this machine may take.
     turns = 0
@@ -80,12 +76,12 @@ async def test_killed_child_is_started_again_at_once(record: Record) -> None:
         assert turns < 100, "a poll, or a first step of backoff"
         await asyncio.sleep(0.005)
     assert ("worker", "died: killed by SIGKILL; starting it again") in record.events
-    await until(lambda: record.lines.count(("worker", "up")) == 2)
+    await until_async(lambda: record.lines.count(("worker", "up")) == 2)
 
 
 async def test_child_that_keeps_dying_is_started_ever_more_slowly(record: Record) -> None:
     child = record.add("worker", "raise SystemExit(1)")
-    await until(lambda: child.deaths_in_a_row >= 4)
+    await until_async(lambda: child.deaths_in_a_row >= 4)
     deaths = [text for _, text in record.events if text.startswith("died")]
     assert deaths[:4] == [
         "died: exit code 1; starting it again",
@@ -109,7 +105,7 @@ async def test_a_fleet_that_was_never_ready_ends_with_a_child_that_dies_each_tim
     # Once it was ready, whatever it is may pass.
     record.supervisor.proven = True
     worker = record.add("worker", "raise SystemExit(1)")
-    await until(lambda: worker.deaths_in_a_row > module.HOPELESS_DEATHS)
+    await until_async(lambda: worker.deaths_in_a_row > module.HOPELESS_DEATHS)
     assert record.supervisor.rejected is child
     await record.supervisor.stop(([worker], 1.0))
 
@@ -117,7 +113,7 @@ async def test_a_fleet_that_was_never_ready_ends_with_a_child_that_dies_each_tim
 async def test_long_life_resets_the_backoff(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEALTHY_AFTER_S", 0.0)
     child = record.add("worker", "raise SystemExit(1)")
-    await until(lambda: len(record.events) > 8)
+    await until_async(lambda: len(record.events) > 8)
     assert child.deaths_in_a_row == 1
     assert not any(" in 0.1 s" in text for _, text in record.events)
     await record.supervisor.stop(([child], 1.0))
@@ -129,16 +125,17 @@ async def test_rejection_is_not_retried_and_ends_the_fleet(record: Record) -> No
         await record.supervisor.stop_asked.wait()
     assert record.supervisor.rejected is child
     assert child.pid is None
-    await until(lambda: ("master", "the journal is newer than I am") in record.lines)
+    assert child.deaths_in_a_row == 1
+    await until_async(lambda: ("master", "the journal is newer than I am") in record.lines)
 
 
 async def test_rejection_of_a_worker_is_passing_trouble_once_the_fleet_was_ready(record: Record) -> None:
     record.supervisor.proven = True
     worker = record.add("worker", "raise SystemExit(3)", rejections={3}, may_recover=True)
-    await until(lambda: worker.deaths_in_a_row >= 2)
+    await until_async(lambda: worker.deaths_in_a_row >= 2)
     assert record.supervisor.rejected is None
     master = record.add("master", "raise SystemExit(3)", rejections={3})
-    await until(lambda: record.supervisor.rejected is master)
+    await until_async(lambda: record.supervisor.rejected is master)
     await record.supervisor.stop(([worker], 1.0))
 
 
@@ -156,7 +153,7 @@ async def test_stop_ends_round_after_round_and_kills_children_that_do_not_comply
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     worker, stubborn = record.add("polite", polite), record.add("deaf", deaf)
     master = record.add("master", SLEEPER)
-    await until(lambda: len(record.lines) == 3)
+    await until_async(lambda: len(record.lines) == 3)
     await record.supervisor.stop(([worker, stubborn], 1.0), ([master], 1.0))
     assert record.events[-4:] == [
         ("polite", "stopped: exit code 0"),
@@ -164,12 +161,12 @@ async def test_stop_ends_round_after_round_and_kills_children_that_do_not_comply
         ("deaf", "stopped: killed by SIGKILL"),
         ("master", "stopped: killed by SIGTERM"),
     ]
-    await until(lambda: ("polite", "drained") in record.lines)
+    await until_async(lambda: ("polite", "drained") in record.lines)
 
 
 async def test_stop_cancels_a_restart_that_waits(record: Record) -> None:
     child = record.add("worker", "raise SystemExit(1)")
-    await until(lambda: child.deaths_in_a_row >= 4)
+    await until_async(lambda: child.deaths_in_a_row >= 4)
     assert child.restart_timer is not None
     await record.supervisor.stop(([child], 1.0))
     await asyncio.sleep(0.6)
@@ -178,7 +175,7 @@ async def test_stop_cancels_a_restart_that_waits(record: Record) -> None:
 
 async def test_probe_runs_once(record: Record) -> None:
     record.add("probe", "raise SystemExit(0)", once=True)
-    await until(lambda: record.supervisor.finished_once)
+    await until_async(lambda: record.supervisor.finished_once)
     assert record.supervisor.finished_once == {"probe": 0}
     assert record.events == [("probe", "ended: exit code 0")]
 
@@ -189,7 +186,7 @@ async def test_lines_are_cut_whole_even_when_long_or_unfinished(record: Record) 
         sys.stdout.buffer.write(b"caf\\xc3\\xa9\\n" + b"x" * {3 * module.LINE_BYTES_MAX} + b"\\nlast \\xff words")
     """
     record.add("probe", code, once=True)
-    await until(lambda: record.lines and record.lines[-1][1].endswith("words"))
+    await until_async(lambda: record.lines and record.lines[-1][1].endswith("words"))
     assert record.lines[0] == ("probe", "café")
     assert sum(text.count("x") for _, text in record.lines) == 3 * module.LINE_BYTES_MAX
     assert record.lines[-1] == ("probe", "last \ufffd words")
@@ -198,7 +195,7 @@ async def test_lines_are_cut_whole_even_when_long_or_unfinished(record: Record) 
 async def test_missing_program_is_tried_again_not_fatal(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RESTART_DELAY_MAX_S", 0.05)
     child = record.supervisor.add(ChildSpec(name="worker", argv=("/nonexistent/program",)))
-    await until(lambda: len(record.events) >= 2)
+    await until_async(lambda: len(record.events) >= 2)
     assert all("can't be started" in text for _, text in record.events)
     await record.supervisor.stop(([child], 1.0))
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.client.cli.fleet_up import MGPUCTL, Up, children_of, mgpuctl, ok, running, until
+from tests.client.cli.fleet_up import MGPUCTL, Up, children_of, mgpuctl, ok, running
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -87,47 +88,6 @@ def test_failures_have_their_exit_codes(fleet: tuple[Up, str]) -> None:
     assert "round_robin" in unknown.stderr
 
 
-@pytest.mark.slow
-def test_operations_on_workers(fleet: tuple[Up, str]) -> None:
-    up, address = fleet
-    workers = until(lambda: len(active(address)) == 2 and active(address))
-    assert f"{address}, version" in ok(address, "status")
-    table = ok(address, "workers")
-    assert all(worker_id in table for worker_id in workers)
-    assert set(workers) <= set(up.children())
-
-    ok(address, "cordon", workers[0], "--reason", "test")
-    assert "cordoned" in ok(address, "workers")
-    ok(address, "uncordon", workers[0])
-    drained = json.loads(ok(address, "drain", workers[0], "--timeout", "5", "--wait", "--json"))
-    assert drained[0]["leases"] == 0
-    ok(address, "uncordon", workers[0])
-    assert set(active(address)) == set(workers)
-
-    ok(address, "strategy", "set", "round_robin")
-    assert "Fleet: round_robin" in ok(address, "strategy", "get")
-    ok(address, "strategy", "set", "auto")
-
-
-@pytest.mark.slow
-def test_a_paused_queue_an_explanation_and_a_cancel(fleet: tuple[Up, str]) -> None:
-    _, address = fleet
-    ok(address, "submit", "--kind", "echo", "--payload", "x", "--queue", "night", "--wait")
-    ok(address, "queues", "pause", "night")
-    task_id = ok(address, "submit", "--kind", "echo", "--payload", "x", "--queue", "night").strip()
-    row = next(line for line in ok(address, "queues", "list").splitlines() if line.startswith("night"))
-    assert row.split()[1:3] == ["paused", "1"]
-    explained = json.loads(ok(address, "tasks", "explain", task_id, "--json"))
-    assert explained["task"]["state"] == "QUEUED"
-    assert "paused" in explained["summary"]
-    assert len(explained["candidates"]) == 2
-    assert ok(address, "tasks", "explain", task_id)
-    assert ok(address, "tasks", "cancel", task_id).startswith("cancelled 1")
-    assert json.loads(ok(address, "tasks", "get", task_id, "--json"))["outcome"]["state"] == "CANCELLED"
-    ok(address, "queues", "limits", "night", "--tasks-max", "1000")
-    ok(address, "queues", "resume", "night")
-
-
 def test_dead_letters_come_back(fleet: tuple[Up, str]) -> None:
     _, address = fleet
     args = ("--kind", "fail", "--payload", "x", "--queue", "sick", "--attempts-max", "1", "--wait", "--json")
@@ -172,7 +132,7 @@ def test_ctrl_c_cancels_what_a_submit_waits_for(fleet: tuple[Up, str]) -> None:
 
 def test_a_killed_worker_is_back_quickly(fleet: tuple[Up, str]) -> None:
     up, address = fleet
-    workers = until(lambda: len(active(address)) == 2 and active(address))
+    workers = until(lambda: found if len(found := active(address)) == 2 else None)
     before = up.children()
     sessions = {each["worker_id"]: each["session_id"] for each in json.loads(ok(address, "workers", "--json"))}
     os.kill(before[workers[0]], signal.SIGKILL)
@@ -215,21 +175,6 @@ def test_up_killed_leaves_no_process_behind(tmp_path: Path) -> None:
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family + engines))
     finally:
         up.process.kill()
-
-
-def test_up_with_handlers(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import multigpu\n\n@multigpu.handler('double')\ndef double(value):\n    return value * 2\n"
-    )
-    with running(tmp_path, "--workers", "1", "--handlers", "mine") as up:
-        assert ok(up.address, "submit", "--kind", "double", "--parse-json", "--payload", "21", "--wait") == "42"
-
-
-def test_up_ends_when_the_workers_can_not_run(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--workers", "1", "--handlers", "no_such_module")
-    assert up.process.wait(60) == 1
-    assert "no_such_module" in up.log.read_text()
-    assert not up.ready_file.exists()
 
 
 def test_an_import_error_is_reported_by_the_lines_of_the_users_module(tmp_path: Path) -> None:

@@ -19,12 +19,11 @@ import click
 from multigpu._kinds import classification, embedding, inference
 from multigpu._transport.encoding import JSON, RAW, encode
 from multigpu.cli import show, tables
-from multigpu.cli.bench import plot as bench_plot
+from multigpu.cli.bench import plot
 from multigpu.cli.bench.baseline import Baseline
-from multigpu.cli.bench.fleet import Serving, serving, started_fleet
-from multigpu.cli.bench.rows import COLUMNS, Row, to_csv
-from multigpu.cli.bench.run import Bench, Grid
-from multigpu.cli.bench.source import Arrays, Singles, Source, Texts, read_pairs, read_pictures, read_texts
+from multigpu.cli.bench.rows import COLUMNS, to_csv
+from multigpu.cli.bench.run import Bench, Grid, Serving, serving
+from multigpu.cli.bench.source import Arrays, Singles, Source, Texts, read_pictures, read_texts, to_classify
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed, TerminatedError, WrongUsage
 from multigpu.cli.kinds.infer import read_inputs
@@ -40,15 +39,20 @@ from multigpu.errors import MultigpuError
 from multigpu.repository.model import ENGINES, PRECISIONS
 from multigpu.v1 import admin_service_pb2 as admin
 
-# The flags for the examples of each kind; of any other kind, HANDLER.
+# The examples of each kind; of any other kind, HANDLER.
 EXAMPLES = {
-    embedding.KIND: ("texts", "pairs"),
+    embedding.KIND: ("texts",),
     inference.KIND: ("inputs",),
     classification.KIND: ("texts", "pictures"),
 }
-HANDLER = ("payload", "lines", "parse_json")
-ALL_EXAMPLES = (*HANDLER, *sum(EXAMPLES.values(), ()))
-FLAGS = {"inputs": "--input", "parse_json": "--parse-json"}
+HANDLER = ("lines", "parse_json")
+FLAGS = {
+    "texts": "--texts",
+    "inputs": "--input",
+    "pictures": "--pictures",
+    "lines": "--lines",
+    "parse_json": "--parse-json",
+}
 BATCH_SIZES = (1, 32)
 
 
@@ -78,22 +82,14 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str | Non
     return found
 
 
-def output_file(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """For `click.option(callback=…)`."""
-    if value == "-":
-        raise click.BadParameter("must be a file; --json prints all results to stdout", context, parameter)
-    return value
-
-
 @click.command(
     cls=Command,
     examples=(
-        ("mgpuctl bench --up 2", "The bundled model on two workers, started for this."),
         ("mgpuctl bench --engine torch,onnx --concurrency 1,64", "Two engines, one caller and many."),
-        ("mgpuctl bench m --precision fp32,bf16 --pairs stsb.tsv", "Accuracy at each precision."),
+        ("mgpuctl bench m --precision fp32,bf16 --json", "Two precisions, for programs."),
         ("mgpuctl bench vit --input pixels=@batch.npy", "A model that takes arrays."),
         ("mgpuctl bench vision --pictures photos/", "A model that classifies."),
-        ("mgpuctl bench --kind my.kind --lines in.txt --handlers my_module --up 2", "A handler of your own."),
+        ("mgpuctl bench --kind my.kind --lines in.txt", "A handler of your own."),
         ("mgpuctl bench --csv bench.csv --plot bench.png", "All results, and a plot of them."),
     ),
     exits=EXIT_CODES,
@@ -125,7 +121,6 @@ def output_file(context: click.Context, parameter: click.Parameter, value: str |
 )
 @click.option("--kind", help="What to measure: embed, infer, classify, a handler's kind.  [default: what MODEL is for]")
 @click.option("--texts", metavar="FILE", help="Texts, one a line.  [default: sentences of Python's library]")
-@click.option("--pairs", metavar="FILE", help="Lines of score, tab, text, tab, text: adds Spearman's correlation.")
 @click.option("--input", "inputs", multiple=True, metavar="NAME=@FILE|NAME=JSON", help="Arrays, as `infer` takes them.")
 @click.option(
     "--pictures",
@@ -134,14 +129,8 @@ def output_file(context: click.Context, parameter: click.Parameter, value: str |
     metavar="PATH",
     help="Files or folders of pictures to classify.",
 )
-@click.option("--payload", metavar="TEXT", help="A handler's input, every time.")
 @click.option("--lines", metavar="FILE", help="A handler's inputs, one a line.")
 @click.option("--parse-json", is_flag=True, help="The input is JSON: the handler gets the value, not the bytes.")
-@click.option("--up", "workers", type=click.IntRange(1), metavar="N", help="Start a fleet of N workers for this.")
-@click.option(
-    "--serve", "served", multiple=True, metavar="NAME=FOLDER", help="Folder of a model, for --up and the baseline."
-)
-@click.option("--handlers", multiple=True, metavar="MODULE", help="Module of handlers, for the same.")
 @click.option(
     "--plain/--no-plain", "with_baseline", default=True, help="Compare with a baseline: a plain loop in one process."
 )
@@ -150,8 +139,8 @@ def output_file(context: click.Context, parameter: click.Parameter, value: str |
     type=click.IntRange(1),
     help="Threads of the baseline.  [default: all cores, as `mgpuctl up` has]",
 )
-@click.option("--csv", "csv_file", callback=output_file, metavar="FILE", help="Write all results to this file.")
-@click.option("--plot", "plot_file", callback=output_file, metavar="FILE", help="Draw the results into this PNG file.")
+@click.option("--csv", "csv_file", metavar="FILE", help="Write all results to this file.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw the results into this PNG file.")
 @master_option
 @json_option
 def bench(address: str, as_json: bool, **options: Any) -> None:
@@ -162,14 +151,14 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
     and the others continue. After Ctrl-C the table has the complete rows. docs/bench.md explains every column.
     """
     if options["plot_file"]:
-        bench_plot.require()
+        plot.require()
     problem: BaseException | None = None
     with sdk_failures():
         with contextlib.ExitStack() as files:
             # Opened before hours of measuring, not after.
-            sinks = [
+            outputs = [
                 (files.enter_context(File(Path(options[name]))), content)
-                for name, content in (("csv_file", to_csv), ("plot_file", bench_plot.plot))
+                for name, content in (("csv_file", to_csv), ("plot_file", plot.plot))
                 if options[name]
             ]
             with _prepared(address, options, quiet=as_json) as measured:
@@ -179,8 +168,8 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
                     if not measured.rows:
                         raise
                     problem = error
-            for sink, content in sinks:
-                sink.write(content(measured.rows))
+            for output, content in outputs:
+                output.write(content(measured.rows))
         _print(measured, as_json=as_json, complete=problem is None)
         if problem is not None:
             raise problem
@@ -209,21 +198,16 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 @contextlib.contextmanager
 def _prepared(address: str, options: dict[str, Any], *, quiet: bool) -> Iterator[Bench]:
     """The fleet, the examples and the baseline. Raises Failure, UsageError."""
+    with Master(address) as master:
+        workers = master.connected_workers()
+    kind = _kind(options, workers)
+    _check_examples(kind, options)
+    found = serving(workers, kind)
+    grid = _grid(options, found, kind)
+    source = _source(options, grid)
+    no_baseline = _why_no_baseline(options, found)
     with contextlib.ExitStack() as stack:
-        if options["workers"]:
-            show.note(f"starting {plural(options['workers'], 'worker')}")
-            fleet = started_fleet(options["workers"], options["served"], options["handlers"])
-            address = stack.enter_context(fleet)
-        with Master(address) as master:
-            workers = master.connected_workers()
-        kind = _kind(options, workers)
-        _check_examples(kind, options)
-        found = serving(workers, kind)
-        grid = _grid(options, found, kind)
-        source = _source(options, grid)
-        pairs = read_pairs(options["pairs"]) if options["pairs"] else None
-        no_baseline = _why_no_baseline(options, found)
-        baseline = None if no_baseline else stack.enter_context(_baseline(options, found))
+        baseline = None if no_baseline else stack.enter_context(_baseline(options["plain_threads"], found))
         progress = stack.enter_context(Progress("items", grid.items_in_all, quiet=quiet))
         progress.begin()
         yield Bench(
@@ -231,7 +215,6 @@ def _prepared(address: str, options: dict[str, Any], *, quiet: bool) -> Iterator
             serving=found,
             grid=grid,
             source=source,
-            pairs=pairs,
             baseline=baseline,
             no_baseline=no_baseline,
             progress=progress,
@@ -250,24 +233,19 @@ def _kind(options: dict[str, Any], workers: Sequence[admin.Worker]) -> str:
     if len(chosen) > 1:
         models = " and ".join(f"{name} is for {kind}" for kind, name in chosen.items())
         raise WrongUsage(f"{models}: measure one kind at a time")
-    # Without a MODEL, the first kind that takes the given examples.
-    given = {name for name in ALL_EXAMPLES if options[name]}
-    fits = [kind for kind, names in EXAMPLES.items() if given <= set(names)]
-    return next(iter([*chosen, *fits, embedding.KIND]))
+    return next(iter(chosen), embedding.KIND)
 
 
 def _check_examples(kind: str, options: dict[str, Any]) -> None:
     """Raises UsageError for examples that the kind doesn't take, or if it lacks some."""
     allowed = EXAMPLES.get(kind, HANDLER)
-    for name in ALL_EXAMPLES:
+    for name, flag in FLAGS.items():
         if options[name] and name not in allowed:
-            flags = ", ".join(FLAGS.get(each, f"--{each}") for each in allowed)
-            message = f"the kind {kind} takes no {FLAGS.get(name, f'--{name}')}, but {flags}"
-            raise click.UsageError(message if options["kind"] else f"{message}; --kind names another")
+            raise click.UsageError(f"the kind {kind} takes no {flag}, but {', '.join(FLAGS[each] for each in allowed)}")
     if kind == inference.KIND and not options["inputs"]:
         raise click.UsageError("infer takes arrays: give --input NAME=@FILE.npy")
-    if kind not in EXAMPLES and (options["payload"] is None) == (options["lines"] is None):
-        raise click.UsageError(f"{kind} needs an input: give --payload TEXT or --lines FILE")
+    if kind not in EXAMPLES and not options["lines"]:
+        raise click.UsageError(f"{kind} needs an input: give --lines FILE")
     if options["texts"] and options["pictures"]:
         raise click.UsageError("--texts and --pictures are for different models: choose one")
     if kind not in (embedding.KIND, inference.KIND) and (options["batch_sizes"] or (1,)) != (1,):
@@ -296,13 +274,13 @@ def _source(options: dict[str, Any], grid: Grid) -> Source:
         return Texts(read_texts(options["texts"], texts_wanted))
     if grid.kind == classification.KIND:
         pictures = read_pictures(options["pictures"]) if options["pictures"] else None
-        return Singles.to_classify(pictures or read_texts(options["texts"], texts_wanted))
-    lines = [options["payload"]] if options["lines"] is None else list(read_lines([options["lines"]]))
+        return to_classify(pictures or read_texts(options["texts"], texts_wanted))
+    lines = list(read_lines([options["lines"]]))
     if not lines:
         raise Failure(f"{options['lines']} has no lines")
     as_json = options["parse_json"]
     payloads = [encode(parse(line.encode()))[0] if as_json else line.encode() for line in lines]
-    return Singles(grid.kind, payloads, JSON if as_json else RAW)
+    return Singles(payloads, JSON if as_json else RAW)
 
 
 def _why_no_baseline(options: dict[str, Any], found: Serving) -> str:
@@ -314,18 +292,11 @@ def _why_no_baseline(options: dict[str, Any], found: Serving) -> str:
     return ""
 
 
-def _baseline(options: dict[str, Any], found: Serving) -> Baseline:
-    threads = options["plain_threads"]
+def _baseline(threads: int | None, found: Serving) -> Baseline:
     if not threads and found.device == "cpu":
         workers, cores = len(found.worker_ids), len(os.sched_getaffinity(0))
         threads = max(1, cores // workers) * workers
-    return Baseline(
-        device=found.device,
-        threads=threads or 0,
-        models=options["served"],
-        handlers=options["handlers"],
-        pid=found.pid,
-    )
+    return Baseline(device=found.device, threads=threads or 0, pid=found.pid)
 
 
 def _print(measured: Bench, *, as_json: bool, complete: bool) -> None:
@@ -337,16 +308,10 @@ def _print(measured: Bench, *, as_json: bool, complete: bool) -> None:
     else:
         show.note(f"{plural(len(found.worker_ids), 'worker')} on {', '.join(found.products)}")
         tables.show_rows(rows, COLUMNS)
-    for text in _remarks(rows):
-        show.note(text)
+    reasons = [(row, row.error) for row in rows]
+    reasons += [(row, f"no baseline: {row.plain_error}") for row in rows if row.plain_error not in ("", "--no-plain")]
+    remarks = (f"{row.model or row.kind}, {row.engine}, {row.precision}: {reason}" for row, reason in reasons if reason)
+    for remark in dict.fromkeys(remarks):
+        show.note(remark)
     if not complete:
         show.note(f"mgpuctl: ended early, with {len(rows)} of {measured.grid.combinations} combinations measured")
-
-
-def _remarks(rows: Sequence[Row]) -> list[str]:
-    """Why rows have no results or no baseline; each reason once."""
-    reasons = [(row, row.error) for row in rows] + [
-        (row, f"no baseline: {row.plain_error}") for row in rows if row.plain_error not in ("", "--no-plain")
-    ]
-    texts = (f"{row.model or row.kind}, {row.engine}, {row.precision}: {reason}" for row, reason in reasons if reason)
-    return list(dict.fromkeys(texts))

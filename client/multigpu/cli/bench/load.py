@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from multigpu import AsyncClient
@@ -24,8 +24,9 @@ class Round:
     """The measurements of a round."""
 
     seconds: float = 0.0
-    # Of each task, in the order of the payloads, in seconds.
-    latencies: list[float]
+    # Of each task, in seconds.
+    latencies: list[float] = field(default_factory=list)
+    # In the order of the payloads.
     results: list[bytes]
     # Joules and items of the tasks whose energy is known.
     joules: float = 0.0
@@ -41,15 +42,14 @@ async def drive(
     on_done: Callable[[int], None],
 ) -> Round:
     """Runs `payloads`, each with its number of items, from `concurrency` callers. Raises MultigpuError if one fails."""
-    count = len(payloads)
-    done = Round(latencies=[0.0] * count, results=[b""] * count)
+    done = Round(results=[b""] * len(payloads))
     todo = iter(enumerate(payloads))
 
     async def call() -> None:
         for index, (payload, items) in todo:
             began = time.perf_counter()
             outcome = await client.run_outcome(kind, payload, units=items, **options)
-            done.latencies[index] = time.perf_counter() - began
+            done.latencies.append(time.perf_counter() - began)
             if not outcome.succeeded:
                 raise outcome.to_error()
             done.results[index] = outcome.result
@@ -59,7 +59,7 @@ async def drive(
             on_done(items)
 
     began = time.perf_counter()
-    callers = [asyncio.ensure_future(call()) for _ in range(min(concurrency, count))]
+    callers = [asyncio.ensure_future(call()) for _ in range(min(concurrency, len(payloads)))]
     try:
         await asyncio.gather(*callers)
     finally:

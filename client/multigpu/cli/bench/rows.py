@@ -30,20 +30,6 @@ def agreement(rows: NDArray[np.float32], others: NDArray[np.float32]) -> float:
     return float(np.mean(rows.argmax(1) == others.argmax(1)))
 
 
-def spearman(a: NDArray[Any], b: NDArray[Any]) -> float | None:
-    """Spearman's rank correlation; equal values share their mean rank. None: all values of one side are equal."""
-    if np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
-
-
-def _ranks(values: NDArray[Any]) -> NDArray[np.float64]:
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    means: NDArray[np.float64] = (ends - counts + 1 + ends) / 2
-    return means[places]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One combination. None: unknown, or not measured."""
@@ -78,8 +64,6 @@ class Row:
     cosine: float | None = None
     # The share of examples with the same most likely class as the baseline at fp32.
     top1: float | None = None
-    # In points of 100.
-    spearman: float | None = None
     # Of tasks, from the call to its result.
     min_latency_ms: float | None = None
     mean_latency_ms: float | None = None
@@ -142,7 +126,6 @@ COLUMNS = (
     Column("J/ITEM", _number("joules_per_item", ".3g"), right=True, rank=14),
     Column("COSINE", _number("cosine", ".6f"), right=True, rank=4),
     Column("TOP-1", _number("top1", ".1%"), right=True, rank=5),
-    Column("SPEARMAN", _number("spearman", ".2f"), right=True, rank=6),
 )
 
 

@@ -1,48 +1,65 @@
 """The measurement of `mgpuctl bench`.
 
-For each variant of a model (engine and precision), the same few examples go through the fleet first: that loads the
-model and warms it up, and the answers are compared with the baseline's at fp32. Then, for each batch size and number of
-callers, the fleet and the baseline run the same examples in alternating order, round by round. A row has the numbers of
-all rounds together; its ratio is the median of the rounds' ratios.
+For each variant of a model (engine and precision), a few examples go through the fleet first: that loads the model, and
+the answers are compared with the baseline's at fp32.
+Then, for each batch size and number of callers, the fleet and the baseline run the same examples in alternating order,
+round by round. A row has the numbers of all rounds together; its ratio is the median of the rounds' ratios.
 """
 
 import asyncio
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from multigpu import AsyncClient
 from multigpu._transport.encoding import decode
 from multigpu.cli.bench.baseline import Baseline, BaselineError, Variant
-from multigpu.cli.bench.fleet import Serving
 from multigpu.cli.bench.load import Meter, Round, drive
-from multigpu.cli.bench.rows import (
-    Row,
-    agreement,
-    latency_fields,
-    mean_cosine,
-    rate_text,
-    ratio_text,
-    spearman,
-)
+from multigpu.cli.bench.rows import Row, agreement, latency_fields, mean_cosine, rate_text
 from multigpu.cli.bench.source import Portion, Rows, Source
+from multigpu.cli.presence import not_served
 from multigpu.cli.progress import Progress
 from multigpu.cli.text import clean, plural
 from multigpu.errors import RejectedError, TaskError
+from multigpu.v1 import admin_service_pb2 as admin
 
-REFERENCE_PRECISION = "fp32"
 # Tasks of each caller: before a row's rounds, and at least in each round.
 WARM_UP_TASKS = 2
 TASKS_MIN = 2
 
-Pairs = tuple[NDArray[Any], list[str], list[str]]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The workers that serve a kind."""
+
+    worker_ids: frozenset[str]
+    # The default first.
+    models: tuple[str, ...]
+    hosts: frozenset[str]
+    # Of the first worker: "cpu", "cuda:0".
+    device: str
+    pid: int
+    products: tuple[str, ...]
+
+
+def serving(connected: Sequence[admin.Worker], kind: str) -> Serving:
+    """Raises Failure if none of the connected workers serves the kind."""
+    if (failure := not_served(connected, kind)) is not None:
+        raise failure
+    offers = [(worker, found) for worker in connected for found in worker.capabilities if found.kind == kind]
+    return Serving(
+        worker_ids=frozenset(worker.worker_id for worker, _ in offers),
+        models=tuple(dict.fromkeys(name for _, found in offers for name in found.models)),
+        hosts=frozenset(worker.host for worker, _ in offers),
+        device=offers[0][0].device.name,
+        pid=offers[0][0].pid,
+        products=tuple(dict.fromkeys(worker.device.product for worker, _ in offers)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +106,6 @@ class Bench:
     serving: Serving
     grid: Grid
     source: Source
-    pairs: Pairs | None
     # None: nothing to compare with, for this reason.
     baseline: Baseline | None
     no_baseline: str
@@ -98,6 +114,8 @@ class Bench:
     window: int
     # The results so far.
     rows: list[Row] = field(default_factory=list)
+    # Tasks whose answers are compared.
+    _judged: Portion | None = None
     # By model: the baseline's answers at fp32; None: it has none.
     _references: dict[str, Rows | None] = field(default_factory=dict)
 
@@ -109,23 +127,16 @@ class Bench:
 
     async def _measure(self, client: AsyncClient, variant: Variant) -> None:
         """Adds the rows of one variant."""
-        left = [
-            Row(
-                kind=variant.kind,
-                model=variant.model,
-                engine=variant.engine,
-                precision=variant.precision,
-                batch_size=batch_size,
-                concurrency=concurrency,
-            )
-            for batch_size, concurrency in self.grid.shapes
-        ]
+        names = {name: getattr(variant, name) for name in ("kind", "model", "engine", "precision")}
+        left = [Row(**names, batch_size=size, concurrency=callers) for size, callers in self.grid.shapes]
         self.progress.say(f"{variant.name}: loading")
         try:
             judged = await self._judge(client, variant)
             while left:
                 row = await self._row(client, variant, replace(left[0], **judged))
-                self.progress.say(_row_text(row))
+                rate = f"{rate_text(row.items_per_s)} items/s"
+                shape = f"batches of {row.batch_size}, {plural(row.concurrency, 'caller')}"
+                self.progress.say(clean(f"{variant.name}, {shape}: {rate}"))
                 self.rows.append(row)
                 del left[0]
         except (TaskError, RejectedError) as error:
@@ -136,33 +147,30 @@ class Bench:
 
     async def _judge(self, client: AsyncClient, variant: Variant) -> dict[str, Any]:
         """Loads a model in the fleet and in the baseline. Returns the fields of a Row about its answers."""
-        portion = self.source.judged()
+        workers = len(self.serving.worker_ids)
+        portion = self._judged = self._judged or self.source.portion(*self.source.judged)
         # Once more than there are workers, so that each of them loads it.
-        for _ in range(len(self.serving.worker_ids) + 1):
-            done = await self._drive(client, variant, portion, len(self.serving.worker_ids), counted=False)
+        for _ in range(workers + 1):
+            done = await self._drive(client, variant, portion, workers, counted=False)
         judged: dict[str, Any] = {}
-        reference = await self._reference(variant, portion)
-        rows = None if reference is None else self.source.rows(done.results)
-        if reference is not None and rows is not None and rows.shape == reference.shape:
-            judged["cosine"] = mean_cosine(rows, reference)
-            judged["top1"] = agreement(rows, reference) if self.source.kind == "classify" else None
-        if self.pairs is not None:
-            judged["spearman"] = await self._correlation(client, variant, self.pairs)
+        if (reference := await self._reference(variant, portion)) is not None:
+            rows = self.source.rows(done.results)
+            if rows.shape == reference.shape:
+                judged["cosine"] = mean_cosine(rows, reference)
+                judged["top1"] = agreement(rows, reference) if variant.kind == "classify" else None
         return judged | {"plain_error": await self._load_baseline(variant, portion)}
 
     async def _reference(self, variant: Variant, portion: Portion) -> Rows | None:
-        # Answers of handlers are not compared.
+        """The baseline's answers at fp32; None: there are none, or they are not compared, as those of handlers."""
         if not variant.model or self.baseline is None:
             return None
         if variant.model not in self._references:
             self._references[variant.model] = None
             # The reference for texts is torch's; the engine of other models follows from their files.
-            engine = "torch" if variant.kind == "embed" else "auto"
-            exact = replace(variant, engine=engine, precision=REFERENCE_PRECISION)
+            exact = replace(variant, engine="torch" if variant.kind == "embed" else "auto", precision="fp32")
             if not await self._load_baseline(exact, portion):
-                answers = await self._in_thread(self.baseline.answers, exact, portion.payloads)
-                rows = self.source.rows(answers) if isinstance(answers, list) else answers
-                self._references[variant.model] = rows
+                answers = await self._in_thread(self.baseline.answers, portion.payloads)
+                self._references[variant.model] = self.source.rows(answers) if isinstance(answers, list) else answers
         return self._references[variant.model]
 
     async def _load_baseline(self, variant: Variant, portion: Portion) -> str:
@@ -174,14 +182,6 @@ class Bench:
         except BaselineError as error:
             return str(error)
         return ""
-
-    async def _correlation(self, client: AsyncClient, variant: Variant, pairs: Pairs) -> float | None:
-        scores, firsts, seconds = pairs
-        a = await client.embed(firsts, **variant.options)
-        b = await client.embed(seconds, **variant.options)
-        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-        found = spearman((a * b).sum(1) / norms, scores)
-        return None if found is None else 100 * found
 
     async def _drive(
         self, client: AsyncClient, variant: Variant, portion: Portion, concurrency: int, *, counted: bool = True
@@ -203,8 +203,7 @@ class Bench:
         async def run_baseline() -> None:
             if not row.plain_error:
                 assert self.baseline is not None
-                run = self.baseline.run
-                baseline.append(await self._in_thread(run, variant, portion.payloads, portion.times))
+                baseline.append(await self._in_thread(self.baseline.run, portion.payloads, portion.times))
 
         for number in range(self.grid.rounds):
             portion = self.source.portion(self.grid.round_items(batch_size, concurrency), batch_size)
@@ -232,29 +231,18 @@ def _with_numbers(row: Row, rounds: list[Round], items: list[int], baseline: lis
     seconds = sum(done.seconds for done in rounds)
     latencies = [value for done in rounds for value in done.latencies]
     joules_items = sum(done.joules_items for done in rounds)
-    rates = [count / done.seconds for count, done in zip(items, rounds, strict=True)]
     plain_rates = [count / plain_s for count, (plain_s, _) in zip(items, baseline, strict=False)]
-    ratios = [rate / plain for rate, plain in zip(rates, plain_rates, strict=False)]
+    # Both ran the same items in a round.
+    ratios = [plain_s / done.seconds for done, (plain_s, _) in zip(rounds, baseline, strict=False)]
     tokens = [count for _, count in baseline if count is not None]
     return replace(
         row,
         tasks=len(latencies),
         items=sum(items),
         items_per_s=sum(items) / seconds,
-        tokens_per_s=sum(tokens) / seconds if tokens and len(tokens) == len(baseline) else None,
+        tokens_per_s=sum(tokens) / seconds if tokens else None,
         joules_per_item=sum(done.joules for done in rounds) / joules_items if joules_items else None,
         plain_items_per_s=statistics.median(plain_rates) if plain_rates else None,
         ratio=statistics.median(ratios) if ratios else None,
         **latency_fields(latencies),  # type: ignore[arg-type]  # they are floats
-    )
-
-
-def _row_text(row: Row) -> str:
-    """A row as soon as it is measured."""
-    ratio = "" if row.ratio is None else f", {ratio_text(row.ratio)} times the baseline"
-    return clean(
-        f"{row.model or row.kind}, {row.engine}, {row.precision}, "
-        f"batches of {row.batch_size}, {plural(row.concurrency, 'caller')}: "
-        f"{rate_text(row.items_per_s)} items/s{ratio}; "
-        f"p50 {row.p50_latency_ms:.1f} ms, p99 {row.p99_latency_ms:.1f} ms"
     )

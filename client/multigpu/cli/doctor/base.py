@@ -107,8 +107,7 @@ class Host:
         """New stats of the master. Raises Failure."""
         if isinstance(self.master, Failure):
             raise self.master
-        answer = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
-        assert isinstance(answer, admin.GetStatsResponse)
+        answer: admin.GetStatsResponse = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
         return answer
 
     @functools.cached_property

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
@@ -12,9 +12,9 @@ from rich.text import Text
 
 from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Command
-from multigpu.cli.failures import Unreachable
+from multigpu.cli.failures import Unreachable, WrongUsage
 from multigpu.cli.fleet import device_columns
-from multigpu.cli.options import Number, json_option
+from multigpu.cli.options import json_option
 from multigpu.cli.rpc import Master, connected
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -22,6 +22,8 @@ FIELDS = (
     *("worker_id", "host", "state", "cordoned", "cordon_reason", "quarantined", "last_heartbeat_time"),
     *("device", "telemetry", "health", "mps"),
 )
+# Between two updates of --watch.
+INTERVAL_S = 1.0
 EMPTY = "no worker has connected yet; start some with `mgpuctl up` or `mgpu-worker`"
 
 
@@ -34,52 +36,33 @@ EMPTY = "no worker has connected yet; start some with `mgpuctl up` or `mgpu-work
         ("mgpuctl gpus | cat", "Every column."),
     ),
 )
-@click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C; with --json, one line each time.")
-@click.option(
-    "--interval",
-    "interval_s",
-    type=Number(min=0.1),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How often --watch shows it.",
-)
+@click.option("--watch", is_flag=True, help="Show it every second, until Ctrl-C; with --json, one line each time.")
 @connected
 @json_option
-def gpus(watch: bool, interval_s: float, master: Master, as_json: bool) -> None:
+def gpus(watch: bool, master: Master, as_json: bool) -> None:
     """Every device of the fleet: model, load and health.
 
     For a worker on the CPU, memory and load are its host's. "-" is an unknown value.
     """
-    if watch and sys.stdout.isatty() and not as_json:
-        _watch(master, interval_s)
-    while True:
-        workers = master.list_workers()
-        if not as_json:
-            _show(workers)
-        elif watch:
-            show.line(show.as_json(_as_list(workers)))
-        else:
-            show.value(_as_list(workers))
-        if not watch:
-            return
-        if not as_json:
-            show.line()
-        time.sleep(interval_s)
+    if watch and not as_json:
+        _watch(master)
+    while watch:
+        show.line(show.as_json(_as_list(master.list_workers())))
+        time.sleep(INTERVAL_S)
+    workers = master.list_workers()
+    if as_json:
+        show.value(_as_list(workers))
+    elif not workers:
+        show.note(EMPTY)
+    else:
+        for text in lines(workers, tables.terminal_width()):
+            show.line(text)
 
 
 def _as_list(workers: Sequence[admin.Worker]) -> list[dict[str, Any]]:
     """The devices for json.dumps. Unknown values are omitted."""
     found = [messages.as_dict(worker) for worker in workers]
     return [{name: worker[name] for name in FIELDS if name in worker} for worker in found]
-
-
-def _show(workers: Sequence[admin.Worker]) -> None:
-    if not workers:
-        show.note(EMPTY)
-    else:
-        for text in lines(workers, tables.terminal_width()):
-            show.line(text)
 
 
 def lines(workers: Sequence[admin.Worker], width: int | None) -> list[str]:
@@ -93,8 +76,10 @@ def lines(workers: Sequence[admin.Worker], width: int | None) -> list[str]:
     return [*tables.rendered(tables.grid(cells, styles=styles, one_line=True), width), *tables.rendered(below, width)]
 
 
-def _watch(master: Master, interval_s: float) -> None:
+def _watch(master: Master) -> NoReturn:
     """Shows the devices until Ctrl-C, through restarts of the master."""
+    if not sys.stdout.isatty():
+        raise WrongUsage("--watch needs a terminal; --watch --json prints a line each time")
     console = Console(highlight=False)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -106,4 +91,4 @@ def _watch(master: Master, interval_s: float) -> None:
                 more = len(found) - console.height + 1
                 found[console.height - 1 :] = [f"… {more} more lines; `mgpuctl top` scrolls"]
             live.update(Text.from_ansi("\n".join(found)), refresh=True)
-            time.sleep(interval_s)
+            time.sleep(INTERVAL_S)

@@ -1,19 +1,18 @@
 """`mgpuctl logs`: the logs of this host's daemons: services from journald, a local fleet from its file."""
 
+import contextlib
+import os
 import shutil
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
-from rich.console import Console
-from rich.text import Text
 
 from multigpu.cli import show
 from multigpu.cli.commands import Command
@@ -26,10 +25,6 @@ from multigpu.config import config
 POLL_INTERVAL_S = 0.2
 SYSTEMD_RUNS = Path("/run/systemd/system")
 SYSTEMCTL_TIMEOUT_S = 10.0
-MICROSECONDS = 1_000_000
-# Names of the daemons' levels by syslog(3)'s numbers.
-LEVELS = {"0": "critical", "1": "critical", "2": "critical", "3": "error", "4": "warning", "7": "debug"}
-STYLES = {"critical": "bold red", "error": "red", "warning": "yellow", "debug": "bright_black"}
 # Keys of a line that are not in Entry.fields.
 TAKEN = frozenset({"timestamp", "level", "event", "process", "exception"})
 
@@ -38,7 +33,7 @@ TAKEN = frozenset({"timestamp", "level", "event", "process", "exception"})
 class Entry:
     # RFC 3339; empty: not known.
     timestamp: str
-    # "master", a worker's id; for services the unit: "mgpu-worker@0".
+    # "master", "up", or a worker's id.
     process: str
     level: str
     message: str
@@ -67,16 +62,15 @@ class Entry:
 def logs(name: str, follow: bool, count: int, data_dir: str | None, as_json: bool) -> None:
     """Show the logs of the daemons on this host.
 
-    From journald if systemd has mgpu units; else from the file that `mgpuctl up` keeps in its data directory.
+    If systemd has mgpu units, this runs journalctl; else it reads the file that `mgpuctl up` keeps in its data
+    directory.
     """
     if data_dir is None and has_services():
-        entries = from_journal(name, count=count, follow=follow)
-    else:
-        settings = load_config(config.MasterConfig, flags={"data_dir": data_dir}).config
-        entries = from_file(settings.data_dir / LOG_NAME, matcher(name), count=count, follow=follow)
-    say = _printer(as_json=as_json)
+        run_journalctl(name, count=count, follow=follow, as_json=as_json)
+    settings = load_config(config.MasterConfig, flags={"data_dir": data_dir}).config
+    entries = from_file(settings.data_dir / LOG_NAME, matcher(name), count=count, follow=follow)
     for entry in entries:
-        say(entry)
+        show.line(show.as_json(as_dict(entry)) if as_json else as_text(entry))
 
 
 def has_services() -> bool:
@@ -93,40 +87,12 @@ def has_services() -> bool:
     return done.returncode == 0 and bool(done.stdout.strip())
 
 
-def from_journal(name: str, *, count: int, follow: bool) -> Iterator[Entry]:
-    """Entries of the units' journal, the oldest first. Raises Failure if journalctl fails."""
+def run_journalctl(name: str, *, count: int, follow: bool, as_json: bool) -> NoReturn:
+    """Replaces this process by journalctl."""
     units = {"": "mgpu-*", "master": "mgpu-master.service", "worker": "mgpu-worker@*", "mps": "mgpu-mps@*"}
     unit = units.get(name) or (name if name.startswith("mgpu-") else f"mgpu-worker@{name}*")
-    argv = ["journalctl", "--no-pager", "--output=json", f"--lines={count}", f"--unit={unit}"]
-    # journalctl's own errors go to stderr.
-    with subprocess.Popen([*argv, "--follow"] if follow else argv, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if (record := json_object(line)) is not None:
-                    yield from_journal_entry(record)
-        finally:
-            process.terminate()
-    if process.returncode > 0:
-        raise Failure(f"journalctl ended with exit code {process.returncode}; its message is above")
-
-
-def from_journal_entry(record: dict[str, Any]) -> Entry:
-    """One value of `journalctl --output=json`. Text that is not UTF-8 is a list of bytes."""
-    message = record.get("MESSAGE") or ""
-    if isinstance(message, list):
-        message = bytes(message).decode("utf-8", "replace")
-    at = record.get("__REALTIME_TIMESTAMP")
-    unit = str(record.get("_SYSTEMD_UNIT") or record.get("UNIT") or record.get("SYSLOG_IDENTIFIER") or "")
-    fields = {key.removeprefix("MGPU_").lower(): value for key, value in record.items() if key.startswith("MGPU_")}
-    return Entry(
-        timestamp=datetime.fromtimestamp(int(at) / MICROSECONDS, UTC).isoformat().replace("+00:00", "Z") if at else "",
-        # systemd's own entries about a unit have its name in UNIT.
-        process=str(record.get("UNIT") or unit).removesuffix(".service"),
-        level=LEVELS.get(str(record.get("PRIORITY")), "info"),
-        message=message,
-        fields=fields,
-    )
+    argv = ["journalctl", "--no-pager", f"--lines={count}", f"--unit={unit}"]
+    os.execvp(argv[0], argv + ["--follow"] * follow + ["--output=json"] * as_json)  # noqa: S606
 
 
 def matcher(name: str) -> Callable[[str], bool]:
@@ -140,61 +106,43 @@ def matcher(name: str) -> Callable[[str], bool]:
 
 def from_file(path: Path, wanted: Callable[[str], bool], *, count: int, follow: bool) -> Iterator[Entry]:
     """Entries of a fleet's log, the oldest first. Raises Failure if there is none."""
-    if not path.exists() and not (follow and path.parent.is_dir()):
+    if not path.exists():
         raise Failure(
             f"no services here, and no log of a local fleet at {path}; start one with `mgpuctl up`, "
             "or name its data directory with --data-dir"
         )
     last: deque[Entry] = deque(maxlen=count)
-    reader = _Reader(path)
-    for line in (*_lines_of(older(path)), *reader.lines()):
+    lines = tail(path)
+    old = older(path).read_bytes().splitlines() if older(path).exists() else []
+    for line in (*old, *iter(lines.__next__, None)):
         if (entry := _from_line(line)) is not None and wanted(entry.process):
             last.append(entry)
     yield from last
-    while follow:
-        time.sleep(POLL_INTERVAL_S)
-        for line in reader.lines():
-            if (entry := _from_line(line)) is not None and wanted(entry.process):
+    if follow:
+        for new in lines:
+            if new is None:
+                time.sleep(POLL_INTERVAL_S)
+            elif (entry := _from_line(new)) is not None and wanted(entry.process):
                 yield entry
 
 
-class _Reader:
-    """New lines of a file, also after it is rotated."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = 0
-        self._offset = 0
-
-    def lines(self) -> Iterator[bytes]:
-        """Complete lines since the last call."""
-        try:
-            status = self._path.stat()
-        except FileNotFoundError:
-            return
-        if self._inode not in (0, status.st_ino):
-            moved = older(self._path)
-            if moved.exists() and moved.stat().st_ino == self._inode:
-                yield from self._rest(moved)
-            self._offset = 0
-        self._inode = status.st_ino
-        yield from self._rest(self._path)
-
-    def _rest(self, path: Path) -> Iterator[bytes]:
-        with path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # still being written
-                self._offset += len(line)
-                yield line
-
-
-def _lines_of(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
+def tail(path: Path) -> Iterator[bytes | None]:
+    """The lines of a file, and of the files that replace it; None each time there is no more."""
+    file = path.open("rb")
+    while True:
+        begin = file.tell()
+        line = file.readline()
+        if line.endswith(b"\n"):
+            yield line
+            continue
+        file.seek(begin)  # the rest is still being written
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                yield from file
+                file.close()
+                file = path.open("rb")
+                continue
+        yield None
 
 
 def _from_line(line: bytes) -> Entry | None:
@@ -213,15 +161,6 @@ def _from_line(line: bytes) -> Entry | None:
     )
 
 
-def _printer(*, as_json: bool) -> Callable[[Entry], None]:
-    if as_json:
-        return lambda entry: show.line(show.as_json(as_dict(entry)))
-    if not sys.stdout.isatty():
-        return lambda entry: show.line(as_text(entry))
-    console = Console(highlight=False, soft_wrap=True)
-    return lambda entry: console.print(Text(as_text(entry), style=STYLES.get(entry.level, "")))
-
-
 def as_dict(entry: Entry) -> dict[str, Any]:
     head = {"timestamp": entry.timestamp, "process": entry.process, "level": entry.level, "message": entry.message}
     return head | {key: value for key, value in entry.fields.items() if key not in head}
@@ -234,8 +173,5 @@ def as_text(entry: Entry) -> str:
     except ValueError:
         at = entry.timestamp
     first, *more = entry.message.splitlines() or [""]
-    # A service's message contains its fields already.
-    fields = "".join(
-        f" {key}={value}" for key, value in entry.fields.items() if f"{key}=" not in first and key != "logger"
-    )
+    fields = "".join(f" {key}={value}" for key, value in entry.fields.items() if key != "logger")
     return "\n".join(clean(text) for text in (f"{at}  {entry.process}  {entry.level:<7}  {first}{fields}", *more))

@@ -131,7 +131,7 @@ def fill(message: Any) -> None:
 
 def test_watch_in_a_terminal_and_in_a_pipe(script: UnaryMaster) -> None:
     script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=large_fleet(64))
-    command = (*MGPUCTL, "--master", script.address, "gpus", "--watch", "--interval", "0.1")
+    command = (*MGPUCTL, "--master", script.address, "gpus", "--watch")
     with terminal(*command) as shown:
         shown.wait_for(lambda text: "more lines" in text and "GPU-00000000" in text, "the table")
         seen = len(script.requests)

@@ -1,12 +1,11 @@
-"""mgpuctl logs: of a real local fleet; and of services, whose journalctl is a stand-in here: it prints recorded entries
-and notes how it was called. systemd does not run where tests run.
-"""
+"""mgpuctl logs: of a real local fleet, and of services."""
 
 import json
 import os
 import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,18 +80,20 @@ def test_a_long_log_is_cut_and_read_as_one(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("multigpu.cli.local.fleet_log.LOG_BYTES_MAX", 2000)
     path = tmp_path / "data" / LOG_NAME
     log = FleetLog(as_json=True, names=["master"], file=path)
-    reader = logs._Reader(path)
+    log.line("master", "{}")
+    lines = logs.tail(path)
     seen = []
     for number in range(30):
         log.line("master", json.dumps({"event": f"line {number}", "timestamp": "2026-01-01T00:00:00Z"}))
-        seen += [logs._from_line(line) for line in reader.lines()]
+        seen += [logs._from_line(line) for line in iter(lines.__next__, None)]
     assert LOG_BYTES_MAX > 1 << 20
     assert path.stat().st_size <= 2000
     assert older(path).stat().st_size <= 2000
-    # Who follows misses nothing when the file changes.
-    assert [entry.message for entry in seen if entry] == [f"line {number}" for number in range(30)]
+    wanted = [f"line {number}" for number in range(30)]
+    # A reader that follows misses nothing when the file changes.
+    assert [entry.message for entry in seen if entry][1:] == wanted
     kept = [entry.message for entry in logs.from_file(path, lambda _: True, count=100, follow=False)]
-    assert kept == [f"line {number}" for number in range(30 - len(kept), 30)]
+    assert kept == ["{}", *wanted][-len(kept) :]
     assert len(kept) > 20
 
 
@@ -107,79 +108,29 @@ def test_lines_that_are_no_json_and_disks_that_are_full(tmp_path: Path) -> None:
     FleetLog(as_json=False, names=["w"], file=tmp_path / "file" / "log" / "x").line("w", "goes on")
 
 
-# --- services --------------------------------------------------------------------------------------------------------
-
-RECORDED = [
-    {
-        "__REALTIME_TIMESTAMP": "1790000000123456",
-        "_SYSTEMD_UNIT": "mgpu-worker@0.service",
-        "PRIORITY": "4",
-        "MESSAGE": "device degraded worker_id=box-GPU-1",
-        "MGPU_WORKER_ID": "box-GPU-1",
-    },
-    {
-        "__REALTIME_TIMESTAMP": "1790000001000000",
-        "_SYSTEMD_UNIT": "init.scope",
-        "UNIT": "mgpu-worker@0.service",
-        "PRIORITY": "6",
-        "MESSAGE": [82, 101, 115, 255],
-    },
-]
-
-
-@pytest.fixture
-def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand-ins for systemctl and journalctl on PATH; the arguments are noted in the file that this is."""
-    noted = tmp_path / "noted"
-    lines = "\n".join(json.dumps(entry) for entry in RECORDED)
-    programs = {
-        "systemctl": "echo 'mgpu-master.service loaded active running x'",
-        "journalctl": f"echo \"$@\" >>{noted}\ncat <<'END'\n{lines}\nEND",
-    }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(logs, "SYSTEMD_RUNS", tmp_path)
-    return noted
-
-
 @pytest.mark.parametrize(
-    ("who", "unit"),
+    ("args", "unit"),
     [
         ([], "mgpu-*"),
         (["master"], "mgpu-master.service"),
         (["worker"], "mgpu-worker@*"),
         (["mps"], "mgpu-mps@*"),
         (["0"], "mgpu-worker@0*"),
-        (["mgpu-worker@1"], "mgpu-worker@1"),
+        (["mgpu-worker@1", "-f", "--json"], "mgpu-worker@1 --follow --output=json"),
     ],
 )
-def test_which_unit_is_asked_for(journal: Path, who: list[str], unit: str) -> None:
-    result = CliRunner().invoke(cli, ["logs", *who, "-n", "7"])
-    assert result.exit_code == 0, result.output
-    assert journal.read_text() == f"--no-pager --output=json --lines=7 --unit={unit}\n"
-
-
-def test_entries_of_services(journal: Path) -> None:
-    result = CliRunner().invoke(cli, ["logs", "--json", "-f"])
-    assert journal.read_text().endswith("--follow\n")
-    first, second = (json.loads(line) for line in result.output.splitlines())
-    assert first == {
-        "timestamp": "2026-09-21T14:13:20.123456Z",
-        "process": "mgpu-worker@0",
-        "level": "warning",
-        "message": "device degraded worker_id=box-GPU-1",
-        "worker_id": "box-GPU-1",
-    }
-    assert second["message"] == "Res\ufffd"
-    assert second["process"] == "mgpu-worker@0"
-    text = CliRunner().invoke(cli, ["logs"]).output.splitlines()[0]
-    assert text.endswith("mgpu-worker@0  warning  device degraded worker_id=box-GPU-1")
-
-
-def test_a_journalctl_that_fails(journal: Path) -> None:
-    (journal.parent / "journalctl").write_text("#!/bin/sh\nexit 3\n")
-    result = CliRunner().invoke(cli, ["logs"])
-    assert result.exit_code == 1
-    assert "exit code 3" in result.output
+def test_services_are_read_by_journalctl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], unit: str
+) -> None:
+    """Substitutes for systemctl and journalctl on PATH: systemd does not run where tests run."""
+    for name, body in {"systemctl": "mgpu-master.service loaded active running x", "journalctl": "$@"}.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{body}"\n')
+        (tmp_path / name).chmod(0o755)
+    code = (
+        "import sys; from pathlib import Path; from multigpu.cli.fleet import logs; from multigpu.cli import main\n"
+        "logs.SYSTEMD_RUNS = Path(sys.argv.pop(1)); main()"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    argv = [sys.executable, "-c", code, str(tmp_path), "logs", *args, "-n", "7"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout == f"--no-pager --lines=7 --unit={unit}\n"
