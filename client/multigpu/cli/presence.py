@@ -1,15 +1,21 @@
 """Waiting for a fleet: until a master answers and a connected worker serves a kind and model."""
 
 import difflib
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from multigpu.cli.failures import Failure, Unreachable
+from multigpu.cli import show
+from multigpu.cli.failures import Failure, Unreachable, WrongUsage
 from multigpu.cli.rpc import Master
 from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1 import model_pb2
 
 POLL_INTERVAL_S = 0.1
 TIMEOUT_S = 60.0
+# A model that loads faster than this is not worth a note.
+LOADING_SILENCE_S = 2.0
 NAMES_MAX = 20
 
 
@@ -57,6 +63,53 @@ def not_served(connected: Sequence[admin.Worker], kind: str, model: str = "") ->
     if not kinds:
         return Failure(f"no worker that serves {kind} is connected; `mgpuctl workers` lists the known workers")
     return NotServedFailure(f"no connected worker serves {kind}; they serve: {kinds}")
+
+
+@contextmanager
+def loading_notes(address: str, kind: str, model: str, say: Callable[[str], None]) -> Iterator[threading.Event]:
+    """Says which workers are loading the model (empty: any of the kind) until the event is set."""
+    answered = threading.Event()
+
+    def run() -> None:
+        said: set[tuple[str, str]] = set()
+        while not answered.wait(LOADING_SILENCE_S):
+            # The command itself reports failures of its master.
+            with suppress(Failure), Master(address) as master:
+                for model_and_worker in sorted(_loading(master.list_workers(), kind, model) - said):
+                    said.add(model_and_worker)
+                    say("loading {} on {}…".format(*model_and_worker))
+
+    threading.Thread(target=run, name="loading notes", daemon=True).start()
+    try:
+        yield answered
+    finally:
+        answered.set()
+
+
+def _loading(workers: Iterable[admin.Worker], kind: str, model: str) -> set[tuple[str, str]]:
+    """Model and worker, for each worker that loads it and has tasks."""
+    return {
+        (each.model, worker.worker_id)
+        for worker in workers
+        for each in worker.models
+        if each.state == model_pb2.MODEL_STATE_LOADING and worker.leases
+        if model in ("", each.model, each.model.partition(":")[0])
+        if any(offer.kind == kind and each.model in offer.models for offer in worker.capabilities)
+    }
+
+
+def check_takes_model(address: str, kind: str) -> None:
+    """WrongUsage: connected workers serve the kind, and none of them has a model for it."""
+    with Master(address) as master:
+        offered = [found for worker in master.list_workers() for found in worker.capabilities if found.kind == kind]
+    if offered and not any(found.models for found in offered):
+        raise WrongUsage(f"the kind {kind!r} takes no model: omit --model")
+
+
+def note_unknown_queue(master: Master, name: str) -> None:
+    """Notes on stderr that no queue of this name has tasks or rules: it may be mistyped."""
+    if name not in ("", "default") and name not in (names := [queue.queue for queue in master.list_queues()]):
+        show.note(f"no queue {name!r} has tasks or rules{suggestion(name, names)}")
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:

@@ -200,7 +200,10 @@ def test_queues(master: UnaryMaster, run: Run) -> None:
     assert run("queues").output.splitlines() == rows
     assert rows[1].split() == NIGHT_ROW
     assert rows[2].split()[:2] == ["q", "paused"]
-    assert run("queues", "pause", "q").exit_code == 0
+    known = run("queues", "pause", "q")
+    assert (known.exit_code, known.stderr) == (0, "")
+    for words in (("pause", "nihgt"), ("limits", "nihgt", "--tasks-max", "1")):
+        assert "no queue 'nihgt' has tasks or rules" in run("queues", *words).stderr  # it is done all the same
     # A limit that is not named stays as it is.
     assert run("queues", "limits", "night", "--tasks-max", "500").exit_code == 0
     request = master.asked("SetQueueLimits")[-1]

@@ -17,7 +17,7 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
 from multigpu.cli.kinds.infer import task_options
 from multigpu.cli.options import json_option, master_option
-from multigpu.cli.presence import wait_for_worker
+from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.tasks.lines import STDIN, open_input, read_lines
 from multigpu.cli.text import clean
@@ -79,10 +79,12 @@ def classify(
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
         subjects = _subjects(files, read, as_text=as_text)
         results = client.classify_map(model, subjects, top_k, window=WINDOW, return_exceptions=True, **task)
-        for labels in results:
-            print_unreadable()
-            _print(read.popleft().name, labels, as_json=as_json)
-            failed, count = failed + isinstance(labels, Exception), count + 1
+        with loading_notes(address, KIND, model, show.note) as answered:
+            for labels in results:
+                answered.set()
+                print_unreadable()
+                _print(read.popleft().name, labels, as_json=as_json)
+                failed, count = failed + isinstance(labels, Exception), count + 1
         print_unreadable()
     if failed:
         raise TasksFailed(f"{failed} of {count} failed")

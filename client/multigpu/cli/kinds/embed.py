@@ -20,9 +20,9 @@ from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
-from multigpu.cli.kinds.vectors import JsonLinesStdout, NpyFile, Rows, Sink
+from multigpu.cli.kinds.vectors import JsonLinesFile, JsonLinesStdout, NpyFile, Rows, Sink
 from multigpu.cli.options import client_config, json_option, master_option, wait_option
-from multigpu.cli.presence import wait_for_worker
+from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.progress import Progress
 from multigpu.cli.sdk import cancelled_at_end, sdk_failures
 from multigpu.cli.tasks.lines import STDIN, count_lines, read_lines
@@ -50,7 +50,7 @@ RESUME_REMEDY = "; give the same input and model, or run without --resume"
 @click.option("-o", "--output", metavar="FILE", help="File for the vectors. It appears when it is complete.")
 @click.option("--resume", is_flag=True, help="Continue after the lines in FILE.part. Give the same input and model.")
 @click.option(
-    "--format", "file_format", type=click.Choice(["npy", "jsonl"]), default="npy", help="jsonl: JSON lines, to stdout."
+    "--format", "file_format", type=click.Choice(["npy", "jsonl"]), help="[default: by FILE's name, else npy]"
 )
 @click.option("--model", default="", metavar="NAME", help="[default: the workers' own]")
 @click.option(
@@ -87,7 +87,8 @@ def embed(
         wait_for_worker(address, KIND, task["model"], timeout_s=wait_s, say=progress.say)
         progress.begin(resumed)
         started_at = time.monotonic()
-        dimension = embed_into(sink, paths, address, task, progress, lines_by_worker)
+        with loading_notes(address, KIND, task["model"], progress.say) as answered:
+            dimension = embed_into(sink, paths, address, task, progress, lines_by_worker, answered.set)
     seconds = time.monotonic() - started_at
     summary = {
         "lines": progress.done,
@@ -108,14 +109,17 @@ def _is_same_file(path: str, output: str) -> bool:
     return STDIN not in (path, output) and os.path.realpath(path) == os.path.realpath(output)
 
 
-def choose_sink(output: str | None, file_format: str, *, as_json: bool, resume: bool) -> Sink:
-    """A .npy file, or stdout as JSON lines."""
+def choose_sink(output: str | None, file_format: str | None, *, as_json: bool, resume: bool) -> Sink:
+    """A file by its format, or stdout as JSON lines."""
+    if file_format is None:
+        file_format = "jsonl" if output is not None and output.endswith((".jsonl", ".ndjson")) else "npy"
+    if output not in (None, STDIN):
+        path = Path(str(output))
+        return (NpyFile if file_format == "npy" else JsonLinesFile)(path, resume=resume)
+    if resume:
+        raise click.UsageError("--resume continues a file: name it with -o")
     if file_format == "npy":
-        if output in (None, STDIN):
-            raise click.UsageError("no output given: use -o vectors.npy, or --format jsonl for stdout")
-        return NpyFile(Path(str(output)), resume=resume)
-    if resume or output not in (None, STDIN):
-        raise click.UsageError("JSON lines go to stdout: omit -o and --resume")
+        raise click.UsageError("no output given: use -o vectors.npy, or --format jsonl for stdout")
     if as_json:
         raise click.UsageError("vectors and --json can't both go to stdout: write the vectors to a file with -o")
     return JsonLinesStdout()
@@ -128,6 +132,7 @@ def embed_into(
     task: dict[str, Any],
     progress: Progress,
     lines_by_worker: Counter[str],
+    answered: Callable[[], None],
 ) -> int:
     """Embeds the lines that the sink lacks. Returns the dimension of the vectors; 0: there are none."""
     dimension, begun = sink.dimension, sink.rows
@@ -145,13 +150,14 @@ def embed_into(
     with Client(address) as client:
         # A worker was connected a moment ago: if the last one dies now, the tasks wait for its restart.
         lines = read_lines(paths)
-        if isinstance(sink, NpyFile) and sink.rows:
+        if sink.rows:
             check_resumed(sink, lines, lambda texts: client.embed(texts, task["model"] or ""))
         texts = counted(chunks.cut(lines))
         outcomes = client.map_outcomes(KIND, texts, window=window, wait_for_worker=True, **options)
         try:
             with cancelled_at_end(outcomes):
                 for outcome in outcomes:
+                    answered()
                     rows = chunks.rows(outcome)
                     sink.add(rows)
                     dimension = rows.shape[1]
@@ -164,17 +170,23 @@ def embed_into(
     return dimension
 
 
-def check_resumed(sink: NpyFile, lines: Iterator[str], embed: Callable[[list[str]], Rows]) -> None:
-    """Skips the lines that the sink has rows for. Raises Failure if there are fewer, or if the last of them has another
-    vector now: the input or the model has changed.
+def check_resumed(sink: Sink, lines: Iterator[str], embed: Callable[[list[str]], Rows]) -> None:
+    """Skips the lines that the sink has rows for. Raises Failure if there are fewer, or if the first, the middle or the
+    last of them has another vector now: the input or the model has changed.
     """
-    skipped = list(islice(enumerate(lines, 1), sink.rows - 1, sink.rows))
-    if not skipped:
-        raise Failure(f"the input is shorter than the {sink.rows:,} rows that an earlier run left{RESUME_REMEDY}")
-    ((number, text),) = skipped
-    row, (vector,) = sink.last_row(), embed([text])
-    if row.shape != vector.shape or float(np.abs(row - vector).max()) > SAME_VECTOR:
-        raise Failure(f"line {number:,} has another vector than an earlier run found{RESUME_REMEDY}")
+    rows = sink.rows
+    sample = dict.fromkeys((0, rows // 2, rows - 1))
+    texts, found = [], 0
+    for line in islice(lines, rows):
+        if found in sample:
+            texts.append(line)
+        found += 1
+    if found < rows:
+        raise Failure(f"the input has {found:,} lines, and an earlier run left {rows:,} rows{RESUME_REMEDY}")
+    for number, vector in zip(sample, embed(texts), strict=True):
+        row = sink.row(number)
+        if row.shape != vector.shape or float(np.abs(row - vector).max()) > SAME_VECTOR:
+            raise Failure(f"line {number + 1:,} has another vector than an earlier run found{RESUME_REMEDY}")
 
 
 def _print(summary: dict[str, Any]) -> None:

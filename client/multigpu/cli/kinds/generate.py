@@ -15,7 +15,7 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.options import Number, json_option, master_option, wait_option
-from multigpu.cli.presence import wait_for_worker
+from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import cancelled_at_end, sdk_failures
 from multigpu.cli.tasks.lines import STDIN, open_input
 from multigpu.cli.text import clean
@@ -86,8 +86,9 @@ def generate(
         with Client(address) as client:
             # A worker was connected a moment ago: if the last one dies now, the task waits for its restart.
             generation = client.generate(asked, model, wait_for_worker=True, **options)
-            with cancelled_at_end(generation):
+            with cancelled_at_end(generation), loading_notes(address, KIND, model, show.note) as answered:
                 for piece in generation:
+                    answered.set()
                     if as_lines:
                         line({"text": piece})
                     elif not as_json:

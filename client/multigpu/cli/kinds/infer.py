@@ -28,7 +28,7 @@ from multigpu.cli.options import (
     queue_option,
     wait_for_worker_option,
 )
-from multigpu.cli.presence import wait_for_worker
+from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.tasks.lines import STDIN, open_input
 
@@ -102,7 +102,7 @@ def infer(
     arrays = read_inputs(inputs)
     with sdk_failures():
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
-        with Client(address) as client:
+        with Client(address) as client, loading_notes(address, KIND, model, show.note):
             found = client.infer(model, arrays, outputs, **task)
     if out is not None:
         write(found, out)
@@ -123,7 +123,7 @@ def read_inputs(entries: tuple[str, ...]) -> dict[str, NDArray[Any]]:
         else:
             (name, value), *_ = key_values("--input", [entry]).items()
             name, _, dtype = name.partition(":")
-            array = of_file(value[1:]) if value.startswith("@") else of_json(name, value)
+            array = of_file(value[1:]) if value.startswith("@") else of_json(name, value, dtype)
             from_json = not value.startswith("@") and array.dtype == np.float64
             # Models take float32 far more often than float64.
             found = {name: cast(name, array, dtype or ("float32" if from_json else array.dtype.name))}
@@ -153,14 +153,14 @@ def of_file(path: str) -> NDArray[Any]:
     return found
 
 
-def of_json(name: str, text: str) -> NDArray[Any]:
+def of_json(name: str, text: str, dtype: str = "") -> NDArray[Any]:
+    """An array. Floats for an integer `dtype` stay Python's own numbers: numpy would round large ones."""
     try:
-        array = np.asarray(json.loads(text))
+        value = json.loads(text)
+        array = np.asarray(value)
+        return np.asarray(value, object) if array.dtype.kind == "f" and is_whole(dtype) else array
     except ValueError as error:
         raise click.BadParameter(f"{name} is no array: {error}", param_hint="--input") from error
-    if array.dtype.kind not in "biuf":
-        raise click.BadParameter(f"{name} is no array of numbers", param_hint="--input")
-    return array
 
 
 def cast(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -170,13 +170,33 @@ def cast(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype not in DTYPES or dtype == "bfloat16":
         known = ", ".join(known for known in DTYPES if known != "bfloat16")
         raise click.BadParameter(f"{name} can't be {dtype!r}: there are {known}", param_hint="--input")
-    with np.errstate(all="ignore"):
-        found = array.astype(dtype)
-    # Floats may be rounded, but neither overflow nor become other integers.
-    changed = np.isfinite(found) != np.isfinite(array) if found.dtype.kind == "f" else found != array
-    if changed.any():
-        raise click.BadParameter(f"{name} doesn't fit into {dtype}: {array[changed].flat[0]}", param_hint="--input")
-    return found
+    try:
+        if is_whole(dtype):
+            check_whole(array, np.iinfo(dtype))
+        with np.errstate(over="raise", invalid="raise"):
+            return array.astype(dtype)
+    except (FloatingPointError, OverflowError, TypeError, ValueError) as error:
+        raise click.BadParameter(f"{name} doesn't fit into {dtype}: {error}", param_hint="--input") from error
+
+
+def is_whole(dtype: str) -> bool:
+    return dtype in DTYPES and dtype.startswith(("int", "uint"))
+
+
+def check_whole(array: NDArray[Any], limits: "np.iinfo[Any]") -> None:
+    """Raises ValueError for the first number that is not an integer within the limits: `astype` would change it."""
+    if array.dtype.kind == "O" and all(isinstance(value, (int, float)) for value in array.flat):
+        right = [limits.min <= value <= limits.max and value == int(value) for value in array.flat]
+        fits = np.array(right, bool).reshape(array.shape)
+    elif array.dtype.kind in "biuf":
+        # The bounds are 0 or powers of two, which are exact as floats.
+        fits = (array >= int(limits.min)) & (array < int(limits.max) + 1)
+        if array.dtype.kind == "f":
+            fits &= np.trunc(array) == array
+    else:
+        raise ValueError("it is no array of numbers")
+    if not fits.all():
+        raise ValueError(f"{array[~fits].flat[0]} is no whole number from {limits.min} to {limits.max}")
 
 
 def write(arrays: dict[str, NDArray[Any]], out: str) -> None:

@@ -9,7 +9,9 @@ Format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html (
 import ast
 import contextlib
 import fcntl
+import json
 import os
+from itertools import islice
 from pathlib import Path
 from typing import IO, Self
 
@@ -91,17 +93,13 @@ class File:
         """After the last row, if there was no error."""
 
 
-class NpyFile(File):
-    """A float32 array [rows, dimension] as .npy. No rows: [0, 0].
-
-    `resume`: continue after the rows of an earlier run.
-    """
+class RowFile(File):
+    """A file of rows. `resume`: continue after the rows of an earlier run."""
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         super().__init__(path)
         self._part = self.path.with_name(f"{self.path.name}.part")
         self._resume = resume
-        # Including those of an earlier run; the dimension is 0 if it is not known.
         self.rows = self.dimension = 0
 
     def open(self) -> IO[bytes]:
@@ -113,23 +111,20 @@ class NpyFile(File):
             raise Failure(f"another process writes {self._part}; wait until it ends, or stop it") from error
         if not self._resume:
             file.truncate()
-        nbytes = self._recover(file)
+        self.rows, nbytes = self.recover(file)
         file.truncate(nbytes)
         file.seek(nbytes)
         return file
 
-    def _recover(self, file: IO[bytes]) -> int:
-        """Finds the whole rows in the file. Returns where the last of them ends."""
-        header = file.read(NPY_HEADER_BYTES)
-        if not header:
-            return 0
-        try:
-            self.dimension = ast.literal_eval(header[len(NPY_MAGIC) + 2 :].decode())["shape"][1]
-        except (ValueError, SyntaxError, LookupError) as error:
-            raise Failure(f"{self._part} is not from an earlier run: delete it") from error
-        nbytes = 4 * self.dimension
-        self.rows = (os.fstat(file.fileno()).st_size - NPY_HEADER_BYTES) // nbytes if nbytes else 0
-        return NPY_HEADER_BYTES + self.rows * nbytes
+    def recover(self, file: IO[bytes]) -> tuple[int, int]:
+        """The number of whole rows in the file, and where the last of them ends."""
+        raise NotImplementedError
+
+    def foreign(self) -> Failure:
+        """The file has another format."""
+        return Failure(
+            f"{self._part} is not from an earlier run with this --format; give that --format, or delete the file"
+        )
 
     def left(self) -> str:
         """For the message of a command that ends early: what is written, and how to continue."""
@@ -143,14 +138,32 @@ class NpyFile(File):
         with contextlib.suppress(OSError):  # the next run cuts off a torn row
             self._file.close()
 
+
+class NpyFile(RowFile):
+    """A float32 array [rows, dimension] as .npy. No rows: [0, 0]."""
+
+    def recover(self, file: IO[bytes]) -> tuple[int, int]:
+        header = file.read(NPY_HEADER_BYTES)
+        if not header:
+            return 0, 0
+        if not header.startswith(NPY_MAGIC):
+            raise self.foreign()
+        try:
+            self.dimension = ast.literal_eval(header[len(NPY_MAGIC) + 2 :].decode())["shape"][1]
+        except (ValueError, SyntaxError, LookupError) as error:
+            raise self.foreign() from error
+        nbytes = 4 * self.dimension
+        rows = (os.fstat(file.fileno()).st_size - NPY_HEADER_BYTES) // nbytes if nbytes else 0
+        return rows, NPY_HEADER_BYTES + rows * nbytes
+
     def begin(self) -> None:
         if not self.rows:
             self.write_header(0)
 
-    def last_row(self) -> NDArray[np.float32]:
-        """The last row of an earlier run."""
-        offset = NPY_HEADER_BYTES + (self.rows - 1) * 4 * self.dimension
-        return np.fromfile(self._part, "<f4", self.dimension, offset=offset)
+    def row(self, number: int) -> NDArray[np.float32]:
+        """A row of an earlier run, from 0."""
+        nbytes = 4 * self.dimension
+        return np.fromfile(self._part, "<f4", self.dimension, offset=NPY_HEADER_BYTES + number * nbytes)
 
     def add(self, rows: Rows) -> None:
         if self.rows and rows.shape[1] != self.dimension:
@@ -180,10 +193,34 @@ def json_lines(rows: Rows) -> bytes:
     return "".join(template % tuple(row) for row in rows.tolist()).encode()
 
 
+class JsonLinesFile(RowFile):
+    """One JSON array a line."""
+
+    def recover(self, file: IO[bytes]) -> tuple[int, int]:
+        rows = nbytes = 0
+        for line in file:
+            if not line.startswith(b"["):
+                raise self.foreign()
+            if line.endswith(b"\n"):
+                rows, nbytes = rows + 1, nbytes + len(line)
+        return rows, nbytes
+
+    def row(self, number: int) -> NDArray[np.float32]:
+        with self._part.open("rb") as file:
+            return np.array(json.loads(next(islice(file, number, None))), np.float32)
+
+    def add(self, rows: Rows) -> None:
+        self.write(json_lines(rows))
+        self.rows += rows.shape[0]
+
+
 class JsonLinesStdout:
     """One JSON array a line, to stdout."""
 
     rows = dimension = 0
+
+    def row(self, number: int) -> NDArray[np.float32]:
+        raise AssertionError("nothing is resumed on stdout")
 
     def __enter__(self) -> Self:
         return self
@@ -199,4 +236,5 @@ class JsonLinesStdout:
         return f"; {self.rows:,} were printed"
 
 
-Sink = NpyFile | JsonLinesStdout
+# `rows`: includes those of an earlier run. `dimension`: 0 if it is not known.
+Sink = NpyFile | JsonLinesFile | JsonLinesStdout

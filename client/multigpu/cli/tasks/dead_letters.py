@@ -9,6 +9,7 @@ from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import NotFound
 from multigpu.cli.options import TASK_ID, F, json_option, limit_option, only_queue_option
+from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.rpc import Master, connected
 from multigpu.cli.tables import Column
 from multigpu.cli.text import age
@@ -51,6 +52,8 @@ def dead_letters() -> None:
 def list_(queue: str, limit: int, master: Master, as_json: bool) -> None:
     """Dead letters, the newest first."""
     found = master.newest_tasks(master.admin.ListDeadLetters, admin.ListDeadLettersRequest(queue=queue), limit)
+    if not found:
+        note_unknown_queue(master, queue)
     tables.show_rows(found, COLUMNS, as_json=as_json, empty="no dead letters")
 
 
@@ -131,6 +134,8 @@ def _apply(master: Master, method: Any, request: Any, answer: Any) -> Any:
         count = answer.deleted if deleting else len(answer.task_ids)
         if page.next_page_token:
             show.note(f"{'deleted' if deleting else 'requeued'} {count:,} so far")
+    if not count:
+        note_unknown_queue(master, request.queue)
     answer.ClearField("next_page_token")
     return answer
 

@@ -5,6 +5,7 @@ import click
 from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.options import json_option, size
+from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.rpc import Master, connected
 from multigpu.cli.tables import Column
 from multigpu.cli.text import duration, seconds_of
@@ -46,6 +47,7 @@ def list_(master: Master, as_json: bool) -> None:
 @json_option
 def pause(queue: str, master: Master, as_json: bool) -> None:
     """Stop dispatching from a queue. It still takes tasks; running ones continue. Survives restarts."""
+    note_unknown_queue(master, queue)
     _show(master.call(master.admin.PauseQueue, admin.PauseQueueRequest(queue=queue)).queue, as_json=as_json)
 
 
@@ -55,6 +57,7 @@ def pause(queue: str, master: Master, as_json: bool) -> None:
 @json_option
 def resume(queue: str, master: Master, as_json: bool) -> None:
     """Dispatch from a paused queue again."""
+    note_unknown_queue(master, queue)
     _show(master.call(master.admin.ResumeQueue, admin.ResumeQueueRequest(queue=queue)).queue, as_json=as_json)
 
 
@@ -75,6 +78,7 @@ def limits(queue: str, tasks_max: int | None, bytes_max: int | None, master: Mas
     """Set how much may wait in a queue. An omitted limit does not change."""
     if tasks_max is None and bytes_max is None:
         raise click.UsageError("no limit given: use --tasks-max, --bytes-max or both; `queues list` shows the limits")
+    note_unknown_queue(master, queue)
     wanted = admin.QueueLimits()
     for known in master.list_queues():
         if known.queue == queue:

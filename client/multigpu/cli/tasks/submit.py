@@ -13,6 +13,7 @@ from multigpu.cli import messages, show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
 from multigpu.cli.options import json_option, key_values, master_option, queue_option, seconds_option, size
+from multigpu.cli.presence import check_takes_model
 from multigpu.cli.sdk import cancelled_at_end, sdk_failures, with_flags
 from multigpu.cli.tasks.lines import STDIN, open_input, read_lines
 
@@ -72,6 +73,8 @@ def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
     """
     inputs = _read_inputs(given)
     options = _task_options(given)
+    if given["model"]:
+        check_takes_model(address, given["kind"])
     with sdk_failures(), Client(address) as client:
         if wait:
             with cancelled_at_end(client.map_outcomes(given["kind"], inputs, **options)) as outcomes:

@@ -17,6 +17,7 @@ from multigpu.cli.options import (
     request_ids_option,
     task_ids_argument,
 )
+from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.rpc import CALL_TIMEOUT_S, Master, connected
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks.task_filter import filter_options
@@ -68,6 +69,8 @@ def tasks() -> None:
 def list_(task_filter: service.TaskFilter, limit: int, master: Master, as_json: bool) -> None:
     """Tasks, the newest first."""
     found = master.newest_tasks(master.tasks.List, service.ListRequest(filter=task_filter), limit)
+    if not found:
+        note_unknown_queue(master, task_filter.queue)
     tables.show_rows(found, COLUMNS, as_json=as_json, empty="no such tasks")
 
 
@@ -84,6 +87,8 @@ def state_of(task: task_pb2.Task) -> str:
 def count(task_filter: service.TaskFilter, master: Master, as_json: bool) -> None:
     """How many tasks there are, by state."""
     counts = messages.as_dict(master.call(master.tasks.Count, service.CountRequest(filter=task_filter)))
+    if not any(counts.values()):
+        note_unknown_queue(master, task_filter.queue)
     if as_json:
         show.value(counts)
     else:

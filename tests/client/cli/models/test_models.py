@@ -113,6 +113,12 @@ def test_the_nearest_name_is_suggested(run: Run, command: str) -> None:
     assert "no worker offers model 'smal', did you mean 'small'? there are: " in unknown.stderr
 
 
+def test_a_time_that_is_no_number_is_rejected(run: Run) -> None:
+    rejected = run("load", "small", "--wait", "--timeout", "nan")
+    assert rejected.exit_code == 2
+    assert "'nan' is not a number" in rejected.stderr
+
+
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 @pytest.mark.parametrize(("stdout", "words"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descr")])
 def test_an_answer_that_can_not_be_written_is_an_error(
