@@ -23,7 +23,7 @@ of its checker were run on the mutated product until one failed; "seeds" says ho
 it must. The checkers: `simulator` (the core, the worker's session and the master's journaling in simulated worlds),
 `session` and `batches` (the worker's halves against models), `journal` (the real journal on files, against a model),
 `cuts` (what embeddings compute),
-`full` (the same, once it has filled up), `log` (its write-ahead log with flipped bits), `driver` (half of an event),
+`full` (the same, once it has filled up), `driver` (half of an event),
 `known` (which requests the journal knows), `transport` (a master, and peers without a
 token), `models` (models in too little room), `client` (a client's Run stream
 against a model of a master), `stream` (a client's calls with options that no message can carry, and errors of the tasks
@@ -42,7 +42,6 @@ Trial = Callable[[], Verdict]
 # Seeds of the unbroken product for each checker.
 BASELINE_SEEDS = {
     "driver": 1,
-    "log": 10,
     "full": 1,
     "simulator": 300,
     "session": 300,

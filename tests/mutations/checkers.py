@@ -22,7 +22,6 @@ CHECKERS = {
     "transport": ("tests.mutations.rules.transport", "check", ""),
     "results": ("tests.hostile.lost_results", "check", ""),
     "full": ("tests.mutations.rules.journal_rules", "check_reserve", ""),
-    "log": ("tests.mutations.rules.log_rules", "check", ""),
     "journal": ("tests.mutations.rules.journal_rules", "check", ""),
     "access": ("tests.mutations.rules.stories", "access", ""),
     "stream": ("tests.client.transport.test_run_stream", "run_seed", ""),

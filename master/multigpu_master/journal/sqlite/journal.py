@@ -36,8 +36,8 @@ _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
 class SqliteJournal(JournalReads):
-    """A `Journal` in a directory of its own. At `size_max_bytes` it takes no more submits. A second master is told the
-    `address`. The callback given to `open` runs on the journal's thread; it must neither raise nor wait.
+    """A journal in a directory of its own. At `size_max_bytes` it rejects submits. The callback given to `open` runs on
+    the journal's thread; it must neither raise nor wait. Reads may be made from any thread.
     """
 
     def __init__(
@@ -47,12 +47,10 @@ class SqliteJournal(JournalReads):
         now: Callable[[], float] = time.time,
         dedupe_window_s: float = 24 * 3600.0,
         size_max_bytes: int,
-        address: str = "",
     ) -> None:
         super().__init__(path, now)
         self._dedupe_window_s = dedupe_window_s
         self._size_max_bytes = size_max_bytes
-        self._address = address
         self._reserve = Reserve(path, size_max_bytes)
         self._queue: queue.SimpleQueue[Sequence[Entry]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -115,7 +113,7 @@ class SqliteJournal(JournalReads):
 
     def _open(self) -> tuple[int, list[Incarnation], bytes]:
         """Locks, checks and opens the files, and begins an incarnation."""
-        self._lock_file = directory.prepare(self._data_dir, self._address)
+        self._lock_file = directory.prepare(self._data_dir)
         writer: sqlite3.Connection | None = None
         try:
             connections.secure_log(self._path)

@@ -82,22 +82,13 @@ class Reserve:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def give_up(self) -> bool:
-        """Returns the room to the disk; whether there was any."""
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in failures.NO_DESCRIPTOR:  # room is not what is missing
-                return False
-            self.size_bytes = 0
-            if error.errno == errno.ENOENT:
-                return False
-            raise
+        """Returns the space to the disk; whether there was any."""
         self.size_bytes = 0
         try:
-            taken = os.fstat(fd).st_size > 0
-            os.ftruncate(fd, 0)
-        finally:
-            os.close(fd)
+            taken = self._path.stat().st_size > 0
+            os.truncate(self._path, 0)
+        except FileNotFoundError:
+            return False
         return taken
 
 

@@ -80,18 +80,11 @@ class LargeObjects:
         if not _REFERENCE.fullmatch(reference):
             raise ValueError("it refers to no segment")
         segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
-        fd = os.open(self.directory / f"{segment:08x}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if offset + size > os.fstat(fd).st_size:
+        with (self.directory / f"{segment:08x}").open("rb") as file:
+            if offset + size > os.fstat(file.fileno()).st_size:
                 raise ValueError("its segment ends before")
-            data = os.pread(fd, size, offset)
-            while len(data) < size:
-                part = os.pread(fd, size - len(data), offset + len(data))
-                if not part:
-                    raise ValueError("its segment ends before")
-                data += part
-        finally:
-            os.close(fd)
+            file.seek(offset)
+            data = file.read(size)
         if zlib.crc32(data) != crc:  # a disk that forgets a bit must not give a wrong result
             raise ValueError("its bytes are not those that were written")
         return data
