@@ -107,14 +107,6 @@ def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch
         assert [task.task_id for task in journal.recover_tasks()] == [701]
 
 
-def test_that_outcomes_alone_find_no_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
-    with opened(tmp_path / "data", 2 << 20) as (journal, commits):
-        journal.append(Entry(settles=[settle(i, bytes(100_000)) for i in range(1, 40)]))
-        until(lambda: any(isinstance(error, JournalFullError) for _, _, error in commits))
-        assert not journal.writable
-
-
 @pytest.mark.parametrize("body_bytes", [100, 20_000, LARGE_BYTES])
 def test_its_limit_holds_for_all_that_is_on_the_disk(tmp_path: Path, body_bytes: int) -> None:
     """Also with the log, of transactions that are large."""
@@ -263,17 +255,6 @@ def test_half_a_payload_is_not_left_behind(small_disk: Path) -> None:
         assert answered(commits, again) == "committed"
     with opened(small_disk / "data") as (journal, _):
         assert list(journal.recover_tasks()) == again.submits
-
-
-def test_segments_count_for_the_limit(tmp_path: Path) -> None:
-    with opened(tmp_path / "data", 4 * LARGE_BYTES) as (journal, commits):
-        entries = [Entry(submits=[submit(i, bytes(LARGE_BYTES))]) for i in range(1, 6)]
-        for entry in entries:
-            journal.append(entry)
-            answered(commits, entry)
-        assert [answered(commits, entry) == "committed" for entry in entries[:2]] == [True, True]
-        assert isinstance(answered(commits, entries[-1]), JournalFullError)
-        assert journal.size_bytes() < 6 * LARGE_BYTES  # the log is not counted, it is bounded by itself
 
 
 @pytest.mark.usefixtures("sweeping")

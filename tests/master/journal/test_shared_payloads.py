@@ -154,17 +154,6 @@ def test_queued_payloads_are_recovered_where_they_lie(tmp_path: Path) -> None:
         until(lambda: it.names() == [])
 
 
-def test_a_payload_that_is_gone_rejects_the_start(tmp_path: Path) -> None:
-    with opened(tmp_path / "data") as it:
-        it.write(submit(7, it.take(Writer(it.payloads.path), bytes(MIB))))
-        name = it.names()[0]
-    (tmp_path / "data" / "payloads" / name).unlink()
-    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
-    with pytest.raises(JournalError, match="payload of task 7 is missing"):
-        list(journal.open(lambda *_: None).tasks)
-    journal.close(20)
-
-
 def test_segments_go_when_the_last_who_needs_them_is_gone(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         writer = Writer(it.payloads.path)

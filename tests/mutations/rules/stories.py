@@ -6,11 +6,11 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[2]
 STORIES = (
-    "core", "scenarios", "master/test_ids.py", "master/test_journaling.py", "worker/session/test_session.py",
+    "core", "scenarios", "master/test_ids.py", "master/journal/test_journaling.py", "worker/session/test_session.py",
     "worker/session/test_batcher.py", "worker/device/test_health.py",
     "master/test_wire_devices.py",
-    "master/test_journal_full.py::test_without_a_descriptor_it_rejects_and_goes_on",
-    "master/test_journal_faults.py::test_a_deleted_log_is_reported_and_salvage_goes_on_without_it",
+    "master/journal/test_journal_full.py::test_without_a_descriptor_it_rejects_and_goes_on",
+    "master/journal/test_journal_lost_log.py::test_a_deleted_log_is_reported_and_salvage_goes_on_without_it",
     "master/test_driver.py::test_count_counts_each_task_once_while_tasks_settle",
     "master/test_driver.py::test_a_cancellation_without_room_changes_nothing",
 )  # fmt: skip
