@@ -11,10 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 import multigpu
@@ -28,6 +27,8 @@ from multigpu.v1 import (
     worker_service_pb2_grpc,
 )
 
+from tests.waiting import until as until  # noqa: PLC0414  other tests import it from here
+
 HERE = Path(__file__).resolve().parent
 HANDLERS = HERE / "integration" / "handlers"
 READY_TIMEOUT_S = 60.0
@@ -35,17 +36,6 @@ READY_TIMEOUT_S = 60.0
 PATIENT = ("--heartbeat-interval-s", "0.2", "--session-timeout-s", "5", "--reconnect-grace-s", "3")
 # For tests of silence.
 QUICK = ("--session-timeout-s", "1", "--reconnect-grace-s", "1")
-
-T = TypeVar("T")
-
-
-def until(condition: Callable[[], T | None], timeout_s: float = 60.0, what: str = "") -> T:
-    """The first true answer of `condition`. AssertionError: there was none in time."""
-    end_s = time.monotonic() + timeout_s
-    while not (answer := condition()):
-        assert time.monotonic() < end_s, f"waited {timeout_s:g} s in vain for {what or condition}"
-        time.sleep(0.01)
-    return answer
 
 
 class Daemon:

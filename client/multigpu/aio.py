@@ -10,32 +10,40 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from multigpu._calls.core import BaseClient, outcome, value, value_or_error
+from multigpu._calls.core import BaseClient
 from multigpu._calls.mapping import AsyncMap
 from multigpu._calls.streaming import AsyncStream
-from multigpu._calls.submitting import cut, single
+from multigpu._calls.submitting import Submission, cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
-from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
+from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, check_texts, joined
 from multigpu._transport.traceparent import current_traceparent
-from multigpu.errors import MultigpuError
-from multigpu.options import CallOptions, EmbedOptions, Input, MapOptions, SpecOptions, TaskOptions, split_options
+from multigpu.errors import MultigpuError, Outcome
+from multigpu.options import (
+    CallOptions,
+    EmbedOptions,
+    Input,
+    MapOptions,
+    SpecMapOptions,
+    SpecOptions,
+    TaskOptions,
+    split_options,
+)
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from numpy.typing import ArrayLike
 
+    from multigpu._calls.calls import Encode
     from multigpu._calls.core import TaskName
     from multigpu._kinds.classification import Label, Subject
     from multigpu._kinds.embedding import Vectors
     from multigpu._kinds.generation import AsyncGeneration, GenerateOptions, Prompt
     from multigpu._kinds.inference import Arrays
-    from multigpu._transport.run_state import Answer
     from multigpu.errors import RejectedError
-    from multigpu.outcome import Outcome, Task
+    from multigpu.outcome import Task
     from multigpu.v1 import task_service_pb2
 
 T = TypeVar("T")
@@ -52,9 +60,7 @@ class AsyncClient(BaseClient):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -76,7 +82,7 @@ class AsyncClient(BaseClient):
         `payloads` may hold Inputs. Returns, for each payload in order, the task_id or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        submission = self._core.submission(pop_timeout(options))
+        submission = Submission(self._core.connection, pop_timeout(options))
         results: list[int | RejectedError] = []
         try:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
@@ -111,49 +117,26 @@ class AsyncClient(BaseClient):
         return AsyncStream(self._core.parts(kind, payload, dict(options), current_traceparent()))
 
     def map(
-        self,
-        kind: str,
-        payloads: Iterable[Any] | AsyncIterable[Any],
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        return_exceptions: bool = False,
-        **options: Unpack[SpecOptions],
+        self, kind: str, payloads: Iterable[Any] | AsyncIterable[Any], **options: Unpack[SpecMapOptions]
     ) -> AsyncGenerator[Any, None]:
-        """Runs a task for each payload and yields the results, in the order of the payloads or as they complete.
+        """Runs a task for each payload and yields the results, in the order of the payloads unless `ordered` is False.
 
-        At most `window` payloads (default: the client's) are pulled ahead of the results taken. A synchronous iterable
-        is pulled on the event loop: wrap one that blocks in an asynchronous one. Payloads may be Inputs. An error ends
-        the map and cancels what it started; with `return_exceptions` it takes the place of the result. Close the
-        iterator (contextlib.aclosing) to stop early.
+        A synchronous iterable is pulled on the event loop: wrap one that blocks in an asynchronous one. Payloads may be
+        Inputs. An error ends the map and cancels what it started; with `return_exceptions` it takes the place of the
+        result. Close the iterator (contextlib.aclosing) to stop early.
         """
-        convert = value_or_error if return_exceptions else value
-        return self._map(kind, payloads, ordered, window, options, convert, answer_errors=return_exceptions)
+        return self._map(kind, payloads, options, Outcome.value)
 
     def map_outcomes(
-        self,
-        kind: str,
-        payloads: Iterable[Any] | AsyncIterable[Any],
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        **options: Unpack[SpecOptions],
+        self, kind: str, payloads: Iterable[Any] | AsyncIterable[Any], **options: Unpack[SpecMapOptions]
     ) -> AsyncGenerator[Outcome, None]:
         """As `map`, but yields the outcome of each task, whatever it is. A rejected task still ends the map."""
-        return self._map(kind, payloads, ordered, window, options, outcome, answer_errors=False)
+        return self._map(kind, payloads, options, lambda outcome: outcome)
 
     def _map(
-        self,
-        kind: str,
-        payloads: Iterable[Any] | AsyncIterable[Any],
-        ordered: bool,
-        window: int | None,
-        options: Any,
-        convert: Callable[[Answer], T],
-        *,
-        answer_errors: bool,
+        self, kind: str, payloads: Any, options: Any, read: Callable[[Outcome], T], encode: Encode | None = None
     ) -> AsyncGenerator[T, None]:
-        buffer = self._core.map_buffer(kind, options, ordered=ordered, window=window, answer_errors=answer_errors)
+        buffer, convert = self._core.map(kind, options, read, encode)
         return AsyncMap(self._core.stream, buffer).run(payloads, convert)
 
     # Embeddings.
@@ -170,13 +153,10 @@ class AsyncClient(BaseClient):
 
         `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
         """
-        stack = Stack(texts)
         async with aclosing(self.embed_iter(texts, model, chunk=chunk, **options)) as parts:
-            async for rows in parts:
-                stack.add(rows)
-        return stack.array()
+            return joined([rows async for rows in parts])
 
-    async def embed_iter(
+    def embed_iter(
         self,
         texts: Iterable[str] | AsyncIterable[str],
         model: str = "",
@@ -188,9 +168,7 @@ class AsyncClient(BaseClient):
         check_texts(texts)
         chunks = Chunks(chunk)
         inputs = chunks.cut_async(texts) if isinstance(texts, AsyncIterable) else chunks.cut(texts)
-        async with aclosing(self.map_outcomes(KIND, inputs, model=model, **options)) as outcomes:
-            async for outcome in outcomes:
-                yield chunks.rows(outcome)
+        return self._map(KIND, inputs, {"model": model, **options}, chunks.rows)
 
     # Text.
 
@@ -216,18 +194,16 @@ class AsyncClient(BaseClient):
         payload, examples = inference.input_of(inputs, outputs)
         return inference.arrays_of(await self.run(inference.KIND, payload, model=model, units=examples, **options))
 
-    async def infer_map(
+    def infer_map(
         self,
         model: str,
         inputs: Iterable[Mapping[str, ArrayLike]],
         outputs: Sequence[str] = (),
         **options: Unpack[MapOptions],
     ) -> AsyncGenerator[Arrays, None]:
-        """As `infer`, for many inputs: a task for each. See `map` for the options."""
-        payloads = inference.inputs_of(inputs, outputs)
-        async with aclosing(self.map(inference.KIND, payloads, model=model, **options)) as results:
-            async for result in results:
-                yield inference.arrays_of(result)
+        """As `infer`, for many inputs: a task for each. See `map`."""
+        encode = partial(inference.task_of, outputs=outputs)
+        return self._map(inference.KIND, inputs, {"model": model, **options}, inference.read, encode)
 
     async def classify(
         self, model: str, subject: Subject, top_k: int = classification.TOP_K, **options: Unpack[CallOptions]
@@ -239,18 +215,16 @@ class AsyncClient(BaseClient):
         payload = classification.payload_of(subject, top_k)
         return classification.labels_of(await self.run(classification.KIND, payload, model=model, **options))
 
-    async def classify_map(
+    def classify_map(
         self,
         model: str,
         subjects: Iterable[Subject],
         top_k: int = classification.TOP_K,
         **options: Unpack[MapOptions],
     ) -> AsyncGenerator[list[Label], None]:
-        """As `classify`, for many pictures or texts: a task for each. See `map` for the options."""
-        payloads = classification.inputs_of(subjects, top_k)
-        async with aclosing(self.map(classification.KIND, payloads, model=model, **options)) as results:
-            async for result in results:
-                yield classification.labels_of(result)
+        """As `classify`, for many pictures or texts: a task for each. See `map`."""
+        encode = classification.encoder(subjects, top_k)
+        return self._map(classification.KIND, subjects, {"model": model, **options}, classification.read, encode)
 
     # Submitted tasks.
 

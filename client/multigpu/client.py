@@ -8,38 +8,45 @@ then continues: tasks that had ended are answered, and those that were cancelled
 
 from __future__ import annotations
 
-import builtins
 import concurrent.futures
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from multigpu import errors
-from multigpu._calls.core import BaseClient, Core, outcome, value, value_or_error
-from multigpu._calls.mapping_sync import SyncMap
-from multigpu._calls.streaming import Stream
-from multigpu._calls.submitting import cut, single
-from multigpu._calls.sync_iterator import SyncIterator
+from multigpu._calls.core import BaseClient, Core
+from multigpu._calls.mapping import SyncMap
+from multigpu._calls.streaming import Stream, SyncIterator
+from multigpu._calls.submitting import Submission, cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
-from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
+from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, check_texts, joined
 from multigpu._transport.loop_thread import LoopThread
 from multigpu._transport.traceparent import current_traceparent
-from multigpu.options import CallOptions, EmbedOptions, Input, MapOptions, SpecOptions, TaskOptions, split_options
+from multigpu.errors import Outcome
+from multigpu.options import (
+    CallOptions,
+    EmbedOptions,
+    Input,
+    MapOptions,
+    SpecMapOptions,
+    SpecOptions,
+    TaskOptions,
+    split_options,
+)
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from numpy.typing import ArrayLike
 
+    from multigpu._calls.calls import Encode
     from multigpu._calls.core import TaskName
     from multigpu._kinds.classification import Label, Subject
     from multigpu._kinds.embedding import Vectors
     from multigpu._kinds.generation import GenerateOptions, Generation, Prompt
     from multigpu._kinds.inference import Arrays
-    from multigpu._transport.run_state import Answer
-    from multigpu.outcome import Outcome, Task
+    from multigpu.outcome import Task
     from multigpu.v1 import task_service_pb2
 
 T = TypeVar("T")
@@ -57,9 +64,7 @@ class Client(BaseClient):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         interrupted = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
         if interrupted and not (self._closed or self._thread.inherited):
             # Ctrl-C between two results of a map, for example: cancel everything that this client started.
@@ -82,7 +87,7 @@ class Client(BaseClient):
         self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecOptions]
     ) -> list[int | errors.RejectedError]:
         """Submits many tasks; returns the task_id of each, or the error by which it was rejected. See AsyncClient."""
-        submission = self._core.submission(pop_timeout(options))
+        submission = Submission(self._core.connection, pop_timeout(options))
         results: list[int | errors.RejectedError] = []
         try:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
@@ -106,55 +111,22 @@ class Client(BaseClient):
         return self._wait(self._core.run(kind, payload, dict(options), current_traceparent()))
 
     def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Stream[Any]:
-        """Runs one task and yields its partial outputs; read to its end, the iterator has the `outcome`.
-
-        Closing it, from any thread, cancels the task. See AsyncClient.
-        """
+        """Runs one task and yields its partial outputs. Closing it, from any thread, cancels it. See AsyncClient."""
         return Stream(self._iterate(self._core.parts(kind, payload, dict(options), current_traceparent())))
 
-    def map(
-        self,
-        kind: str,
-        payloads: Iterable[Any],
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        return_exceptions: bool = False,
-        **options: Unpack[SpecOptions],
-    ) -> Iterator[Any]:
-        """Runs a task for each payload and yields the results, in the order of the payloads or as they complete.
+    def map(self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecMapOptions]) -> Iterator[Any]:
+        """Runs a task for each payload, pulled on the caller's thread, and yields the results. See AsyncClient."""
+        return self._map(kind, payloads, options, Outcome.value)
 
-        At most `window` payloads (default: the client's) are pulled ahead of the results taken, on the caller's thread,
-        while it waits for a result. See AsyncClient.map for the rest.
-        """
-        convert = value_or_error if return_exceptions else value
-        return self._map(kind, payloads, ordered, window, options, convert, answer_errors=return_exceptions)
-
-    def map_outcomes(
-        self,
-        kind: str,
-        payloads: Iterable[Any],
-        *,
-        ordered: bool = True,
-        window: int | None = None,
-        **options: Unpack[SpecOptions],
-    ) -> Iterator[Outcome]:
+    def map_outcomes(self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecMapOptions]) -> Iterator[Outcome]:
         """As `map`, but yields the outcome of each task, whatever it is. A rejected task still ends the map."""
-        return self._map(kind, payloads, ordered, window, options, outcome, answer_errors=False)
+        return self._map(kind, payloads, options, lambda outcome: outcome)
 
     def _map(
-        self,
-        kind: str,
-        payloads: Iterable[Any],
-        ordered: bool,
-        window: int | None,
-        options: Any,
-        convert: Callable[[Answer], T],
-        *,
-        answer_errors: bool,
+        self, kind: str, payloads: Any, options: Any, read: Callable[[Outcome], T], encode: Encode | None = None
     ) -> Iterator[T]:
         self._check()
-        buffer = self._core.map_buffer(kind, options, ordered=ordered, window=window, answer_errors=answer_errors)
+        buffer, convert = self._core.map(kind, options, read, encode)
         return self._interruptible(SyncMap(self._thread, self._core.stream, buffer).run(iter(payloads), convert))
 
     # Embeddings.
@@ -162,14 +134,8 @@ class Client(BaseClient):
     def embed(
         self, texts: Iterable[str], model: str = "", *, chunk: int = CHUNK_TEXTS, **options: Unpack[EmbedOptions]
     ) -> Vectors:
-        """The vectors of texts: float32 [n, dimension], in the order of the texts. No texts: [0, 0].
-
-        `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
-        """
-        stack = Stack(texts)
-        for rows in self.embed_iter(texts, model, chunk=chunk, **options):
-            stack.add(rows)
-        return stack.array()
+        """The vectors of texts: float32 [n, dimension], in the order of the texts. See AsyncClient."""
+        return joined(list(self.embed_iter(texts, model, chunk=chunk, **options)))
 
     def embed_iter(
         self, texts: Iterable[str], model: str = "", *, chunk: int = CHUNK_TEXTS, **options: Unpack[EmbedOptions]
@@ -177,16 +143,12 @@ class Client(BaseClient):
         """As `embed`, for endless input: yields the vectors of `chunk` texts at a time, float32 [≤ chunk, dim]."""
         check_texts(texts)
         chunks = Chunks(chunk)
-        return builtins.map(chunks.rows, self.map_outcomes(KIND, chunks.cut(texts), model=model, **options))
+        return self._map(KIND, chunks.cut(texts), {"model": model, **options}, chunks.rows)
 
     # Text.
 
     def generate(self, prompt: Prompt, model: str = "", **options: Unpack[GenerateOptions]) -> Generation:
-        """Continues a text, or answers in a conversation: an iterator of pieces of text, as they come.
-
-        Read to its end it has the whole as `result`. Closing or dropping it cancels the task. `prompt`: a str, or
-        messages such as {"role": "user", "content": "…"}. `model`: default, the workers' own. Raises as `stream`.
-        """
+        """Continues a text, or answers in a conversation: yields pieces of text as they come. See AsyncClient."""
         payload, task = generation.task_of(prompt, options)
         parts = self._core.parts(generation.KIND, payload, {"model": model, **task}, current_traceparent())
         return generation.Generation(self._iterate(parts))
@@ -196,10 +158,7 @@ class Client(BaseClient):
     def infer(
         self, model: str, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] = (), **options: Unpack[CallOptions]
     ) -> Arrays:
-        """Runs a model: arrays by the names of its inputs in, read-only arrays by the names of its outputs out.
-
-        `outputs`: which to return; default, all. Raises as `run`; a wrong name, type or shape is a TaskFailed.
-        """
+        """Runs a model: arrays by the names of its inputs in, by the names of its outputs out. See AsyncClient."""
         payload, examples = inference.input_of(inputs, outputs)
         return inference.arrays_of(self.run(inference.KIND, payload, model=model, units=examples, **options))
 
@@ -210,17 +169,14 @@ class Client(BaseClient):
         outputs: Sequence[str] = (),
         **options: Unpack[MapOptions],
     ) -> Iterator[Arrays]:
-        """As `infer`, for many inputs: a task for each. See `map` for the options."""
-        payloads = inference.inputs_of(inputs, outputs)
-        return builtins.map(inference.arrays_of, self.map(inference.KIND, payloads, model=model, **options))
+        """As `infer`, for many inputs: a task for each. See `map`."""
+        encode = partial(inference.task_of, outputs=outputs)
+        return self._map(inference.KIND, inputs, {"model": model, **options}, inference.read, encode)
 
     def classify(
         self, model: str, subject: Subject, top_k: int = classification.TOP_K, **options: Unpack[CallOptions]
     ) -> list[Label]:
-        """The most likely classes of a picture (its bytes, or a Path to it) or a text (str), the most likely first.
-
-        Raises as `run`, and OSError for a file that can't be read.
-        """
+        """The most likely classes of a picture (its bytes, or a Path to it) or a text (str). See AsyncClient."""
         payload = classification.payload_of(subject, top_k)
         return classification.labels_of(self.run(classification.KIND, payload, model=model, **options))
 
@@ -231,9 +187,9 @@ class Client(BaseClient):
         top_k: int = classification.TOP_K,
         **options: Unpack[MapOptions],
     ) -> Iterator[list[Label]]:
-        """As `classify`, for many pictures or texts: a task for each. See `map` for the options."""
-        payloads = classification.inputs_of(subjects, top_k)
-        return builtins.map(classification.labels_of, self.map(classification.KIND, payloads, model=model, **options))
+        """As `classify`, for many pictures or texts: a task for each. See `map`."""
+        encode = classification.encoder(subjects, top_k)
+        return self._map(classification.KIND, subjects, {"model": model, **options}, classification.read, encode)
 
     # Submitted tasks.
 

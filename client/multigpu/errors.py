@@ -1,23 +1,4 @@
-"""How calls and tasks end: the outcome of a task, and everything that the client raises, in one tree.
-
-    MultigpuError
-    ├── TransportError              the master could not be reached, or did not speak our protocol
-    │   ├── CallTimeoutError        the call's `timeout` is over; also a TimeoutError
-    │   ├── UnavailableError        no master answers at the address
-    │   └── AccessError             the token or the certificate is missing, wrong, or not for this call
-    ├── RejectedError               the master rejected the task; nothing of it is kept
-    │   ├── InvalidTaskError        the task can never be taken as it is
-    │   ├── AlreadyExistsError      its request_id is that of another task
-    │   ├── ResourceExhaustedError  a limit is hit; retry_delay_s says when to try again
-    │   └── UnplaceableError        no known worker could ever take it
-    ├── TaskError                   the task was taken, and there is no result; carries its outcome
-    │   ├── TaskFailed, TaskCancelled, TaskExpired, TaskDeadLettered
-    │   ├── ResultExpiredError      it SUCCEEDED, and its result was deleted after the result_ttl
-    │   └── ResultLostError         it SUCCEEDED, and its result cannot be read any more
-    ├── NotFoundError               the master knows no such task, or not any more
-    ├── ConfigError                 a setting is unknown or wrong; also a ValueError
-    ├── CursorExpiredError          the outcomes after the cursor are not there
-    └── ClientClosedError           the client was closed, or gRPC crossed a fork
+"""How calls and tasks end: the outcome of a task, and everything that the client raises, all of it a MultigpuError.
 
 An error's message names the remedy where there is one. Wrong types in the caller's own code raise TypeError.
 
@@ -38,7 +19,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.timestamp_pb2 import Timestamp
 
-    from multigpu.v1 import task_pb2
+    from multigpu.v1 import task_pb2, task_service_pb2
 
 # google.rpc.Code, as far as Rejection uses it.
 CANCELLED = 1
@@ -94,9 +75,11 @@ class RejectedError(MultigpuError):
         return f"{self.message} (try again in {self.retry_delay_s:g} s)"
 
     @staticmethod
-    def of(code: int, message: str, retry_delay_s: float | None = None) -> RejectedError:
-        """The error of the class that belongs to the code."""
-        return _BY_CODE.get(code, RejectedError)(code, message, retry_delay_s)
+    def of(rejection: task_service_pb2.Rejection) -> RejectedError:
+        """The error that a rejection stands for, of the class that belongs to its code."""
+        delay = rejection.retry_delay
+        retry_delay_s = delay.seconds + delay.nanos / 1e9 if rejection.HasField("retry_delay") else None
+        return _BY_CODE.get(rejection.code, RejectedError)(rejection.code, rejection.message, retry_delay_s)
 
 
 class InvalidTaskError(RejectedError):
@@ -201,9 +184,6 @@ class Outcome:
 
     def __repr__(self) -> str:
         return f"<Outcome of task {self.task_id}: {self.state.name}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.message.SerializeToString(), self._result, self._listed)
 
     @property
     def task_id(self) -> int:
@@ -328,12 +308,6 @@ def instant(timestamp: Timestamp) -> datetime | None:
     if not (timestamp.seconds or timestamp.nanos):
         return None
     return timestamp.ToDatetime(tzinfo=UTC)
-
-
-def _unpickle(data: bytes, result: bytes | None, listed: bool) -> Outcome:
-    from multigpu.v1 import task_pb2  # noqa: PLC0415  config needs this module's errors, and no protobuf
-
-    return Outcome(task_pb2.Outcome.FromString(data), 0, result, listed=listed)
 
 
 class TaskError(MultigpuError):

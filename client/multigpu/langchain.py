@@ -14,14 +14,15 @@ Needs langchain-core: pip install 'multigpu[langchain]'.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 from multigpu import AsyncClient, Client
 from multigpu._kinds.embedding import CHUNK_TEXTS, Chunks, check_texts
 from multigpu._transport import forks
+from multigpu.config.config import load_client_config
+from multigpu.options import EmbedOptions
 
 try:
     from langchain_core.embeddings import Embeddings
@@ -29,11 +30,6 @@ except ImportError as error:
     raise ImportError(
         f"multigpu.langchain needs langchain-core ({error}): pip install 'multigpu[langchain]'", name=error.name
     ) from error
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from multigpu.options import EmbedOptions
 
 # 1 is served first, 3 is the default of tasks. Queries are interactive.
 QUERY_PRIORITY = 2
@@ -64,7 +60,7 @@ class MultiGpuEmbeddings(Embeddings):
         # LangChain's users expect these attributes; a pickled copy is made of them.
         self.model = model
         # Read now: MGPU_MASTER may be set for the constructor only.
-        self.master = master or _default_master()
+        self.master = master or load_client_config().master
         self.batch_size = batch_size
         self.precision = precision
         self.query_priority = query_priority
@@ -76,8 +72,7 @@ class MultiGpuEmbeddings(Embeddings):
 
     def _connect_lazily(self) -> None:
         self._lock = threading.Lock()
-        # By process, and by event loop.
-        self._clients: dict[int, Client] = {}
+        self._client: Client | None = None
         self._async_clients = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncClient]()
 
     def __repr__(self) -> str:
@@ -107,7 +102,7 @@ class MultiGpuEmbeddings(Embeddings):
 
     def close(self) -> None:
         """Ends the synchronous connection; a later call makes another. Not needed at exit."""
-        client = self._clients.pop(os.getpid(), None)
+        client, self._client = self._client, None
         if client is not None:
             client.close()
 
@@ -121,29 +116,22 @@ class MultiGpuEmbeddings(Embeddings):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _sync(self) -> Client:
-        forks.check()
-        pid = os.getpid()
         with self._lock:
-            if pid not in self._clients:
-                self._clients[pid] = Client(self.master, connect_timeout_s=self.connect_timeout_s)
-            return self._clients[pid]
+            if self._client is None:
+                self._client = Client(self.master, connect_timeout_s=self.connect_timeout_s)
+            return self._client
 
     def _async(self) -> AsyncClient:
-        forks.check()
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._async_clients:
@@ -161,12 +149,6 @@ class MultiGpuEmbeddings(Embeddings):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._connect_lazily()
-
-
-def _default_master() -> str:
-    from multigpu.config.config import load_client_config  # noqa: PLC0415  only where no master is named
-
-    return load_client_config().master
 
 
 def _one(text: str) -> str:

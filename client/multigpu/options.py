@@ -5,7 +5,6 @@ Tasks with the same options share one TaskSpec object: a frame carries it once f
 
 import dataclasses
 import difflib
-import operator
 import threading
 import uuid
 from collections.abc import Mapping
@@ -72,11 +71,20 @@ class TaskOptions(SpecOptions, total=False):
 
 
 class MapOptions(EmbedOptions, total=False):
-    """Options of maps with a parameter `model`; AsyncClient.map explains those that EmbedOptions lacks."""
+    """Options of maps with a parameter `model`."""
 
+    # Results in the order of the payloads (the default), or as they complete.
     ordered: bool
+    # The most payloads pulled ahead of the results taken. Default: the client's window_tasks.
     window: int | None
+    # Errors take the places of results. Default: an error ends the map, and cancels what it started.
     return_exceptions: bool
+
+
+class SpecMapOptions(MapOptions, total=False):
+    """Options of maps of any kind."""
+
+    model: str
 
 
 class CallOptions(EmbedOptions, total=False):
@@ -94,13 +102,6 @@ class Input:
     request_id: str | uuid.UUID = ""
     partition_key: str = ""
     units: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WrongInput:
-    """An input of a map that cannot be made into a payload."""
-
-    error: Exception
 
 
 # Option -> the field of TaskSpec that it sets as it is.
@@ -161,20 +162,15 @@ def own_fields(options: dict[str, Any]) -> dict[str, Any]:
 
 def _own_value(name: str, value: Any) -> str | int:
     """An option of TaskInput as its field takes it; "" or 0: its default."""
-    if value is None:
-        return ""
+    value = str(value) if isinstance(value, uuid.UUID) else value
     try:
-        if name == "units":
-            units = operator.index(value)
-            if 0 <= units <= _UNITS_MAX:
-                return units
-        text = str(value) if isinstance(value, uuid.UUID) else value
-        if isinstance(text, str) and text.encode() is not None:  # UnicodeEncodeError: half of a surrogate pair
-            return text
-    except (TypeError, UnicodeEncodeError):
-        pass
-    wanted = f"a whole number up to {_UNITS_MAX:,}" if name == "units" else "a str of valid Unicode, or a uuid.UUID"
-    raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: give {wanted}")
+        if isinstance(value, bytes):
+            raise TypeError  # noqa: TRY301  protobuf takes bytes as text
+        field: str | int = getattr(task_pb2.TaskInput(**{name: value}), name) if value else ""
+    except (TypeError, ValueError):
+        wanted = f"a whole number up to {_UNITS_MAX:,}" if name == "units" else "a str of valid Unicode, or a uuid.UUID"
+        raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: give {wanted}") from None
+    return field
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptions]:
@@ -205,10 +201,6 @@ def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2
             raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: give {wanted}") from error
         except ValueError as error:
             raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: {error}") from error
-    first_s, longest_s = options.get("backoff_initial_s"), options.get("backoff_max_s")
-    if first_s is not None and longest_s is not None and longest_s < first_s:
-        text = f"task option backoff_max_s={longest_s!r}: give no less than backoff_initial_s, which is {first_s!r}"
-        raise InvalidTaskError(INVALID_ARGUMENT, text)
     return spec
 
 

@@ -1,9 +1,7 @@
 """The driver owns the core: it feeds events in, and carries out the commands that come back.
 
 Everything here runs on the event loop, in one thread, and never waits. Entries for the journal go to
-journal/write_buffer.py; dispatch and delivery don't wait for them.
-
-Time is that of the master's clock, which can't jump (clock.py).
+journal/write_buffer.py; dispatch and delivery don't wait for them. Time is the master's clock (clock.py).
 """
 
 import asyncio

@@ -23,7 +23,7 @@ from tests.chaos.faults import KINDS, Faults, places
 from tests.chaos.network import Network, NotAllowedError
 from tests.chaos.processes import ChaosFleet, ClientProcess, Seen
 from tests.chaos.records.history import History, Record, load
-from tests.fleet import until
+from tests.waiting import until
 
 WORKERS = 3
 LOOK_S = 2.0  # between two looks at the daemons' logs

@@ -13,7 +13,7 @@ from tests.chaos.records.checker import check
 from tests.chaos.records.history import CLIENTS
 from tests.chaos.records.report import report
 from tests.chaos.rounds import Chaos
-from tests.fleet import until
+from tests.waiting import until
 
 # Both ends ping an idle connection every 10 s, and wait 5 s for the answer; the rest is for a machine with much to do.
 NOTICED_S = 10.0 + 5.0 + 10.0

@@ -15,7 +15,7 @@ from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE, WORKER_STATE_LOST
 from tests.chaos.faults import Faults
 from tests.chaos.processes import ChaosFleet
 from tests.chaos.records.history import History, load
-from tests.fleet import until
+from tests.waiting import until
 
 STOPPED_S = 2.0  # the session timeout is 1 s
 LONG_S = 1.0  # that a task runs which is to be caught by it

@@ -11,7 +11,7 @@ from typing import Any
 
 import multigpu
 import pytest
-from multigpu._calls.submitting import cut
+from multigpu._calls.submitting import Submission, cut
 
 from tests.fleet import Fleet, until
 
@@ -76,7 +76,7 @@ async def test_what_was_withdrawn_may_be_submitted_again_and_what_was_cancelled_
     async with multigpu.AsyncClient(fleet.address) as client:
         names = [f"withdrawn-{n}" for n in range(20)]
         inputs = [multigpu.Input(payload=b"", request_id=name) for name in names]
-        submission = client._core.submission(None)
+        submission = Submission(client._core.connection, None)
         (request,) = cut(client._core.calls.inputs("trial.hang", inputs, {"queue": "w"}, ""))
         first = await submission.send(request)
         await submission.undo()

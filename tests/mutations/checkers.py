@@ -1,42 +1,38 @@
-"""Who notices: functions of a seed that raise when a promise is broken. They are imported by name, in the process that
-has the mutation, so that nothing of the product is loaded before.
+"""The checkers: functions of a seed that raise when a rule is broken. Imported by name, in the process that has the
+mutation, so that nothing of the product is loaded before.
 """
 
 from collections.abc import Callable
 from importlib import import_module
 
-# name -> (module, what to call with a seed, what to call of what that gives)
+# name -> (module, function, seeds of the unmutated product). One seed: the function ignores it.
 CHECKERS = {
-    "simulator": ("tests.sim.sim", "Simulation", "run"),
-    "session": (
-        "tests.worker.session.test_session",
-        "test_any_order_of_events_loses_and_repeats_nothing",
-        "",
-    ),
-    "batches": ("tests.mutations.rules.batches", "check", ""),
-    "cuts": ("tests.mutations.rules.cuts", "check", ""),
-    "stories": ("tests.mutations.rules.stories", "check", ""),
-    "models": ("tests.sim.models", "check", ""),
-    "known": ("tests.mutations.rules.known", "check", ""),
-    "driver": ("tests.mutations.rules.driver_rules", "check", ""),
-    "transport": ("tests.mutations.rules.transport", "check", ""),
-    "results": ("tests.hostile.lost_results", "check", ""),
-    "full": ("tests.mutations.rules.journal_rules", "check_reserve", ""),
-    "journal": ("tests.mutations.rules.journal_rules", "check", ""),
-    "access": ("tests.mutations.rules.stories", "access", ""),
-    "stream": ("tests.client.transport.test_run_stream", "run_seed", ""),
-    "client": ("tests.client.transport.test_run_state", "run_seed", ""),
+    "access": ("tests.mutations.rules.stories", "access", 1),
+    "batches": ("tests.mutations.rules.batches", "check", 300),
+    "client": ("tests.client.transport.test_run_state", "run_seed", 300),
+    "cuts": ("tests.mutations.rules.cuts", "check", 300),
+    "driver": ("tests.mutations.rules.driver_rules", "check", 1),
+    "full": ("tests.mutations.rules.journal_rules", "check_reserve", 1),
+    "journal": ("tests.mutations.rules.journal_rules", "check", 30),
+    "known": ("tests.mutations.rules.known", "check", 30),
+    "log": ("tests.mutations.rules.log_rules", "check", 10),
+    "models": ("tests.sim.models", "check", 100),
+    "results": ("tests.hostile.lost_results", "check", 20),
+    "session": ("tests.worker.session.test_session", "test_any_order_of_events_loses_and_repeats_nothing", 300),
+    "simulator": ("tests.sim.sim", "check", 300),
+    "stories": ("tests.mutations.rules.stories", "check", 1),
+    "stream": ("tests.client.transport.test_run_stream", "run_seed", 20),
+    "transport": ("tests.mutations.rules.transport", "check", 1),
 }
 
 
 def checker(name: str) -> Callable[[int], None]:
     """Loads a checker, and with it the part of the product that it watches."""
-    module, function, method = CHECKERS[name]
-    made = getattr(import_module(module), function)
+    module, function, _ = CHECKERS[name]
+    found: Callable[[int], None] = getattr(import_module(module), function)
+    return found
 
-    def check(seed: int) -> None:
-        given = made(seed)
-        if method:
-            getattr(given, method)()
 
-    return check
+def seeds_of(name: str, seeds: int) -> int:
+    """How many of these seeds a checker needs."""
+    return min(seeds, 1) if CHECKERS[name][2] == 1 else seeds

@@ -1,7 +1,7 @@
-"""What a mutation is: one text of the product put in another's place, and who is expected to notice.
+"""A mutation replaces one text of the product by another; a checker must then fail.
 
-The product's files are never touched. `plant` puts a loader before all others that reads the one file, swaps the text
-and compiles that; it must run in a fresh process, before the product is imported.
+The product's files are not changed. `plant` installs a loader that reads the one file, replaces the text and compiles
+the result; it must run in a new process, before the product is imported.
 """
 
 import sys
@@ -13,26 +13,26 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = {"multigpu_master": ROOT / "master", "multigpu_worker": ROOT / "worker", "multigpu": ROOT / "client"}
+PACKAGES = {"multigpu_master": ROOT / "master", "multigpu_worker": ROOT / "worker", "multigpu": ROOT / "client"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """`old` occurs exactly once in the file of `module`; with `new` in its place a rule is broken. `checker` must
-    notice within `seeds` seeds.
+    """`old` occurs exactly once in the file of `module`; with `new` in its place a rule is broken, and `checker` must
+    notice within `seeds` seeds. `breaks` says which promise, or what else the name leaves open.
     """
 
     name: str
     module: str
     old: str
     new: str
-    breaks: str
+    breaks: str = ""
     checker: str = "simulator"
     seeds: int = 1000
 
     @property
     def path(self) -> Path:
-        return ROOMS[self.module.partition(".")[0]].joinpath(*self.module.split(".")).with_suffix(".py")
+        return PACKAGES[self.module.partition(".")[0]].joinpath(*self.module.split(".")).with_suffix(".py")
 
     def found(self) -> int:
         """How often `old` occurs in the product as it is. Anything but once: the list is out of date."""

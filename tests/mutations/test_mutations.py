@@ -8,6 +8,7 @@ import pytest
 from tests.commands import run_module
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import ROOT, Mutation
+from tests.mutations.rules.stories import ACCESS, STORIES, TESTS
 
 # Noticed within a few seeds each, so that all of them together take less than a minute.
 SHORT = (
@@ -30,6 +31,13 @@ SHORT = (
 def test_the_list_is_true(mutation: Mutation) -> None:
     assert mutation.found() == 1, f"the text of {mutation.name!r} occurs {mutation.found()} times in {mutation.path}"
     compile(mutation.mutated(), str(mutation.path), "exec")
+
+
+@pytest.mark.parametrize("story", [*STORIES, *ACCESS])
+def test_the_tests_that_serve_as_checkers_exist(story: str) -> None:
+    path, _, name = story.partition("::")
+    assert (TESTS / path).exists()
+    assert not name or f"def {name}(" in (TESTS / path).read_text("utf-8")
 
 
 ONLY = [argument for name in SHORT for argument in ("--only", name)]

@@ -345,7 +345,7 @@ class ModelWorld:
 
 
 def check(seed: int) -> None:
-    """For the mutations."""
+    """The checker of the mutations."""
     ModelWorld(seed).run()
 
 

@@ -319,3 +319,8 @@ class Simulation:
                 raise ViolationError(f"dead letter {letter} is gone")
             if len(reborn) > 1 or any(t not in reborn for t in told):
                 raise ViolationError(f"dead letter {letter} became {reborn}; told was {told}")
+
+
+def check(seed: int) -> None:
+    """The checker of the mutations."""
+    Simulation(seed).run()

@@ -5,7 +5,6 @@ The real one writes to SQLite as it does in production. Only that its disk is fu
 fail where SQLite would say so.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -21,6 +20,7 @@ from multigpu_master.journal.sqlite.room import frees
 
 from tests.sim.journal import SimJournal
 from tests.sim.world import World
+from tests.waiting import until
 
 SEEDS = 6
 PHASES = 40
@@ -115,13 +115,6 @@ class Both:
     def reopen(self) -> None:
         self.real.close(20.0)
         self.open()
-
-
-def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end_s, "it did not become true"
-        time.sleep(0.002)
 
 
 class Story:

@@ -5,7 +5,6 @@ import base64
 import itertools
 import secrets
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,26 +15,20 @@ from multigpu._transport.encoding import RAW, encode
 from multigpu._transport.payloads import LARGE_BYTES
 from multigpu._transport.run_state import Answer, Call
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, Outcome
-from multigpu.options import Input, SpecCache, WrongInput, own_fields
+from multigpu.options import Input, SpecCache, own_fields
 from multigpu.v1 import task_pb2
 
 C = TypeVar("C", bound=Call)
+Encode = Callable[[Any], Any]
 # The rest of a message is for the spec.
 _PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
 
-class RequestIds:
-    """Makes request_ids: 60 random bits of the client, then a counter, so that they sort in order of creation.
-
-    Safe to call from several threads.
-    """
-
-    def __init__(self) -> None:
-        self._prefix = base64.b32encode(secrets.token_bytes(8)).decode().lower()[:12]
-        self._next = itertools.count(1).__next__
-
-    def new(self) -> str:
-        return f"{self._prefix}{self._next():09x}"
+def request_ids() -> Callable[[], str]:
+    """Makes request_ids: 60 random bits, then a counter, so that they sort in order of creation. Thread-safe."""
+    prefix = base64.b32encode(secrets.token_bytes(8)).decode().lower()[:12]
+    following = itertools.count(1).__next__
+    return lambda: f"{prefix}{following():09x}"
 
 
 class FutureCall(Call):
@@ -43,8 +36,8 @@ class FutureCall(Call):
 
     __slots__ = ("future",)
 
-    def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
-        super().__init__(spec, payload, request_id, own)
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
         # An error is a result too: asyncio complains of exceptions that are never retrieved.
         self.future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
@@ -56,60 +49,38 @@ class FutureCall(Call):
 class StreamCall(Call):
     """A call whose partial outputs one coroutine awaits, one after the other."""
 
-    __slots__ = ("_answer", "_parts", "_taken", "_waiter")
+    __slots__ = ("_items",)
 
-    def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
-        super().__init__(spec, payload, request_id, own)
-        self._parts: deque[Part] = deque()
-        self._taken = 0
-        self._answer: Answer | None = None
-        self._waiter: asyncio.Future[None] | None = None
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
+        self._items: asyncio.Queue[Part | Answer] = asyncio.Queue()
 
     def receive_partial(self, data: bytes, content_type: str) -> None:
-        self._parts.append(Part(data, content_type))
-        self._wake()
+        self._items.put_nowait(Part(data, content_type))
 
     def settle(self, answer: Answer) -> None:
-        self._answer = answer
         if isinstance(answer, Outcome):  # it has all partial outputs, also those that the stream did not bring
-            received = self._taken + len(self._parts)
-            missing = answer.message.partials[received:]
-            types = answer.message.partial_content_types[received:]
-            self._parts.extend(map(Part, missing, types or [RAW] * len(missing)))
-        self._wake()
+            missing = answer.message.partials[self.partials_received :]
+            types = answer.message.partial_content_types[self.partials_received :]
+            for part in map(Part, missing, types or [RAW] * len(missing)):
+                self._items.put_nowait(part)
+        self._items.put_nowait(answer)
 
-    async def next_part(self) -> Part | None:
-        """The next partial output; None after the last one of a task that SUCCEEDED. Otherwise raises its error."""
-        while not self._parts:
-            answer = self._answer
-            if isinstance(answer, Outcome):
-                if answer.succeeded:
-                    return None
-                raise answer.to_error()
-            if answer is not None:
-                raise answer
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._taken += 1
-        return self._parts.popleft()
-
-    @property
-    def outcome(self) -> Outcome:
-        """How it ended. Only after `next_part` has returned None."""
-        assert isinstance(self._answer, Outcome), "the task has not succeeded"
-        return self._answer
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+    async def next_item(self) -> Part | Outcome:
+        """The next partial output, and after the last one the outcome of a task that SUCCEEDED. Else its error."""
+        item = await self._items.get()
+        if isinstance(item, Part):
+            return item
+        if isinstance(item, Outcome) and item.succeeded:
+            return item
+        raise item.to_error() if isinstance(item, Outcome) else item
 
 
 class CallFactory:
     """Makes the calls of one client. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._new_id = RequestIds().new
+        self._new_id = request_ids()
         self._spec = SpecCache().get
 
     def one(self, cls: Callable[..., C], kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> C:
@@ -120,8 +91,12 @@ class CallFactory:
             own["traceparent"] = traceparent
         return cls(*self._prepare(kind, payload, options, own or None, request_id))
 
-    def many(self, kind: str, options: Mapping[str, Any], traceparent: str, *, answer_errors: bool) -> MakeCall:
-        """A function that makes a map's calls. `answer_errors`: an item that can't be a payload becomes an answer."""
+    def many(
+        self, kind: str, options: Mapping[str, Any], traceparent: str, encode: Encode | None, *, answer_errors: bool
+    ) -> MakeCall:
+        """A function that makes a map's calls. `encode`: makes the payload, or an Input, of an item. `answer_errors`:
+        the error of an item that can't be a payload becomes its answer.
+        """
         prepare = self._prepare
         no_payload = self._spec(kind, RAW, options)  # a wrong option shows now, and not with the first item
         common = {"traceparent": traceparent} if traceparent else None
@@ -130,12 +105,11 @@ class CallFactory:
             own = common
             request_id = ""
             try:
+                if encode is not None:
+                    item = encode(item)
                 if type(item) is Input:
                     own, request_id, item = _of_input(item, common)
-                elif type(item) is WrongInput:
-                    raise item.error
-                spec, data, request_id, own = prepare(kind, item, options, own, request_id)
-                return MapCall(spec, data, request_id, own, buffer)
+                return MapCall(*prepare(kind, item, options, own, request_id), buffer)
             except (InvalidTaskError, OSError, TypeError) as error:
                 if not answer_errors:
                     raise

@@ -1,6 +1,6 @@
 """What both clients are made of: one connection, one window, one Run stream, and the calls that go over them.
 
-Everything here runs on one event loop, except that `calls` and `map_buffer` may be used on another thread.
+Everything here runs on one event loop, except that `calls` and `map` may be used on another thread.
 """
 
 from __future__ import annotations
@@ -8,30 +8,28 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NoReturn, TypeVar
 
 from multigpu._calls import watching
-from multigpu._calls.calls import CallFactory, FutureCall, StreamCall
+from multigpu._calls.calls import CallFactory, Encode, FutureCall, StreamCall
 from multigpu._calls.mapping import MapBuffer
-from multigpu._calls.submitting import Submission
+from multigpu._calls.streaming import Part
 from multigpu._calls.timeouts import pop_timeout, within
 from multigpu._transport import forks
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu._transport.credentials import Credentials
+from multigpu._transport.run_state import Answer
 from multigpu._transport.run_stream import RunStream
 from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
+from multigpu.errors import TaskError
 from multigpu.options import duration
 from multigpu.outcome import Outcome, Task
 from multigpu.v1 import task_service_pb2
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
-    from multigpu._calls.streaming import Part
-    from multigpu._transport.run_state import Answer
-
+T = TypeVar("T")
 # A task_id (int) or a request_id.
 TaskName = int | str | uuid.UUID
 # The longest wait of one Get. A longer one is repeated, so that a dead connection is noticed.
@@ -61,9 +59,6 @@ class Core:
         await self.stream.close()
         await self.connection.close()
 
-    def submission(self, timeout_s: float | None) -> Submission:
-        return Submission(self.connection, timeout_s)
-
     async def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
         self.connection.check()
         timeout_s = pop_timeout(options)
@@ -89,24 +84,35 @@ class Core:
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
         try:
             await within(timeout_s, self.stream.start((call,)))
-            while (part := await within(timeout_s, call.next_part())) is not None:
-                yield part
-            yield call.outcome
+            while isinstance(item := await within(timeout_s, call.next_item()), Part):
+                yield item
+            yield item
         finally:
             if not call.done:
                 self.stream.withdraw(call)
 
-    def map_buffer(
-        self, kind: str, options: Any, *, ordered: bool, window: int | None, answer_errors: bool
-    ) -> MapBuffer:
-        """The buffer of a map. `options`: SpecOptions; `answer_errors`: as in CallFactory.many."""
-        timeout_s = pop_timeout(options)
-        make_call = self.calls.many(kind, options, current_traceparent(), answer_errors=answer_errors)
+    def map(
+        self, kind: str, options: Any, read: Callable[[Outcome], T], encode: Encode | None
+    ) -> tuple[MapBuffer, Callable[[Answer], T]]:
+        """The buffer of a map, and what it yields for an answer. `options`: SpecMapOptions; `read`: of an outcome."""
+        timeout_s, window = pop_timeout(options), options.pop("window", None)
+        ordered, return_errors = options.pop("ordered", True), options.pop("return_exceptions", False)
+        make_call = self.calls.many(kind, options, current_traceparent(), encode, answer_errors=return_errors)
         if window is not None and window < 1:
             raise ValueError(f"window is {window}; it must be at least 1")
         tasks_max = min(window or self.window.tasks_max, self.window.tasks_max)
         bytes_max = self.window.bytes_max
-        return MapBuffer(make_call, ordered=ordered, tasks_max=tasks_max, bytes_max=bytes_max, timeout_s=timeout_s)
+        buffer = MapBuffer(make_call, ordered=ordered, tasks_max=tasks_max, bytes_max=bytes_max, timeout_s=timeout_s)
+
+        def convert(answer: Answer) -> Any:
+            try:
+                return read(outcome(answer))
+            except Exception as error:
+                if return_errors and (error is answer or isinstance(error, TaskError)):
+                    return error.with_traceback(None)
+                raise
+
+        return buffer, convert
 
     async def get(self, task: TaskName, wait_s: float) -> Task:
         give_up = time.monotonic() + wait_s
@@ -172,18 +178,6 @@ def outcome(answer: Answer) -> Outcome:
     if isinstance(answer, Outcome):
         return answer
     raise answer
-
-
-def value(answer: Answer) -> Any:
-    """The decoded result of a task that succeeded. Otherwise raises its error."""
-    return outcome(answer).value()
-
-
-def value_or_error(answer: Answer) -> Any:
-    """The decoded result, or the error in its place."""
-    if not isinstance(answer, Outcome):
-        return answer
-    return answer.value() if answer.succeeded else answer.to_error()
 
 
 class BaseClient:

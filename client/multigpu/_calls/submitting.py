@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Iterable, Iterator
 
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
-from multigpu._transport.run_state import rejected_error
 from multigpu.errors import MultigpuError, RejectedError, TransportError
 from multigpu.v1 import task_pb2, task_service_pb2
 
@@ -36,7 +35,7 @@ class Submission:
         response = await asyncio.shield(self._pending)
         if len(response.results) != len(request_ids):
             raise TransportError(f"the master answered {len(response.results)} of {len(request_ids)} tasks")
-        return [_result(each) for each in response.results]
+        return [RejectedError.of(r.rejection) if r.HasField("rejection") else r.task_id for r in response.results]
 
     async def undo(self) -> None:
         """Cancels every submitted task, once the pending call has ended."""
@@ -83,7 +82,3 @@ def single(results: list[int | RejectedError]) -> int:
     if isinstance(result, int):
         return result
     raise result
-
-
-def _result(message: task_service_pb2.SubmitResult) -> int | RejectedError:
-    return rejected_error(message.rejection) if message.HasField("rejection") else message.task_id

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
-from multigpu.options import Input, WrongInput
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, Outcome, TransportError
 from multigpu.v1 import classify_pb2
 
 KIND = "classify"
@@ -52,24 +51,15 @@ def payload_of(subject: Subject, top_k: int) -> bytes:
     return classify_pb2.ClassifyPayload(image=bytes(subject), top_k=top_k).SerializeToString()
 
 
-def inputs_of(subjects: Iterable[Subject], top_k: int) -> Iterator[Input | WrongInput]:
-    """As payload_of, for a map: a wrong input becomes its error."""
+def encoder(subjects: Iterable[Subject], top_k: int) -> Callable[[Subject], bytes]:
+    """As payload_of, for a map. TypeError: a single text or picture."""
     if isinstance(subjects, str | bytes):
         raise TypeError("classify_map takes an iterable of pictures or texts; for one pass [one]")
-    return (_input_of(subject, top_k) for subject in subjects)
+    return partial(payload_of, top_k=top_k)
 
 
-def _input_of(subject: Subject, top_k: int) -> Input | WrongInput:
-    try:
-        return Input(payload=payload_of(subject, top_k))
-    except (InvalidTaskError, OSError, TypeError) as error:
-        return WrongInput(error)
-
-
-def labels_of(result: Any) -> list[Label]:
-    """The classes in a task's result, the most likely first. An error, as a map may yield it, is returned."""
-    if isinstance(result, Exception):
-        return result  # type: ignore[return-value]  # the caller asked for errors in place of results
+def labels_of(result: bytes) -> list[Label]:
+    """The classes in a task's result, the most likely first."""
     try:
         classes = classify_pb2.ClassifyResult.FromString(result).classes
     except (TypeError, DecodeError) as error:
@@ -77,3 +67,8 @@ def labels_of(result: Any) -> list[Label]:
             f"a result of classify can't be read ({error}): its worker speaks another protocol"
         ) from error
     return [Label(found.index, found.label, found.score) for found in classes]
+
+
+def read(outcome: Outcome) -> list[Label]:
+    """As labels_of, of an outcome. Raises its TaskError."""
+    return labels_of(outcome.value())

@@ -7,13 +7,13 @@ a tensor becomes float32, which represents every bfloat16 exactly; the package m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError, EncodeError
 
-from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
-from multigpu.options import Input, WrongInput
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, Outcome, TransportError
+from multigpu.options import Input
 from multigpu.v1 import infer_pb2
 
 if TYPE_CHECKING:
@@ -96,21 +96,14 @@ def input_of(inputs: Mapping[str, ArrayLike], outputs: Sequence[str]) -> tuple[b
     return payload, max(1, examples.pop()) if len(examples) == 1 else 1
 
 
-def inputs_of(many: Iterable[Mapping[str, ArrayLike]], outputs: Sequence[str]) -> Iterator[Input | WrongInput]:
-    """As input_of, for a map: a wrong input becomes its error."""
-    for inputs in many:
-        try:
-            payload, examples = input_of(inputs, outputs)
-        except (InvalidTaskError, TypeError) as error:
-            yield WrongInput(error)
-        else:
-            yield Input(payload=payload, units=examples)
+def task_of(inputs: Mapping[str, ArrayLike], outputs: Sequence[str]) -> Input:
+    """As input_of, for a map."""
+    payload, examples = input_of(inputs, outputs)
+    return Input(payload=payload, units=examples)
 
 
-def arrays_of(result: Any) -> Arrays:
-    """The arrays in a task's result, by name. An error, as a map may yield it, is returned."""
-    if isinstance(result, Exception):
-        return result  # type: ignore[return-value]  # the caller asked for errors in place of results
+def arrays_of(result: bytes) -> Arrays:
+    """The arrays in a task's result, by name."""
     try:
         tensors = infer_pb2.InferResult.FromString(result).outputs
         return {tensor.name: array_of(tensor) for tensor in tensors}
@@ -118,3 +111,8 @@ def arrays_of(result: Any) -> Arrays:
         raise TransportError(
             f"a result of infer can't be read ({error}): its worker speaks another protocol"
         ) from error
+
+
+def read(outcome: Outcome) -> Arrays:
+    """As arrays_of, of an outcome. Raises its TaskError."""
+    return arrays_of(outcome.value())

@@ -6,6 +6,7 @@ streams reconnect by themselves.
 """
 
 import asyncio
+import contextlib
 import random
 import time
 from typing import Any
@@ -99,7 +100,7 @@ class Connection:
             try:
                 attempt_ms = int(max(_ATTEMPT_S, self.connect_timeout_s) * 1000)
                 options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", attempt_ms))
-                self._channel = self.credentials.aio_channel(self.master, options)
+                self._channel = self.credentials.channel(self.master, options, grpc.aio)
             except ConfigError as error:
                 raise errors.AccessError(str(error)) from error
             self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
@@ -136,13 +137,11 @@ class Connection:
 
     async def ready(self, timeout_s: float | None) -> bool:
         """Waits until the channel is connected. False: not in time."""
-        channel = self._channel
-        assert channel is not None, "ready() follows a first use of the stub"
-        try:
-            await asyncio.wait_for(channel.channel_ready(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        assert self._channel is not None, "ready() follows a first use of the stub"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
+            return True
+        return False
 
     async def unary(self, method: str, request: Any, timeout_s: float = UNARY_TIMEOUT_S) -> Any:
         """Calls a method of TaskService by name. Raises MultigpuErrors."""

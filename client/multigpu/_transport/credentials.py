@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from multigpu.config.config import ConfigError
 
@@ -89,32 +88,21 @@ class Credentials:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the token in {path} can't be read: {error}") from error
 
-    def channel(self, address: str, options: Any) -> grpc.Channel:
-        """A channel for blocking calls. ConfigError: the certificates can't be read."""
-        tls = self._tls()
-        if tls is None:
-            return grpc.insecure_channel(address, options=options)
-        return grpc.secure_channel(address, tls, options=options)
-
-    def aio_channel(self, address: str, options: Any) -> grpc.aio.Channel:
-        """A channel for the running event loop. ConfigError: the certificates can't be read."""
-        tls = self._tls()
-        if tls is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, tls, options=options)
+    def channel(self, address: str, options: Any, api: Any = grpc) -> Any:
+        """A channel for blocking calls; with `api` grpc.aio, for the running event loop. ConfigError: a certificate
+        can't be read.
+        """
+        if not self.tls_ca:
+            return api.insecure_channel(address, options=options)
+        ca, *pair = self._texts()
+        cert, key = pair or (None, None)
+        return api.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=options)
 
     def stamp(self) -> bytes:
         """Changes with the files of a channel. Empty without TLS, or while they can't be read."""
         with contextlib.suppress(ConfigError):
             return hashlib.sha256(b"\0".join(self._texts())).digest() if self.tls_ca else b""
         return b""
-
-    def _tls(self) -> Any:
-        if not self.tls_ca:
-            return None
-        ca, *pair = self._texts()
-        cert, key = pair or (None, None)
-        return grpc.ssl_channel_credentials(ca, key, cert)
 
     def _texts(self) -> list[bytes]:
         texts = []

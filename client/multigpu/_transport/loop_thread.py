@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import importlib.util
 import os
 import threading
 from collections.abc import Coroutine
@@ -67,10 +66,10 @@ async def _cancel_others() -> None:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    if importlib.util.find_spec("uvloop") is None:
+    try:
+        import uvloop  # noqa: PLC0415  not on every platform
+    except ImportError:
         return asyncio.new_event_loop()
-    import uvloop  # noqa: PLC0415  not on every platform
-
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 

@@ -218,13 +218,6 @@ def read_at(fd: int, offset: int, size_bytes: int) -> bytes:
     if offset + size_bytes > os.fstat(fd).st_size:  # allocates nothing for a damaged reference
         raise OSError(f"the segment ends before {offset} + {size_bytes}")
     data = os.pread(fd, size_bytes, offset)
-    if len(data) == size_bytes:
-        return data
-    parts = [data]
-    read_bytes = len(data)
-    while read_bytes < size_bytes:
-        if not parts[-1]:
-            raise OSError(f"the segment ends before {offset} + {size_bytes}")
-        parts.append(os.pread(fd, size_bytes - read_bytes, offset + read_bytes))
-        read_bytes += len(parts[-1])
-    return b"".join(parts)
+    if len(data) != size_bytes:
+        raise OSError(f"the segment ends before {offset} + {size_bytes}")
+    return data

@@ -316,12 +316,12 @@ class RunState:
             if call is None:
                 self._cancelling.pop(request_id, None)
                 continue
-            error = rejected_error(rejection)
+            error = RejectedError.of(rejection)
             if error.retry_delay_s is not None and error.code in (RESOURCE_EXHAUSTED, UNAVAILABLE):
                 call.deferred = True
                 later.setdefault(error.retry_delay_s, []).append(call)
             else:
-                self._fail(call, partial(rejected_error, rejection))
+                self._fail(call, partial(RejectedError.of, rejection))
         return later
 
     def _withdrawal_answered(self, request_id: str) -> None:
@@ -367,10 +367,3 @@ def _same_task(first: Call, second: Call) -> bool:
     a, b = first.spec, second.spec
     same = a is b or (a.kind, a.model, a.content_type, a.parameters) == (b.kind, b.model, b.content_type, b.parameters)
     return same and first.payload == second.payload
-
-
-def rejected_error(rejection: task_service_pb2.Rejection) -> RejectedError:
-    """The error that a rejection stands for."""
-    delay = rejection.retry_delay
-    retry_delay_s = delay.seconds + delay.nanos / 1e9 if rejection.HasField("retry_delay") else None
-    return RejectedError.of(rejection.code, rejection.message, retry_delay_s)

@@ -45,8 +45,8 @@ class RunStream:
         self._window = window
         self._state = RunState(window)
         self._supervisor: asyncio.Task[None] | None = None
-        # The idle supervisor, or writer, waits for it.
-        self._sleeper: asyncio.Future[None] | None = None
+        # Set when the idle supervisor, or writer, may have something to do.
+        self._woken = asyncio.Event()
         # Resolved when the master has confirmed every withdrawal.
         self._confirmed: asyncio.Future[None] | None = None
         self._closed = False
@@ -62,7 +62,7 @@ class RunStream:
         self._empty_streams = 0
 
     def check(self) -> None:
-        """ClientClosedError: the client is closed, or belongs to another process or event loop than the running one."""
+        """As Connection.check."""
         self._connection.check()
 
     async def start(self, calls: Sequence[Call]) -> None:
@@ -119,18 +119,14 @@ class RunStream:
         self._state.fail_all(_closed_error)
 
     def _wake(self) -> None:
-        sleeper = self._sleeper
-        if sleeper is not None:
-            self._sleeper = None
-            if not sleeper.done():
-                sleeper.set_result(None)
+        self._woken.set()
         if self._supervisor is None and not self._closed:
             self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="multigpu run stream")
             self._supervisor.add_done_callback(self._supervisor_ended)
 
     async def _sleep_until_woken(self) -> None:
-        self._sleeper = asyncio.get_running_loop().create_future()
-        await self._sleeper
+        await self._woken.wait()
+        self._woken.clear()
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
         """It ends by close(), or by a bug: then all calls fail, so that none waits for ever."""
@@ -153,7 +149,7 @@ class RunStream:
                 code, details = await self._serve_a_stream()
             except errors.AccessError as error:  # our own token or certificate can't be read
                 self._first_try = None
-                self._state.fail_all(partial(_access_error, str(error), error.__cause__))
+                self._state.fail_all(partial(errors.AccessError, str(error)))
             else:
                 await self._recover(code, details)
 
@@ -254,12 +250,6 @@ class RunStream:
         self._first_try = None
         explain = self._connection.explain
         self._state.fail_all(lambda: explain(code, details))
-
-
-def _access_error(text: str, cause: BaseException | None) -> errors.AccessError:
-    error = errors.AccessError(text)
-    error.__cause__ = cause
-    return error
 
 
 def _closed_error() -> errors.ClientClosedError:

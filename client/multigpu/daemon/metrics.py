@@ -68,9 +68,6 @@ def metric(name: str, help: str, *samples: Sample) -> Metric:  # noqa: A002  Pro
 Collect = Callable[[], Iterable[Metric]]
 
 
-# --- Prometheus ------------------------------------------------------------------------------------------------------
-
-
 def serve_prometheus(listen: str, collect: Collect, tls: tuple[str, str, str] | None = None) -> MetricsServer:
     """Serves the snapshot at `listen` (HOST:PORT; port 0: any) in Prometheus' text format. `tls`: see MetricsServer.
 
@@ -110,9 +107,6 @@ class _Collector:
                 for value, labels in each.samples:
                     family.add_sample(each.name, labels, value)
             yield family
-
-
-# --- OTLP ------------------------------------------------------------------------------------------------------------
 
 
 def configure_metrics(

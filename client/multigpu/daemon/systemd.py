@@ -9,7 +9,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 
 import structlog
 
@@ -18,8 +18,6 @@ log = structlog.get_logger()
 # Share of the watchdog's time between two reports: less than the half that sd_watchdog_enabled(3) asks for.
 _SHARE = 0.4
 _STATUS_INTERVAL_S = 5.0
-
-
 # As LimitNOFILE of the units. Containers have hard limits of a billion, for which some libraries make tables.
 DESCRIPTORS = 65_536
 
@@ -40,9 +38,9 @@ class Notifier:
     def __init__(self, env: MutableMapping[str, str] | None = None) -> None:
         env = os.environ if env is None else env
         address = env.pop("NOTIFY_SOCKET", "")
-        self.watchdog_s = _watchdog_s(env)
-        for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
-            env.pop(name, None)
+        period_us, pid = env.pop("WATCHDOG_USEC", ""), env.pop("WATCHDOG_PID", str(os.getpid()))
+        # 0: no watchdog.
+        self.watchdog_s = int(period_us) / 1e6 if period_us.isdecimal() and pid == str(os.getpid()) else 0.0
         self._status = ""
         self._socket: socket.socket | None = None
         if address:
@@ -50,11 +48,6 @@ class Notifier:
             self._socket.setblocking(False)
             # "@" stands for the zero byte of an abstract name.
             self._address = "\0" + address[1:] if address.startswith("@") else address
-
-    @property
-    def active(self) -> bool:
-        """Whether systemd started this process and listens."""
-        return self._socket is not None
 
     def ready(self, status: str = "") -> None:
         """The service has started, or a reload has ended."""
@@ -65,13 +58,9 @@ class Notifier:
         if about := self._about(status):
             self._send(*about)
 
-    def reloading(self) -> None:
-        """A reload begins; `ready` ends it."""
-        self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
-
     def reload(self, *steps: Callable[[], None]) -> None:
         """A reload, for SIGHUP. An error of a step is logged, and what was before stays in force."""
-        self.reloading()
+        self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             for step in steps:
                 step()
@@ -93,7 +82,7 @@ class Notifier:
 
         It runs on the service's event loop: while that is blocked, the watchdog is not fed.
         """
-        if not self.active:
+        if self._socket is None:
             return
         interval_s = min(_STATUS_INTERVAL_S, self.watchdog_s * _SHARE or _STATUS_INTERVAL_S)
         while True:
@@ -115,13 +104,3 @@ class Notifier:
             self._socket.sendto("\n".join(lines).encode(), self._address)
         except OSError:  # systemd may be restarting, or its socket be full: the next report repeats the status
             self._status = ""
-
-
-def _watchdog_s(env: Mapping[str, str]) -> float:
-    """The watchdog's time in seconds; 0: no watchdog."""
-    if env.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-        return 0.0
-    try:
-        return int(env.get("WATCHDOG_USEC", "0")) / 1e6
-    except ValueError:
-        return 0.0

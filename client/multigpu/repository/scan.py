@@ -57,11 +57,7 @@ TOKENIZER_FILES = (
 SpecCheck = Callable[[ModelSpec], None]
 
 
-def accept(_spec: ModelSpec) -> None:
-    """The check that accepts every model."""
-
-
-def scan(root: Path, check: SpecCheck = accept) -> Scan:
+def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
     """The models of a repository. ModelFolderError: there is no such folder, or it is no repository."""
     if not root.is_dir():
         raise ModelFolderError(f"model_repository: {root} is no folder: create it, or correct the path")
@@ -92,7 +88,7 @@ def is_model(folder: Path) -> bool:
 
 
 def read_model(
-    folder: Path, name: str, root: Path | None, *, every_version: bool = False, check: SpecCheck = accept
+    folder: Path, name: str, root: Path | None, *, every_version: bool = False, check: SpecCheck = lambda _spec: None
 ) -> tuple[list[ModelSpec], dict[str, str]]:
     """A model's versions that are to be served, oldest first, and the errors of those that can't be, by id.
 
@@ -191,7 +187,7 @@ def _source(folder: Path, values: dict[str, Any]) -> tuple[str, str]:
     source, file = values.get("source", ""), values.get("file", "")
     names = _names(folder)
     if not source:
-        source = _source_of_file(file) if file else _recognised(names)
+        source = _recognised([file]) if file else _recognised(names)
         if source == "huggingface" and not weight_files(folder, "", values.get("allow_pickle", ())):
             # An export beside the config.json of its origin.
             source = _recognised([name for name in names if name != "config.json"]) or source
@@ -202,7 +198,9 @@ def _source(folder: Path, values: dict[str, Any]) -> tuple[str, str]:
                 f"{folder} holds no model that is recognised: complete it, or say `source` and `file`"
             )
     if source in LAYOUT_SOURCES:
-        _require_weights(folder, values.get("allow_pickle", ()))
+        pickles = values.get("allow_pickle", ())
+        if not any(weight_files(folder, part, pickles) for part in module_folders(folder)):
+            raise ModelFolderError(f"{folder} has no weights: model.safetensors is missing")
     if source in SINGLE_FILES:
         file = file or _only(folder, names, source)
         if not (folder / file).is_file():
@@ -220,27 +218,17 @@ def _recognised(names: list[str]) -> str | None:
     )
 
 
-def _source_of_file(file: str) -> str | None:
-    return next((source for source, (suffixes, _) in SINGLE_FILES.items() if file.endswith(suffixes)), None)
-
-
 def _only(folder: Path, names: list[str], source: str) -> str:
     """The file of a source in a folder; of several, model.* if it exists."""
     suffixes = SINGLE_FILES[source][0]
     found = [name for name in names if name.endswith(suffixes)]
     named = [name for name in found if name in {f"model{suffix}" for suffix in suffixes}]
-    if len(named) == 1:
-        return named[0]
-    if len(found) == 1:
-        return found[0]
+    for chosen in (named, found):
+        if len(chosen) == 1:
+            return chosen[0]
     if not found:
         raise ModelFolderError(f"{folder} has no file in {' or '.join(suffixes)}: copy it there")
     raise ModelFolderError(f'{folder} has {len(found)} such files: say in {FILE_NAME} which: file = "{found[0]}"')
-
-
-def _require_weights(folder: Path, allow_pickle: tuple[str, ...]) -> None:
-    if not any(weight_files(folder, part, allow_pickle) for part in module_folders(folder)):
-        raise ModelFolderError(f"{folder} has no weights: model.safetensors is missing")
 
 
 def _kind(folder: Path, source: str) -> str:
@@ -264,13 +252,9 @@ def _versions_in(folder: Path) -> list[int]:
 def _names(folder: Path, *, folders: bool = False) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            return sorted(e.name for e in entries if _is(e, folders) and not e.name.startswith("."))
+            return sorted(e.name for e in entries if (e.is_dir() if folders else e.is_file()) and e.name[0] != ".")
     except OSError as error:
         raise ModelFolderError(f"{folder} can't be read: {error.strerror}") from error
-
-
-def _is(entry: "os.DirEntry[str]", folder: bool) -> bool:
-    return entry.is_dir() if folder else entry.is_file()
 
 
 def _check_name(name: str) -> None:

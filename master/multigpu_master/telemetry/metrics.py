@@ -51,7 +51,7 @@ class MasterMetrics:
     def start(self) -> None:
         """ConfigError: the address is not available, or the exporter is not installed."""
         resource = {"service.name": "mgpu-master", "service.version": VERSION}
-        self._otlp = configure_metrics(self._telemetry, resource, self._collect)
+        self._otlp = configure_metrics(self._telemetry, resource, lambda: self._collect(hardware=True))
         if self._listen:
             self._prometheus = serve_prometheus(self._listen, self._collect, self._tls)
             log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
@@ -79,10 +79,10 @@ class MasterMetrics:
         certificate = self._certificate.metrics() if self._certificate is not None else ()
         self._last = (*_metrics(self._driver), *certificate)
 
-    def _collect(self) -> Iterator[Metric]:
+    def _collect(self, *, hardware: bool = False) -> Iterator[Metric]:
         """Runs on the scraper's thread: a thousand devices have tens of thousands of samples."""
         yield from self._last
-        yield from device_metrics(self._devices)
+        yield from device_metrics(self._devices, hardware=hardware)
 
     def _renew(self, tls: tuple[str, str, str]) -> None:
         assert self._prometheus is not None, "the endpoint is served over TLS"

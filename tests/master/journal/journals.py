@@ -52,21 +52,6 @@ def opened(
         journal.close(20)
 
 
-def write(data_dir: Path, tasks: int) -> None:
-    """Submits these tasks, and closes the journal."""
-    with opened(data_dir) as (journal, _):
-        journal.append(Entry(submits=[submit(i + 1) for i in range(tasks)]))
-
-
-def tasks_of(data_dir: Path) -> list[int]:
-    """A new master's unsettled tasks."""
-    journal = SqliteJournal(data_dir, size_max_bytes=SIZE_MAX_BYTES)
-    try:
-        return [task.task_id for task in journal.open(lambda *_: None).tasks]
-    finally:
-        journal.close(20)
-
-
 def until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not true():

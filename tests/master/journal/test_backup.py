@@ -13,10 +13,12 @@ from multigpu_master.journal.protocol import Entry, JournalError
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.backup import backup, salvage
 from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.main import main
 
-from tests.master.journal.journals import dead, settle, submit, tasks_of, write
+from tests.disk.test_log_damage import commits_of, tasks_of, write
+from tests.master.journal.journals import dead, settle, submit
 
 
 def test_a_backup_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
@@ -131,6 +133,26 @@ def test_a_journal_without_its_segments_is_salvaged_and_what_is_gone_is_said(tmp
     assert lost is not None
     assert lost.lost
     journal.close(20)
+
+
+def test_a_damaged_log_is_salvaged_up_to_the_damage(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    write(data_dir, 10)
+    log = data_dir / f"{DATABASE_NAME}-wal"
+    data = bytearray(log.read_bytes())
+    data[commits_of(log)[-4] + 5000] ^= 8
+    log.write_bytes(data)
+    with pytest.raises(JournalError, match="salvage"):
+        tasks_of(data_dir)
+    (gone,) = salvage(data_dir)
+    assert "or more acknowledged transactions" in gone
+    assert (data_dir / f"{DATABASE_NAME}-wal.damaged").read_bytes() == data
+    assert (data_dir / f"{DATABASE_NAME}-wal.damaged").stat().st_mode & 0o777 == 0o600
+    kept = tasks_of(data_dir)
+    assert kept == list(range(1, kept[-1] + 1))
+    assert 0 < kept[-1] < 10
+    write(data_dir, 3)
+    assert tasks_of(data_dir) == list(range(1, kept[-1] + 4)), "and it is no damage any more"
 
 
 def test_no_journal_is_salvaged_under_a_running_master(tmp_path: Path) -> None:

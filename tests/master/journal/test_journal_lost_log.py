@@ -67,18 +67,6 @@ def test_a_journal_without_a_log_that_lacks_nothing_starts(tmp_path: Path) -> No
         assert len(list(journal.recover_tasks())) == 2
 
 
-def test_a_log_without_its_database_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
-    data_dir = tmp_path / "data"
-    leave_open(data_dir)
-    (data_dir / journal_schema.DATABASE_NAME).unlink()
-    with (
-        pytest.raises(JournalError, match=r"sqlite3-wal of that journal .* Move the whole"),
-        opened(data_dir),
-    ):
-        pass
-    assert not (data_dir / journal_schema.DATABASE_NAME).exists()
-
-
 def test_a_start_that_fails_keeps_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir = tmp_path / "data"
     leave_open(data_dir)

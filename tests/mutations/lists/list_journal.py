@@ -9,6 +9,7 @@ from tests.mutations.mutation import Mutation
 journaling = partial(Mutation, module="multigpu_master.journal.write_buffer")
 sqlite = partial(Mutation, module="multigpu_master.journal.sqlite.journal", checker="journal", seeds=100)
 room = partial(Mutation, module="multigpu_master.journal.sqlite.room", checker="journal", seeds=100)
+log = partial(Mutation, module="multigpu_master.journal.sqlite.wal", checker="log", seeds=20)
 driver = partial(Mutation, module="multigpu_master.driver", checker="driver", seeds=1)
 statements = partial(Mutation, module="multigpu_master.journal.sqlite.statements", checker="journal", seeds=100)
 known = partial(Mutation, module="multigpu_master.journal.request_filter")
@@ -248,6 +249,18 @@ JOURNAL = (
         breaks="outcomes wait for ever, and nothing expires, though the disk has room",
         checker="full",
         seeds=1,
+    ),
+    log(
+        name="a frame that says it ends a transaction is believed",
+        old="            if follows and self._is_whole(number):\n",
+        new="            if follows:\n",
+        breaks="after a loss of power a master does not start",
+    ),
+    log(
+        name="the log is believed to the end that SQLite sees",
+        old="    commits = list(whole.commits_after(frames_read))\n",
+        new="    commits = list[int]()\n",
+        breaks="P1: a flipped bit drops acknowledged tasks without a word",
     ),
     room(
         name="the reserve is never given up",

@@ -11,7 +11,6 @@ SESSIONS = (
         name="what was recalled counts as lost",
         old="                attempts.spare(lease, now, 0.0)\n",
         new='                attempts.lost(lease, "recalled", now)\n',
-        breaks="a task that waits behind long ones again and again becomes a dead letter",
     ),
     sessions(
         name="what comes back unasked is no loss",
@@ -19,7 +18,6 @@ SESSIONS = (
         new="failure.error.type == RECALLED:",
         breaks="P4: a worker that returns all it gets keeps its tasks for ever",
         checker="stories",
-        seeds=1,
     ),
     sessions(
         name="takeover not fenced",
@@ -31,26 +29,22 @@ SESSIONS = (
         name="takeover not told",
         old='outbox.add(ev.EndSession(worker.session, "the worker began',
         new='_ = (ev.EndSession(worker.session, "the worker began',
-        breaks="the process whose session was taken over works on",
     ),
     sessions(
         name="lease not in hello",
         old="kept={h.lease_id for h in ours}",
         new="kept=()",
-        breaks="a reconnect costs a running task its attempt",
         seeds=5000,
     ),
     sessions(
         name="a takeover keeps too much",
         old="leases = [x for x in worker.leases.values() if x.lease_id not in kept]",
         new="leases = [x for x in worker.leases.values() if not kept and x.lease_id not in kept]",
-        breaks="leases that the new session does not have are never taken back",
     ),
     sessions(
         name="a kept lease keeps its old frame",
         old="                lease.frame = 0\n",
         new="",
-        breaks="a lease of the last session counts as on its way in this one",
     ),
     sessions(
         name="adopted although settled",
@@ -68,13 +62,11 @@ SESSIONS = (
         name="an adopted task stays in its class",
         old="            self._state.classes.leave(self._ledger.class_of(task), task)\n",
         new="            pass\n",
-        breaks="the class counts a task that is leased",
     ),
     sessions(
         name="an adopted task pauses on",
         old="            extra.not_before_s = 0.0\n",
         new="            pass\n",
-        breaks="an adopted task that is lost again waits for a pause that has no end",
         seeds=5000,
     ),
     sessions(
@@ -94,21 +86,17 @@ SESSIONS = (
         name="revoke not sent to a hello",
         old="        outbox.revoke(event.session, revoked, STALE)\n",
         new="",
-        breaks="a worker goes on with a lease that no longer counts",
     ),
     sessions(
         name="a drain is not told to a new session",
         old="        if worker.draining or worker.checks_asked or",
         new="        if worker.checks_asked or",
-        breaks="a worker that reconnects while it is drained does not know",
     ),
     sessions(
         name="a drain that is over lets go on",
         old="        if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:\n",
         new="        if False:\n",
-        breaks="leases that come back after the deadline of the drain stay",
         checker="stories",
-        seeds=1,
     ),
     sessions(
         name="silence not watched",
@@ -120,20 +108,17 @@ SESSIONS = (
         name="an awaited worker that is back is awaited",
         old="        self._state.hold.arrived(worker.worker_id, now)\n",
         new="",
-        breaks="the fleet idles although everybody is back",
     ),
     sessions(
         name="one worker back is enough",
         module="multigpu_master.core.restart",
         old="        if not self._expected:\n",
         new="        if True:\n",
-        breaks="a new master runs what the second worker is about to bring back",
     ),
     sessions(
         name="a new worker is not remembered",
         old="hold.arrived(worker.worker_id, now)\n        outbox.worker_changed(worker, remember=True)\n",
         new="hold.arrived(worker.worker_id, now)\n        outbox.worker_changed(worker)\n",
-        breaks="the next master does not wait for the worker",
     ),
     sessions(
         name="what runs is not noted",
@@ -145,7 +130,6 @@ SESSIONS = (
         name="a run begins with every heartbeat",
         old="        if held.running and not lease.running:\n",
         new="        if held.running:\n",
-        breaks="a run timeout never comes",
     ),
     sessions(
         name="a heartbeat is not heard",
@@ -163,43 +147,36 @@ SESSIONS = (
         name="a worker's models are not noted",
         old="        fleet.heard(worker, event.models, event.last_frame, now)\n",
         new="",
-        breaks="tasks wait for the loading of models that are loaded",
     ),
     sessions(
         name="a stopping worker gets work",
         old="            worker.stopping = event.stopping\n",
         new="",
-        breaks="a worker that leaves is given work",
     ),
     sessions(
         name="a stopping worker keeps its keys",
         old="            fleet.members_changed(worker)\n",
         new="            pass\n",
-        breaks="pinned tasks wait for a worker that leaves",
     ),
     sessions(
         name="loading for ever",
         old="            fleet.idle(worker)\n",
         new="            pass\n",
-        breaks="a model that was unloaded counts as loaded",
     ),
     sessions(
         name="a heartbeat leaves the ranking as it was",
         old="        fleet.free(worker)\n        self._held",
         new="        fleet.freed[worker] = None\n        self._held",
-        breaks="strategies go by old telemetry",
     ),
     sessions(
         name="a heartbeat frees nothing",
         old="        fleet.free(worker)\n        self._held",
         new="        fleet.touch(worker)\n        self._held",
-        breaks="tasks wait although memory is free again",
     ),
     sessions(
         name="revoke not sent to a heartbeat",
         old="        self._outbox.revoke(event.session, unknown, STALE)\n",
         new="",
-        breaks="a worker goes on with a lease that no longer counts",
         seeds=5000,
     ),
     sessions(
@@ -208,13 +185,11 @@ SESSIONS = (
         new="        if False:\n",
         breaks="P7: a lease that its worker has lost is never given to another",
         checker="stories",
-        seeds=1,
     ),
     sessions(
         name="a lease on its way is taken for lost",
         old="x.lease_id not in held and x.frame <= event.last_frame]",
         new="x.lease_id not in held]",
-        breaks="a lease is taken back before its worker could see it",
     ),
     sessions(
         name="the last frame's leases are not missed",
@@ -222,7 +197,6 @@ SESSIONS = (
         new="x.frame < event.last_frame]",
         breaks="P7: a lost lease is missed only after the next dispatch",
         checker="stories",
-        seeds=1,
     ),
     sessions(
         name="stale report accepted",
@@ -264,20 +238,17 @@ SESSIONS = (
         name="a success without its result",
         old=" result, content_type, None,\n",
         new=' b"", content_type, None,\n',
-        breaks="results are lost",
     ),
     sessions(
         name="stale reports free nothing",
         old="        fleet.free(worker)  # its window may have grown",
         new="        fleet.touch(worker)  # its window may have grown",
-        breaks="tasks wait although the window has grown",
         seeds=5000,
     ),
     sessions(
         name="reports leave the ranking as it was",
         old="        fleet.free(worker)  # its window may have grown",
         new="        fleet.freed[worker] = None  # its window may have grown",
-        breaks="strategies go by what the worker held before",
     ),
     sessions(
         name="partial outputs take no room",
@@ -298,7 +269,6 @@ SESSIONS = (
         new="            if False:\n",
         breaks="P9: outputs are delivered with a gap",
         checker="stories",
-        seeds=1,
     ),
     sessions(
         name="partial outputs of the fenced",
@@ -326,9 +296,7 @@ SESSIONS = (
         name="the lost go back in the wrong order",
         old="        leases.sort(key=lambda x: -x.task.task_id)\n",
         new="",
-        breaks="many tasks of a lost worker come back out of order",
         checker="stories",
-        seeds=1,
     ),
     sessions(
         name="a lost run is not charged",
@@ -364,7 +332,6 @@ SESSIONS = (
         new="            elif not suspected:\n",
         breaks="P3: a stall of the master ends every session",
         checker="stories",
-        seeds=1,
     ),
     sessions(
         name="a worker is given up at the first suspicion",
@@ -378,7 +345,6 @@ SESSIONS = (
         new="        if False:\n            return False",
         breaks="P4: an attempt that failed is taken off the count when its lease comes back and is lost",
         checker="stories",
-        seeds=1,
     ),
     sessions(
         name="a watch looks once",
@@ -390,6 +356,5 @@ SESSIONS = (
         name="the end of a silent session is not told",
         old='self._outbox.add(ev.EndSession(session, f"nothing',
         new='_ = (ev.EndSession(session, f"nothing',
-        breaks="a worker that thaws believes in its session",
     ),
 )

@@ -10,7 +10,6 @@ import shutil
 import sqlite3
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,8 @@ from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.room import frees
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
+
+from tests.waiting import until
 
 SIZES = (0, 100, LARGE_BYTES - 1, LARGE_BYTES)
 TIMEOUT_S = 20.0
@@ -124,10 +125,7 @@ class Life:
     def make_room(self) -> None:
         """The disk grows, and the journal must find out by itself."""
         journal_room.UNLIMITED_BYTES = self.journal._room.size_max_bytes = 1 << 30
-        end_s = time.monotonic() + TIMEOUT_S
-        while not self.journal.writable:
-            assert time.monotonic() < end_s, "a disk with room again is taken for full"
-            time.sleep(0.005)
+        until(lambda: self.journal.writable, TIMEOUT_S, "the journal to accept tasks")
 
     def empty(self) -> None:
         """Without room for tasks, dead letters can be deleted."""

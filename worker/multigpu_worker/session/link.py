@@ -107,7 +107,7 @@ class Link:
             reason = "the master ended the stream"
             try:
                 metadata = self._credentials.metadata(self.address)
-                async with self._credentials.aio_channel(self.address, OPTIONS) as channel:
+                async with self._credentials.channel(self.address, OPTIONS, grpc.aio) as channel:
                     call = _stub(channel).Session(metadata=metadata)
                     welcome = await self._open(call)
                     welcomed = met = True

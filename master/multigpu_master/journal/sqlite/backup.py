@@ -21,6 +21,7 @@ from multigpu._transport.payloads import NAME, Directory, Segment
 from multigpu_master.journal.errors import JournalDamagedError, JournalError
 from multigpu_master.journal.sqlite import connections, directory, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
+from multigpu_master.journal.sqlite import wal as journal_log
 from multigpu_master.journal.sqlite.files import copy_file, sync_directory, sync_file
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PART_NAME
@@ -143,17 +144,23 @@ def _clear(target: Path) -> None:
 
 
 def salvage(data_dir: Path) -> Iterator[str]:
-    """Makes a damaged journal one that a master can start from, and says what is gone: tasks and dead letters without
-    their payload, which are deleted, and results, which stay lost.
+    """Makes a damaged journal one that a master can start from, and says what is gone: transactions behind damage of
+    the log, tasks and dead letters without their payload, and results. Those results stay lost; nothing else is kept.
     """
-    path = data_dir / DATABASE_NAME
+    path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
         raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
     lock = directory.DirectoryLock(data_dir)
     try:
         directory.check_header(path)
         if _log_missing(path):
-            yield f"the newest transactions, unless another program copied them to the database: {path}-wal is missing"
+            yield f"the newest transactions, unless another program copied them to the database: {log} is missing"
+        if what := _log_damage(path, log):
+            kept = log.with_name(f"{log.name}.damaged")
+            with log.open("rb") as file:
+                copy_file(file.fileno(), kept)
+            sync_directory(data_dir)
+            yield f"{what}; the log is kept as {kept}"
         with contextlib.closing(connections.connect_writer(path)) as writer:
             schema.migrate(writer)
             schema.clear_open_flag(writer)
@@ -179,6 +186,14 @@ def _log_missing(path: Path) -> bool:
         return False
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as reader:
         return schema.left_open(reader)
+
+
+def _log_damage(path: Path, log: Path) -> str:
+    if not log.exists():
+        return ""
+    with contextlib.closing(connections.connect_reader(path)) as reader:
+        reader.execute("SELECT count(*) FROM sqlite_master").fetchall()
+        return journal_log.damage(log, path.with_name(f"{DATABASE_NAME}-shm"), schema.PAGE_BYTES)
 
 
 def _segment_of(name: str) -> str:

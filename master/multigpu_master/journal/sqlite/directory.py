@@ -14,8 +14,9 @@ import sqlite3
 from pathlib import Path
 
 from multigpu_master.journal.errors import JournalError
+from multigpu_master.journal.sqlite import wal
 from multigpu_master.journal.sqlite.connections import has_log, keep_log
-from multigpu_master.journal.sqlite.failures import NO_DATABASE, damaged, explain, missing_log
+from multigpu_master.journal.sqlite.failures import NO_DATABASE, damaged, damaged_log, explain, missing_log
 from multigpu_master.journal.sqlite.files import sync_directory
 from multigpu_master.journal.sqlite.schema import (
     APPLICATION_ID,
@@ -113,7 +114,8 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
 def _check_contents(path: Path) -> None:
     """Looks for damage through a connection that can't write, and leaves no trace: a file is as it was if rejected."""
     log = path.with_name(f"{DATABASE_NAME}-wal")
-    absent = [file for file in (log, path.with_name(f"{DATABASE_NAME}-shm")) if not file.exists()]
+    index = path.with_name(f"{DATABASE_NAME}-shm")
+    absent = [file for file in (log, index) if not file.exists()]
     # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.
     mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
@@ -125,6 +127,8 @@ def _check_contents(path: Path) -> None:
             _check_identity(path, *told)
             if log in absent and left_open(connection):
                 raise missing_log(path)
+            if log not in absent and (what := wal.damage(log, index, PAGE_BYTES)):
+                raise damaged_log(path, what)
             verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
             connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()  # noqa: S608  # constants
         finally:

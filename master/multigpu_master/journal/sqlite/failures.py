@@ -60,6 +60,13 @@ def damaged(path: Path, what: str) -> JournalDamagedError:
     )
 
 
+def damaged_log(path: Path, what: str) -> JournalDamagedError:
+    return JournalDamagedError(
+        f"The journal {path} is damaged: {what}. Nothing in it was changed. Restore its directory from a backup, or "
+        f"run `mgpu-master --data-dir {path.parent} salvage`, which keeps what can be read and says what is gone."
+    )
+
+
 def missing_log(path: Path) -> JournalDamagedError:
     return JournalDamagedError(
         f"The log {path.name}-wal is missing in {path.parent}, and the last master did not close the journal: "

@@ -1,0 +1,104 @@
+"""Damage of the write-ahead log, which SQLite takes for the log's end: later transactions would be lost silently.
+
+SQLite reads the log up to the first frame whose checksum or salt is wrong. After a loss of power that is right: the
+newest transaction may be torn, and it was never acknowledged. Frames behind it may be of torn transactions of earlier
+masters. But a commit is synced before the next transaction writes its first frame. So if, behind the end that SQLite
+sees, a frame ends a transaction and the next frame's checksum continues that frame's, then the transaction was on the
+disk and acknowledged, and it or one before it was damaged since. Checksums are cumulative: frames that two writers
+left side by side do not fit together.
+
+Damage of the newest transaction alone, or of the last frame before it, looks like a torn write.
+"""
+
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_MAGIC_BIG_ENDIAN = 0x377F0683
+_HEADER, _FRAME = struct.Struct(">8I"), struct.Struct(">6I")
+# Of the index that SQLite keeps of the log while a connection is open: the number of frames that it reads.
+_INDEX_FRAMES_AT = 16
+
+Sums = tuple[int, int]
+
+
+class _Log:
+    """The frames of a log, numbered from 0."""
+
+    def __init__(self, data: bytes, page_bytes: int) -> None:
+        magic, *_, salt1, salt2, sum1, sum2 = _HEADER.unpack_from(data)
+        self._data, self._page_bytes = data, page_bytes
+        self._frame_bytes = _FRAME.size + page_bytes
+        self._order = ">" if magic == _MAGIC_BIG_ENDIAN else "<"
+        self._header_sums = sum1, sum2
+        self.count = (len(data) - _HEADER.size) // self._frame_bytes
+        self._salts: tuple[int, ...] = salt1, salt2
+        if self.count and self._sums((0, 0), data[: _HEADER.size - 8]) != (sum1, sum2):
+            # SQLite reads nothing. A header torn by a loss of power has other salts than the frames; one with a
+            # flipped bit has theirs, but for one bit at most.
+            self._order = "<" if sys.byteorder == "little" else ">"
+            salts = self._frame(0)[2:4]
+            flipped = sum((mine ^ its).bit_count() for mine, its in zip(self._salts, salts, strict=True))
+            self._salts = salts if flipped <= 1 else (-1, -1)
+
+    def _frame(self, number: int) -> tuple[int, ...]:
+        """Its page, the database's size in pages if it ends a transaction (else 0), two salts and two checksums."""
+        return _FRAME.unpack_from(self._data, _HEADER.size + number * self._frame_bytes)
+
+    def _sums(self, sums: Sums, data: bytes) -> Sums:
+        """The checksums of what comes after `sums`, as SQLite makes them."""
+        first, second = sums
+        words = struct.unpack(f"{self._order}{len(data) // 4}I", data)
+        for even, odd in zip(words[::2], words[1::2], strict=True):
+            first = (first + even + second) & 0xFFFFFFFF
+            second = (second + odd + first) & 0xFFFFFFFF
+        return first, second
+
+    def _made(self, sums: Sums, number: int) -> Sums:
+        """What a frame's checksums should be, if those of the frame before it are `sums`."""
+        at = _HEADER.size + number * self._frame_bytes
+        page = self._data[at + _FRAME.size : at + self._frame_bytes]
+        return self._sums(sums, self._data[at : at + 8] + page)
+
+    def _stored(self, number: int) -> Sums:
+        """A frame's checksums, as they are; those of the header before the first."""
+        if number < 0:
+            return self._header_sums
+        return self._frame(number)[4], self._frame(number)[5]
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether a frame is undamaged. The one before it, which its checksum continues, may be damaged."""
+        before = self._stored(number - 1)
+        if self._made(before, number) == self._stored(number):
+            return True
+        made = self._made(self._stored(number - 2), number - 1) if number else self._sums((0, 0), self._data[:24])
+        return self._made(made, number) == self._stored(number)
+
+    def commits_after(self, frames_read: int) -> Iterator[int]:
+        """The frames from `frames_read` on that end a synced transaction. A damaged frame is no evidence: the flipped
+        bit may be the one that marks an end.
+        """
+        for number in range(frames_read, self.count - 1):
+            ends = self._frame(number)[1] > 0 and self._frame(number + 1)[2:4] == self._salts
+            follows = ends and self._made(self._stored(number), number + 1) == self._stored(number + 1)
+            if follows and self._is_whole(number):
+                yield number
+
+
+def damage(log: Path, index: Path, page_bytes: int) -> str:
+    """Which acknowledged transactions of a log can't be read; "" if none. A connection must be open and have read, so
+    that SQLite's index of the log exists.
+    """
+    data = log.read_bytes()
+    if len(data) <= _HEADER.size:
+        return ""
+    (frames_read,) = struct.unpack_from("=I", index.read_bytes(), _INDEX_FRAMES_AT)
+    whole = _Log(data, page_bytes)
+    commits = list(whole.commits_after(frames_read))
+    if not commits:
+        return ""
+    return (
+        f"in its log {log.name} frame {frames_read + 1} or one just behind it is not what was written, and "
+        f"{len(commits)} or more acknowledged transactions from there on can't be read"
+    )

@@ -1,0 +1,143 @@
+"""A bit of the write-ahead log that turned after it was synced is noticed, unless it is among the newest."""
+
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from multigpu_master.journal.protocol import JournalDamagedError
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PAGE_BYTES
+
+FRAME_BYTES, HEADER_BYTES = PAGE_BYTES + 24, 32
+# Commits one task after the other, and ends as kill -9 does: the log is all there is of them.
+WRITER = """
+import os, sys, threading
+from pathlib import Path
+from multigpu_master.journal.protocol import Entry, SubmitRecord
+from multigpu_master.journal.sqlite.journal import SqliteJournal
+told = threading.Semaphore(0)
+journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
+begun = journal.open(lambda *_: told.release())
+first = 1 + max([task.task_id for task in begun.tasks], default=0)
+for i in range(first, first + int(sys.argv[2])):
+    journal.append(Entry(submits=[SubmitRecord(i, f"request-{i}", b"spec", os.urandom(i % 7 * 3000), "", 1, 1000.0)]))
+    told.acquire()
+os._exit(0)
+"""
+TASKS = 12
+
+
+def write(data_dir: Path, tasks: int = TASKS) -> None:
+    subprocess.run([sys.executable, "-c", WRITER, data_dir, str(tasks)], check=True)
+
+
+def tasks_of(data_dir: Path) -> list[int]:
+    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+    try:
+        return [task.task_id for task in journal.open(lambda *_: None).tasks]
+    finally:
+        journal.close(20)
+
+
+def commits_of(log: Path) -> list[int]:
+    """Where the frames begin that end a transaction."""
+    data = log.read_bytes()
+    starts = range(HEADER_BYTES, len(data) - FRAME_BYTES + 1, FRAME_BYTES)
+    return [at for at in starts if data[at + 4 : at + 8] != bytes(4) and data[at + 8 : at + 16] == data[16:24]]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data_dir = tmp_path_factory.mktemp("killed") / "data"
+    write(data_dir)
+    return data_dir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_a_flipped_bit_in_the_log_is_noticed(seed: int, killed: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    shutil.copytree(killed, data_dir)
+    log = data_dir / (DATABASE_NAME + "-wal")
+    dice = random.Random(seed)
+    before = commits_of(log)[-2]
+    data = bytearray(log.read_bytes())
+    # Of the file's header, of a frame's, or of a page.
+    frame = HEADER_BYTES + dice.randrange((before - HEADER_BYTES) // FRAME_BYTES) * FRAME_BYTES
+    places = range(HEADER_BYTES), range(frame, frame + 24), range(frame + 24, frame + FRAME_BYTES)
+    at = dice.choice(dice.choice(places))
+    data[at] ^= 1 << dice.randrange(8)
+    log.write_bytes(data)
+    with pytest.raises(JournalDamagedError, match=r"or more acknowledged transactions.*salvage"):
+        tasks_of(data_dir)
+    assert log.read_bytes() == data, "nothing was changed"
+
+
+def test_a_torn_newest_transaction_is_no_damage(killed: Path, tmp_path: Path) -> None:
+    for cut in (1, 4096, FRAME_BYTES - 1):
+        data_dir = tmp_path / str(cut)
+        shutil.copytree(killed, data_dir)
+        log = data_dir / (DATABASE_NAME + "-wal")
+        data = bytearray(log.read_bytes())
+        last = commits_of(log)[-1]
+        data[last + FRAME_BYTES - cut : last + FRAME_BYTES] = os.urandom(cut)
+        log.write_bytes(data)
+        assert tasks_of(data_dir) == list(range(1, TASKS))
+
+
+def test_a_bit_of_a_torn_transaction_that_says_it_has_ended_is_no_damage(killed: Path, tmp_path: Path) -> None:
+    """A frame in the middle of what was never acknowledged looks as if it ended a transaction."""
+    data_dir = tmp_path / "data"
+    shutil.copytree(killed, data_dir)
+    log = data_dir / (DATABASE_NAME + "-wal")
+    data = bytearray(log.read_bytes())
+    before, last = commits_of(log)[-2:]
+    assert before + FRAME_BYTES < last, "it has more than one frame"
+    data[before + FRAME_BYTES + 7] ^= 32
+    log.write_bytes(data)
+    assert tasks_of(data_dir) == list(range(1, TASKS))
+
+
+def test_what_an_earlier_master_left_torn_is_no_damage(killed: Path, tmp_path: Path) -> None:
+    """The transactions of the next master lie before it, in the same log, and end anywhere in it."""
+    for seed in range(6):
+        data_dir = tmp_path / str(seed)
+        shutil.copytree(killed, data_dir)
+        log = data_dir / (DATABASE_NAME + "-wal")
+        *_, last = commits_of(log)
+        data = bytearray(log.read_bytes())
+        # The newest transaction is torn in its first frame, and the rest of it was written.
+        first = commits_of(log)[-2] + FRAME_BYTES
+        assert first < last, "it has more than one frame"
+        data[first + 100] ^= 1
+        log.write_bytes(data)
+        write(data_dir, 1 + seed % 3)
+        (data_dir / (DATABASE_NAME + "-shm")).unlink()
+        assert tasks_of(data_dir) == list(range(1, TASKS + 1 + seed % 3))
+
+
+def test_a_log_without_its_database_is_not_taken_for_a_new_one(killed: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    shutil.copytree(killed, data_dir)
+    (data_dir / DATABASE_NAME).unlink()
+    with pytest.raises(Exception, match=r"journal.sqlite3-wal of that journal .* Move the whole directory away"):
+        tasks_of(data_dir)
+    assert not (data_dir / DATABASE_NAME).exists()
+
+
+def test_sqlite_itself_says_nothing(killed: Path, tmp_path: Path) -> None:
+    """What all of this is for: it takes the damage for the end of the log."""
+    data_dir = tmp_path / "data"
+    shutil.copytree(killed, data_dir)
+    log = data_dir / (DATABASE_NAME + "-wal")
+    data = bytearray(log.read_bytes())
+    data[commits_of(log)[TASKS // 2] + 1000] ^= 1
+    log.write_bytes(data)
+    with sqlite3.connect(data_dir / DATABASE_NAME) as database:
+        ((count,),) = database.execute("SELECT count(*) FROM task").fetchall()
+    assert 0 < count < TASKS
