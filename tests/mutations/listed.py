@@ -11,13 +11,14 @@ from tests.mutations.lists.list_quarantine import QUARANTINE
 from tests.mutations.lists.list_recall import RECALL
 from tests.mutations.lists.list_residency import RESIDENCY
 from tests.mutations.lists.list_sessions import SESSIONS
+from tests.mutations.lists.list_store import STORE
 from tests.mutations.lists.list_transport import TRANSPORT
 from tests.mutations.lists.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *RECALL, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT,
-    *IDS, *TRANSPORT,
+    *IDS, *TRANSPORT, *STORE,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

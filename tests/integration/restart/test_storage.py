@@ -1,6 +1,5 @@
 """The disk below: full for a while, held by another master, damaged, or of a newer multigpu."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -21,34 +20,15 @@ from multigpu_master.journal.write_buffer import DURABLE_S
 
 from tests.fleet import Daemon, Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame
+from tests.master.journal.journals import fill, mounted
 
-SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
 EXIT_REJECTED = 3
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=False).returncode:
-        pytest.skip("only root may mount a small file system")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)  # a process that was just killed may still hold it
-
-
-def fill(disk: Path) -> Path:
-    """Takes all the room there is; the file to remove again."""
-    ballast = disk / "ballast"
-    with ballast.open("ab", buffering=0) as file:
-        for size in (1 << 16, 1 << 12, 1):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                pass
-    assert shutil.disk_usage(disk).free == 0
-    return ballast
+    with mounted(tmp_path / "disk", "8m") as disk:
+        yield disk
 
 
 def test_a_full_disk_rejects_new_tasks_and_nothing_else(small_disk: Path, tmp_path: Path) -> None:
@@ -128,30 +108,6 @@ def test_a_full_disk_is_emptied_through_the_api_also_after_a_restart(small_disk:
         assert fleet.outcome(task_id).result == b"again"
         queues = {q.queue for q in fleet.admin.ListQueues(admin_pb.ListQueuesRequest(), timeout=20).queues if q.paused}
         assert queues == {"held", "paused 0", "paused 1"}
-
-
-def test_a_cancellation_without_room_is_rejected_and_the_tasks_go_on(small_disk: Path, tmp_path: Path) -> None:
-    with Fleet(tmp_path / "fleet", workers=1, data_dir=small_disk / "data") as fleet:
-        fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="held"), timeout=20)
-        queued = fleet.submit("echo", *(b"%d" % n for n in range(20)), queue="held")
-        fill(small_disk)
-        until(lambda: fleet.submit_raw("echo", bytes(200_000)).results[0].HasField("rejection"))
-
-        def no_room() -> bool:
-            with contextlib.suppress(OSError):
-                os.truncate(small_disk / "data" / "reserve", 0)
-            return fill(small_disk).exists() and not (small_disk / "data" / "reserve").stat().st_size
-
-        until(no_room)
-        with rejected(grpc.StatusCode.RESOURCE_EXHAUSTED, "20 were not and go on"):
-            fleet.tasks.Cancel(task_service_pb2.CancelRequest(task_ids=queued), timeout=20)
-        assert fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=20).queued == len(queued)
-        assert fleet.stats().queued == len(queued)
-        (small_disk / "ballast").unlink()
-        until(lambda: fleet.stats().journal_writable)
-        fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="held"), timeout=20)
-        assert [fleet.outcome(i).result for i in queued] == [b"%d" % n for n in range(20)]
-        assert not fleet.faults()
 
 
 def test_a_disk_that_is_full_of_queued_tasks_empties_as_they_end(small_disk: Path, tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from multigpu_master.journal.sqlite.backup import backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import answered, dead, opened, settle, submit, until
+from tests.master.journal.journals import answered, dead, opened, settle, submit
 from tests.master.journal.test_shared_payloads import MIB
 from tests.master.journal.test_shared_payloads import opened as opened_shared
 from tests.master.journal.test_shared_payloads import settle as settle_shared
 from tests.master.journal.test_shared_payloads import submit as submit_shared
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)

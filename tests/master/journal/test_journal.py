@@ -22,7 +22,8 @@ from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import DEAD_LETTERED, FAILED, SUCCEEDED, settle, submit, until
+from tests.master.journal.journals import DEAD_LETTERED, FAILED, SUCCEEDED, settle, submit
+from tests.waiting import until
 
 
 class Opened:

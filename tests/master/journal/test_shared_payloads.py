@@ -26,7 +26,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.payloads import shared_files as product
 from multigpu_master.payloads.shared_files import Payloads
 
-from tests.master.journal.journals import until
+from tests.waiting import until
 
 MIB = 1 << 20
 
@@ -152,6 +152,16 @@ def test_queued_payloads_are_recovered_where_they_lie(tmp_path: Path) -> None:
             assert it.write(settle(n, b"small")) is None
         it.tasks.clear()
         until(lambda: it.names() == [])
+
+
+def test_a_file_to_which_only_a_row_refers_stays(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+        assert it.write(settle(1, LargeBody(b"head", it.take(Writer(it.payloads.path), b"r" * MIB)))) is None
+    with opened(tmp_path / "data") as it:
+        time.sleep(2 * product.SCAN_S + product.IDLE_S)
+        outcome = it.journal.get_outcome(1)
+        assert outcome is not None
+        assert outcome.body == b"head" + b"r" * MIB
 
 
 def test_segments_go_when_the_last_who_needs_them_is_gone(tmp_path: Path) -> None:

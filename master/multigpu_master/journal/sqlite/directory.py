@@ -1,9 +1,8 @@
-"""The journal's directory: who may open it, and what is checked before anything in it is changed.
+"""The journal's directory: its lock, and the checks before anything in it is changed.
 
-It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds until its process ends, however
-it ends. A new database is built under another name and renamed, so a file of that name always has the whole schema,
-an application id and a version in its header. Both are read as plain bytes before SQLite opens the file, because
-SQLite already writes to a file that has a log beside it.
+It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds until its process ends. A new
+database is created under another name and renamed, so it always has the whole schema, an application id and a version.
+Both are read from the header as bytes before SQLite opens the file, because SQLite writes to a file that has a log.
 """
 
 import contextlib

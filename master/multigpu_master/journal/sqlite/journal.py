@@ -1,13 +1,12 @@
-"""The embedded journal: one SQLite file, one thread that writes it, and readers that never wait.
+"""The embedded journal: one SQLite file, one thread that writes it, and readers that never wait for the writer.
 
-`append` puts an entry into a queue. The journal's thread takes all that queued up while the disk was busy and writes
-it as one transaction. It shares the interpreter with the driver's event loop, and has to win it back after each call
-into SQLite, so a transaction is as few calls as possible (statements.py).
+`append` puts entries into a queue. The journal's thread writes everything that was queued during the last commit as one
+transaction. A task submitted and settled within one transaction is written as its outcome alone. After each call into
+SQLite the thread waits for the interpreter, so a transaction is as few calls as possible (statements.py).
 
-At the journal's size limit submits are rejected, and all else is written. On a full disk outcomes wait until there is
-room. Entries that empty the journal (deletions, cancellations) and settings do not wait: they are written first, with
-the room of the reserve (room.py). After any other failure of the disk it is unknown what was written: the journal
-reports it once and stops, and the next process reads what is on the disk.
+At the size limit submits are rejected, and everything else is written. On a full disk outcomes wait for space. Entries
+that empty the journal (deletions, cancellations) and settings are written first, with the space of the reserve
+(room.py). After any other disk failure the journal reports it once and stops: the next process reads what was written.
 """
 
 import queue
@@ -159,8 +158,6 @@ class SqliteJournal(JournalReads):
         ((cursor,),) = self._rows("SELECT min(cursor) FROM outcome", ())
         return self._last_cursor + 1 if cursor is None else int(cursor)
 
-    # --- the journal's thread ----------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while not self._closing:
@@ -207,25 +204,16 @@ class SqliteJournal(JournalReads):
     def _write(self) -> bool:
         """One transaction of what waits, if anything does and there may be room. True if it was written."""
         if self._full is None:
-            return self._write_pending()
+            return bool(self._attempt(self._pending, self._commit))
         if time.monotonic() < self._next_try_s():
-            return self._over and self._write_pending()
-        if self._freeing:
-            return self._write_freeing()
+            return self._over and bool(self._attempt(self._pending, self._commit))
+        if self._freeing:  # all of them if they fit into one transaction, else one
+            return self._punch(self._attempt(self._freeing, self._commit_with_reserve, singly=self._singly))
         return self._write_one() if self._singly else self._look_for_room()
 
     def _next_try_s(self) -> float:
         """When to write again on a full disk, on the monotonic clock."""
         return self._free_at_s if self._freeing else self._retry_at_s
-
-    def _write_pending(self) -> bool:
-        """As many entries as go into one transaction."""
-        return bool(self._attempt(self._pending, self._commit))
-
-    def _write_freeing(self) -> bool:
-        """Entries that empty the journal: all of them if they fit into one transaction, else one."""
-        written = self._attempt(self._freeing, self._commit_with_reserve, singly=self._singly)
-        return self._punch(written)
 
     def _write_one(self) -> bool:
         """One outcome: it makes room for the next, as its task is gone."""
@@ -314,8 +302,6 @@ class SqliteJournal(JournalReads):
         """Finds out whether there is room, by taking some and giving it back."""
         self._writer.execute(*setting(schema.SETTING_PROBE, bytes(PROBE_BYTES)))
         self._writer.execute(*setting(schema.SETTING_PROBE, None))
-
-    # --- without room ------------------------------------------------------------------------------------------------
 
     def _note_full(self, problem: JournalFullError, waiting: deque[Entry]) -> None:
         """After a transaction for which there was no room."""
