@@ -11,23 +11,6 @@ from multigpu.config.old_names import WORKER_NAMES, worker_values
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN = {"MGPU_VENV", "CUDA_VISIBLE_DEVICES", "BASH_SOURCE", "PYTHON", "WORKER_NAMES"}
 READ_BY_WORKERS = {name for name, *_ in WORKER_NAMES}
-SCENARIOS = {
-    "throughput": {
-        "EMBEDDING_BATCH_SIZE": "64",
-        "USE_TENSORRT": "true",
-        "TENSORRT_PRECISION": "int8",
-        "EMBEDDING_CACHE_ENABLED": "true",
-        "EMBEDDING_CACHE_SIZE": "1000000",
-    },
-    "latency": {
-        "EMBEDDING_BATCH_SIZE": "1",
-        "USE_TENSORRT": "true",
-        "TENSORRT_PRECISION": "fp16",
-        "EMBEDDING_CACHE_ENABLED": "true",
-        "EMBEDDING_CACHE_TTL": "86400",
-    },
-    "balanced": {"EMBEDDING_BATCH_SIZE": "32", "USE_TENSORRT": "true", "TENSORRT_PRECISION": "auto"},
-}
 
 
 def rows(heading: str, end: str) -> list[str]:
@@ -56,8 +39,8 @@ def test_the_table_lists_what_workers_read_and_the_script_passes_on() -> None:
     worker_values(Environment())
     assert read == READ_BY_WORKERS
     script = (ROOT / "tools/deploy/machine.sh").read_text("utf-8")
-    handed_on = script.partition("WORKER_NAMES=(")[2].partition(")")[0].split()
-    assert handed_on == [name for name, *_ in WORKER_NAMES]
+    passed_on = script.partition("WORKER_NAMES=(")[2].partition(")")[0].split()
+    assert passed_on == [name for name, *_ in WORKER_NAMES]
     assert len(READ_BY_WORKERS) == 13
 
 
@@ -69,7 +52,7 @@ def pass_on(env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_script_hands_on_what_is_set() -> None:
+def test_the_script_passes_on_what_is_set() -> None:
     done = pass_on({"EMBEDDING_MODEL": "a model", "USE_TENSORRT": "true", "TENSORRT_CACHE_DIR": "", "OTHER": "x"})
     assert (done.returncode, done.stdout) == (0, "EMBEDDING_MODEL=a model\nUSE_TENSORRT=true\n"), done.stderr
     for value in ('a"b', "a'b", "a\\b", "a\nMGPU_TOKEN=b"):
@@ -83,32 +66,13 @@ def _no_config_of_this_hosts_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def taken(env: dict[str, str]) -> Loaded[WorkerConfig]:
+def loaded(env: dict[str, str]) -> Loaded[WorkerConfig]:
     return load(WorkerConfig, env=env)
 
 
 def changed(env: dict[str, str]) -> dict[str, object]:
-    loaded = taken(env)
-    return {name: getattr(loaded.config, name) for name, source in loaded.sources.items() if source != "default"}
-
-
-@pytest.mark.parametrize(
-    ("scenario", "values"),
-    [
-        ("throughput", (64, "tensorrt", "int8", 1_000_000, 0.0)),
-        ("latency", (1, "tensorrt", "fp16", 10_000, 86_400.0)),
-        ("balanced", (32, "tensorrt", "auto", 0, 0.0)),
-    ],
-)
-def test_the_three_scenarios(scenario: str, values: tuple[object, ...]) -> None:
-    config = taken(SCENARIOS[scenario]).config
-    assert (
-        config.batch_tasks_max,
-        config.engine,
-        config.precision,
-        config.embedding_cache_entries,
-        config.embedding_cache_ttl_s,
-    ) == values
+    found = loaded(env)
+    return {name: getattr(found.config, name) for name, source in found.sources.items() if source != "default"}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +81,10 @@ def test_the_three_scenarios(scenario: str, values: tuple[object, ...]) -> None:
         (
             {"EMBEDDING_MODEL": "sentence-transformers/all-MiniLM-L6-v2"},
             {"default_model": "sentence-transformers/all-MiniLM-L6-v2"},
+        ),
+        (
+            {"EMBEDDING_BATCH_SIZE": "64", "USE_TENSORRT": "true", "TENSORRT_PRECISION": "int8"},
+            {"batch_tasks_max": 64, "engine": "tensorrt", "precision": "int8"},
         ),
         ({"EMBEDDING_MODEL": "/srv/m/"}, {"default_model": "m", "models": ("m=/srv/m",)}),
         ({"EMBEDDING_MODEL": ""}, {}),
@@ -139,22 +107,14 @@ def test_the_three_scenarios(scenario: str, values: tuple[object, ...]) -> None:
 )
 def test_settings_from_old_variables(env: dict[str, str], values: dict[str, object]) -> None:
     assert changed(env) == values
-    assert taken(env).remarks == ()
+    assert loaded(env).remarks == ()
 
 
-def test_new_names_take_precedence_and_every_source_is_reported(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text("[worker]\nbatch_tasks_max = 7\n")
-    env = {
-        "EMBEDDING_BATCH_SIZE": "64",
-        "EMBEDDING_CACHE_SIZE": "9",
-        "MGPU_WORKER_EMBEDDING_CACHE_ENTRIES": "3",
-        "TENSORRT_CACHE_DIR": "/old",
-    }
-    loaded = load(WorkerConfig, file=file, env=env, flags={"artifacts_dir": "/new"})
-    assert (loaded.config.batch_tasks_max, loaded.config.embedding_cache_entries) == (7, 3)
-    assert loaded.config.artifacts_dir == "/new"
-    assert taken(env).sources["batch_tasks_max"] == "EMBEDDING_BATCH_SIZE"
+def test_new_names_take_precedence() -> None:
+    env = {"EMBEDDING_BATCH_SIZE": "64", "EMBEDDING_CACHE_SIZE": "9", "MGPU_WORKER_EMBEDDING_CACHE_ENTRIES": "3"}
+    found = load(WorkerConfig, env=env, flags={"batch_tasks_max": 7})
+    assert (found.config.batch_tasks_max, found.config.embedding_cache_entries) == (7, 3)
+    assert loaded(env).sources["batch_tasks_max"] == "EMBEDDING_BATCH_SIZE"
 
 
 @pytest.mark.parametrize(
@@ -168,8 +128,8 @@ def test_new_names_take_precedence_and_every_source_is_reported(tmp_path: Path) 
 )
 def test_a_variable_without_effect_gives_a_remark(env: dict[str, str], remark: str) -> None:
     assert changed(env) == {}
-    (said,) = taken(env).remarks
-    assert remark in said
+    (line,) = loaded(env).remarks
+    assert remark in line
 
 
 @pytest.mark.parametrize(
@@ -187,4 +147,4 @@ def test_a_variable_without_effect_gives_a_remark(env: dict[str, str], remark: s
 )
 def test_contradictions_and_wrong_values_are_rejected(env: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        taken(env)
+        loaded(env)

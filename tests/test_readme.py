@@ -5,13 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
+
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -31,12 +32,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen([sys.executable, "-m", "multigpu.cli", *words], env=env, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 100
-        while not ready.exists():
-            told = (folder / "up.log").read_text("utf-8", errors="replace")
-            assert up.poll() is None, told
-            assert time.monotonic() < deadline, told
-            time.sleep(0.05)
+        until(lambda: ready.exists() or up.poll() is not None, 100, "mgpuctl up")
+        assert up.poll() is None, (folder / "up.log").read_text("utf-8", errors="replace")
         address = ready.read_text("utf-8").split()[2].rstrip(",")
         yield env | {"MGPU_MASTER": address}
     finally:

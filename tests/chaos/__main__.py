@@ -1,7 +1,6 @@
 """python -m tests.chaos --rounds 50 --seed 1: the long form. Exits 1 if a promise was broken; keeps the history."""
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -15,23 +14,17 @@ from tests.chaos.records.checker import check
 from tests.chaos.records.report import report
 from tests.chaos.rounds import Chaos
 
-# In every so many rounds only workers are killed, so that what it takes to re-queue can be told from other trouble.
-WORKERS_ALONE = 5
-
 
 def main() -> int:
-    """Runs the rounds, checks the history, says what came out."""
+    """Runs the rounds, checks the history, prints the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--tasks", type=int, default=1000, help="in each round, about")
     parser.add_argument("--faults", default="", help=f"kinds, with commas; default: all of {','.join(KINDS)}")
     parser.add_argument("--sweep", action="store_true", help="and before the rounds each failpoint once")
-    parser.add_argument("--seed", type=int, default=None, help="of the faults and of the traffic; default: any")
-    parser.add_argument("--time-limit-s", type=float, default=1500.0, help="no round begins after that")
+    parser.add_argument("--seed", type=int, default=None, help="of the faults and of the traffic; default: random")
+    parser.add_argument("--time-limit-s", type=float, default=1500.0, help="no round begins after this time")
     parser.add_argument("--folder", type=Path, default=None, help="where logs and the history go; default: a new one")
-    parser.add_argument(
-        "--json", action="store_true", help="the report as JSON, on the standard output; the rest is told on the other"
-    )
     arguments = parser.parse_args()
     kinds = arguments.faults.split(",") if arguments.faults else None
     if unknown := set(kinds or ()) - set(KINDS):
@@ -40,10 +33,10 @@ def main() -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        parser.error(f"{folder} is not empty: the outcomes of another run in it would be taken for this one's")
+        parser.error(f"{folder} is not empty; name a new folder")
 
     def tell(line: str) -> None:
-        print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+        print(line, flush=True)
 
     tell(f"seed {seed}; logs and history in {folder}")
     began_s = time.monotonic()
@@ -55,12 +48,11 @@ def main() -> int:
         with chaos:
             if arguments.sweep:
                 chaos.sweep(FAILPOINTS, tell)
-            for number in range(1, arguments.rounds + 1):
+            for _ in range(arguments.rounds):
                 if time.monotonic() - began_s > arguments.time_limit_s:
                     tell("the time is over")
                     break
-                workers_alone = number % WORKERS_ALONE == 0 and "worker" in chaos.faults.kinds
-                chaos.random_rounds(1, tell, ["worker"] if workers_alone else None)
+                chaos.random_rounds(1, tell)
     except KeyboardInterrupt:
         tell("interrupted")
         return 130
@@ -70,10 +62,7 @@ def main() -> int:
     records = chaos.records()
     result = report(records, check(records))
     tell(f"{time.monotonic() - began_s:.0f} s; seed {seed}")
-    if arguments.json:
-        print(json.dumps({"seed": seed, "duration_s": time.monotonic() - began_s, **result.as_dict()}, indent=2))
-    else:
-        tell("\n".join(f"  {line}" for line in result.lines()))
+    tell("\n".join(f"  {line}" for line in result.lines()))
     return 1 if result.broken or standstill else 0
 
 

@@ -1,14 +1,15 @@
 """Failpoints: named places in the daemons where a process ends itself with SIGKILL, around one call of one function.
 
-`python -m tests.chaos.failpoints multigpu_master.main …` runs the real daemon's main with the one failpoint that the
-environment names wrapped around its function; in an engine, the handlers module does the wrapping. The product knows
-nothing of it. One whose side is FAILS raises instead: it is for the daemon to end itself. A failpoint goes off once: it
-leaves a record in the history, and whoever finds that stays unarmed, so that an engine started again lives.
+`python -m tests.chaos.failpoints multigpu_master.main …` runs the daemon's main with the failpoint that the environment
+names wrapped around its function; in an engine, the handlers module wraps it. A failpoint whose side is FAILS raises
+instead: the daemon must end itself. A failpoint triggers once: it writes a record to the history, and a process that
+finds the record stays unarmed.
 """
 
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import runpy
 import signal
@@ -25,7 +26,7 @@ MASTER, AGENT, ENGINE = "master", "agent", "engine"
 BEFORE, AFTER, FAILS = "before", "after", "fails"
 # What a daemon's log says of a function that a failpoint made fail.
 ON_PURPOSE = "a fault on purpose"
-# What to arm: "<name>|<call, from 1>|<the file that says it went off>".
+# What to arm: "<name>|<call, from 1>|<the file of its record>".
 VARIABLE = "CHAOS_FAILPOINT"
 
 
@@ -34,25 +35,25 @@ class Failpoint:
     """See the module."""
 
     name: str
-    room: str
+    process: str
     module: str
     function: str  # as the module knows it, with its class
     side: str
     once: bool  # in the life of a process
 
     def owner(self) -> tuple[Any, str]:
-        """Where the function hangs, and by which name. AttributeError: it is there no longer."""
+        """The object that has the function, and its name there. AttributeError: it does not exist any more."""
         owner: Any = importlib.import_module(self.module)
         *classes, name = self.function.split(".")
         for part in classes:
             owner = getattr(owner, part)
-        assert callable(getattr(owner, name)), f"{self.module}.{self.function} can't be called"
+        assert callable(getattr(owner, name)), f"{self.module}.{self.function} is not callable"
         return owner, name
 
 
-def _around(room: str, name: str, module: str, function: str, *sides: str, once: bool = False) -> list[Failpoint]:
+def _around(process: str, name: str, module: str, function: str, *sides: str, once: bool = False) -> list[Failpoint]:
     return [
-        Failpoint(name=f"{name}, {side}", room=room, module=module, function=function, side=side, once=once)
+        Failpoint(name=f"{name}, {side}", process=process, module=module, function=function, side=side, once=once)
         for side in sides or (BEFORE, AFTER)
     ]
 
@@ -73,9 +74,9 @@ FAILPOINTS = [
     *_around(MASTER, "the core takes reports", f"{_M}.core.workers.sessions", "Sessions.reports"),
     # Settle: the outcome into the client's frame, then to the journal.
     *_around(MASTER, "an outcome is delivered", f"{_M}.driver", "Driver._settled"),
-    *_around(MASTER, "a cancellation is told", f"{_M}.driver", "Driver._tell_later"),
+    *_around(MASTER, "a cancellation is delivered", f"{_M}.driver", "Driver._tell_later"),
     # An event of which only half is carried out.
-    *_around(MASTER, "an outcome is told", f"{_M}.driver", "Driver._tell", FAILS),
+    *_around(MASTER, "an outcome is sent", f"{_M}.driver", "Driver._tell", FAILS),
     *_around(MASTER, "leases are put into frames", f"{_M}.worker_streams", "WorkerStreams._put_leases", FAILS),
     *_around(MASTER, "leases end in the core", f"{_M}.core.ledger", "Ledger.succeed", FAILS),
     *_around(MASTER, "settles go to the journal", f"{_M}.journal.write_buffer", "Journaling.settles", AFTER),
@@ -101,62 +102,46 @@ def variable(point: Failpoint, call: int, record: Path) -> dict[str, str]:
     return {VARIABLE: f"{point.name}|{call}|{record}"}
 
 
-def arm(*rooms: str) -> None:
-    """Wraps the function that the environment names, if it is of these rooms and has not gone off yet."""
-    words = os.environ.get(VARIABLE, "")
-    if not words:
+def arm(*processes: str) -> None:
+    """Wraps the function that the environment names, if it is of these processes and has not triggered yet."""
+    if not (value := os.environ.get(VARIABLE, "")):
         return
-    name, call, record = words.split("|")
+    name, call, record = value.split("|")
     point = BY_NAME[name]
-    if point.room in rooms and not Path(record).exists():
+    if point.process in processes and not Path(record).exists():
         owner, attribute = point.owner()
-        counter = _Counter(point, int(call), Path(record))
-        setattr(owner, attribute, _wrapped(getattr(owner, attribute), counter))
+        setattr(owner, attribute, _wrapped(getattr(owner, attribute), point, int(call), Path(record)))
 
 
-class _Counter:
-    """Counts the calls and ends the process at the one that was asked for."""
+def _wrapped(function: Callable[..., Any], point: Failpoint, call: int, record: Path) -> Callable[..., Any]:
+    """The function with a failpoint before or after its `call`-th call."""
+    lock, calls = threading.Lock(), itertools.count(1)
 
-    def __init__(self, point: Failpoint, call: int, record: Path) -> None:
-        self.side = point.side
-        self._name, self._room = point.name, point.room
-        self._left = call
-        self._record = record
-        self._lock = threading.Lock()
-
-    def count(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left == 0:
-                History(self._record).add("failpoint", name=self._name, room=self._room, pid=os.getpid())
-                if self.side == FAILS:
+    def passed(side: str) -> None:
+        if (side == AFTER) != (point.side == AFTER):
+            return
+        with lock:
+            if next(calls) == call:
+                History(record).add("failpoint", name=point.name, process=point.process, pid=os.getpid())
+                if point.side == FAILS:
                     raise OSError(ON_PURPOSE)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-
-def _wrapped(function: Callable[..., Any], counter: _Counter) -> Callable[..., Any]:
-    count = counter.count
-    before, after = counter.side != AFTER, counter.side == AFTER
-
     @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        if before:
-            count()
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        passed(BEFORE)
         answer = function(*arguments, **named)
-        if after:
-            count()
+        passed(AFTER)
         return answer
 
     @functools.wraps(function)
-    async def call_async(*arguments: Any, **named: Any) -> Any:
-        if before:
-            count()
+    async def wrapped_async(*arguments: Any, **named: Any) -> Any:
+        passed(BEFORE)
         answer = await function(*arguments, **named)
-        if after:
-            count()
+        passed(AFTER)
         return answer
 
-    return call_async if inspect.iscoroutinefunction(function) else call
+    return wrapped_async if inspect.iscoroutinefunction(function) else wrapped
 
 
 def main() -> None:

@@ -43,8 +43,6 @@ class Faults:
         self._stopped: dict[int, tuple[float, Callable[[], None]]] = {}  # by pid: until when, and what lets it go on
         self._shaped: list[tuple[float, Callable[[], None]]] = []  # until when, and what heals it
         self._armed = 0
-        # Called before a master is killed: it forgets what it has counted.
-        self.before_master_dies: Callable[[], None] = lambda: None
 
     # --- breaking ----------------------------------------------------------------------------------------------------
 
@@ -73,8 +71,6 @@ class Faults:
         self._broken[name] = time.monotonic() + back_s
         if daemon.alive:
             self._note("master" if name == "master" else "worker", daemon.pid)
-            if name == "master":
-                self.before_master_dies()
             daemon.kill()
 
     def _note(self, target: str, pid: int, **more: object) -> None:
@@ -126,7 +122,7 @@ class Faults:
 
     def _arm(self, worker: str) -> int:
         point = self._random.choice(FAILPOINTS)
-        name = "master" if point.room == failpoints.MASTER else worker
+        name = "master" if point.process == failpoints.MASTER else worker
         if name in self._broken:
             return 0
         self.kill(name, arm=(point, 1 if point.once else self._random.choice([1, 2, 5, 20])))
@@ -134,22 +130,22 @@ class Faults:
 
     def _pause(self, worker: str) -> int:
         """Stops an agent, an engine or the master."""
-        whom = self._random.choice(["agent", "agent", "engine", "master"])
-        daemon = self._fleet.master if whom == "master" else self._fleet.workers[worker]
-        pids = daemon.children() if whom == "engine" else [daemon.pid] if daemon.alive else []
+        target = self._random.choice(["agent", "agent", "engine", "master"])
+        daemon = self._fleet.master if target == "master" else self._fleet.workers[worker]
+        pids = daemon.children() if target == "engine" else [daemon.pid] if daemon.alive else []
         if not pids:
             return 0
-        self.stop(pids[0], whom, self._random.uniform(*STOPPED_S))
+        self.stop(pids[0], target, self._random.uniform(*STOPPED_S))
         return 1
 
-    def stop(self, pid: int, whom: str, duration_s: float) -> None:
+    def stop(self, pid: int, target: str, duration_s: float) -> None:
         """SIGSTOP, and SIGCONT after so long."""
         try:
             pidfd = os.pidfd_open(pid)  # the pid may be another's by then
         except ProcessLookupError:
             return
         signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-        self._history.add("pause", whom=whom, pid=pid, duration_s=duration_s)
+        self._history.add("pause", target=target, pid=pid, duration_s=duration_s)
 
         def go_on() -> None:
             with contextlib.suppress(ProcessLookupError):

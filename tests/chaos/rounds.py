@@ -4,7 +4,6 @@ At the end of each round everything is mended, and what was submitted must come 
 history live through all rounds; when they are over, a new reader looks at all outcomes once more.
 """
 
-import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -12,9 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import grpc
 from multigpu.v1 import task_service_pb2
-from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE, GetStatsRequest
+from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE
 
 from tests.chaos import failpoints
 from tests.chaos.client import durable_names, names_of
@@ -58,14 +56,12 @@ class Chaos:
                 kinds = [k for k in kinds or KINDS if k != "network"]
         self.fleet = ChaosFleet(folder / "fleet", self.history, workers=WORKERS, network=self.network)
         self.faults = Faults(self.fleet, self.history, self.folder, self._random.getrandbits(32), kinds or list(KINDS))
-        self.faults.before_master_dies = self._note_counters
         self._round = 0
         self._look_at_s = 0.0
         self._watcher: ClientProcess
         self._seen = Seen(self.folder / "client-watch-0.jsonl")
 
     def __enter__(self) -> Self:
-        self.history.add("clock", wall_less_monotonic_s=time.time() - time.monotonic())
         try:
             self.fleet.__enter__()
             self._watcher = ClientProcess(self.fleet, self.folder, "watch", self._random.getrandbits(32))
@@ -99,9 +95,8 @@ class Chaos:
 
     # --- the ways to spend a round -----------------------------------------------------------------------------------
 
-    def random_rounds(self, rounds: int, tell: Tell = print, kinds: list[str] | None = None) -> None:
-        """Strikes at random, with these kinds for once. AssertionError: the fleet or a client came to a standstill."""
-        usual, self.faults.kinds = self.faults.kinds, kinds or self.faults.kinds
+    def random_rounds(self, rounds: int, tell: Tell = print) -> None:
+        """Strikes at random. AssertionError: the fleet or a client came to a standstill."""
         for _ in range(rounds):
             began_s = time.monotonic()
             client = self.begin_round()
@@ -113,7 +108,6 @@ class Chaos:
             self.end_round(client)
             took_s = time.monotonic() - began_s
             tell(f"round {self._round}: {self._tasks} tasks, {strikes} strikes, {took_s:.1f} s")
-        self.faults.kinds = usual
 
     def sweep(self, points: list[Failpoint], tell: Tell = print) -> None:
         """Arms each failpoint once, those of the master one after the other while those of the workers go their way on
@@ -121,8 +115,8 @@ class Chaos:
         """
         for point in points:
             point.owner()  # or it says at once that it is gone
-        queues = {"master": [p for p in points if p.room == failpoints.MASTER]}
-        others = [p for p in points if p.room != failpoints.MASTER]
+        queues = {"master": [p for p in points if p.process == failpoints.MASTER]}
+        others = [p for p in points if p.process != failpoints.MASTER]
         for i in range(WORKERS):
             queues[f"w{i}"] = others[i::WORKERS]
         armed: dict[str, tuple[Failpoint, Path, float]] = {}
@@ -231,10 +225,3 @@ class Chaos:
         outcomes = [r for r in self.records() if r["what"] == "outcome" and r["by"] == "watch"]
         for r in self._random.sample(outcomes, min(200, len(outcomes))):
             self.history.add("got", task_id=r["task_id"], result=fleet.outcome(r["task_id"]).result.decode())
-        self._note_counters()
-
-    def _note_counters(self) -> None:
-        """What this master has rejected as too late; it forgets when it dies."""
-        with contextlib.suppress(grpc.RpcError):
-            stats = self.fleet.admin.GetStats(GetStatsRequest(), timeout=1)
-            self.history.add("stale", reports=stats.stale_reports, requeued=stats.requeued)

@@ -63,14 +63,12 @@ class Life:
         return payload
 
     def outcome(self, by: str, outcome: task_pb2.Outcome) -> None:
-        stages = outcome.stages
         self.history.add(
             "outcome", by=by, life=self.number, task_id=outcome.task_id, request_id=outcome.request_id,
             state=task_pb2.OutcomeState.Name(outcome.state).removeprefix("OUTCOME_STATE_"),
             result=outcome.result.decode(), attempts=outcome.attempts, worker_id=outcome.worker_id,
             error=f"{outcome.error.type}: {outcome.error.message}" if outcome.HasField("error") else "",
             partials=[part.decode() for part in outcome.partials],
-            dispatch_s=stages.dispatch_time.ToNanoseconds() / 1e9 if stages.HasField("dispatch_time") else 0.0,
         )  # fmt: skip
 
     def channel(self) -> grpc.Channel:

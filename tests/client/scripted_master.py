@@ -162,10 +162,10 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
                     news.clear()
                     if waiting:
                         opened = asyncio.create_task(self.gate.wait())
-                        told = asyncio.create_task(news.wait())
-                        await asyncio.wait([opened, told], return_when=asyncio.FIRST_COMPLETED)
+                        arrived = asyncio.create_task(news.wait())
+                        await asyncio.wait([opened, arrived], return_when=asyncio.FIRST_COMPLETED)
                         opened.cancel()
-                        told.cancel()
+                        arrived.cancel()
                         news.set()
         finally:
             reader.cancel()
@@ -217,12 +217,16 @@ class ScriptedMaster(task_service_pb2_grpc.TaskServiceServicer):
     async def Count(self, request: Any, context: Any) -> Any:
         return task_service_pb2.CountResponse(queued=len(self.tasks))
 
+    def _listed(self, request_id: str) -> task_pb2.Outcome | None:
+        outcome = self.outcomes.get(request_id)
+        return task_pb2.Outcome(task_id=outcome.task_id, state=outcome.state) if outcome is not None else None
+
     async def List(self, request: Any, context: Any) -> Any:
         start = int(request.page_token or 0)
         ids = list(self.tasks.items())[start : start + request.page_size]
         more = start + request.page_size < len(self.tasks)
         return task_service_pb2.ListResponse(
-            tasks=[task_pb2.Task(task_id=n, request_id=r) for r, n in ids],
+            tasks=[task_pb2.Task(task_id=n, request_id=r, outcome=self._listed(r)) for r, n in ids],
             next_page_token=str(start + request.page_size) if more else "",
         )
 

@@ -86,13 +86,6 @@ def test_spans_recorded_afterwards_join_the_clients_trace(collector: Collector) 
     assert (resource["service.name"], resource["service.instance.id"]) == ("mgpu-test", "w1")
 
 
-def test_the_configured_service_name_takes_precedence(collector: Collector) -> None:
-    start_tracing(collector, service_name="mine")
-    telemetry.span_from(SAMPLED, "one", 1, 2)
-    telemetry.shut_down_tracing()
-    assert attributes(collector.traces[0].resource_spans[0].resource.attributes)["service.name"] == "mine"
-
-
 @pytest.mark.parametrize(
     "traceparent", ["", NOT_SAMPLED, "nonsense", "ff" + SAMPLED[2:], "00-" + "0" * 32 + SAMPLED[35:], SAMPLED + "x"]
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.model import Lease, Outcome, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import load_strategies
@@ -90,3 +90,24 @@ def lease_of(task: Task) -> Lease:
 
 def state_of(task: Task) -> OutcomeState | None:
     return task.outcome.state if task.outcome is not None else None
+
+
+def leased(spec: Spec = SPEC) -> tuple[Stage, Task]:
+    """A stage with one worker, and a task that it was granted."""
+    stage = Stage()
+    stage.worker()
+    (task,) = stage.submit(spec=spec)
+    lease_of(task)
+    return stage, task
+
+
+def outcome_of(task: Task) -> Outcome:
+    assert task.outcome is not None
+    return task.outcome
+
+
+def error_of(task: Task) -> str:
+    """The type of the error with which the task ended."""
+    error = outcome_of(task).error
+    assert error is not None
+    return error.type

@@ -1,6 +1,5 @@
 """One event stays short, however many tasks there are."""
 
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -88,23 +87,6 @@ def test_the_table_of_tasks_is_read_newest_first_while_tasks_come_and_go() -> No
             tasks.discard(other)
         tasks.add(task(10**9 + len(seen)))
     assert seen == sorted((i for i in ids if i < 2 * BLOCK and i != 1), reverse=True)
-
-
-def test_the_table_of_tasks_does_what_a_dictionary_does() -> None:
-    tasks = table([5, 5000])
-    assert len(tasks) == 2
-    get: Callable[[int], Task | None] = tasks.get
-    five = get(5)
-    assert five is not None
-    assert five.task_id == 5
-    assert get(6) is None
-    assert get(10**15) is None
-    assert 5 in tasks
-    tasks.discard(5)
-    tasks.discard(5)
-    assert 5 not in tasks
-    assert [t.task_id for t in tasks.values()] == [5000]
-    assert len(tasks) == 1
 
 
 def test_ephemeral_outcomes_expire_each_in_its_own_time_whatever_the_order() -> None:

@@ -2,9 +2,8 @@
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import EPOCH_IDS, Task
-from multigpu_master.core.workers.info import Capability, WorkerInfo
 
-from tests.core.stage import SPEC, Stage, held_lease, lease_of
+from tests.core.stage import SPEC, Stage
 
 
 def stage_with(ids_left: int) -> Stage:
@@ -44,37 +43,3 @@ def test_tasks_are_rejected_while_there_are_no_ids_and_known_ones_are_not() -> N
     assert take(stage, 1, "r") == [known]
     stage.handle(ev.IdsRenewed(3 * EPOCH_IDS))
     assert isinstance(take(stage, 1)[0], Task)
-
-
-def test_leases_wait_for_ids_and_none_is_granted_twice() -> None:
-    stage = stage_with(6)
-    tasks = stage.submit(4)
-    stage.worker()
-    assert [task.lease is not None for task in tasks] == [True, True, False, False]
-    stage.handle(ev.IdsRenewed(3 * EPOCH_IDS))
-    given = [task.task_id for task in tasks] + [lease_of(task).lease_id for task in tasks]
-    assert len(set(given)) == 8
-    assert [lease_of(task).lease_id for task in tasks[2:]] == [3 * EPOCH_IDS, 3 * EPOCH_IDS + 1]
-
-
-def test_leases_of_another_journal_are_not_taken_back() -> None:
-    stage = Stage()
-    waiting, mine = stage.submit(2)
-    held = ev.HeldLease(mine.task_id + 500, mine.task_id, 1, proven=True)
-    hello = ev.Hello(1, stage_info(stage), [held], ids_end=0)
-    commands = stage.handle(hello)
-    (welcome,) = [c for c in commands if isinstance(c, ev.Welcome)]
-    assert welcome.adopted == []
-    assert [c.lease_ids for c in commands if isinstance(c, ev.Revoke)] == [[held.lease_id]]
-    assert lease_of(mine).lease_id != held.lease_id
-    # Nor are those that have the ids of live leases; they were another master's.
-    old = lease_of(waiting)
-    commands = stage.handle(ev.Hello(2, stage_info(stage), [held_lease(old)], ids_end=old.lease_id))
-    (welcome,) = [c for c in commands if isinstance(c, ev.Welcome)]
-    assert welcome.adopted == []
-    assert old.lease_id not in [x.lease_id for c in commands if isinstance(c, ev.Dispatch) for x in c.leases]
-    assert lease_of(waiting).lease_id != old.lease_id
-
-
-def stage_info(stage: Stage) -> WorkerInfo:
-    return WorkerInfo(worker_id="w", capabilities=(Capability(kind="run"),), slots=8)

@@ -7,24 +7,7 @@ from multigpu_master.core.scheduler import STREAMS_MAX, Limits
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
 
-from tests.core.stage import FAILED, RETURNED, SPEC, Stage, lease_of, state_of
-
-
-def test_a_task_that_could_not_be_journaled_never_runs() -> None:
-    stage = Stage()
-    (task,) = stage.submit()
-    stage.handle(ev.SubmitFailed([task]))
-    stage.worker()
-    assert task.lease is None
-    assert stage.core.unsettled == stage.core.counters.submitted == 0
-    assert not stage.core.tasks
-    assert task.task_id == 0
-    assert not stage.core.classes.by_key
-    (paused,) = stage.submit()
-    stage.report(lease_of(paused), FAILED)
-    stage.handle(ev.SubmitFailed([paused]))
-    stage.handle(ev.Tick(), 10.0)
-    assert paused.lease is None
+from tests.core.stage import SPEC, Stage, lease_of, leased, state_of
 
 
 def test_a_stream_that_lives_keeps_its_place_however_often_another_comes_back() -> None:
@@ -49,47 +32,6 @@ def test_at_most_streams_max_streams_wait_for_one_task() -> None:
     assert isinstance(answer, ev.Rejection)
     assert answer.code == 8
     assert answer.retry_delay_s
-
-
-def test_recovered_tasks_wait_for_the_workers_that_may_hold_them() -> None:
-    stage = Stage()
-    spec = Spec(kind="run", queue_timeout_s=0.5)
-    stage.handle(ev.RegisterWorker(WorkerInfo(worker_id="w"), expected=True))
-    tasks = [Task(spec, "", b"", submit_s=stage.now - 10, task_id=i) for i in (1, 2)]
-    stage.handle(ev.Recover(tasks, stage.now + 3))
-    stage.worker("other")
-    assert [t.lease for t in tasks] == [None, None]
-    stage.handle(ev.Tick(), 1.0)  # the queue timeout, for all that is known, was met in the last life
-    stage.worker("w", [ev.HeldLease(55, 1, 2, running=True, proven=True)])
-    assert (lease_of(tasks[0]).lease_id, tasks[0].attempts) == (55, 2)
-    assert state_of(tasks[1]) is OutcomeState.EXPIRED, "nobody has it, and its time is over"
-    stage.handle(ev.Tick(), 2.0)
-    assert tasks[0].outcome is None
-
-
-def test_nothing_is_dispatched_while_outcomes_pile_up_before_the_journal() -> None:
-    stage = Stage(Limits(uncommitted_bytes_max=500))
-    stage.worker(slots=1)
-    tasks = stage.submit(3)
-    stage.report(lease_of(tasks[0]))
-    assert lease_of(tasks[1])  # it was dispatched before
-    assert tasks[2].lease is None
-    stage.handle(ev.SettlesCommitted(tasks[:1]))
-    assert lease_of(tasks[2])
-
-
-def test_a_silent_worker_is_lost_at_the_timeout_and_not_before() -> None:
-    stage = Stage()
-    stage.now = 1000.1  # where (heard + 5) - heard is less than 5
-    stage.worker()
-    (task,) = stage.submit()
-    stage.handle(ev.Tick(), 4.9)
-    assert task.lease is not None
-    due = stage.core.next_timer_s()
-    assert due is not None
-    stage.now = due
-    stage.handle(ev.Tick())
-    assert task.lease is None
 
 
 def test_reports_that_come_together_do_not_widen_the_window() -> None:
@@ -172,9 +114,7 @@ def test_cancelled_tasks_leave_the_memory_of_their_class() -> None:
 
 
 def test_a_queue_that_is_forgotten_and_comes_back_keeps_its_accounts() -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit(spec=Spec(kind="run", queue="q"))
+    stage, task = leased(Spec(kind="run", queue="q"))
     stage.report(lease_of(task))
     stage.core.prune_queues()
     assert "q" not in stage.core.queues
@@ -182,29 +122,6 @@ def test_a_queue_that_is_forgotten_and_comes_back_keeps_its_accounts() -> None:
     assert stage.core.queues["q"].leased == 1
     stage.report(lease_of(task))
     assert stage.core.queues["q"].leased == stage.core.queues["q"].queued == 0
-
-
-def test_tasks_with_and_without_keys_in_one_batch_stand_in_their_own_classes() -> None:
-    stage = Stage()
-    batch = [Task(SPEC, "", b"", key) for key in ("a", "", "b", "", "a")]
-    stage.handle(ev.Submit(SPEC, batch))
-    assert sorted(resource_class.size for resource_class in stage.core.classes.by_key.values()) == [1, 2, 2]
-    stage.handle(ev.Cancel(batch))
-    assert not stage.core.classes.by_key
-
-
-def test_outcomes_of_ephemeral_tasks_live_for_their_time_within_a_limit_of_bytes() -> None:
-    stage = Stage(Limits(ephemeral_bytes_max=2000, session_timeout_s=1e9))
-    stage.worker()
-    spec = Spec(kind="run", durable=False, result_ttl_s=10.0)
-    tasks = stage.submit(5, spec)
-    for task in tasks:
-        stage.report(lease_of(task), after_s=0.1)
-    assert [t.task_id in stage.core.tasks for t in tasks] == [False, False, True, True, True]
-    stage.handle(ev.Tick(), 9.85)
-    assert [t.task_id in stage.core.tasks for t in tasks] == [False, False, False, True, True]
-    stage.handle(ev.Tick(), 1.0)
-    assert not stage.core.tasks
 
 
 def test_partial_outputs_count_and_so_do_empty_ones() -> None:
@@ -236,9 +153,7 @@ def test_partial_outputs_count_and_so_do_empty_ones() -> None:
 
 
 def test_empty_partial_outputs_of_one_task_have_a_limit() -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit()
+    stage, task = leased()
     lease = lease_of(task)
     count = PARTIALS_BYTES_MAX // PARTIAL_OVERHEAD_BYTES
     outputs = [ev.PartialOutput(lease.lease_id, n, b"") for n in range(count + 1)]
@@ -276,16 +191,6 @@ def test_limits_reject_with_a_delay() -> None:
     assert (rejection.code, rejection.retry_delay_s) == (8, 1.0)
     stage = Stage(Limits(bytes_max=10))
     assert len(stage.submit(2)) == 1
-
-
-def test_a_worker_that_returns_its_tasks_is_not_charged_for() -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit(spec=Spec(kind="run", attempts_max=1))
-    stage.report(lease_of(task), RETURNED)
-    assert state_of(task) is None
-    stage.report(lease_of(task))
-    assert (state_of(task), task.attempts) == (OutcomeState.SUCCEEDED, 1)
 
 
 def test_a_rejection_names_few_of_many_kinds() -> None:

@@ -4,7 +4,6 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import Limits
 from multigpu_master.core.model import OutcomeState, Spec, Task, Worker
-from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.workers.info import (
     HEALTHY,
     Capability,
@@ -52,9 +51,6 @@ class Fleet(Stage):
         self.fail(lease, "EngineDied", broke_engine=True, after_s=after_s)
         return lease.worker
 
-    def gives_back(self, task: Task) -> None:
-        self.fail(lease_of(task), "Returned", returned=True, after_s=0.01)
-
     def wait(self, seconds: float = 1.0) -> None:
         """Lets pauses pass."""
         for _ in range(20):
@@ -77,37 +73,6 @@ def test_an_unfit_device_gets_nothing_until_it_is_fit_again(health: Health) -> N
     assert {lease_of(t).worker.worker_id for t in tasks if t.lease is not None} == {"w0", "w1"}
 
 
-def test_the_only_device_may_be_quarantined_too() -> None:
-    fleet = Fleet().gpus(1)
-    fleet.says("w0", SICK)
-    (task,) = fleet.submit()
-    assert task.lease is None
-    assert "it fell off the bus" in explain(fleet.core, task, fleet.now).candidates[0].excluded_by[0]
-    fleet.says("w0", HEALTHY)
-    assert task.lease is not None
-
-
-def test_tasks_returned_by_a_sick_device_run_elsewhere_at_once_and_uncharged() -> None:
-    fleet = Fleet().gpus(2)
-    (task,) = fleet.submit()
-    for _ in range(40):  # more often than a worker may be lost
-        worker = lease_of(task).worker
-        fleet.says(worker.worker_id, SICK, 0.001)
-        fleet.gives_back(task)
-        assert lease_of(task).worker is not worker
-        assert lease_of(task).attempt == 1
-        fleet.says(worker.worker_id, HEALTHY, 0.001)
-
-
-def test_a_healthy_worker_that_gives_back_again_and_again_is_not_believed_for_ever() -> None:
-    fleet = Fleet().gpus(2)
-    (task,) = fleet.submit()
-    for _ in range(17):
-        fleet.gives_back(task)
-        fleet.wait(60)
-    assert state_of(task) is OutcomeState.DEAD_LETTERED
-
-
 def test_a_cordon_is_the_operators_whatever_health_says() -> None:
     fleet = Fleet().gpus(1)
     fleet.handle(ev.Cordon("w0"))
@@ -118,14 +83,6 @@ def test_a_cordon_is_the_operators_whatever_health_says() -> None:
     assert task.lease is None
     fleet.handle(ev.Uncordon("w0"))
     assert task.lease is not None
-
-
-def test_an_uncordon_does_not_end_a_quarantine() -> None:
-    fleet = Fleet().gpus(1)
-    fleet.says("w0", SICK)
-    fleet.handle(ev.Uncordon("w0"))
-    (task,) = fleet.submit()
-    assert task.lease is None
 
 
 def test_a_quarantine_survives_a_reconnect_until_the_worker_says_otherwise() -> None:

@@ -8,7 +8,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.identity import ALREADY_EXISTS
 from multigpu_master.core.model import OutcomeState, Spec, Task
 
-from tests.core.stage import FAILED, Stage, lease_of, state_of
+from tests.core.stage import Stage, lease_of, state_of
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
@@ -78,25 +78,3 @@ def test_a_request_id_stands_for_one_task(durable: bool, ended: bool) -> None:
     assert answer(b"payload", durable=False) is first
     if not durable:
         assert "EPHEMERAL" in answer(b"payload", durable=True).message
-
-
-def test_a_request_id_that_was_cancelled_gives_the_cancelled_task() -> None:
-    stage = Stage()
-    (task,) = stage.submit(request="r")
-    stage.handle(ev.Cancel([task]))
-    assert stage.submit(request="r") == []
-    assert stage.core.requests["r"] is task
-
-
-@pytest.mark.parametrize("rejected", [True, False])
-def test_a_task_that_is_rejected_or_cancelled_in_its_pause_stays_away(rejected: bool) -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit()
-    stage.report(lease_of(task), FAILED)
-    assert not task.waiting
-    stage.handle(ev.SubmitFailed([task]) if rejected else ev.Cancel([task]))
-    stage.handle(ev.Tick(), 10.0)
-    assert state_of(task) is (None if rejected else OutcomeState.CANCELLED)
-    assert task.lease is None
-    assert stage.core.unsettled == 0

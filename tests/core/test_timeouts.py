@@ -1,42 +1,12 @@
 """What ends by the clock: deadlines, timeouts, drains and silent sessions."""
 
-import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Spec
 from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
-from tests.core.stage import Stage, held_lease, lease_of, state_of
-
-
-def test_a_deadline_that_passed_while_there_was_no_master_is_kept() -> None:
-    stage = Stage()
-    stage.worker()
-    spec = Spec(kind="run", deadline_s=stage.now - 1)
-    task = Task(spec, "r", b"payload", task_id=50, submit_s=stage.now - 5)
-    commands = stage.handle(ev.Recover([task]))
-    assert state_of(task) is OutcomeState.EXPIRED
-    assert not any(isinstance(c, ev.Dispatch) for c in commands)
-
-
-def test_a_master_that_was_away_listens_before_it_gives_a_worker_up() -> None:
-    stage = Stage()
-    stage.worker()
-    session = stage.sessions
-    timeout_s = stage.limits.session_timeout_s
-    stage.handle(ev.Tick(), timeout_s + 0.3)  # away all the time, and back soon after the silence was too long
-    assert session in stage.core.fleet.sessions
-    stage.beat()  # it had spoken all along
-    stage.handle(ev.Tick(), 1.0)
-    assert session in stage.core.fleet.sessions
-    while session in stage.core.fleet.sessions:  # now it is silent, and the master is there to hear it
-        due_s = stage.core.next_timer_s()
-        assert due_s is not None
-        stage.handle(ev.Tick(), due_s - stage.now)
-    worker = stage.core.fleet.workers["w"]
-    assert not worker.session
-    assert stage.now == pytest.approx(1000.0 + 2 * timeout_s + 0.3)
+from tests.core.stage import Stage, held_lease, lease_of, leased, outcome_of, state_of
 
 
 def test_a_lease_that_is_never_begun_is_taken_back_uncharged_and_goes_elsewhere() -> None:
@@ -73,36 +43,6 @@ def test_a_lease_whose_model_is_being_loaded_is_not_taken_back() -> None:
     assert task.lease is not lease
 
 
-def test_a_task_that_waits_in_a_window_is_recalled_at_its_queue_timeout_and_begins_nowhere() -> None:
-    stage = Stage()
-    stage.worker(slots=1)
-    spec = Spec(kind="run", queue_timeout_s=2.0)
-    runs, waits = stage.submit(2, spec)
-    later = stage.submit(1, Spec(kind="run"))[0]
-    stage.handle(
-        ev.Heartbeat(1, [held_lease(lease_of(runs), running=True), held_lease(lease_of(waits))], 1, Telemetry())
-    )
-    commands = stage.handle(ev.Tick(), 2.0)
-    assert [c.lease_ids for c in commands if isinstance(c, ev.Recall)] == [[lease_of(waits).lease_id]]
-    stage.fail(lease_of(waits), "Recalled", returned=True, after_s=0.1)
-    assert waits.outcome is not None
-    assert waits.outcome.error is not None
-    assert (state_of(waits), waits.outcome.error.type) == (OutcomeState.EXPIRED, "QueueTimeout")
-    assert not waits.outcome.worker_id, "it ended in the queue"
-    assert later.lease is not None
-    assert runs.outcome is None
-
-
-def test_a_task_that_comes_back_after_its_queue_timeout_expires() -> None:
-    stage = Stage()
-    stage.worker("a", slots=1)
-    (task,) = stage.submit(1, Spec(kind="run", queue_timeout_s=2.0))
-    stage.handle(ev.Tick(), 2.0)
-    stage.worker("b")
-    stage.handle(ev.SessionClosed(1), 0.5)
-    assert state_of(task) is OutcomeState.EXPIRED
-
-
 def test_a_task_that_no_worker_begins_expires_at_its_queue_timeout() -> None:
     stage = Stage()
     grace_s = stage.limits.session_timeout_s
@@ -127,9 +67,7 @@ def test_a_task_that_no_worker_begins_expires_at_its_queue_timeout() -> None:
 
 
 def test_a_drain_that_is_overruled_or_long_over_revokes_what_it_should() -> None:
-    stage = Stage()
-    stage.worker()
-    (task,) = stage.submit()
+    stage, task = leased()
     lease = lease_of(task)
     stage.handle(ev.Drain("w", stage.now + 1))
     stage.handle(ev.Drain("w", stage.now + 3))
@@ -157,8 +95,7 @@ def test_a_task_that_its_worker_did_not_end_says_how_long_it_ran() -> None:
     (cancelled,) = stage.submit()
     stage.beat(running=True, after_s=1.0)
     stage.handle(ev.Cancel([cancelled]), 2.0)
-    assert cancelled.outcome is not None
-    assert cancelled.outcome.start_s == stage.now - 2.0
+    assert outcome_of(cancelled).start_s == stage.now - 2.0
 
 
 def test_a_master_that_is_away_between_two_looks_looks_again() -> None:

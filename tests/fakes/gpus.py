@@ -161,13 +161,6 @@ class SimulatedGpus:
         gpu.energy_runs = 0
         gpu.energy_mj = round(joules * 1000)
 
-    def run_energy(self, i: int, *, joules: float = 0.0, period_s: float = 0.02) -> None:
-        """The counter grows by the GPU's power, a step every `period_s`, from `joules` on."""
-        gpu = self.gpu(i)
-        gpu.energy_mj, gpu.energy_period_ns = round(joules * 1000), round(period_s * 1e9)
-        gpu.energy_since_ns = time.monotonic_ns()
-        gpu.energy_runs = 1
-
     def clocks(self, i: int, sm_mhz: int, memory_mhz: int) -> None:
         gpu = self.gpu(i)
         gpu.clocks_mhz[0] = gpu.clocks_mhz[1] = sm_mhz
@@ -256,14 +249,9 @@ class SimulatedGpus:
         """The driver doesn't answer calls on this GPU, until answer_()."""
         self.gpu(i).hangs = 1
 
-    def slow(self, i: int, delay_s: float) -> None:
-        """Every call on this GPU takes so long."""
-        self.gpu(i).delay_us = round(delay_s * 1e6)
-
     def answer_(self, i: int) -> None:
-        """The end of hang() and slow()."""
-        gpu = self.gpu(i)
-        gpu.hangs = gpu.delay_us = 0
+        """The end of hang()."""
+        self.gpu(i).hangs = 0
 
     def fail(self, function: str, i: int | None = None, code: int = NOT_SUPPORTED) -> None:
         """A C function ("nvmlDeviceGetPowerUsage"), or "field 230", gives this code, for one GPU or for all."""

@@ -8,8 +8,8 @@ faults, workers that stop and start, on GPUs whose servers are quick or slow. Af
 that it deserves: the innocent succeed, as their first attempt; and nothing has changed on GPUs without a fault.
 
 What a run does depends on the seed and its number alone, so `--first 38 --runs 1` is the 38th again, but for the
-machine's speed. A run that doesn't come to its end in time is a wrong outcome, with its workers' and servers' logs, and
-the next one has a new host.
+machine's speed. A run that does not end in time is a wrong outcome, and the next one has a new
+host.
 """
 
 import argparse
@@ -107,7 +107,7 @@ class Trial:
                 await self._deeds(plans, found)
             ended = True
         except Exception as error:  # whatever it is, the run failed
-            found.append(f"the run did not come to its end: {error!r}\n{self._state()}")
+            found.append(f"the run did not come to its end: {error!r}")
         violations = await self._count(found)
         deeds = [plan.deed for plan in plans]
         self.tally.runs += 1
@@ -212,20 +212,6 @@ class Trial:
             if code:
                 found.append(f"a worker that was told to stop ended with {code}: {worker.log[-500:]}")
             await self.host.worker(worker.gpu, *FLAGS)
-
-    def _state(self) -> str:
-        """What is known of a host where a run hangs."""
-        lines = []
-        for worker in self._living():
-            stream = worker.stream
-            held = [(h.lease_id, "running" if h.running else "waits") for b in stream.heartbeats[-1:] for h in b.leases]
-            lines += [f"--- worker of GPU {worker.gpu}, engine {worker.engine_pid()}, leases {held}; its log:"]
-            lines += [worker.log[-4000:]]
-        for gpu in GPUS:
-            for name in ("control.log", "server.log"):
-                path = self.host.pipe_dir(gpu) / "log" / name
-                lines += [f"--- {name} of GPU {gpu}:", path.read_text()[-2000:] if path.exists() else "none"]
-        return "\n".join(lines)
 
 
 async def _work_off(seed: int, numbers: Iterator[int], tally: Tally, *, aloud: bool) -> None:

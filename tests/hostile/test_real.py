@@ -1,23 +1,17 @@
-"""A short run against real daemons. The long run: `python -m tests.hostile`."""
+"""An engine of a real worker that writes to its own socket. The long runs: `python -m tests.hostile`."""
 
 from pathlib import Path
 
 from multigpu.v1 import task_pb2
 
-from tests.hostile.targets.real import hostile_fleet, random_master
+from tests.fleet import Fleet
 
-
-def test_real_daemons_with_hostile_callers(tmp_path: Path) -> None:
-    with hostile_fleet(tmp_path, seed=1) as callers:
-        callers.batch(300)
-        assert random_master(callers.fleet, 40, seed=1) >= 40
-        callers.check()
+HANDLERS = Path(__file__).resolve().parent / "handlers"
 
 
 def test_an_engine_that_writes_to_its_socket_is_ended(tmp_path: Path) -> None:
     """A handler writes to its engine's socket: its task fails with an explanation, and the next one succeeds."""
-    with hostile_fleet(tmp_path, seed=1) as callers:
-        fleet = callers.fleet
+    with Fleet(tmp_path, workers=1, handlers=["babbling"], handlers_dir=HANDLERS) as fleet:
         (task_id,) = fleet.submit("babble", b"hello agent, I am no frame\n" * 3, attempts_max=2)
         outcome = fleet.outcome(task_id, wait_s=30)
         assert outcome.state == task_pb2.OUTCOME_STATE_DEAD_LETTERED

@@ -20,7 +20,7 @@ from multigpu.cli.tasks.submit import parse
 from multigpu.config.config import ConfigError, MasterConfig, load
 from multigpu.outcome import Outcome, OutcomeState
 from multigpu.v1 import admin_service_pb2 as admin_pb
-from multigpu.v1 import device_pb2, model_pb2, task_pb2, task_service_pb2
+from multigpu.v1 import model_pb2, task_pb2, task_service_pb2
 from multigpu.v1 import worker_service_pb2 as worker_pb
 from multigpu_master import settings
 from multigpu_master.core import events as ev
@@ -33,7 +33,6 @@ from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 from multigpu_master.strategies.registry import load_strategies
-from multigpu_master.wire import devices as wire_devices
 from multigpu_master.wire import leases as wire_leases
 from multigpu_master.wire import models as wire_models
 from multigpu_master.wire import specs as wire_specs
@@ -106,13 +105,6 @@ def test_every_time_can_be_converted_back(seconds: int, nanos: int) -> None:
     shown = wire_times.timestamp(told)
     assert shown.ToDatetime().year <= 9999
     assert math.isclose(shown.seconds + shown.nanos / 1e9, told, abs_tol=1e-3)
-
-
-def test_a_non_finite_sample_is_absent() -> None:
-    told = wire_devices.telemetry(
-        device_pb2.DeviceTelemetry(utilization=math.nan, power_watts=math.inf, temperature_celsius=9)
-    )
-    assert (told.utilization, told.power_watts, told.temperature_celsius) == (None, None, 9)
 
 
 def test_a_held_lease_is_limited() -> None:

@@ -1,6 +1,6 @@
 """Every target with a few inputs: by hypothesis, which shrinks failing inputs, and by one round of the long run.
 
-Long runs: `python -m tests.hostile --inputs 1000000`, `python -m tests.hostile coverage`.
+Long runs: `python -m tests.hostile --inputs 1000000`.
 """
 
 from collections.abc import Iterator

@@ -130,31 +130,6 @@ def test_too_many_tasks_in_one_submit(fleet: Fleet) -> None:
         fleet.submit_raw("echo", *(b"" for _ in range(101)))
 
 
-def test_a_message_beyond_the_size_limit(fleet: Fleet) -> None:
-    with grpc.insecure_channel(fleet.address, options=[("grpc.max_send_message_length", -1)]) as channel:
-        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
-        with rejected(grpc.StatusCode.RESOURCE_EXHAUSTED):
-            submit(bytes(65 << 20), timeout=20)
-
-
-def test_a_valid_task_beside_invalid_ones_is_accepted(fleet: Fleet) -> None:
-    batches = [
-        task_pb2.TaskBatch(
-            spec=task_pb2.TaskSpec(kind="echo", priority=priority), inputs=[task_pb2.TaskInput(payload=b"x")]
-        )
-        for priority in (9, 1)
-    ]
-    answer = fleet.tasks.Submit(task_service_pb2.SubmitRequest(batches=batches), timeout=30)
-    assert [r.WhichOneof("answer") for r in answer.results] == ["rejection", "task_id"]
-    assert fleet.outcome(answer.results[1].task_id).result == b"x"
-
-
-def test_a_request_id_with_a_nul_is_rejected(fleet: Fleet) -> None:
-    (rejected,) = fleet.submit_raw("echo", b"x", request_ids=["a\0b"]).results
-    assert "no NUL" in rejected.rejection.message
-    assert "too long" not in rejected.rejection.message
-
-
 def test_run_needs_request_ids(fleet: Fleet) -> None:
     with rejected(grpc.StatusCode.INVALID_ARGUMENT, "needs a request_id"):
         collect(fleet.tasks.Run(iter([run_frame("echo", ("", b"x"))]), timeout=30))

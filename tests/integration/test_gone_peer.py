@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import grpc
+import pytest
 import structlog
 from multigpu.v1 import worker_service_pb2
 from multigpu_master.rpc.registration import add_service
@@ -61,9 +62,6 @@ async def serve_and_vanish(*, write: bool, caplog: Any) -> list[Any]:
     return [*logs, *errors]
 
 
-async def test_a_status_for_a_peer_that_is_gone(caplog: Any) -> None:
-    assert not await serve_and_vanish(write=False, caplog=caplog)
-
-
-async def test_a_frame_for_a_peer_that_is_gone(caplog: Any) -> None:
-    assert not await serve_and_vanish(write=True, caplog=caplog)
+@pytest.mark.parametrize("write", [False, True])
+async def test_a_write_to_a_peer_that_is_gone(caplog: Any, write: bool) -> None:
+    assert not await serve_and_vanish(write=write, caplog=caplog)

@@ -9,10 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2
 
@@ -113,15 +111,6 @@ def test_a_drain_never_interrupts_before_its_deadline(fleet: Fleet, tmp_path: Pa
     assert (outcome.worker_id, outcome.attempts) == ("w1", 1)
 
 
-def test_a_drain_without_a_deadline_waits(fleet: Fleet, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    task_id = gated(fleet, gate, "w0")
-    assert not drain(fleet, "w0").HasField("drain_deadline")
-    assert fleet.get(task_id, 0.5).worker_id == "w0"
-    gate.touch()
-    assert fleet.outcome(task_id).worker_id == "w0"
-
-
 def test_a_drain_can_be_cancelled(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     task_id = gated(fleet, gate, "w0")
@@ -208,19 +197,6 @@ def test_set_strategy_by_name_or_alias(fleet: Fleet) -> None:
             put("")
     finally:
         put("auto")
-
-
-def test_a_partition_key_stays_with_one_worker(fleet: Fleet) -> None:
-    request = admin_pb.SetStrategyRequest(strategy="static_partition", queue="keyed")
-    fleet.admin.SetStrategy(request, timeout=30)
-    with fleet.client() as client:
-        placed: dict[str, set[str]] = {}
-        for _ in range(3):
-            for key in map(str, range(12)):
-                outcome = client.run_outcome("echo", b"x", partition_key=key, queue="keyed")
-                placed.setdefault(key, set()).add(outcome.worker_id)
-    assert all(len(workers) == 1 for workers in placed.values())
-    assert {w for workers in placed.values() for w in workers} == {"w0", "w1"}
 
 
 # --- queues ----------------------------------------------------------------------------------------------------------
@@ -341,18 +317,3 @@ def test_health_has_a_name_for_the_master_and_one_for_each_worker(fleet: Fleet) 
     until(lambda: states[-1] == SERVING)
     watch.cancel()
     reader.join(5)
-
-
-def test_reflection_lists_the_services_and_describes_them(fleet: Fleet) -> None:
-    untyped: Any = reflection_pb2_grpc
-    stub = untyped.ServerReflectionStub(fleet.channel)
-    requests = [
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol="multigpu.v1.TaskService"),
-    ]
-    listed, described = list(stub.ServerReflectionInfo(iter(requests), timeout=30))
-    names = {s.name for s in listed.list_services_response.service}
-    assert names >= {f"multigpu.v1.{n}Service" for n in ("Task", "Worker", "Admin")} | {"grpc.health.v1.Health"}
-    data = described.file_descriptor_response.file_descriptor_proto[0]
-    file = FileDescriptorProto.FromString(data)
-    assert [m.name for m in file.service[0].method] == ["Submit", "Run", "Watch", "Get", "List", "Cancel", "Count"]

@@ -193,23 +193,3 @@ def test_large_payloads_come_back_whole_and_larger_ones_are_rejected(fleet: Flee
         with pytest.raises(multigpu.InvalidTaskError, match="payload_bytes_max"):
             client.run("echo", bytes((32 << 20) + 1))
         assert client.run("echo", b"after") == b"after"
-
-
-@pytest.mark.slow
-def test_a_rejection_is_an_error_with_its_remedy(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        with pytest.raises(multigpu.UnplaceableError, match=r"no worker runs kind 'no.such'.*wait_for_worker"):
-            client.run("no.such", b"")
-        with pytest.raises(multigpu.InvalidTaskError, match="priority 9 is out of range"):
-            client.run("echo", b"", priority=9)
-        answers = client.submit_many("echo", [b"x", multigpu.Input(payload=b"y", request_id="r" * 129)])
-        assert isinstance(answers[0], int)
-        assert isinstance(answers[1], multigpu.InvalidTaskError)
-
-
-@pytest.mark.slow
-def test_nobody_at_the_address_is_said_in_time() -> None:
-    began = time.monotonic()
-    with multigpu.Client("127.0.0.1:1", connect_timeout_s=0.5) as client, pytest.raises(multigpu.UnavailableError):
-        client.run("echo", b"")
-    assert time.monotonic() - began < 15

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import multigpu
-import pytest
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.fleet import Fleet, rejected, until
@@ -193,34 +191,6 @@ def test_ephemeral_tasks_are_answered_and_found_but_never_on_disk(fleet: Fleet) 
     first = next(o for frame in watch for o in frame.outcomes)
     watch.cancel()
     assert first.task_id == marker
-
-
-def test_the_sdk_does_all_of_it(fleet: Fleet, tmp_path: Path) -> None:
-    with fleet.client() as client:
-        assert client.run("echo", b"x") == b"x"
-        task_id = client.submit("trial.nap", b"abc", parameters={"seconds": "0.01"})
-        task = client.get(task_id, wait_s=10)
-        assert task.outcome is not None
-        assert task.outcome.value() == b"cba"
-        payloads = [b"%d" % n for n in range(500)]
-        assert list(client.map("echo", payloads)) == payloads
-        assert sorted(client.map("echo", payloads, ordered=False)) == sorted(payloads)
-        ids = client.submit_many("echo", payloads[:10])
-        assert all(isinstance(i, int) for i in ids)
-        assert list(client.stream("trial.stream", b"s", parameters={"count": "3"})) == [b"s-0", b"s-1", b"s-2"]
-        gated = client.submit("trial.gate", str(tmp_path / "never").encode())
-        assert list(client.cancel(gated, reason="enough").cancelled_task_ids) == [gated]
-        ended = client.get(gated, wait_s=10).outcome
-        assert ended is not None
-        with pytest.raises(multigpu.TaskCancelled, match="enough"):
-            ended.value()
-        with pytest.raises(multigpu.NotFoundError):
-            client.get(77)
-        with pytest.raises(multigpu.TaskDeadLettered, match="LookupError: not there: k"):
-            client.run("trial.raise", b"k", attempts_max=1)
-        assert next(client.watch())[0].task_id > 0
-        until(lambda: client.count().leased == 0)
-        assert next(iter(client.list_tasks())).task_id > 0
 
 
 def test_a_client_that_vanishes_leaves_its_durable_task_running(fleet: Fleet) -> None:

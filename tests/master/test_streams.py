@@ -5,8 +5,7 @@ from typing import Any
 import grpc
 import pytest
 from multigpu_master.rpc.errors import CallError, InvalidArgumentError
-from multigpu_master.rpc.outbox import Outbox
-from multigpu_master.rpc.streams import serve_stream
+from multigpu_master.rpc.outbox import Outbox, serve_stream
 
 
 class _Context:

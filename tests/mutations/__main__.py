@@ -1,6 +1,6 @@
-"""`python -m tests.mutations` applies the mutations one at a time, and says after how many seeds each was noticed. It
-fails when a mutation survives, when a checker fails on the unmutated product, or when a mutation does not fit the
-product any more.
+"""`python -m tests.mutations` applies the mutations one at a time, and says after how many seeds each was noticed.
+
+It fails when a mutation survives, when a checker fails on the unmutated product, or when a mutation no longer fits it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def trials(mutations: Iterable[Mutation], seeds: int | None, baseline_seeds: int
     """The checkers on the unmutated product, then the mutations. None: as many seeds as are stated."""
     mutations = list(mutations)
     made: list[Trial] = []
-    for name in dict.fromkeys(m.checker for m in mutations):
+    for name in dict.fromkeys(m.checker for m in mutations if "::" not in m.checker):  # tests run in every build
         stated = CHECKERS[name][2]
         made.append(partial(baseline, name, stated if baseline_seeds is None else min(stated, baseline_seeds)))
     return made + [partial(attempt, m, m.seeds if seeds is None else seeds) for m in mutations]

@@ -3,6 +3,7 @@ mutation, so that nothing of the product is loaded before.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 # name -> (module, function, seeds of the unmutated product). One seed: the function ignores it.
@@ -17,6 +18,14 @@ CHECKERS = {
     "known": ("tests.mutations.rules.known", "check", 30),
     "log": ("tests.mutations.rules.log_rules", "check", 10),
     "models": ("tests.sim.models", "check", 100),
+    "calls": ("tests.mutations.rules.sdk", "calls", 1),
+    "config": ("tests.mutations.rules.sdk", "config", 1),
+    "credentials": ("tests.mutations.rules.sdk", "credentials", 1),
+    "maps": ("tests.mutations.rules.sdk", "maps", 1),
+    "reconnect": ("tests.mutations.rules.sdk", "reconnect", 1),
+    "repository": ("tests.mutations.rules.sdk", "repository", 1),
+    "telemetry": ("tests.mutations.rules.sdk", "telemetry", 1),
+    "threads": ("tests.mutations.rules.sdk", "threads", 1),
     "results": ("tests.hostile.lost_results", "check", 20),
     "session": ("tests.worker.session.test_session", "test_any_order_of_events_loses_and_repeats_nothing", 300),
     "simulator": ("tests.sim.sim", "check", 300),
@@ -28,7 +37,11 @@ CHECKERS = {
 
 
 def checker(name: str) -> Callable[[int], None]:
-    """Loads a checker, and with it the part of the product that it watches."""
+    """Loads a checker, and with it the part of the product that it watches. A name with "::" is that of a test."""
+    if "::" in name:
+        from tests.mutations.rules.stories import run_test
+
+        return partial(run_test, name)
     module, function, _ = CHECKERS[name]
     found: Callable[[int], None] = getattr(import_module(module), function)
     return found
@@ -36,4 +49,4 @@ def checker(name: str) -> Callable[[int], None]:
 
 def seeds_of(name: str, seeds: int) -> int:
     """How many of these seeds a checker needs."""
-    return min(seeds, 1) if CHECKERS[name][2] == 1 else seeds
+    return min(seeds, 1) if "::" in name or CHECKERS[name][2] == 1 else seeds

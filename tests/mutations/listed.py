@@ -2,23 +2,23 @@
 
 from tests.mutations.lists.list_attempts import ATTEMPTS
 from tests.mutations.lists.list_client import CLIENT
+from tests.mutations.lists.list_edge import EDGE, TRANSPORT
 from tests.mutations.lists.list_events import EVENTS
-from tests.mutations.lists.list_ids import IDS
 from tests.mutations.lists.list_journal import JOURNAL
 from tests.mutations.lists.list_ledger import LEDGER
 from tests.mutations.lists.list_placement import PLACEMENT
 from tests.mutations.lists.list_quarantine import QUARANTINE
 from tests.mutations.lists.list_recall import RECALL
 from tests.mutations.lists.list_residency import RESIDENCY
+from tests.mutations.lists.list_sdk import SDK
 from tests.mutations.lists.list_sessions import SESSIONS
-from tests.mutations.lists.list_store import STORE
-from tests.mutations.lists.list_transport import TRANSPORT
+from tests.mutations.lists.list_store import IDS, STORE
 from tests.mutations.lists.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *RECALL, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT,
-    *IDS, *TRANSPORT, *STORE,
+    *IDS, *TRANSPORT, *SDK, *EDGE, *STORE,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

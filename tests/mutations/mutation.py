@@ -25,7 +25,7 @@ class Mutation:
     name: str
     module: str
     old: str
-    new: str
+    new: str = ""
     breaks: str = ""
     checker: str = "simulator"
     seeds: int = 1000
@@ -58,16 +58,16 @@ class _Loader(SourceFileLoader):
 
 class _Finder(MetaPathFinder):
     def __init__(self, mutation: Mutation) -> None:
-        self._mutation = mutation
+        self.mutation = mutation
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._mutation.module:
+        if fullname != self.mutation.module:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         assert spec is not None, f"{fullname} is there"
-        spec.loader = _Loader(self._mutation)
+        spec.loader = _Loader(self.mutation)
         return spec
 
 
@@ -75,3 +75,8 @@ def plant(mutation: Mutation) -> None:
     """Has this process import the mutated module."""
     assert mutation.module not in sys.modules, f"{mutation.module} was imported before it could be mutated"
     sys.meta_path.insert(0, _Finder(mutation))
+
+
+def planted() -> Mutation | None:
+    """The mutation of this process."""
+    return next((finder.mutation for finder in sys.meta_path if isinstance(finder, _Finder)), None)

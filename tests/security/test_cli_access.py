@@ -190,17 +190,3 @@ def test_completion_uses_the_settings_of_the_file(settings: Path) -> None:
     argv = [sys.executable, "-c", "from multigpu.cli import cli; cli(prog_name='mgpuctl')"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["plain,w1", "plain,w2"], done.stderr
-
-
-@pytest.mark.slow
-def test_a_fleet_of_up_is_ready_over_tls_with_a_file_given_by_config(settings: Path, secured: TlsFleet) -> None:
-    ca = secured.ca
-    with settings.open("a") as file:
-        for section, name in (("master", "master"), ("worker", "worker")):
-            file.write(f'[{section}]\ntls_cert = "{ca / name}.crt"\ntls_key = "{ca / name}.key"\n')
-        file.write(f'tls_ca = "{ca / "ca.crt"}"\n')
-    fleet = Up(settings.parent, "--config", str(settings), "--workers", "1")
-    try:
-        fleet.ready()
-    finally:
-        assert fleet.stop() == 0

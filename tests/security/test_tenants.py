@@ -8,7 +8,7 @@ import pytest
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
 
-from tests.fleet import rejected, until
+from tests.fleet import until
 from tests.security.secured import Caller, SecuredFleet, hello, run_request
 
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -229,12 +229,6 @@ def test_the_payload_directory_is_not_shared_with_a_tenant(mallory: Caller, secu
 def test_tenants_of_one_queue_see_each_others_tasks(mallory: Caller, alice: Caller) -> None:
     (result,) = alice.submit("shared", b"x")
     assert mallory.status("TaskService/Get", task_service_pb2.GetRequest(task_id=result.task_id)) is grpc.StatusCode.OK
-
-
-def test_a_reader_cannot_submit(secured: SecuredFleet) -> None:
-    reader = secured.as_role("read", queues=["a"])
-    with rejected(grpc.StatusCode.PERMISSION_DENIED, "submit"):
-        reader.submit("a", b"x")
 
 
 def test_the_journal_finds_nothing_for_an_empty_set_of_queues(secured: SecuredFleet, tmp_path: Path) -> None:

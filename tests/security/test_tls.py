@@ -147,23 +147,6 @@ def test_a_fleet_over_tls(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) ->
     worker.stop()
 
 
-def test_the_sdk_explains_tls_failures(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    _sdk(secured, monkeypatch, secured.admin_token, secured.other)
-    with (
-        multigpu.Client(secured.fleet.address, connect_timeout_s=0.5) as client,
-        pytest.raises(errors.UnavailableError, match="not of the authority"),
-    ):
-        client.get(1)
-    monkeypatch.delenv("MGPU_TLS_CERT")
-    monkeypatch.delenv("MGPU_TLS_KEY")
-    monkeypatch.setenv("MGPU_TLS_CA", str(secured.ca / "ca.crt"))
-    with (
-        multigpu.Client(secured.fleet.address, connect_timeout_s=0.5) as client,
-        pytest.raises(errors.UnavailableError, match="tls_cert and tls_key"),
-    ):
-        client.get(1)
-
-
 def test_an_unusable_master_is_not_reported_as_absent(
     secured: TlsFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -330,19 +313,3 @@ def test_the_authority_is_created_once_and_explains_errors(tmp_path: Path, monke
         authority.init(ca)
     shutil.copy(other / "ca.crt", ca / "ca.crt")
     assert not authority.read(ca, "w").ours
-
-
-@pytest.mark.slow
-def test_a_worker_explains_certificate_failures(secured: TlsFleet) -> None:
-    token = secured.fleet.folder / "without.token"
-    token.write_text(secured.create("without", "worker", worker_ids=["without"])[1])
-    token.chmod(0o600)
-    flags = ("--token-file", str(token), "--tls-ca")
-    # No certificate of its own; an authority that did not make the master's certificate.
-    for name, folder, words in (
-        ("bare", secured.ca, "tls_cert and tls_key"),
-        ("apart", secured.other, "not of the authority"),
-    ):
-        worker = secured.fleet.start_worker(name, *flags, str(folder / "ca.crt"))
-        until(lambda worker=worker, words=words: words in worker.log(), what=f"the hint {words!r}")  # type: ignore[misc]
-        worker.stop()

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_service_pb2
+from multigpu_master.security.tokens import Tokens
 
 from tests.fleet import rejected, until
 from tests.security.secured import METHODS, Caller, SecuredFleet, hello, metadata
@@ -129,14 +130,21 @@ def test_an_expired_token_ends_its_streams(secured: SecuredFleet) -> None:
     assert token_id not in {t.token_id for t in secured.tokens()}
 
 
+def test_an_expired_token_is_unknown() -> None:
+    now = 0.0
+    tokens = Tokens({}, lambda: now)
+    token, text = tokens.make("x", ["read"], ttl_s=5)
+    tokens.add(token)
+    assert tokens.find(text) is token
+    now = 5.0
+    assert tokens.find(text) is None
+
+
 def test_the_last_administrators_token_is_not_revoked(own_secured: SecuredFleet) -> None:
     secured = own_secured
     last = secured.admin_token.split("_")[1]
     expiring, _ = secured.create("short", "admin", ttl_s=0.1)
-    until(
-        lambda: expiring not in {t.token_id for t in secured.tokens()},
-        what="its end",
-    )
+    until(lambda: expiring not in {t.token_id for t in secured.tokens()}, what="its end")
     with rejected(grpc.StatusCode.FAILED_PRECONDITION, "tokens create", "--role admin"):
         secured.revoke(last)
     assert secured.admin.status("AdminService/ListTokens") is grpc.StatusCode.OK

@@ -24,7 +24,7 @@ def main() -> int:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-    print(tally.told())
+    print(tally.summary())
     if args.coverage:
         print(coverage(tally))
     return 1 if tally.failures else 0

@@ -1,5 +1,4 @@
-"""What goes wrong in a simulated world, and what people do to it, each by a name that a trace shows and the coverage
-counts.
+"""The faults of a simulated world and the actions of clients and operators, each with a name for trace and coverage.
 
 A fault is a method of `Faults`: it draws what it needs, and begins something that ends by itself. Durations are
 fractions and multiples of the master's session_timeout, so that small worlds with short timeouts see all of them.
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core
 
-from tests.sim.actors.client import Ask, Client
+from tests.sim.actors.client import Client, Request
 from tests.sim.actors.restoring import STRATEGIES
 from tests.sim.actors.worker import SimWorker
 from tests.sim.journal import Rows
@@ -26,7 +25,7 @@ QUEUES = ("default", "q2")
 
 
 class Faults:
-    """See the module. `names` are all there are; `happen` has one of them happen now."""
+    """See the module. `names` lists them; `happen` begins one of them now."""
 
     names: tuple[str, ...]
 
@@ -43,7 +42,7 @@ class Faults:
         getattr(self, name.replace(" ", "_"))()
 
     def lose_data(self, dice: Random) -> None:
-        """Has the journal lost some time, as the name `lose data` would, and by dice of its own."""
+        """At some time the journal is lost, or replaced by an older copy. Drawn with a generator of its own."""
         faults_s, backup = self._sim.size.faults_s, Rows()
         copied_s = dice.random() * faults_s
         lost_s = copied_s + dice.random() * (faults_s - copied_s)
@@ -58,17 +57,17 @@ class Faults:
         return self._random.choice(self._sim.clients)
 
     def _some(self, *shares: float) -> float:
-        """One of these, in session timeouts."""
+        """One of these multiples of the session timeout."""
         return self._random.choice(shares) * self._timeout_s
 
     def _later(self, low: float, high: float, what: Callable[[], None]) -> None:
         self._world.after(self._world.between(low, high), what)
 
-    def _told(self, event: ev.Event, undo: ev.Event | None = None) -> None:
-        """An operator says something to the master, trying again while it is down, and takes it back later."""
+    def _operate(self, event: ev.Event, undo: ev.Event | None = None) -> None:
+        """An operator's call to the master, repeated while the master is down, and undone later."""
         master = self._master
         if master.core is None:
-            self._later(0.3, 0.3, lambda: self._told(event, undo))
+            self._later(0.3, 0.3, lambda: self._operate(event, undo))
             return
         done = False
 
@@ -76,7 +75,7 @@ class Faults:
             nonlocal done
             done = True
 
-        def heard() -> None:
+        def call() -> None:
             assert master.core is not None, "it is awake"
             if self._knows(master.core, event):
                 master.operate(event, answered)
@@ -85,15 +84,15 @@ class Faults:
 
         def later() -> None:
             if not done:
-                self._told(event, undo)  # the master died before it answered, or is slow
+                self._operate(event, undo)  # the master died before it answered, or is slow
             elif undo is not None:
-                self._told(undo)
+                self._operate(undo)
 
-        master.when_awake(heard)
+        master.when_awake(call)
         self._later(0.3, 2.0, later)
 
     def _knows(self, core: Core, event: ev.Event) -> bool:
-        """As the front door checks before the core is asked."""
+        """The check of the admin service before it passes the event to the core."""
         if not isinstance(event, ev.Cordon | ev.Uncordon | ev.Drain | ev.Forget | ev.LoadModel | ev.UnloadModel):
             return True
         worker = core.fleet.workers.get(event.worker_id)
@@ -135,7 +134,7 @@ class Faults:
             self._later(0.01, 2.0, master.start)
 
     def _lose_data(self, backup: Rows) -> None:
-        """The journal is lost; in its place comes this copy of it, or an empty one."""
+        """The journal is replaced by this copy of it, or by an empty one."""
         master = self._master
         self._world.trace("fault: the journal is %s", "an older copy" if backup.incarnations else "lost")
         self._world.coverage["fault: older copy" if backup.incarnations else "fault: data lost"] += 1
@@ -145,17 +144,17 @@ class Faults:
         self._later(0.01, 1.0, master.start)
         # What operators have undone since the copy was made.
         for queue in QUEUES:
-            self._told(ev.ConfigureQueue(queue, paused=False, tasks_max=0, bytes_max=0))
+            self._operate(ev.ConfigureQueue(queue, paused=False, tasks_max=0, bytes_max=0))
         for worker in self._sim.workers:
-            self._told(ev.Uncordon(worker.info.worker_id))
+            self._operate(ev.Uncordon(worker.info.worker_id))
             for model in worker.info.models:
-                self._told(ev.UnloadModel(worker.info.worker_id, model.name))
+                self._operate(ev.UnloadModel(worker.info.worker_id, model.name))
 
     def master_stall(self) -> None:
         self._master.stalled_until = self._world.now + self._some(0.02, 0.3, 1.4)
 
     def clock_jump(self) -> None:
-        """The wall clock of the master's host; a running master doesn't notice, the next one does."""
+        """The wall clock of the master's host is set. Only the next master reads it."""
         self._master.wall_skew_s += self._random.choice((-4000.0, -1.0, 1.0, 4000.0))
 
     # --- streams -----------------------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ class Faults:
         journal.slow = self._random.choice((5.0, 50.0))
         self._later(0.1, 2.0, lambda: setattr(journal, "slow", 1.0))
 
-    # --- what workers say --------------------------------------------------------------------------------------------
+    # --- reports of workers -------------------------------------------------------------------------------------------
 
     def memory(self) -> None:
         worker = self._worker()
@@ -199,7 +198,7 @@ class Faults:
             dice, name = self._sim.models_dice, worker.info.worker_id
             model = dice.choice(("m1", "m2"))
             unload = ev.UnloadModel(name, model)
-            self._told(dice.choice((ev.LoadModel(name, model), unload)), unload)
+            self._operate(dice.choice((ev.LoadModel(name, model), unload)), unload)
 
     def sick(self) -> None:
         first, unusable, well_after_s = self._worker(), self._world.chance(0.5), self._some(0.05, 0.5, 1.5)
@@ -207,76 +206,76 @@ class Faults:
         for worker in self._sim.workers if common_cause else [first]:
             worker.fall_sick(unusable=unusable, well_after_s=well_after_s)
 
-    def lie(self) -> None:
+    def false_reports(self) -> None:
         worker, core = self._worker(), self._master.core
         if core is not None:
             name = worker.info.worker_id
             others = [x for w in core.fleet.workers.values() if w.worker_id != name for x in w.leases]
-            worker.lie(others + worker.reported)
+            worker.report_falsely(others + worker.reported)
             foreign = [x for w in self._sim.workers if w.info.worker_id != name for x in w.held.leases.values()]
             waiting = [task.task_id for task in core.tasks.values() if task.waiting]
             worker.claims = [(x.lease_id, x.task_id, x.attempt, x.proof) for x in foreign[:3]]
             worker.claims += [(task_id, task_id, 1, 0) for task_id in waiting[:3]]  # no lease has a task's id
             worker.break_stream(0.0)
 
-    # --- what clients do ---------------------------------------------------------------------------------------------
+    # --- clients ---------------------------------------------------------------------------------------------
 
-    def _open_ask(self) -> tuple[Client, Ask] | None:
+    def _open_request(self) -> tuple[Client, Request] | None:
         client = self._client()
-        asks = [a for a in client.asks.values() if a.open]
-        return (client, self._random.choice(asks)) if asks else None
+        requests = [a for a in client.requests.values() if a.open]
+        return (client, self._random.choice(requests)) if requests else None
 
     def duplicate(self) -> None:
         """The same request_id once more on the same stream."""
-        if (found := self._open_ask()) is not None:
+        if (found := self._open_request()) is not None:
             found[0].submit([found[1]])
 
     def attach(self) -> None:
-        """Another client asks for the same request_id."""
-        if (found := self._open_ask()) is not None:
-            ask, other = found[1], self._client()
-            if ask.request_id not in other.asks:
-                other.ask([Ask(ask.request_id, ask.spec, ask.payload, ask.partition_key)])
+        """Another client requests for the same request_id."""
+        if (found := self._open_request()) is not None:
+            request, other = found[1], self._client()
+            if request.request_id not in other.requests:
+                other.request([Request(request.request_id, request.spec, request.payload, request.partition_key)])
 
     def cancel(self) -> None:
         master = self._master
-        if (found := self._open_ask()) is not None and master.core is not None:
+        if (found := self._open_request()) is not None and master.core is not None:
             request_id = found[1].request_id
             master.when_awake(lambda: master.cancel(request_id) if master.core else None)
 
-    # --- what operators do -------------------------------------------------------------------------------------------
+    # --- operators -------------------------------------------------------------------------------------------
 
     def cordon(self) -> None:
         name = self._worker().info.worker_id
-        self._told(ev.Cordon(name, "a test"), ev.Uncordon(name))
+        self._operate(ev.Cordon(name, "a test"), ev.Uncordon(name))
 
     def drain(self) -> None:
         name = self._worker().info.worker_id
         deadline_s = self._random.choice((None, self._master.now + self._world.between(-0.1, 2.0)))
-        self._told(ev.Drain(name, deadline_s), ev.Uncordon(name))
+        self._operate(ev.Drain(name, deadline_s), ev.Uncordon(name))
 
     def reset_breaker(self) -> None:
-        self._told(ev.ResetBreaker())
+        self._operate(ev.ResetBreaker())
 
     def forget(self) -> None:
-        self._told(ev.Forget(self._worker().info.worker_id))
+        self._operate(ev.Forget(self._worker().info.worker_id))
 
     def pause(self) -> None:
         queue = self._random.choice(QUEUES)
-        self._told(ev.ConfigureQueue(queue, paused=True), ev.ConfigureQueue(queue, paused=False))
+        self._operate(ev.ConfigureQueue(queue, paused=True), ev.ConfigureQueue(queue, paused=False))
 
     def limits(self) -> None:
         queue, tasks_max, bytes_max = self._random.choice(QUEUES), *self._random.choice(((1, 0), (5, 0), (0, 60)))
-        self._told(
+        self._operate(
             ev.ConfigureQueue(queue, tasks_max=tasks_max, bytes_max=bytes_max),
             ev.ConfigureQueue(queue, tasks_max=0, bytes_max=0),
         )
 
     def strategy(self) -> None:
-        self._told(ev.SetStrategy(self._random.choice(list(STRATEGIES))))
+        self._operate(ev.SetStrategy(self._random.choice(list(STRATEGIES))))
 
     def queue_strategy(self) -> None:
-        self._told(ev.SetStrategy(self._random.choice((*STRATEGIES, "", "")), self._random.choice(QUEUES)))
+        self._operate(ev.SetStrategy(self._random.choice((*STRATEGIES, "", "")), self._random.choice(QUEUES)))
 
     def requeue_letter(self) -> None:
         self._letter(self._master.requeue_letter)

@@ -1,9 +1,9 @@
-"""The simulated disk. What is simulated is SQLite and the journal's thread: appended entries become durable in order
-and after a delay, several in a transaction, and a crash loses the rest. The rules above it are the master's own: its
-`Journaling` runs here on a simulated event loop, and its records are what is kept.
+"""The simulated disk. It stands for SQLite and the journal's thread: appended entries become durable in order and after
+a delay, several in a transaction, and a crash loses the rest. The master's own `Journaling` runs above it, on a
+simulated event loop.
 
-The rules of journal/sqlite/journal.py (what a full disk rejects and what it keeps, what is written once, when there is
-room again) are written down here a second time; test_journal_model.py feeds both the same entries and compares.
+The rules of journal/sqlite/journal.py (what a full disk rejects and keeps, what is written once, when there is space
+again) are repeated here; test_journal_model.py feeds both the same entries and compares.
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ class SimJournal(Rows):
         self._rejected: dict[int, None] = {}
         self._writing = False
         self._full = False  # as the thread knows it
-        self._told: Link
+        self._answers: Link
 
     def open(self, on_commit: CommitCallback) -> None:
         """A new process; what the last one had not written is lost."""
         self.close()
-        self._told = Link(self._world, 0.001, lambda told: on_commit(*told))
+        self._answers = Link(self._world, 0.001, lambda answer: on_commit(*answer))
 
     def close(self) -> None:
         """The process is gone, in the middle of whatever it did."""
         if self._generation:
-            self._told.end(lost=True)
+            self._answers.end(lost=True)
         self._generation += 1
         self._queue = []
         self._pending.clear()
@@ -170,22 +170,22 @@ class SimJournal(Rows):
             waiting.extendleft(reversed(batch))
             if not self._full:
                 self._full = True
-                self._told.send(([], 0, FULL))
+                self._answers.send(([], 0, FULL))
                 pending = list(waiting)
                 waiting.clear()
                 self._sort_out(pending)
             self._world.after(RETRY_S, lambda: self._retry(generation))
         else:
-            room_again = self._full and not ahead
-            if room_again:
+            free_again = self._full and not ahead
+            if free_again:
                 self._full = False
                 self._rejected = {}
             for entry in batch:
                 self.apply(entry)
             if batch:
-                self._told.send((batch, 0, None))
-            if room_again:
-                self._told.send(([], 0, None))
+                self._answers.send((batch, 0, None))
+            if free_again:
+                self._answers.send(([], 0, None))
         self._take()
 
     def _retry(self, generation: int) -> None:
@@ -210,7 +210,7 @@ class SimJournal(Rows):
         if rejected:
             self.rejected_ever = True
             self._world.coverage["journal: submits rejected"] += len(rejected)
-            self._told.send((rejected, 0, FULL))
+            self._answers.send((rejected, 0, FULL))
 
 
 class _Handle:
@@ -251,7 +251,7 @@ class SimLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Whatever asks for the running loop in here gets this one. What remembers request_ids is made small: never
+        """Whatever requests for the running loop in here gets this one. What remembers request_ids is made small: never
         loaded, it sends everyone to the journal anyway, and clearing megabytes would take longer than the run.
         """
         asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", self))

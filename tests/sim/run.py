@@ -1,5 +1,5 @@
-"""Runs many seeds, on every core: the seeds are dealt out in portions, so that a failing one is found about as early as
-it would be in order, and the first that fails is the one that is told.
+"""Runs many seeds, on every core. Each process takes portions in order, so that a failing seed is found about as early
+as in a sequential run, and the first that fails is reported.
 """
 
 import gc
@@ -42,7 +42,7 @@ class Tally:
         self.failures = sorted(self.failures + other.failures)
         self.coverage.update(other.coverage)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """In a line or a few."""
         lines = [f"seed {seed}: {why}; see: python -m tests.sim --seed {seed} --trace" for seed, why in self.failures]
         cpu_s, wall_s = max(self.cpu_s, 1e-9), max(self.wall_s, 1e-9)
@@ -54,14 +54,14 @@ class Tally:
         return "\n".join(lines)
 
 
-def hush() -> None:
+def silence_log() -> None:
     """The master's log says nothing that a trace doesn't."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def run_portion(seeds: Iterable[int], *, keep_going: bool = True) -> Tally:
     """Runs these in this process."""
-    hush()
+    silence_log()
     tally = Tally()
     began = time.process_time()
     # A world is a net of objects that refer to each other: let a few worlds become garbage before it is swept.
@@ -90,7 +90,7 @@ def run_portion(seeds: Iterable[int], *, keep_going: bool = True) -> Tally:
 
 def run_one(seed: int, *, trace: bool) -> Tally:
     """Runs one, and tells its story."""
-    hush()
+    silence_log()
     simulation = Simulation(seed, trace=trace)
     tally = Tally(seeds=1)
     began = time.process_time()
@@ -111,12 +111,12 @@ def run_one(seed: int, *, trace: bool) -> Tally:
 def run_seeds(first: int, count: int, *, processes: int = 0, keep_going: bool = False, quiet: bool = False) -> Tally:
     """Runs count seeds from the first. Stops at the first failure unless told to keep going."""
     total = Tally()
-    began = told_s = time.monotonic()
+    began = printed_s = time.monotonic()
     for tally in _portions(first, count, processes or os.cpu_count() or 1):
         total.add(tally)
         total.wall_s = time.monotonic() - began
-        if not quiet and time.monotonic() - told_s > PROGRESS_S:
-            told_s = time.monotonic()
+        if not quiet and time.monotonic() - printed_s > PROGRESS_S:
+            printed_s = time.monotonic()
             left_s = total.wall_s / total.seeds * (count - total.seeds)
             print(f"{total.seeds:,} of {count:,} seeds, {len(total.failures)} failed, {left_s:.0f} s to go",
                   file=sys.stderr, flush=True)  # fmt: skip

@@ -1,13 +1,11 @@
-"""One seed: a fleet, clients, faults of some kinds for a while; then the faults stop, and everything must come to
-rest.
+"""One seed: a fleet and clients, with faults for a while; then the faults stop, and the world must come to rest.
 
-While the faults last any of them may strike, and what is checked is safety: the invariants after every event, and what
-clients are told. Then the world is healed and liveness is checked: the queue must drain to zero, every client must have
-its outcomes, the journal nothing left to do, and in some worlds every worker must be back.
+During the faults, safety is checked: the invariants after every event, and what clients are sent. After them, liveness:
+the queue must become empty, every client must have its outcomes, the journal must be idle, and in some worlds every
+worker must be back.
 
-Worlds come in three sizes. Most are small, since most bugs need a worker or two, a few tasks and a few faults in the
-right order: a million small worlds see more such orders than a thousand large ones. The few large ones are for what
-only shows in numbers: full windows, long classes, rankings.
+Most worlds are small, since most defects need a worker or two, a few tasks and a few faults in a certain order, and
+small worlds are fast. The few large ones have full windows, long resource classes and rankings.
 """
 
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from multigpu_master.core.model import Outcome, Spec
 from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.workers.info import Capability, Model, WorkerInfo
 
-from tests.sim.actors.client import Ask, Client
+from tests.sim.actors.client import Client, Request
 from tests.sim.actors.master import Master
 from tests.sim.actors.restoring import STRATEGIES
 from tests.sim.actors.worker import SimWorker
@@ -31,7 +29,7 @@ EVENTS_MAX = 90_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much there is in a world."""
+    """The dimensions of a world."""
 
     share: float  # of the seeds
     timeout_s: float  # the master's session_timeout
@@ -64,7 +62,7 @@ SIZES = (
 class Result:
     events: int
     checks: int
-    asked: int
+    submitted: int
     sim_s: float
 
 
@@ -77,10 +75,10 @@ class Simulation:
         at = random.random()
         self.size = size = SIZES[(at > SIZES[0].share) + (at > SIZES[0].share + SIZES[1].share)]
         self.timeout_s = size.timeout_s
-        # Whether workers tell what models take. Drawn apart, so that the worlds without are as they were.
+        # Whether workers report models and their memory. Own generators: worlds without these faults do not change.
         self.models_dice = Random(f"models {seed}")
         self.planned = self.models_dice.random() < 0.4
-        # Whether a worker stops to begin what it takes. Drawn apart, too.
+        # Whether a worker stops starting its tasks.
         self._inert_dice = Random(f"inert {seed}")
         self.heartbeat_s = size.heartbeat_s
         self.ids_dice = Random(f"ids {seed}")
@@ -94,7 +92,7 @@ class Simulation:
         self.master = Master(world, limits, random.choice(("auto", "auto", *STRATEGIES)), grace_s)
         if self.ids_dice.random() < 0.1:
             self.master.ids_left = self.ids_dice.randint(2, 60)
-        # A swarm: each seed has its own mix of faults, so that rare combinations get their turn.
+        # Each seed has its own mix of faults, so that rare combinations occur.
         self.faults = [f for f in Faults.names if random.random() < 0.3]
         self._faults = Faults(self)
         self.breaker_dice = Random(f"breaker {seed}")
@@ -105,12 +103,12 @@ class Simulation:
         self.clients = [Client(world, self.master, f"c{i}") for i in range(random.choice(size.clients))]
         self.specs = [self._spec(i) for i in range(random.randint(1, 4))]
         self.master.specs = {s.wire: s for s in self.specs}
-        # Whether everyone must be back in the end; it takes the world longer.
+        # Whether every worker must be back in the end, which takes longer.
         self._thorough = world.chance(0.1)
         self._healed_s = 0.0
         self._rest_s = 0.0
         self._inert_s = 0.0  # how long a worker may stay inert after the other faults
-        self._asked = 0
+        self._submitted = 0
 
     def _info(self, i: int) -> WorkerInfo:
         random = self.world.random
@@ -151,10 +149,10 @@ class Simulation:
     def _submit(self) -> None:
         world, random = self.world, self.world.random
         client, spec = random.choice(self.clients), random.choice(self.specs)
-        asks = []
+        requests = []
         for _ in range(random.choice(self.size.batch)):
-            self._asked += 1
-            request_id = f"r{self._asked}"
+            self._submitted += 1
+            request_id = f"r{self._submitted}"
             extra = random.choice(("", "", "", "", "fail", "fatal", "flaky", "save flaky", "stream", "stream flaky"))
             if world.chance(0.02):
                 extra = "poison"
@@ -162,8 +160,8 @@ class Simulation:
                 extra = random.choice(("stuck", "stuck", "stuck", "deaf"))
             run_s = random.choice((0.0005, 0.005, 0.02, 0.1, 0.4)) * world.between(0.5, 1.5) * self.timeout_s
             key = random.choice(("", "", "a", "b", "c"))
-            asks.append(Ask(request_id, spec, f"{request_id} run {run_s:.4f} {extra}".encode(), key))
-        client.ask(asks)
+            requests.append(Request(request_id, spec, f"{request_id} run {run_s:.4f} {extra}".encode(), key))
+        client.request(requests)
 
     def _fault(self) -> None:
         if self.faults:
@@ -206,13 +204,13 @@ class Simulation:
         world.after(size.faults_s + 0.01, self._heal)
         while not self._at_rest():
             if not world.step() or world.now > world.start + REST_S or world.events > EVENTS_MAX:
-                raise ViolationError(f"it never came to rest: {self._unrest()}")
+                raise ViolationError(f"the world did not come to rest: {self._unrest()}")
         self._judge()
         self.master.tally()
-        return Result(world.events, self.master.invariants.checks, self._asked, world.now - world.start)
+        return Result(world.events, self.master.invariants.checks, self._submitted, world.now - world.start)
 
     def _heal(self) -> None:
-        """The faults stop; sooner or later a worker that can take anything joins, so that nothing has an excuse."""
+        """Ends the faults. A worker that accepts every task joins, at once or later."""
         world = self.world
         world.trace("the faults stop")
         self.faults = []
@@ -232,7 +230,7 @@ class Simulation:
         if world.chance(0.5):
             healer.start()
         else:
-            # Who is there has to do it, if anyone can.
+            # The present workers have to run the tasks until then, if they can.
             world.after(1.2 * self.timeout_s, healer.start)
 
     def _at_rest(self) -> bool:
@@ -241,12 +239,12 @@ class Simulation:
             return False
         if not self.master.journal.idle or self.master.journaling._pending:
             return False
-        if any(ask.open for client in self.clients for ask in client.asks.values()):
+        if any(request.open for client in self.clients for request in client.requests.values()):
             return False
         if not self._thorough:
             return True
         self._rest_s = self._rest_s or self.world.now
-        # What is late has arrived by then, from workers that were frozen too.
+        # Late messages have arrived by then, also from workers that were frozen.
         if self.world.now < max(self._healed_s + self.timeout_s, self._rest_s) + self.timeout_s + 3.0:
             return False
         self._judge_workers()
@@ -255,11 +253,11 @@ class Simulation:
     def _unrest(self) -> str:
         core = self.master.core
         tasks = [t for t in core.tasks.values() if t.outcome is None][:3] if core is not None else []
-        open_ = [a.request_id for c in self.clients for a in c.asks.values() if a.open][:5]
+        open_ = [a.request_id for c in self.clients for a in c.requests.values() if a.open][:5]
         held = [f"{t.request_id} {t.payload!r} {t.attempts} {t.lease} {t.extra}" for t in tasks]
         return f"{core and core.unsettled} unsettled, asked {open_}, {held}"
 
-    # --- what must be true in the end --------------------------------------------------------------------------------
+    # --- conditions at the end --------------------------------------------------------------------------------
 
     def _judge(self) -> None:
         journal = self.master.journal
@@ -270,14 +268,14 @@ class Simulation:
         if journal.tasks:
             raise ViolationError(f"the journal still has tasks {list(journal.tasks)[:5]}")
         for client in self.clients:
-            for ask in client.asks.values():
-                if client.promised(ask) and ask.request_id not in journal.by_request:
-                    raise ViolationError(f"{ask.request_id} was acknowledged, and lost")
-                self._judge_outcomes(ask, [o for _, _, o in ask.outcomes])
+            for request in client.requests.values():
+                if client.promised(request) and request.request_id not in journal.by_request:
+                    raise ViolationError(f"{request.request_id} was acknowledged, and lost")
+                self._judge_outcomes(request, [o for _, _, o in request.outcomes])
         self._judge_letters()
 
     def _judge_workers(self) -> None:
-        """Every worker is back, and nobody holds anything any more."""
+        """Every worker is back, and none holds a lease."""
         core = self.master.core
         assert core is not None, "it is at rest"
         for worker in self.workers:
@@ -295,30 +293,30 @@ class Simulation:
             if known is not None and known.session and known.cordon:
                 raise ViolationError(f"{worker.info.worker_id} is {known.cordon.reason} for ever")
 
-    def _judge_outcomes(self, ask: Ask, outcomes: list[Outcome]) -> None:
+    def _judge_outcomes(self, request: Request, outcomes: list[Outcome]) -> None:
         states = {o.state.name for o in outcomes}
-        words = ask.payload.decode().split()[3:]
-        if "SUCCEEDED" in states and not {"fail", "fatal", "stuck", "deaf", "poison"}.isdisjoint(words):
-            raise ViolationError(f"{ask.request_id} succeeded, which it can't")
+        options = request.payload.decode().split()[3:]
+        if "SUCCEEDED" in states and not {"fail", "fatal", "stuck", "deaf", "poison"}.isdisjoint(options):
+            raise ViolationError(f"{request.request_id} succeeded, which is impossible")
         errors = {o.error.type for o in outcomes if o.error is not None}
-        if "fatal" in words and "DEAD_LETTERED" in states and errors.isdisjoint(("WorkerLost", "RunTimeout")):
-            raise ViolationError(f"{ask.request_id} is a dead letter, though it failed for good")
+        if "fatal" in options and "DEAD_LETTERED" in states and errors.isdisjoint(("WorkerLost", "RunTimeout")):
+            raise ViolationError(f"{request.request_id} is a dead letter, although its error is not retryable")
 
     def _judge_letters(self) -> None:
-        """A dead letter is there, or discarded, or one new task has taken its place."""
+        """A dead letter is in the journal, was discarded, or was requeued as exactly one task."""
         master = self.master
         journal = master.journal
         for letter, record in journal.outcomes.items():
             if record.dead is None:
                 continue
-            reborn, told = journal.reborn.get(letter, []), master.requeued.get(letter, [])
+            reborn, answered = journal.reborn.get(letter, []), master.requeued.get(letter, [])
             if letter in journal.dead:
-                if reborn or told:
-                    raise ViolationError(f"dead letter {letter} was requeued as {reborn or told}, and is still there")
+                if reborn or answered:
+                    raise ViolationError(f"dead letter {letter} was requeued, and is still in the journal")
             elif not reborn and letter not in master.discarded:
                 raise ViolationError(f"dead letter {letter} is gone")
-            if len(reborn) > 1 or any(t not in reborn for t in told):
-                raise ViolationError(f"dead letter {letter} became {reborn}; told was {told}")
+            if len(reborn) > 1 or any(t not in reborn for t in answered):
+                raise ViolationError(f"dead letter {letter} became {reborn}; the answer was {answered}")
 
 
 def check(seed: int) -> None:

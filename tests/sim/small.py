@@ -1,5 +1,5 @@
-"""Limits of the core so small that small worlds reach them: when a cache is emptied, when hollow entries are swept.
-Only while a simulation runs: other tests of the same process have the core's own.
+"""Limits of the core so small that small worlds reach them, for caches, sweeps and wait lists. Only while a simulation
+runs: other tests of the same process use the core's own.
 """
 
 from collections.abc import Iterator

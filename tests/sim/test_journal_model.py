@@ -54,7 +54,7 @@ class Both:
         self.sim = SimJournal(self.world)
         self.numbers: dict[int, int] = {}  # id of an entry -> its number
         self.entries: list[tuple[Entry, Entry]] = []
-        self.told: tuple[dict[int, bool], dict[int, bool]] = ({}, {})  # real, simulated: whether it was written
+        self.answers: tuple[dict[int, bool], dict[int, bool]] = ({}, {})  # real, simulated: whether it was written
         self.open()
 
     def open(self) -> None:
@@ -67,8 +67,8 @@ class Both:
             assert error is None or isinstance(error, JournalFullError)
             for entry in entries:
                 number = self.numbers[id(entry)]
-                assert number not in self.told[which], "an entry is answered once"
-                self.told[which][number] = error is None
+                assert number not in self.answers[which], "an entry is answered once"
+                self.answers[which][number] = error is None
 
         return answered
 
@@ -92,12 +92,12 @@ class Both:
             lambda: (
                 self.real._queue.empty()
                 and self.real.writable != self.sim._full
-                and self.told[0].keys() == self.told[1].keys()
+                and self.answers[0].keys() == self.answers[1].keys()
             )
         )
 
     def compare(self) -> None:
-        assert self.told[0] == self.told[1]
+        assert self.answers[0] == self.answers[1]
         for mine, its in self.entries:
             assert mine == its, "the same is left of an entry"
         sim, real = self.sim, self.real
@@ -108,9 +108,9 @@ class Both:
         assert letters == sorted(sim.dead, reverse=True)
         assert {r.task_id: r for r in real.get_dead_letters(letters)} == sim.dead
         assert {k: v for k, v in real.settings().items() if k.startswith("s")} == sim.settings
-        asked = [f"r{n}" for n in range(40)]
-        found = {k: o.task_id for k, o in real.find_requests(asked).items()}
-        assert found == {k: r.task_id for k, r in sim.find_requests(asked).items()}
+        request_ids = [f"r{n}" for n in range(40)]
+        found = {k: o.task_id for k, o in real.find_requests(request_ids).items()}
+        assert found == {k: r.task_id for k, r in sim.find_requests(request_ids).items()}
 
     def reopen(self) -> None:
         self.real.close(20.0)
@@ -187,13 +187,13 @@ def test_the_simulated_journal_is_a_model_of_the_real_one(
                 both.settle_down()
             both.compare()
             for number, (entry, _) in enumerate(both.entries):
-                if not both.told[0][number]:
+                if not both.answers[0][number]:
                     for record in entry.submits:
                         story.open.pop(record.task_id, None)
             if random.random() < 0.1:
                 both.reopen()
-        assert len(both.told[0]) == len(both.entries)
-        assert not all(both.told[0].values()), "some submits were rejected"
+        assert len(both.answers[0]) == len(both.entries)
+        assert not all(both.answers[0].values()), "some submits were rejected"
         assert both.sim.dead
         assert both.sim.reborn
     finally:

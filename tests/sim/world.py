@@ -1,13 +1,12 @@
-"""The simulated world: one clock, one seeded source of chance, links that deliver in order until they break.
+"""The simulated world: one clock, one seeded random generator, links that deliver in order until they break.
 
-Everything that happens is an event in one heap. A seed and a commit reproduce a run to the last detail: nothing
-iterates over a set, and nothing but `World.random` draws numbers.
+All events are in one heap. A seed and a commit reproduce a run exactly: nothing iterates over a set, and all random
+numbers come from seeded generators.
 
-What the network may do is what it may do to a gRPC stream, which runs over TCP: within one stream nothing is lost,
-repeated or overtaken while the stream lives, so a `Link` delays, stalls one direction for seconds, and breaks. When it
-breaks, what was on its way is lost, or arrives before the other side hears of the end, even after the first words of
-the next stream: thus things are lost, reordered and (as each side says again what had no answer) duplicated, between
-streams. Who hears of a break, and when, is drawn as well: at once, late, or never.
+The network does what it may do to a gRPC stream, which runs over TCP: while a stream lives, nothing in it is lost,
+repeated or reordered, so a `Link` delays, stalls one direction for seconds, and breaks. When it breaks, messages on
+their way are lost, or arrive before the other side notices the end, even after the first messages of the next stream.
+Each side notices a break at once, late, or never.
 """
 
 from collections import Counter, deque
@@ -18,7 +17,7 @@ from typing import Any
 
 
 class ViolationError(AssertionError):
-    """The core broke a promise."""
+    """An invariant does not hold."""
 
 
 def check(holds: object, message: str, *args: object) -> None:
@@ -27,7 +26,7 @@ def check(holds: object, message: str, *args: object) -> None:
 
 
 class World:
-    """The clock, the heap of what is to happen, and the trace of what did. `coverage` counts what occurred, by name."""
+    """The clock, the heap of future events, and the trace of past ones. `coverage` counts what occurred, by name."""
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         self.seed = seed
@@ -42,12 +41,12 @@ class World:
         self._tickets = 0
 
     def after(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Has `what` happen once."""
+        """Calls `what` once, after the delay."""
         self._tickets += 1
         heappush(self._heap, (self.now + delay_s, self._tickets, what))
 
     def step(self) -> bool:
-        """Lets the next thing happen; False if nothing is left to happen."""
+        """Runs the next event. False: there is none."""
         if not self._heap:
             return False
         when, _, what = heappop(self._heap)
@@ -63,13 +62,13 @@ class World:
         return self.random.random() < share
 
     def trace(self, text: str, *args: Any, brief: bool = False) -> None:
-        """Notes what happened, for the reader of a failed seed. Formatted only if somebody reads."""
+        """Adds a line to the trace. Formatted only if there is one."""
         if self.tracing:
-            said = [tell(a) if brief else a for a in args]
-            self.lines.append(f"{self.now - self.start:9.4f}  {text % tuple(said) if said else text}")
+            shown = [describe(a) if brief else a for a in args]
+            self.lines.append(f"{self.now - self.start:9.4f}  {text % tuple(shown) if shown else text}")
 
 
-def tell(what: Any) -> str:
+def describe(what: Any) -> str:
     """An event or a command in a line: its numbers, and the ids in its lists."""
     parts = []
     for slot in getattr(what, "__slots__", ()):
@@ -85,7 +84,7 @@ def tell(what: Any) -> str:
 
 
 class Inbox:
-    """What a process does in order, as soon as it is awake. `asleep_until` says when that is."""
+    """Calls that a process makes in order, as soon as it is awake. `asleep_until` returns when that is."""
 
     def __init__(self, world: World, asleep_until: Callable[[], float]) -> None:
         self._world = world
@@ -109,18 +108,18 @@ class Inbox:
             what()
 
     def clear(self) -> None:
-        """The process is gone."""
+        """The process ended."""
         self._waiting.clear()
 
 
 class Link:
-    """One direction of a stream: in order, late, and lost from the moment that it breaks."""
+    """One direction of a stream: delivers in order and with a delay, and nothing after it breaks."""
 
     def __init__(self, world: World, delay_s: float, deliver: Callable[[Any], None]) -> None:
         self._world = world
         self._delay_s = delay_s
         self._deliver = deliver
-        self.arrival_s = 0.0  # when the last of what is on its way arrives
+        self.arrival_s = 0.0  # when the last message on its way arrives
         self.ended = False  # nothing more is sent
         self.broken = False  # nothing more arrives
 
@@ -137,11 +136,11 @@ class Link:
         world.after(self.arrival_s - world.now, arrive)
 
     def stall(self, seconds: float) -> None:
-        """What is sent from now on arrives no sooner than this."""
+        """Messages sent from now on arrive at the earliest after this time."""
         self.arrival_s = max(self.arrival_s, self._world.now + seconds)
 
     def end(self, *, lost: bool) -> float:
-        """The sender is gone. What is on its way is lost, or arrives. Returns how long the last of it takes."""
+        """The sender ended. Messages on their way are lost, or arrive. Returns the delay of the last one."""
         self.ended = True
         self.broken = self.broken or lost
         return 0.0 if self.broken else max(0.0, self.arrival_s - self._world.now)

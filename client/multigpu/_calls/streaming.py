@@ -20,7 +20,8 @@ _END = object()
 class SyncIterator(Iterator[T]):
     """An asynchronous generator of the loop thread, for threads without a loop.
 
-    Closing it, from any thread, or dropping it closes the generator and ends a pending `next`.
+    Closing it, from any thread, closes the generator and ends a pending `next`. Dropping it closes the generator too:
+    the loop's asyncgen hooks do that.
     """
 
     def __init__(
@@ -54,10 +55,6 @@ class SyncIterator(Iterator[T]):
             self._ended = True
             with contextlib.suppress(ClientClosedError):
                 self._wait(self._close())
-
-    def __del__(self) -> None:
-        if not (self._ended or self._thread.inherited or self._thread.loop.is_closed()):
-            self._thread.submit(self._close())  # not waited for: this may be the loop's thread
 
     async def _next(self) -> Any:
         self._waiter = asyncio.current_task()

@@ -52,17 +52,13 @@ class LoopThread:
 async def _finish(last: Coroutine[Any, Any, None]) -> None:
     try:
         await last
-        await _cancel_others()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
     finally:
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.stop)  # after the callbacks of this coroutine's end
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -21,13 +21,14 @@ class Sharing:
         self._writer: Writer | None = None
         self._writer_key = b""
         self._key_due = False
-        self._taken = self._reported = 0
+        # Results taken from this stream, and how many of them are reported. One that no call waits for counts too.
+        self.taken = self._reported = 0
 
     def stream_opened(self) -> None:
         """A new stream: nothing is offered, and nothing reported."""
         self.offer_known = self._key_due = False
         self._directory = None
-        self._taken = self._reported = 0
+        self.taken = self._reported = 0
 
     def offered(self, directory: Directory | None) -> bool:
         """The stream's master shares this directory. False: it is that of the stream before; True: another, so that
@@ -62,24 +63,20 @@ class Sharing:
 
     def take(self, at: task_pb2.PayloadReference) -> bytes:
         """The bytes of a result. OSError: they are gone."""
-        self._taken += 1
+        self.taken += 1
         if self._directory is None or "/" in at.segment:
             raise FileNotFoundError(f"the master refers to {at.segment!r}, which it does not share with us")
         return read_file(f"{self._directory.path}/{at.segment}", at.offset, at.size)
 
-    def skip(self) -> None:
-        """A result that no call waits for: counts as taken."""
-        self._taken += 1
-
     @property
     def report_due(self) -> bool:
         """Whether a frame must be sent now: the key, or many results taken."""
-        return self._key_due or self._taken - self._reported >= REPORT_TASKS
+        return self._key_due or self.taken - self._reported >= REPORT_TASKS
 
     @property
     def report_pending(self) -> bool:
         """Whether results taken must be reported with the next frame, or after a while."""
-        return self._taken != self._reported
+        return self.taken != self._reported
 
     def pop_key(self) -> bytes:
         """The key that proves that we share; empty if it was sent."""
@@ -88,5 +85,5 @@ class Sharing:
 
     def pop_taken(self) -> int:
         """How many results were taken since the stream began; 0 if that was reported."""
-        reported, self._reported = self._reported, self._taken
-        return self._taken if reported != self._taken else 0
+        reported, self._reported = self._reported, self.taken
+        return self.taken if reported != self.taken else 0

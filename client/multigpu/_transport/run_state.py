@@ -274,7 +274,7 @@ class RunState:
             if call is None:
                 self._cancelling.pop(request_id, None)
                 if message.HasField("result_place"):
-                    self.sharing.skip()
+                    self.sharing.taken += 1
                 continue
             tasks += 1
             nbytes += call.nbytes

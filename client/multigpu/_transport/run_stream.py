@@ -66,14 +66,14 @@ class RunStream:
         self._connection.check()
 
     async def start(self, calls: Sequence[Call]) -> None:
-        """Starts calls, in order, as soon as the window has room for them all."""
+        """Starts calls, in order, as soon as the window admits them all."""
         nbytes = sum(call.nbytes for call in calls)
         if not self._window.try_admit(len(calls), nbytes):
             await self._window.admit(len(calls), nbytes)
         self.start_admitted(calls)
 
     def try_start(self, call: Call) -> bool:
-        """Starts a call if the window has room for it now."""
+        """Starts a call if the window admits it now."""
         if not self._window.try_admit(1, call.nbytes):
             return False
         self.start_admitted((call,))

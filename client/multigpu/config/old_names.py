@@ -12,6 +12,7 @@ from multigpu.errors import ConfigError
 
 # The size of the cache where none was given.
 CACHE_ENTRIES = 10_000
+ENTRIES = "worker.embedding_cache_entries"
 
 # The variable, its meaning there, and its equivalent: a setting of [worker], which takes the variable's text as it is
 # if nothing more is said, or a sentence.
@@ -20,42 +21,20 @@ WORKER_NAMES = (
     ("EMBEDDING_BATCH_SIZE", "Texts in a batch.", "worker.batch_tasks_max"),
     (
         "EMBEDDING_CACHE_ENABLED",
-        "Whether vectors are remembered.",
-        "worker.embedding_cache_entries",
+        "Whether vectors are cached.",
+        ENTRIES,
         "`true`: EMBEDDING_CACHE_SIZE, or 10000; `false`: 0",
     ),
-    ("EMBEDDING_CACHE_SIZE", "How many.", "worker.embedding_cache_entries"),
+    ("EMBEDDING_CACHE_SIZE", "How many.", ENTRIES),
     ("EMBEDDING_CACHE_TTL", "For how many seconds.", "worker.embedding_cache_ttl_s"),
     ("EMBEDDING_CACHE_PERSISTENCE", "File that keeps them.", "worker.embedding_cache_file"),
     ("USE_TENSORRT", "Whether TensorRT runs the model.", "worker.engine", "`true`: tensorrt, `false`: auto"),
-    (
-        "TENSORRT_PRECISION",
-        "auto, fp32, fp16 or int8, of TensorRT.",
-        "worker.precision",
-        "only with USE_TENSORRT=true, as before",
-    ),
+    ("TENSORRT_PRECISION", "auto, fp32, fp16 or int8.", "worker.precision", "only with USE_TENSORRT=true"),
     ("TENSORRT_CACHE_DIR", "Folder of engines that were built.", "worker.artifacts_dir"),
-    (
-        "TENSORRT_INT8_CALIBRATION",
-        "Whether int8 is calibrated.",
-        "a remark in the log: int8 is always calibrated, with the data that a model's `[gate]` names (models.md)",
-    ),
-    (
-        "TENSORRT_INT8_CALIBRATION_CACHE",
-        "File of calibrations.",
-        "a remark in the log: they are kept in `artifacts_dir`",
-    ),
-    (
-        "ENABLE_TENSOR_CORES",
-        "Whether to use Tensor Cores.",
-        "worker.precision",
-        "`false`: fp32; `true`: auto, which uses them where there are any",
-    ),
-    (
-        "ENABLE_DYNAMIC_BATCHING",
-        "Whether batches adjust themselves to the memory.",
-        "nothing for `true`: they always do; for `false` a remark in the log",
-    ),
+    ("TENSORRT_INT8_CALIBRATION", "Whether int8 is calibrated.", "nothing: it always is, with data of `[gate]`"),
+    ("TENSORRT_INT8_CALIBRATION_CACHE", "File of calibrations.", "nothing: they are kept in `artifacts_dir`"),
+    ("ENABLE_TENSOR_CORES", "Whether to use Tensor Cores.", "worker.precision", "`false`: fp32; `true`: auto"),
+    ("ENABLE_DYNAMIC_BATCHING", "Whether batches adapt to the memory.", "nothing: they always do"),
 )
 
 

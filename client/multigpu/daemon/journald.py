@@ -87,9 +87,9 @@ def fields(event: MutableMapping[str, Any], identifier: str) -> bytes:
 
 def message(event: MutableMapping[str, Any]) -> str:
     """The line as text: the event, its keys, and the traceback if there is one."""
-    words = [str(event.get("event", ""))]
-    words += [f"{key}={value}" for key, value in event.items() if key not in _TAKEN]
-    text = " ".join(words)
+    parts = [str(event.get("event", ""))]
+    parts += [f"{key}={value}" for key, value in event.items() if key not in _TAKEN]
+    text = " ".join(parts)
     return f"{text}\n{event['exception']}" if event.get("exception") else text
 
 

@@ -30,7 +30,6 @@ class Health:
         self._states: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._calls: Counter[str] = Counter()
-        self._open = 0
         self._watches = 0
         self._stopping = False
 
@@ -81,18 +80,15 @@ class Health:
     @contextlib.contextmanager
     def _count(self, peer: str) -> Iterator[None]:
         """Counts the call while it is open. ExhaustedError: there are too many."""
-        if self._open >= ALL_CALLS_MAX:
-            text = f"{ALL_CALLS_MAX} health calls are open: read their responses, or try again later"
-            raise ExhaustedError(text)
-        if self._calls[peer] >= CALLS_MAX:
-            text = f"this connection has {CALLS_MAX} health calls open: read their responses, then try again"
-            raise ExhaustedError(text)
-        self._open += 1
+        if self._calls[peer] >= CALLS_MAX or self._calls.total() >= ALL_CALLS_MAX:
+            raise ExhaustedError(
+                f"too many health calls are open, at most {CALLS_MAX} of a connection and {ALL_CALLS_MAX} in all: read "
+                "their responses, then try again"
+            )
         self._calls[peer] += 1
         try:
             yield
         finally:
-            self._open -= 1
             self._calls[peer] -= 1
             if not self._calls[peer]:
                 del self._calls[peer]

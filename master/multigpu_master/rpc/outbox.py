@@ -1,4 +1,4 @@
-"""Messages waiting to be sent on one stream.
+"""A bidirectional stream: the messages that wait to be sent, and the loop that reads and writes.
 
 The frame under construction is the queue: items added during one write are sent together by the next. There is no
 timer, and no added latency on an idle stream.
@@ -6,8 +6,10 @@ timer, and no added latency on an idle stream.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
 
 from multigpu_master.payloads.messages import Peer
 from multigpu_master.rpc.errors import CallError
@@ -105,3 +107,38 @@ class Outbox(Generic[F]):
         while self.bytes > limit_bytes:
             self._drained.clear()
             await self._drained.wait()
+
+
+async def serve_stream(
+    context: Any,
+    outbox: Outbox[F],
+    on_message: Callable[[bytes], Awaitable[None]],
+    serialize: Callable[[F], bytes],
+) -> None:
+    """Serves the stream until the peer has half-closed and has every pending outcome. CallError: it was aborted."""
+
+    async def write_frames() -> None:
+        while (frame := await outbox.next()) is not None:
+            await context.write(serialize(frame))
+
+    writer = asyncio.create_task(write_frames())
+
+    async def read_messages() -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            await on_message(message)
+        if outbox.pending_outcomes > 0:
+            await outbox.no_pending_outcomes()
+        outbox.finish()
+        await writer
+
+    reader = asyncio.create_task(read_messages())
+    try:
+        ends: list[asyncio.Future[Any]] = [reader, outbox.aborted]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if outbox.aborted.done():
+            raise outbox.aborted.result()
+        await reader
+    finally:
+        reader.cancel()
+        writer.cancel()
+        await asyncio.gather(reader, writer, return_exceptions=True)

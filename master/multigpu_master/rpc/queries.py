@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from multigpu.v1 import task_pb2, task_service_pb2
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 FOREVER_S = 1e12
 NEWEST = 2**62
-# A loop over tasks or batches holds the event loop for at most this time, then pauses.
+# A loop over tasks or batches holds the event loop for at most this time.
 SLICE_S = 0.005
 
 
@@ -30,10 +30,14 @@ def batched(items: list[T], size: int) -> Iterator[list[T]]:
     return (items[at : at + size] for at in range(0, len(items), size))
 
 
-async def pause() -> float:
-    """Lets other calls run. Returns when, by time.monotonic, the caller has to pause again."""
-    await asyncio.sleep(0)
-    return time.monotonic() + SLICE_S
+async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items. Other calls run after each SLICE_S."""
+    end_s = time.monotonic() + SLICE_S
+    for item in items:
+        if time.monotonic() > end_s:
+            await asyncio.sleep(0)
+            end_s = time.monotonic() + SLICE_S
+        yield item
 
 
 def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
@@ -135,11 +139,7 @@ class Filter:
         """The filter for the journal's queries."""
         return OutcomeFilter(
             states=self.outcomes,
-            queue=self.queue,
-            queues=self.queues,
-            kind=self.kind,
-            model=self.model,
-            worker_id=self.worker_id,
+            **{name: getattr(self, name) for name in ("queue", "queues", "kind", "model", "worker_id")},
             submitted_after_s=self.after_s,
             submitted_before_s=self.before_s,
             cursor_max=cursor_max,
@@ -152,8 +152,8 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
     before = read_token(request.page_token, "page_token") or NEWEST
     wanted = Filter(request.filter)
     found: dict[int, Callable[[], task_pb2.Task]] = {}
-    async for tasks in _matching(driver, wanted, before):
-        for task in tasks:
+    async for block in pausing(driver.core.tasks.blocks_before(before)):
+        for task in filter(wanted.matches, block):
             found[task.task_id] = lambda t=task: live_task(driver, t, whole=False)  # type: ignore[misc]
         if len(found) > size:
             break
@@ -173,15 +173,6 @@ def _known(values: Sequence[int], enum: Any) -> set[int]:
     return set(enum.values()).intersection(values) or ({-1} if values else set())
 
 
-async def _matching(driver: Driver, wanted: Filter, before: int) -> AsyncIterator[list[Task]]:
-    """The core's matching tasks below an id, newest first, block by block. Other calls run between blocks."""
-    end_s = time.monotonic() + SLICE_S
-    for block in driver.core.tasks.blocks_before(before):
-        if time.monotonic() > end_s:
-            end_s = await pause()
-        yield [task for task in block if wanted.matches(task)]
-
-
 async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     """The number of matching tasks, by state. Each task is counted once, where it was when the call began: in the core,
     or in the journal up to the newest outcome whose task the core has forgotten.
@@ -195,10 +186,7 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     if not m.ListFields() and wanted.queues is None and not settled_here:
         response.queued, response.leased = core.unsettled - core.leased, core.leased
     elif wanted.live_states or settled_here:
-        end_s = time.monotonic() + SLICE_S
-        for block in core.tasks.blocks():
-            if time.monotonic() > end_s:
-                end_s = await pause()
+        async for block in pausing(core.tasks.blocks()):
             for task in block:
                 if not task.task_id or not wanted.matches(task):  # 0: the journal has rejected it meanwhile
                     continue
@@ -212,9 +200,6 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
         counted = await asyncio.to_thread(driver.journal.count_outcomes, wanted.for_journal(cursor_max))
         for state, n in counted.items():
             counts[OutcomeState(state)] += n
-    response.succeeded = counts[OutcomeState.SUCCEEDED]
-    response.failed = counts[OutcomeState.FAILED]
-    response.cancelled = counts[OutcomeState.CANCELLED]
-    response.expired = counts[OutcomeState.EXPIRED]
-    response.dead_lettered = counts[OutcomeState.DEAD_LETTERED]
+    for counted_state, n in counts.items():
+        setattr(response, counted_state.name.lower(), n)
     return response

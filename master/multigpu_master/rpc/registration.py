@@ -38,18 +38,15 @@ def add_service(
     handlers = {}
     for method in descriptor.methods:
         name, request_type = f"{descriptor.name}/{method.name}", GetMessageClass(method.input_type)
-        implementation = getattr(servicer, method.name)
-        serve = _streaming(implementation) if method.client_streaming else _parsing(implementation, request_type)
+        serve = _serving(getattr(servicer, method.name), None if method.client_streaming else request_type)
         # Inside authentication: rejected calls must not fill the audit log.
         serve = serve if audit is None else audit.wrap(serve, name, request_type)
-        serve = serve if method.client_streaming else _reading(serve, name, read or _read)
+        serve = serve if method.client_streaming else _reading(serve, name, read)
         serve = serve if auth is None else auth.guard(serve, name)
-        serve = _aborting(serve, method.name)
         serialize = None if method.client_streaming else GetMessageClass(method.output_type).SerializeToString
-        if method.server_streaming or read is not None:
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(serve, response_serializer=serialize)
-        else:
-            handlers[method.name] = grpc.stream_unary_rpc_method_handler(serve, response_serializer=serialize)
+        streams = method.server_streaming or read is not None
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+        handlers[method.name] = make(_aborting(serve, method.name), response_serializer=serialize)
     server.add_registered_method_handlers(descriptor.full_name, handlers)
 
 
@@ -71,15 +68,11 @@ class Reflection:
             yield parse(reflection_pb2.ServerReflectionRequest, data)
 
 
-async def _read(context: Any) -> Any:
-    return await context.read()
-
-
-def _reading(serve: Serve, name: str, read: Read) -> Serve:
+def _reading(serve: Serve, name: str, read: Read | None) -> Serve:
     """Reads the one request from the stream."""
 
     async def reading(_requests: object, context: Any) -> Any:
-        data = await read(context)
+        data = await (context.read() if read is None else read(context))
         if data is grpc.aio.EOF:
             raise InvalidArgumentError(f"{name} takes a request, and none came: send one")
         return await serve(data, context)
@@ -87,18 +80,15 @@ def _reading(serve: Serve, name: str, read: Read) -> Serve:
     return reading
 
 
-def _parsing(serve: Serve, request_type: Any) -> Serve:
-    async def parsing(data: bytes, context: Any) -> Any:
-        return await serve(parse(request_type, data), context)
+def _serving(implementation: Callable[..., Awaitable[Any]], request_type: Any | None) -> Serve:
+    """Parses the request. `request_type`: None for a stream of requests, which the implementation reads itself."""
 
-    return parsing
+    async def serving(data: bytes, context: Any) -> Any:
+        if request_type is None:
+            return await implementation(context)
+        return await implementation(parse(request_type, data), context)
 
-
-def _streaming(implementation: Callable[[Any], Awaitable[None]]) -> Serve:
-    async def streaming(_requests: object, context: Any) -> None:
-        await implementation(context)
-
-    return streaming
+    return serving
 
 
 def _aborting(serve: Serve, name: str) -> Serve:

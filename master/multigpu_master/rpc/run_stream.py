@@ -1,7 +1,6 @@
 """One Run stream: tasks and cancellations in; acceptances, rejections, partial outputs and outcomes out."""
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 
 import structlog
@@ -54,10 +53,7 @@ class RunStream:
         self._outcomes_only = self._outcomes_only or frame.outcomes_only
         if frame.results_taken:
             self._outbox.peer.taken(frame.results_taken)
-        end_s = time.monotonic() + queries.SLICE_S
-        for batch in frame.batches:
-            if time.monotonic() > end_s:
-                end_s = await queries.pause()
+        async for batch in queries.pausing(frame.batches):
             request_ids = request_ids_of(batch)
             if "" in request_ids:
                 raise InvalidArgumentError("a task on a Run stream needs a request_id: outcomes are matched by it")

@@ -1,7 +1,6 @@
 """TaskService: submits, watches, lists and cancels tasks for clients."""
 
 import asyncio
-import time
 from typing import Any
 
 import grpc
@@ -16,9 +15,9 @@ from multigpu_master.payloads.shared_files import Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.errors import CallError, ExhaustedError, InvalidArgumentError, NotFoundError
 from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, count_tasks, fill_rejection, fill_stored
+from multigpu_master.rpc.outbox import serve_stream
 from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
 from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, READ_BYTES, READ_OUTCOMES, RunStream
-from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.outcomes import RunFrame
 from multigpu_master.wire.tasks import request_ids_of
@@ -54,10 +53,7 @@ class TaskService:
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
         taken: list[tuple[list[str], list[Answer], asyncio.Future[JournalError | None]]] = []
-        end_s = time.monotonic() + queries.SLICE_S
-        for batch in request.batches:
-            if time.monotonic() > end_s:
-                end_s = await queries.pause()
+        async for batch in queries.pausing(request.batches):
             durable: asyncio.Future[JournalError | None] = loop.create_future()
             request_ids = request_ids_of(batch)
             answers = self._intake.take(batch, request_ids, 0, tell(durable))

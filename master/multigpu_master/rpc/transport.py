@@ -64,9 +64,7 @@ LOG_CHARS_MAX = 1000
 class OncePerSecond(logging.Filter):
     """Passes one line a second, shortened: peers without a token can make gRPC log two lines for each call."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last_s = 0.0
+    _last_s = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.getMessage().startswith("ExecuteBatchError"):  # the peer was gone before its answer

@@ -1,7 +1,6 @@
 """WorkerService: the sessions of workers."""
 
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,9 @@ from multigpu_master.driver import Driver
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.errors import DeniedError, InvalidArgumentError, PreconditionError
+from multigpu_master.rpc.outbox import serve_stream
 from multigpu_master.rpc.paging import check_count
 from multigpu_master.rpc.parsing import parse
-from multigpu_master.rpc.streams import serve_stream
 from multigpu_master.security.auth import current_caller
 from multigpu_master.wire.leases import held_leases, reports_of
 from multigpu_master.wire.times import duration, seconds_of
@@ -74,7 +73,15 @@ class WorkerService:
             async def on_message(data: bytes) -> None:
                 await reader.read(parse(worker_service_pb2.SessionRequest, data))
 
-            await serve_stream(context, outbox, on_message, _Numbering().serialize)
+            last = 0
+
+            def serialize(frame: worker_service_pb2.SessionResponse) -> bytes:
+                """Every frame has the number of the last leases in it or before it."""
+                nonlocal last
+                last = frame.frame = max(last, frame.frame)
+                return frame.SerializeToString()
+
+            await serve_stream(context, outbox, on_message, serialize)
         finally:
             self._driver.workers.close(session)
 
@@ -138,23 +145,8 @@ class SessionReader:
         for batch in batches:
             count += len(batch.succeeded_lease_ids) + len(batch.reports)
         check_count(count, self._leases_max, LEASES)
-        end_s = time.monotonic() + queries.SLICE_S
-        for batch in batches:
-            if time.monotonic() > end_s:
-                end_s = await queries.pause()
+        async for batch in queries.pausing(batches):
             start_s = seconds_of(batch.start_time) if batch.HasField("start_time") else 0.0
             finish_s = seconds_of(batch.finish_time) if batch.HasField("finish_time") else 0.0
             self._driver.handle(reports_of(batch, self._session, start_s, finish_s, self._outbox.peer))
             self._results_taken += len(batch.result_places)
-
-
-class _Numbering:
-    """Gives every frame the number of the last leases in it or before it."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def serialize(self, frame: worker_service_pb2.SessionResponse) -> bytes:
-        self._last = max(self._last, frame.frame)
-        frame.frame = self._last
-        return frame.SerializeToString()

@@ -8,7 +8,6 @@ import asyncio
 import datetime as dt
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ log = structlog.get_logger()
 
 FILE = "audit.log"
 FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-FILE_BYTES_MAX, FILES_MAX = 10 << 20, 5
+FILE_BYTES_MAX, FILES_MAX = 10_000_000, 5
 # Longer requests are cut: a call may name ten thousand tasks.
 REQUEST_CHARS_MAX = 4000
 
@@ -35,8 +34,6 @@ class Audit:
 
     def __init__(self, data_dir: Path) -> None:
         self.path = data_dir / FILE
-        self._descriptor = -1  # kept open: later no descriptor may be free
-        self._lock = asyncio.Lock()
         self._works: set[asyncio.Task[Any]] = set()
 
     def wrap(self, serve: Serve, method: str, message_type: Any) -> Serve:
@@ -48,14 +45,13 @@ class Audit:
             return serve
 
         async def audited(request: Any, context: Any) -> Any:
-            line = self._line(method, message_type, request, context)
+            line = _line(method, message_type, request, context)
             try:
-                async with self._lock:
-                    await asyncio.to_thread(self._open)
+                descriptor = self._open()
             except OSError as error:
                 text = f"nothing was done: {self.path} can't be written ({error.strerror}); see to it, then try again"
                 raise PreconditionError(text) from None
-            work = asyncio.create_task(self._work(serve, line, request))
+            work = asyncio.create_task(self._work(serve, line, request, descriptor))
             self._works.add(work)
             work.add_done_callback(self._works.discard)
             return await asyncio.shield(work)
@@ -67,7 +63,7 @@ class Audit:
         if self._works:
             await asyncio.wait(self._works, timeout=timeout_s)
 
-    async def _work(self, serve: Serve, line: dict[str, Any], request: bytes) -> Any:
+    async def _work(self, serve: Serve, line: dict[str, Any], request: bytes, descriptor: int) -> Any:
         try:
             response = await serve(request, None)  # the call may have ended, and its context with it
         except Exception as error:  # noqa: BLE001  every exception becomes a status
@@ -78,62 +74,48 @@ class Audit:
             line["result"] = "OK"
             return response
         finally:
-            async with self._lock:
-                try:
-                    await asyncio.to_thread(self._append, json.dumps(line, ensure_ascii=False).encode() + b"\n")
-                except OSError as error:
-                    log.exception("the audit log can't be written", path=str(self.path), reason=str(error), record=line)
-
-    def _line(self, method: str, message_type: Any, request: bytes, context: Any) -> dict[str, Any]:
-        caller = current_caller()
-        return {
-            "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
-            "method": method,
-            "result": "CANCELLED",  # if the master stops first; `_work` sets the result
-            "token_id": caller.token_id if caller is not None else None,
-            "name": caller.name if caller is not None else None,
-            "peer": context.peer(),
-            "certificate": [_text(v) for v in context.auth_context().get("x509_common_name", ())] or None,
-            "request": _request(message_type, request),
-        }
-
-    def _open(self) -> None:
-        """Runs on a thread. Opens the file again if it was moved. OSError: it cannot be opened."""
-        if self._descriptor >= 0:
             try:
-                if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
-                    return
-            except FileNotFoundError:
-                pass
-        self._use(os.open(self.path, FLAGS, 0o600))
-
-    def _use(self, descriptor: int) -> None:
-        before, self._descriptor = self._descriptor, descriptor
-        if before >= 0:
-            os.close(before)
-
-    def _append(self, line: bytes) -> None:
-        """Runs on a thread."""
-        self._open()
-        if os.fstat(self._descriptor).st_size + len(line) > FILE_BYTES_MAX:
-            try:
-                self._rotate()
+                await asyncio.to_thread(self._append, descriptor, json.dumps(line, ensure_ascii=False).encode() + b"\n")
             except OSError as error:
-                log.warning("the audit log goes on in a file that is too large", reason=str(error))
-        os.write(self._descriptor, line)
-        os.fsync(self._descriptor)
+                log.exception("the audit log can't be written", path=str(self.path), reason=str(error), record=line)
 
-    def _rotate(self) -> None:
-        """Begins a new file. It is opened first: if no descriptor is free, nothing changes."""
-        new = self.path.with_name(f"{FILE}.new")
-        descriptor = os.open(new, FLAGS, 0o600)
-        older: Sequence[Path] = [self.path.with_name(f"{FILE}.{n}") for n in range(1, FILES_MAX)]
+    def _open(self) -> int:
+        """A descriptor of the file, opened before the call: later none may be free. Begins a new file if it is full."""
+        descriptor = os.open(self.path, FLAGS, 0o600)
+        if os.fstat(descriptor).st_size < FILE_BYTES_MAX:
+            return descriptor
+        os.close(descriptor)
+        older = [self.path.with_name(f"{FILE}.{n}") for n in range(1, FILES_MAX)]
         for source, target in reversed(list(zip([self.path, *older], older, strict=False))):
             if source.exists():
                 source.replace(target)
-        new.replace(self.path)
-        self._use(descriptor)
-        sync_directory(self.path.parent)
+        return os.open(self.path, FLAGS, 0o600)
+
+    def _append(self, descriptor: int, line: bytes) -> None:
+        """Runs on a thread. Writes the line with one call, so that lines of concurrent calls do not mix."""
+        try:
+            new = os.fstat(descriptor).st_size == 0
+            os.write(descriptor, line)
+            os.fsync(descriptor)
+            if new:
+                sync_directory(self.path.parent)
+        finally:
+            os.close(descriptor)
+
+
+def _line(method: str, message_type: Any, request: bytes, context: Any) -> dict[str, Any]:
+    caller = current_caller()
+    names = context.auth_context().get("x509_common_name", ())
+    return {
+        "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+        "method": method,
+        "result": "CANCELLED",  # if the master stops first; `_work` sets the result
+        "token_id": caller.token_id if caller is not None else None,
+        "name": caller.name if caller is not None else None,
+        "peer": context.peer(),
+        "certificate": [v.decode("utf-8", "replace") if isinstance(v, bytes) else v for v in names] or None,
+        "request": _request(message_type, request),
+    }
 
 
 def _request(message_type: Any, data: bytes) -> Any:
@@ -147,7 +129,3 @@ def _request(message_type: Any, data: bytes) -> Any:
     except (json_format.Error, ValueError):  # for example a duration out of JSON's range
         fields = text = str(message)
     return fields if len(text) <= REQUEST_CHARS_MAX else text[:REQUEST_CHARS_MAX] + "…"
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -73,26 +73,23 @@ class Certificates:
         return _configuration(texts)
 
     def changed(self) -> Any:
-        """GRPC calls this on its own thread for each new connection. None: the files have not changed. Never raises."""
+        """GRPC calls this on its threads for each new connection. None: the files have not changed. Never raises."""
         with self._lock:
-            return self._take()
+            try:
+                texts = [path.read_bytes() for path in self._paths]
+                if texts == self._seen:
+                    return None
+                self._seen = texts  # invalid files are logged once
+                self._seen = texts = self._read()
+            except (OSError, ListenError) as error:
+                log.warning("new certificates are not used", error=str(error))
+                return None
+        log.info("new certificates are in use", certificate=str(self._paths[0]))
+        return _configuration(texts)
 
     def reload(self) -> None:
         """Checks new files; the next connection uses them. ListenError: they are invalid."""
         self._read()
-
-    def _take(self) -> Any:
-        try:
-            texts = [path.read_bytes() for path in self._paths]
-            if texts == self._seen:
-                return None
-            self._seen = texts  # invalid files are logged once
-            self._seen = texts = self._read()
-        except (OSError, ListenError) as error:
-            log.warning("new certificates are not used", error=str(error))
-            return None
-        log.info("new certificates are in use", certificate=str(self._paths[0]))
-        return _configuration(texts)
 
     def _read(self) -> list[bytes]:
         """The contents of the files. ListenError: they cannot be read, or key and certificate do not match."""
@@ -116,20 +113,17 @@ class Certificates:
 
 def _check_kind(path: Path, pem: bytes) -> None:
     """ListenError: clients would reject a master with this certificate."""
-    extensions = x509.load_pem_x509_certificate(pem).extensions
-    lacks = ""
-    for extension in extensions:
-        if isinstance(extension.value, x509.ExtendedKeyUsage):
-            purposes = {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE}
-            lacks = lacks or ("" if purposes & set(extension.value) else "is not for servers")
-        elif isinstance(extension.value, x509.SubjectAlternativeName):
-            names = [name for name in extension.value if isinstance(name, x509.DNSName | x509.IPAddress)]
-            lacks = lacks or ("" if names else "names no host")
-    if lacks:
-        raise ListenError(
-            f"the certificate {path} {lacks}, so clients would reject the master: "
-            "issue another with `mgpuctl certs issue DIR master --host NAME`"
-        )
+    for extension in x509.load_pem_x509_certificate(pem).extensions:
+        value, fits = extension.value, True
+        if isinstance(value, x509.ExtendedKeyUsage):
+            fits = bool({ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & set(value))
+        elif isinstance(value, x509.SubjectAlternativeName):
+            fits = any(isinstance(name, x509.DNSName | x509.IPAddress) for name in value)
+        if not fits:
+            raise ListenError(
+                f"the certificate {path} is not for servers, or names no host, so clients would reject the master: "
+                "issue another with `mgpuctl certs issue DIR master --host NAME`"
+            )
 
 
 def _configuration(texts: list[bytes]) -> Any:

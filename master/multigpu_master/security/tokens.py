@@ -23,6 +23,8 @@ TOKENS_MAX = 10_000
 ENTRIES_MAX = 100
 NAME_BYTES_MAX = 256
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+# Kept in the journal as they are.
+_PLAIN_FIELDS = ("name", "worker_ids", "create_s", "expire_s", "tasks_per_s", "calls_max")
 _TOKEN = re.compile(r"mgpu_([0-9a-f]{12})_([0-9a-f]{64})")
 
 
@@ -73,18 +75,10 @@ class Token:
 
     def setting(self) -> dict[str, bytes | None]:
         """The journal's setting of the token."""
-        kept = {
-            "name": self.name,
-            "roles": sorted(self.roles),
-            "queues": None if self.queues is None else sorted(self.queues),
-            "worker_ids": self.worker_ids,
-            "create_s": self.create_s,
-            "expire_s": self.expire_s,
-            "tasks_per_s": self.tasks_per_s,
-            "calls_max": self.calls_max,
-            "sha256": self.digest.hex(),
-        }
-        return {SETTING + self.token_id: json.dumps(kept).encode()}
+        kept = {name: getattr(self, name) for name in _PLAIN_FIELDS}
+        kept["roles"] = sorted(self.roles)
+        kept["queues"] = None if self.queues is None else sorted(self.queues)
+        return {SETTING + self.token_id: json.dumps(kept | {"sha256": self.digest.hex()}).encode()}
 
 
 class Tokens:
@@ -190,15 +184,10 @@ def _read(token_id: str, kept: dict[str, Any]) -> Token:
     roles, queues, worker_ids = frozenset(kept["roles"]), kept["queues"], tuple(kept["worker_ids"])
     _check(kept["name"], roles, frozenset(queues or ()), worker_ids)
     return Token(
+        **{name: kept[name] for name in _PLAIN_FIELDS} | {"worker_ids": worker_ids},
         token_id=token_id,
-        name=kept["name"],
         roles=roles,
         queues=None if queues is None else frozenset(queues),
-        worker_ids=worker_ids,
-        create_s=float(kept["create_s"]),
-        expire_s=None if kept["expire_s"] is None else float(kept["expire_s"]),
-        tasks_per_s=float(kept["tasks_per_s"]),
-        calls_max=int(kept["calls_max"]),
         digest=bytes.fromhex(kept["sha256"]),
     )
 

@@ -16,9 +16,7 @@ from multigpu_master.wire.times import seconds_of, set_time
 
 # Of a larger message only the fields that the core reads are kept.
 BYTES_MAX = 64 << 10
-MPS_MESSAGE_CHARS_MAX = 1 << 10
-HANDLERS_VERSION_CHARS_MAX, HANDLERS_ERROR_CHARS_MAX = 64, 1 << 10
-REASONS_MAX, REASON_CODE_CHARS_MAX, REASON_CHARS_MAX = 16, 64, 1 << 10
+REASONS_MAX, TEXT_CHARS_MAX = 16, 1 << 10
 _CORE_FIELDS = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))
 
 
@@ -43,18 +41,11 @@ def device_wire(message: device_pb2.Device) -> bytes:
     return wire
 
 
-def mps(message: device_pb2.MpsStatus) -> bytes:
-    """The state of MPS on a worker's GPU, serialized. Changes the message."""
+def cut(message: device_pb2.MpsStatus | worker_service_pb2.Handlers, *fields: str) -> bytes:
+    """The message, serialized, with these texts cut to TEXT_CHARS_MAX. Changes the message."""
     message.DiscardUnknownFields()
-    message.message = message.message[:MPS_MESSAGE_CHARS_MAX]
-    return message.SerializeToString()
-
-
-def handlers(message: worker_service_pb2.Handlers) -> bytes:
-    """A worker's handlers, serialized. Changes the message."""
-    message.DiscardUnknownFields()
-    message.version = message.version[:HANDLERS_VERSION_CHARS_MAX]
-    message.error = message.error[:HANDLERS_ERROR_CHARS_MAX]
+    for field in fields:
+        setattr(message, field, getattr(message, field)[:TEXT_CHARS_MAX])
     return message.SerializeToString()
 
 
@@ -100,7 +91,7 @@ def energies(joules: list[float], method: int, uncertainty: float) -> list[Energ
 def health(m: device_pb2.DeviceHealth) -> Health:
     """A device's health. A state that this master does not know counts as SICK."""
     reasons = tuple(
-        HealthReason(r.code[:REASON_CODE_CHARS_MAX], r.message[:REASON_CHARS_MAX], seconds_of(r.since_time))
+        HealthReason(r.code[:TEXT_CHARS_MAX], r.message[:TEXT_CHARS_MAX], seconds_of(r.since_time))
         for r in m.reasons[:REASONS_MAX]
     )
     known = HealthState.HEALTHY <= m.state <= HealthState.RECOVERING

@@ -11,15 +11,15 @@ from multigpu_master.core.workers.info import Capability, Model, ModelState, Res
 from multigpu_master.wire.times import seconds_of, set_time
 from multigpu_master.wire.validation import (
     HELLO_BYTES_MAX,
-    MESSAGE_CHARS_MAX,
     MODEL_BYTES_MAX,
     InvalidMessageError,
     check_printable,
 )
 
 MODELS_MAX = 1000
-# Labels and facts of one model.
-TEXTS_MAX, TEXT_CHARS_MAX = 64, 1 << 10
+# Fields with the same name in a message and in Model. The sizes of a hello and a catalog limit their texts.
+_SAME_FIELDS = ("name", "version", "current", "files_bytes", "memory_bytes", "error")
+_RESIDENT_FIELDS = ("memory_bytes", "loads", "pinned")
 _STATES = {
     ModelState.LOADING: model_pb2.MODEL_STATE_LOADING,
     ModelState.READY: model_pb2.MODEL_STATE_READY,
@@ -46,21 +46,10 @@ def _model(m: model_pb2.Model) -> Model:
     if not m.name:
         raise InvalidMessageError("a model has no name; give it one")
     m.DiscardUnknownFields()
-    m.error = m.error[:MESSAGE_CHARS_MAX]
-    for texts in (m.labels, m.facts):
-        for key in list(texts)[TEXTS_MAX:]:
-            del texts[key]
-        for key, text in list(texts.items()):
-            texts[key] = text[:TEXT_CHARS_MAX]
     return Model(
-        name=m.name,
-        version=m.version,
-        current=m.current,
-        files_bytes=m.files_bytes,
-        memory_bytes=m.memory_bytes,
+        **{name: getattr(m, name) for name in _SAME_FIELDS},
         expected_bytes=m.expected_memory_bytes,
         load_s=max(0.0, seconds_of(m.load_duration)) if m.HasField("load_duration") else 0.0,
-        error=m.error,
         wire=m.SerializeToString(),
     )
 
@@ -100,10 +89,8 @@ def _resident(m: model_pb2.ModelResidency) -> Resident:
     return Resident(
         model=m.model[:MODEL_BYTES_MAX],
         state=state,
-        memory_bytes=m.memory_bytes,
         last_use_s=seconds_of(m.last_use_time) if m.HasField("last_use_time") else 0.0,
-        loads=m.loads,
-        pinned=m.pinned,
+        **{name: getattr(m, name) for name in _RESIDENT_FIELDS},
     )
 
 
@@ -112,9 +99,7 @@ def resident_message(resident: Resident) -> model_pb2.ModelResidency:
     message = model_pb2.ModelResidency(
         model=resident.model,
         state=_STATES[resident.state],
-        memory_bytes=resident.memory_bytes,
-        loads=resident.loads,
-        pinned=resident.pinned,
+        **{name: getattr(resident, name) for name in _RESIDENT_FIELDS},
     )
     if resident.last_use_s:
         set_time(message.last_use_time, resident.last_use_s)

@@ -10,6 +10,9 @@ from multigpu_master.wire.leases import held_lease
 from multigpu_master.wire.times import set_time
 from multigpu_master.wire.validation import HELLO_BYTES_MAX, NAME_BYTES_MAX, InvalidMessageError, check_printable
 
+# Fields with the same name in a hello, in WorkerInfo and in what operators see.
+_SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "slots")
+
 
 def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
     """The description in a hello. InvalidMessageError: it is invalid."""
@@ -26,18 +29,13 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
             "serve fewer kinds and models, or give it fewer labels"
         )
     return WorkerInfo(
-        worker_id=m.worker_id,
-        host=m.host,
-        version=m.version,
-        pid=m.pid,
+        **{name: getattr(m, name) for name in _SAME_FIELDS},
         device_id=m.device.device_id or "cpu",
         device_wire=devices.device_wire(m.device),
         memory_total_bytes=m.device.memory_total_bytes,
         capabilities=capabilities,
         models=models.models_of(m.models),
-        model_memory_bytes=m.model_memory_bytes,
         labels=dict(m.labels),
-        slots=m.slots,
         window_tasks=max(1, m.window_tasks),
         window_bytes=max(1, m.window_bytes),
     )
@@ -63,8 +61,8 @@ def heartbeat(m: worker_service_pb2.Heartbeat, session: int) -> ev.Heartbeat:
         devices.health(m.health) if m.HasField("health") else HEALTHY,
         EngineReport(
             embedding_cache=m.embedding_cache.SerializeToString() if m.HasField("embedding_cache") else None,
-            mps=devices.mps(m.mps) if m.HasField("mps") else b"",
-            handlers=devices.handlers(m.handlers) if m.HasField("handlers") else b"",
+            mps=devices.cut(m.mps, "message") if m.HasField("mps") else b"",
+            handlers=devices.cut(m.handlers, "version", "error") if m.HasField("handlers") else b"",
         ),
         models.catalog(m.catalog) if m.HasField("catalog") else None,
         m.occupied_slots,
@@ -75,21 +73,16 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
     """A worker as operators see it."""
     info = worker.info
     message = admin_service_pb2.Worker(
-        worker_id=info.worker_id,
-        host=info.host,
-        version=info.version,
-        pid=info.pid,
+        **{name: getattr(info, name) for name in _SAME_FIELDS},
         state=_state(worker),
         cordoned=worker.cordon is not None,
         cordon_reason=worker.cordon.reason if worker.cordon is not None else "",
         quarantined=worker.quarantined,
         labels=dict(info.labels),
-        resident_models=worker.resident_models,
-        models=[models.resident_message(r) for r in worker.residency.reported.values()],
-        model_memory_bytes=info.model_memory_bytes,
-        slots=info.slots,
         window_tasks=info.window_tasks,
         window_bytes=info.window_bytes,
+        resident_models=worker.resident_models,
+        models=[models.resident_message(r) for r in worker.residency.reported.values()],
         leases=len(worker.leases),
         leased_bytes=worker.leased_bytes,
         succeeded=worker.succeeded,

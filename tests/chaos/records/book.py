@@ -1,4 +1,4 @@
-"""A history, sorted out for the checker, which is in checker.py and streams.py. Shares no code with the product."""
+"""A history, indexed for the checker (checker.py and streams.py). Shares no code with the product."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,13 +9,13 @@ from tests.chaos.records.history import CLIENTS
 Record = dict[str, Any]
 EPHEMERAL = {"ephemeral", "lend"}
 # An outcome is delivered before it is on disk. A death of the master explains that another outcome stayed, or none,
-# only if a client noted the outcome within this time of the death. Time in which the master was stopped, or cut off
-# from the clients, does not count.
+# only if a client noted the outcome within this time of the death, not counting time in which the master was stopped
+# or cut off from the clients.
 UNSAFE_S = 2.0
 
 
 class Book:
-    """A history, sorted out."""
+    """A history, indexed by what happened."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.by_what: dict[str, list[Record]] = defaultdict(list)
@@ -26,14 +26,14 @@ class Book:
         self.ways: dict[str, str] = {}
         for r in self["submit"]:
             if self.digests.setdefault(r["request_id"], r["digest"]) != r["digest"]:
-                self.broken.append(f"request {r['request_id']} was submitted with two payloads: the run is at fault")
+                self.broken.append(f"request {r['request_id']} was submitted with two payloads: a defect of the run")
             self.ways[r["request_id"]] = r["by"]
         self.master_deaths_s = sorted(
             [r["at_s"] for r in self["kill"] if r["target"] == "master"]
-            + [r["at_s"] for r in self["failpoint"] if r["room"] == "master"]
+            + [r["at_s"] for r in self["failpoint"] if r["process"] == "master"]
         )
         self._standstills_s = _merged(
-            [(r["at_s"], r["at_s"] + r["duration_s"]) for r in self["pause"] if r["whom"] == "master"]
+            [(r["at_s"], r["at_s"] + r["duration_s"]) for r in self["pause"] if r["target"] == "master"]
             + [(r["at_s"], r["at_s"] + r["duration_s"]) for r in self["network"] if r["place"] == CLIENTS]
         )
         # The outcomes that the watch gave, by task.

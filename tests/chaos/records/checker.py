@@ -5,7 +5,7 @@ The records it reads (streams.py has those of watches, partial outputs and cance
 - submit     by, life, request_id, digest    a client is about to hand a task over; digest: SHA-1 of its payload
 - ack        by, request_id, task_id         the master said that the task is its own now, and, if durable, on its disk;
              (settled)                       or, by its outcome, that it will be there in a moment
-- outcome    by, life, task_id, request_id, state, result, attempts, worker_id, partials, dispatch_s
+- outcome    by, life, task_id, request_id, state, result, attempts, worker_id, partials
                                              a client was given the end of a task
 - gone       request_id, task_id             the master doesn't know this ephemeral task any more
 - got        task_id, result                 the end of a task, asked for by name when all was over
@@ -13,8 +13,7 @@ The records it reads (streams.py has those of watches, partial outputs and cance
                                              a handler began, by its own word; its result is digest:attempt:pid
 - worker     name, pid                       a worker was started
 - kill       target ("master", "worker", "engine", "client", "watcher"), pid
-- failpoint  name, room, pid                 a process ended itself with SIGKILL at that place
-- stale      reports, requeued               what a master had rejected as too late, and taken from lost workers, so far
+- failpoint  name, process, pid              a process ended itself with SIGKILL at that place
 - rejection    code, message                   a call ended with an error that no kill explains
 - fault      line                            a daemon logged what only a bug explains
 - zero       queued, leased                  what the master counted when all was over
@@ -33,7 +32,7 @@ from tests.chaos.records.book import Book, Record
 
 @dataclass(slots=True)
 class Findings:
-    """What the checker found: promises that were broken, and figures for whoever wants to know how hard it was."""
+    """Promises that were broken, and figures that say how much was tested."""
 
     broken: list[str] = field(default_factory=list)
     figures: dict[str, int] = field(default_factory=dict)
@@ -55,7 +54,7 @@ def check(records: Iterable[Record]) -> Findings:
     broken += [f"rejected: {r['code']} {r['message']}" for r in book["rejection"]]
     broken += [f"a daemon's fault: {r['line']}" for r in book["fault"]]
     if not book["zero"]:
-        broken.append("nobody looked whether the queue reached zero")
+        broken.append("it was not checked whether the queue reached zero")
     broken += [f"the queue did not reach zero: {r}" for r in book["zero"] if r["queued"] or r["leased"]]
     return Findings(broken, {"lost": lost, "delivered twice": twice, **_figures(book)})
 
@@ -69,8 +68,6 @@ def _figures(book: Book) -> dict[str, int]:
         "cancelled": sum(r["state"] == "CANCELLED" for r in book.watched.values()),
         "partial outputs": len(book["partial"]),
         "ephemeral tasks gone with their master": len(book["gone"]),
-        "stale reports rejected": sum(r["reports"] for r in book["stale"]),
-        "leases requeued": sum(r["requeued"] for r in book["stale"]),
         "executions": executions,
         "executed again": executions - len({r["task_id"] for r in book["execution"]}),
     }

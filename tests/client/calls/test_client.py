@@ -1,6 +1,5 @@
 """The synchronous Client: threads, forks, Ctrl-C, and the calls it shares with AsyncClient."""
 
-import asyncio
 import contextlib
 import copy
 import os
@@ -16,19 +15,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import multigpu
-import numpy as np
 import pytest
+from multigpu import Client
 
-from tests.client.calls.test_embed import embed, vectors_of
 from tests.client.calls.test_watch import scripted_outcomes
-from tests.client.scripted_master import Reply, Spec, Task, ThreadedMaster, echo, failed
+from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, ThreadedMaster, echo, failed
+from tests.waiting import until
 
 
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up, "waited too long"
-        time.sleep(0.005)
+@pytest.fixture(name="master")
+def threaded_master() -> Iterator[ScriptedMaster]:
+    with ThreadedMaster() as master:
+        yield master
+
+
+@pytest.fixture(name="client")
+def synchronous_client(master: ScriptedMaster) -> Iterator[Client]:
+    with Client(master.address) as client:
+        yield client
 
 
 def run_program(program: str, address: str) -> "subprocess.CompletedProcess[str]":
@@ -36,39 +40,30 @@ def run_program(program: str, address: str) -> "subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, timeout=30, text=True, check=False)
 
 
-def test_the_calls() -> None:
-    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
-        assert client.run("echo", b"x") == b"x"
-        assert client.run_outcome("echo", {"a": 1}).value() == {"a": 1}
-        task_id = client.submit("echo", 1, request_id="one")
-        assert client.get("one").task_id == task_id
-        ids = client.submit_many("echo", (i for i in range(12_000)))
-        assert len(set(ids)) == 12_000
-        assert master.submits == 3
-        assert client.get(task_id, wait_s=1).outcome is not None
-        assert list(client.cancel(task_id, "unknown").unknown) == ["unknown"]
-        assert client.count().queued == len(master.tasks)
-        assert len(list(client.list_tasks(page_size=5000))) == len(master.tasks)
-        master.partials[b"go"] = [b"a", b"b"]
-        assert list(client.stream("echo", b"go")) == [b"a", b"b"]
+def test_the_calls(master: ScriptedMaster, client: Client) -> None:
+    assert client.run("echo", b"x") == b"x"
+    assert client.run_outcome("echo", {"a": 1}).value() == {"a": 1}
+    task_id = client.submit("echo", 1, request_id="one")
+    assert client.get("one").task_id == task_id
+    ids = client.submit_many("echo", (i for i in range(12_000)))
+    assert len(set(ids)) == 12_000
+    assert master.submits == 3
+    assert client.get(task_id, wait_s=1).outcome is not None
+    assert list(client.cancel(task_id, "unknown").unknown) == ["unknown"]
+    assert client.count().queued == len(master.tasks)
+    assert len(list(client.list_tasks(page_size=5000))) == len(master.tasks)
+    master.partials[b"go"] = [b"a", b"b"]
+    assert list(client.stream("echo", b"go")) == [b"a", b"b"]
 
 
-def test_map() -> None:
-    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
-        assert list(client.map("echo", range(5000))) == list(range(5000))
-        master.reversed = True
-        assert list(client.map("echo", range(5000), window=100)) == list(range(5000))
-        assert sorted(client.map("echo", range(5000), ordered=False)) == list(range(5000))
-        outcomes = list(client.map_outcomes("echo", [multigpu.Input(payload=b"x", request_id="mine")]))
-        assert [outcome.request_id for outcome in outcomes] == ["mine"]
-        assert list(client.map("echo", [])) == []
-
-
-def test_map_across_breaks() -> None:
-    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
-        master.breaks_after.extend([500, 0, 30, 1000])
-        assert list(client.map("echo", range(5000), window=1000)) == list(range(5000))
-        assert set(master.answered.values()) == {1}
+def test_map(master: ScriptedMaster, client: Client) -> None:
+    assert list(client.map("echo", range(5000))) == list(range(5000))
+    master.reversed = True
+    assert list(client.map("echo", range(5000), window=100)) == list(range(5000))
+    assert sorted(client.map("echo", range(5000), ordered=False)) == list(range(5000))
+    outcomes = list(client.map_outcomes("echo", [multigpu.Input(payload=b"x", request_id="mine")]))
+    assert [outcome.request_id for outcome in outcomes] == ["mine"]
+    assert list(client.map("echo", [])) == []
 
 
 @pytest.mark.parametrize("window", [1, 300])
@@ -108,15 +103,9 @@ def test_a_slow_source_does_not_hold_up_results() -> None:
     assert len(events) == 8
 
 
-def test_a_source_may_use_the_client() -> None:
-    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
-        source = (client.run("echo", i) for i in range(20))
-        assert list(client.map("echo", source)) == list(range(20))
-
-
 def test_errors() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
-        if int(task.payload) > 100:
+        if task.payload == b"0":
             return None  # runs for ever
         return failed("Three") if task.payload == b"3" else echo(spec, task)
 
@@ -124,7 +113,7 @@ def test_errors() -> None:
         with pytest.raises(multigpu.TaskFailed, match="Three"):
             client.run("echo", 3)
         with pytest.raises(multigpu.TaskFailed):
-            list(client.map("echo", range(10_000)))
+            list(client.map("echo", range(10_000), ordered=False))
         until(lambda: master.cancelled)
         values = list(client.map("echo", [2, 3, 4], return_exceptions=True))
         assert [type(value) for value in values] == [int, multigpu.TaskFailed, int]
@@ -136,14 +125,13 @@ def test_errors() -> None:
         client.map("echo", [1])
 
 
-def test_leaving_a_map_early_cancels_the_rest() -> None:
-    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
-        master.outcomes_per_frame = 1
-        results = client.map("echo", range(1000), window=200)
-        assert next(results) == 0
-        master.gate.clear()
-        results.close()  # type: ignore[attr-defined]  # a generator
-        until(lambda: set(master.cancelled) | set(master.answered) >= {task.request_id for task in master.inputs})
+def test_leaving_a_map_early_cancels_the_rest(master: ScriptedMaster, client: Client) -> None:
+    master.outcomes_per_frame = 1
+    results = client.map("echo", range(1000), window=200)
+    assert next(results) == 0
+    master.gate.clear()
+    results.close()  # type: ignore[attr-defined]  # a generator
+    until(lambda: set(master.cancelled) | set(master.answered) >= {task.request_id for task in master.inputs})
 
 
 def test_a_chunk_whose_start_is_still_scheduled_when_its_map_is_closed_never_starts() -> None:
@@ -170,7 +158,7 @@ def test_a_failed_map_starts_no_further_tasks() -> None:
     def answer(spec: Spec, task: Task) -> Reply:
         if task.payload != b"bad":
             return None  # runs for ever
-        time.sleep(0.3)  # until the next chunk has been pulled, and waits for room
+        time.sleep(0.3)  # until the next chunk has been pulled, and waits for the window
         return failed("Bad")
 
     def hold() -> None:
@@ -237,16 +225,6 @@ def test_closing_ends_a_call_in_another_thread() -> None:
         client.close()
 
 
-def test_embed() -> None:
-    with ThreadedMaster(embed) as master, multigpu.Client(master.address) as client:
-        texts = [f"text {i}" for i in range(100)]
-        np.testing.assert_array_equal(client.embed(iter(texts), chunk=7), vectors_of(texts))
-        assert [len(rows) for rows in client.embed_iter(texts, chunk=60)] == [60, 40]
-        assert client.embed([]).shape == (0, 0)
-        with pytest.raises(TypeError):
-            client.embed("one")
-
-
 def test_another_thread_may_close_a_stream_during_next() -> None:
     with ThreadedMaster(lambda spec, task: None) as master, multigpu.Client(master.address) as client:
         parts = client.stream("talk", b"", request_id="stopped")
@@ -282,12 +260,6 @@ def test_a_program_that_never_closes_its_client_ends_without_errors() -> None:
     with ThreadedMaster() as master:
         done = run_program(program, master.address)
         assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
-
-
-def test_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigpu._transport.loop_thread._new_loop", asyncio.new_event_loop)
-    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
-        assert list(client.map("echo", range(1000))) == list(range(1000))
 
 
 def test_a_client_collected_on_its_own_loop_thread_ends() -> None:

@@ -81,20 +81,6 @@ AFTER_A_USE = {
             await client.close()
         asyncio.run(main())
     """,
-    "a pool": """
-        with multigpu.Client(address) as client:
-            client.run("echo", 1)
-        def work(number):
-            try:
-                multigpu.Client(address)
-            except multigpu.ClientClosedError:
-                return 7
-        with multiprocessing.get_context("fork").Pool(2) as pool:
-            codes = set(pool.map(work, range(20)))
-            pool.close()
-            pool.join()
-        print(codes, multigpu.Client(address).run("echo", 5))
-    """,
     "embeddings": """
         from multigpu.langchain import MultiGpuEmbeddings
         embeddings = MultiGpuEmbeddings(master=address)
@@ -116,8 +102,8 @@ AFTER_A_USE = {
 def run(program: str, address: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + textwrap.dedent(program), address]
     done = subprocess.run(command, capture_output=True, timeout=100, text=True, check=False)
-    for words in ("Traceback", "Exception ignored", "Fatal"):
-        assert words not in done.stderr, done.stderr
+    for sign in ("Traceback", "Exception ignored", "Fatal"):
+        assert sign not in done.stderr, done.stderr
     return done
 
 
@@ -146,15 +132,3 @@ def test_a_fork_before_the_first_use_does_no_harm() -> None:
     with ThreadedMaster() as master:
         done = run(program, master.address)
         assert (done.returncode, done.stdout) == (0, "7 7 7 5\n"), done.stderr
-
-
-def test_clients_raise_in_a_grandchild() -> None:
-    program = """
-        multigpu.Client(address).run("echo", 1)
-        def grandchild():
-            return 7 if rejection(lambda: multigpu.Client(address)) else 8
-        print(exit_code(lambda: exit_code(grandchild)))
-    """
-    with ThreadedMaster() as master:
-        done = run(program, master.address)
-        assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr

@@ -115,8 +115,8 @@ async def test_wrong_prompts_and_options_are_not_sent() -> None:
         ("a", {"tokens_max": -1}, multigpu.InvalidTaskError, "generate can't take this"),
         ("a", {"seed": 1 << 64}, multigpu.InvalidTaskError, "generate can't take this"),
     ]
-    for prompt, options, error, words in wrong:
-        with pytest.raises(error, match=words):
+    for prompt, options, error, text in wrong:
+        with pytest.raises(error, match=text):
             client.generate(prompt, **options)
     with pytest.raises(TypeError, match="temprature"):
         await anext(client.generate("a", temprature=1))  # type: ignore[call-arg]

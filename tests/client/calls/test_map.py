@@ -11,21 +11,15 @@ from contextlib import aclosing
 
 import multigpu
 import pytest
+from multigpu import AsyncClient
 from multigpu.v1 import task_service_pb2
 
-from tests.client.calls.test_run import until
 from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, echo, failed
+from tests.waiting import until_async
 
 
 def fail_threes(spec: Spec, task: Task) -> Reply:
     return failed("Three", "three is bad") if task.payload.endswith(b"3") else echo(spec, task)
-
-
-async def test_results_come_in_the_order_of_the_payloads() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.reversed = True
-        master.outcomes_per_frame = 7
-        assert [value async for value in client.map("echo", range(3000))] == list(range(3000))
 
 
 async def test_an_unordered_map_yields_results_as_they_complete() -> None:
@@ -44,36 +38,6 @@ async def test_an_unordered_map_yields_results_as_they_complete() -> None:
         assert [value async for value in results] == [0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("window", [1, 7, 400])
-async def test_no_more_than_the_window_is_pulled_ahead(ordered: bool, window: int) -> None:
-    pulled = 0
-    taken = 0
-    ahead: list[int] = []
-
-    def items() -> Iterator[int]:
-        nonlocal pulled
-        for i in range(2000):
-            pulled += 1
-            ahead.append(pulled - taken)
-            yield i
-
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.gate.clear()
-
-        async def open_once_the_window_is_used() -> None:
-            await until(lambda: pulled >= window * 3 // 4)
-            master.gate.set()
-
-        opening = asyncio.create_task(open_once_the_window_is_used())
-        async for _ in client.map("echo", items(), ordered=ordered, window=window):
-            taken += 1
-        await opening
-        assert taken == 2000
-        assert max(ahead) <= window
-
-
 async def test_bytes_bound_what_is_pulled_ahead() -> None:
     pulled = taken = ahead = 0
 
@@ -89,18 +53,7 @@ async def test_bytes_bound_what_is_pulled_ahead() -> None:
             taken += 1
             await asyncio.sleep(0.01)  # answers pile up unread, and count as their payloads did
         assert taken == 100
-        assert 3 <= ahead <= 9  # a window, and a chunk of a mebibyte that finds a little room
-
-
-async def test_two_maps_share_the_window() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, window_tasks=50) as client:
-
-        async def collect(start: int) -> list[int]:
-            return [value async for value in client.map("echo", range(start, start + 1000))]
-
-        one, two = await asyncio.gather(collect(0), collect(5000))
-        assert one == list(range(1000))
-        assert two == list(range(5000, 6000))
+        assert 3 <= ahead <= 9  # a window, and a chunk of a mebibyte that finds a little capacity
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -135,7 +88,7 @@ async def test_an_error_ends_the_map_and_cancels_the_rest() -> None:
             async for value in client.map("echo", range(100)):
                 got.append(value)
         assert got == [0, 1, 2]
-        await until(lambda: len(master.cancelled) > 50)
+        await until_async(lambda: len(master.cancelled) > 50)
 
 
 async def test_errors_can_take_the_place_of_results() -> None:
@@ -147,34 +100,32 @@ async def test_errors_can_take_the_place_of_results() -> None:
         assert [outcome.succeeded for outcome in outcomes] == [True, False]
 
 
-async def test_a_bad_payload_or_source_ends_the_map() -> None:
+async def test_a_bad_payload_or_source_ends_the_map(master: ScriptedMaster, client: AsyncClient) -> None:
     def broken() -> Iterator[int]:
         yield 1
         raise OSError("the disk is gone")
 
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        with pytest.raises(multigpu.InvalidTaskError):
-            [value async for value in client.map("echo", [1, object()])]
-        with pytest.raises(OSError, match="the disk is gone"):
-            [value async for value in client.map("echo", broken())]
-        with pytest.raises(TypeError, match=r"multigpu\.Input"):
-            client.map("echo", [], request_id="one for all")  # type: ignore[call-arg]
-        assert [value async for value in client.map("echo", [])] == []
+    with pytest.raises(multigpu.InvalidTaskError):
+        [value async for value in client.map("echo", [1, object()])]
+    with pytest.raises(OSError, match="the disk is gone"):
+        [value async for value in client.map("echo", broken())]
+    with pytest.raises(TypeError, match=r"multigpu\.Input"):
+        client.map("echo", [], request_id="one for all")  # type: ignore[call-arg]
+    assert [value async for value in client.map("echo", [])] == []
 
 
-async def test_closing_a_map_early_cancels_what_it_started() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.outcomes_per_frame = 2
-        async with aclosing(client.map("echo", range(1000), window=200)) as results:
-            assert await anext(results) == 0
-            master.gate.clear()
-        asked = {task.request_id for task in master.inputs}
-        await until(lambda: set(master.cancelled) | set(master.answered) >= asked)
-        master.gate.set()
-        assert await client.run("echo", 1) == 1
+async def test_closing_a_map_early_cancels_what_it_started(master: ScriptedMaster, client: AsyncClient) -> None:
+    master.outcomes_per_frame = 2
+    async with aclosing(client.map("echo", range(1000), window=200)) as results:
+        assert await anext(results) == 0
+        master.gate.clear()
+    asked = {task.request_id for task in master.inputs}
+    await until_async(lambda: set(master.cancelled) | set(master.answered) >= asked)
+    master.gate.set()
+    assert await client.run("echo", 1) == 1
 
 
-async def test_a_slow_source_does_not_hold_up_results() -> None:
+async def test_a_slow_source_does_not_hold_up_results(master: ScriptedMaster, client: AsyncClient) -> None:
     proceed = asyncio.Event()
 
     async def items() -> AsyncIterator[int]:
@@ -183,15 +134,14 @@ async def test_a_slow_source_does_not_hold_up_results() -> None:
         await proceed.wait()
         yield 3
 
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        results = client.map("echo", items())
-        async with asyncio.timeout(5):
-            assert [await anext(results), await anext(results)] == [1, 2]
-            proceed.set()
-            assert [value async for value in results] == [3]
+    results = client.map("echo", items())
+    async with asyncio.timeout(5):
+        assert [await anext(results), await anext(results)] == [1, 2]
+        proceed.set()
+        assert [value async for value in results] == [3]
 
 
-async def test_an_asynchronous_source_is_bounded_too() -> None:
+async def test_an_asynchronous_source_is_bounded_too(master: ScriptedMaster, client: AsyncClient) -> None:
     pulled = 0
 
     async def items() -> AsyncIterator[int]:
@@ -200,30 +150,22 @@ async def test_an_asynchronous_source_is_bounded_too() -> None:
             pulled += 1
             yield i
 
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.gate.clear()
-        results = client.map("echo", items(), window=50)
-        first = asyncio.ensure_future(anext(results))
-        await until(lambda: pulled >= 38)
-        await asyncio.sleep(0.05)
-        assert pulled <= 51
-        master.gate.set()
-        assert [await first, *[value async for value in results]] == list(range(1000))
+    master.gate.clear()
+    results = client.map("echo", items(), window=50)
+    first = asyncio.ensure_future(anext(results))
+    await until_async(lambda: pulled >= 38)
+    await asyncio.sleep(0.05)
+    assert pulled <= 51
+    master.gate.set()
+    assert [await first, *[value async for value in results]] == list(range(1000))
 
 
-async def test_inputs_have_their_own_options() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        inputs = [multigpu.Input(payload=i, request_id=f"r{i}", partition_key="k", units=i) for i in range(1, 4)]
-        outcomes = [outcome async for outcome in client.map_outcomes("echo", inputs, ordered=False, queue="q")]
-        assert sorted(outcome.request_id for outcome in outcomes) == ["r1", "r2", "r3"]
-        assert [(task.partition_key, task.units) for task in master.inputs] == [("k", 1), ("k", 2), ("k", 3)]
-        assert {spec.queue for spec in master.specs} == {"q"}
-
-
-async def test_a_map_fails_if_the_master_is_never_reached() -> None:
-    async with multigpu.AsyncClient("127.0.0.1:1", connect_timeout_s=0.2) as client:
-        with pytest.raises(multigpu.UnavailableError):
-            [value async for value in client.map("echo", range(100_000))]
+async def test_inputs_have_their_own_options(master: ScriptedMaster, client: AsyncClient) -> None:
+    inputs = [multigpu.Input(payload=i, request_id=f"r{i}", partition_key="k", units=i) for i in range(1, 4)]
+    outcomes = [outcome async for outcome in client.map_outcomes("echo", inputs, ordered=False, queue="q")]
+    assert sorted(outcome.request_id for outcome in outcomes) == ["r1", "r2", "r3"]
+    assert [(task.partition_key, task.units) for task in master.inputs] == [("k", 1), ("k", 2), ("k", 3)]
+    assert {spec.queue for spec in master.specs} == {"q"}
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
 """Submitting tasks, and calls about submitted tasks."""
 
+import asyncio
+from collections.abc import Iterator
+
 import multigpu
 import pytest
+from multigpu import AsyncClient
 from multigpu.v1 import task_service_pb2
 
 from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, as_json, echo
@@ -27,10 +31,9 @@ async def test_submit_returns_ids_and_rejections_in_order() -> None:
         assert master.specs[-1].priority == 1
 
 
-async def test_submit_calls_are_bounded_by_bytes() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        assert len(await client.submit_many("echo", (bytes(12 << 20) for _ in range(5)))) == 5
-        assert master.submits == 3
+async def test_submit_calls_are_bounded_by_bytes(master: ScriptedMaster, client: AsyncClient) -> None:
+    assert len(await client.submit_many("echo", (bytes(12 << 20) for _ in range(5)))) == 5
+    assert master.submits == 3
 
 
 async def test_get_cancel_count_and_list() -> None:
@@ -49,21 +52,36 @@ async def test_get_cancel_count_and_list() -> None:
         assert list(response.cancelled_task_ids) == [ids[1]]
         assert list(response.unknown) == ["unknown"]
         assert (await client.count()).queued == 25
-        assert [task.task_id async for task in client.list_tasks(page_size=10)] == ids
+        listed = [task async for task in client.list_tasks(page_size=10)]
+        assert [task.task_id for task in listed] == ids
+        assert listed[0].outcome is not None
+        with pytest.raises(multigpu.MultigpuError, match="a list has no results"):
+            listed[0].outcome.value()
 
 
-async def test_a_recorded_span_travels_with_its_tasks() -> None:
+async def test_a_cancelled_submit_cancels_its_tasks(master: ScriptedMaster, client: AsyncClient) -> None:
+    def payloads() -> Iterator[int]:
+        yield from range(10_000)  # as many as one call takes
+        task.cancel()
+        yield 0
+
+    task = asyncio.create_task(client.submit_many("echo", payloads()))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(set(master.cancelled)) == 10_000
+
+
+async def test_a_recorded_span_travels_with_its_tasks(master: ScriptedMaster, client: AsyncClient) -> None:
     from opentelemetry.sdk.trace import TracerProvider
 
     tracer = TracerProvider().get_tracer("test")
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+    await client.run("echo", b"")
+    with tracer.start_as_current_span("mine") as span:
         await client.run("echo", b"")
-        with tracer.start_as_current_span("mine") as span:
-            await client.run("echo", b"")
-            assert [item async for item in client.map("echo", [b""])] == [b""]
-            await client.submit("echo", b"")
-        trace_id = f"{span.get_span_context().trace_id:032x}"
-        parents = [task.traceparent for task in master.inputs]
-        assert parents[0] == ""
-        assert all(parent.split("-")[1] == trace_id for parent in parents[1:]), parents
-        assert len(parents) == 4
+        assert [item async for item in client.map("echo", [b""])] == [b""]
+        await client.submit("echo", b"")
+    trace_id = f"{span.get_span_context().trace_id:032x}"
+    parents = [task.traceparent for task in master.inputs]
+    assert parents[0] == ""
+    assert all(parent.split("-")[1] == trace_id for parent in parents[1:]), parents
+    assert len(parents) == 4

@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 import multigpu
 import pytest
+from multigpu import AsyncClient
 from multigpu.v1 import task_pb2
 
 from tests.client.scripted_master import ScriptedMaster
@@ -14,39 +15,37 @@ def scripted_outcomes(count: int) -> list[task_pb2.Outcome]:
     return [task_pb2.Outcome(task_id=i, state=task_pb2.OUTCOME_STATE_SUCCEEDED) for i in range(1, count + 1)]
 
 
-async def test_watch_continues_after_breaks_and_from_any_cursor() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.watched = scripted_outcomes(20)
-        master.watch_break_after = 4
-        cursors = {}
-        async with aclosing(client.watch()) as outcomes:
-            async for outcome, cursor in outcomes:
-                cursors[outcome.task_id] = cursor
-                if outcome.task_id == 20:
+async def test_watch_continues_after_breaks_and_from_any_cursor(master: ScriptedMaster, client: AsyncClient) -> None:
+    master.watched = scripted_outcomes(20)
+    master.watch_break_after = 4
+    cursors = {}
+    async with aclosing(client.watch()) as outcomes:
+        async for outcome, cursor in outcomes:
+            cursors[outcome.task_id] = cursor
+            if outcome.task_id == 20:
+                break
+    assert list(cursors) == list(range(1, 21))
+    for task_id, cursor in cursors.items():
+        master.watched = scripted_outcomes(22)
+        rest = []
+        async with aclosing(client.watch(cursor=cursor)) as outcomes:
+            async for outcome, _ in outcomes:
+                rest.append(outcome.task_id)
+                if outcome.task_id == 22:
                     break
-        assert list(cursors) == list(range(1, 21))
-        for task_id, cursor in cursors.items():
-            master.watched = scripted_outcomes(22)
-            rest = []
-            async with aclosing(client.watch(cursor=cursor)) as outcomes:
-                async for outcome, _ in outcomes:
-                    rest.append(outcome.task_id)
-                    if outcome.task_id == 22:
-                        break
-            assert rest == list(range(task_id + 1, 23))
+        assert rest == list(range(task_id + 1, 23))
 
 
-async def test_watch_survives_a_restart_and_reports_a_lost_cursor() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.watched = scripted_outcomes(2)
-        async with aclosing(client.watch()) as outcomes:
-            assert (await anext(outcomes))[0].task_id == 1
-            assert (await anext(outcomes))[0].task_id == 2
-            third = asyncio.ensure_future(anext(outcomes))
-            await asyncio.sleep(0.05)
-            await master.stop()
-            master.watched = scripted_outcomes(3)
-            await master.start()
-            assert (await asyncio.wait_for(third, 10))[0].task_id == 3
-        with pytest.raises(multigpu.CursorExpiredError, match="removed"):
-            await anext(client.watch(cursor="-1"))
+async def test_watch_survives_a_restart_and_reports_a_lost_cursor(master: ScriptedMaster, client: AsyncClient) -> None:
+    master.watched = scripted_outcomes(2)
+    async with aclosing(client.watch()) as outcomes:
+        assert (await anext(outcomes))[0].task_id == 1
+        assert (await anext(outcomes))[0].task_id == 2
+        third = asyncio.ensure_future(anext(outcomes))
+        await asyncio.sleep(0.05)
+        await master.stop()
+        master.watched = scripted_outcomes(3)
+        await master.start()
+        assert (await asyncio.wait_for(third, 10))[0].task_id == 3
+    with pytest.raises(multigpu.CursorExpiredError, match="removed"):
+        await anext(client.watch(cursor="-1"))

@@ -25,14 +25,14 @@ PLAIN = hugging_face()
 
 
 def test_links_out_of_the_repository_are_rejected(tmp_path: Path) -> None:
-    put(tmp_path, under("outside/m", PLAIN))
+    put(tmp_path, under("repository.old/m", PLAIN))
     root = tmp_path / "repository"
     put(root, under("inside", PLAIN))
-    (root / "folder").symlink_to(tmp_path / "outside/m")
+    (root / "folder").symlink_to(tmp_path / "repository.old/m")
     put(root, {"file/config.json": "{}"})
-    (root / "file/model.safetensors").symlink_to(tmp_path / "outside/m/model.safetensors")
+    (root / "file/model.safetensors").symlink_to(tmp_path / "repository.old/m/model.safetensors")
     put(root, {"side/model.onnx": ""})
-    (root / "side/data").symlink_to(tmp_path / "outside")
+    (root / "side/data").symlink_to(tmp_path / "repository.old")
     (root / "alias").symlink_to("inside")
     put(root, {"loop/x/notes": ""})
     (root / "loop/x/up").symlink_to("..")

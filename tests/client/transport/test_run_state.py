@@ -84,59 +84,6 @@ def test_a_new_stream_sends_all_unsettled_calls_in_order(state: RunState, window
     assert ids(state.next_frame()) == ["0", "2", "3", "4"]
 
 
-def test_an_outcome_before_the_second_sending_settles_the_call(state: RunState, window: Window) -> None:
-    call = Recorded(b"", "x")
-    started(state, window, call)
-    state.next_frame()
-    state.stream_opened()
-    state.receive(succeeded("x", "x", "never asked"), 30)
-    assert len(call.answers) == 1
-    assert state.next_frame() is None
-    assert state.idle
-    assert (window.tasks, window.bytes) == (0, 0)
-
-
-def test_withdrawing_before_and_after_sending(state: RunState, window: Window) -> None:
-    unsent, sent = Recorded(b"", "unsent"), Recorded(b"", "sent")
-    started(state, window, unsent, sent)
-    state.withdraw(unsent)
-    assert ids(state.next_frame()) == ["sent"]
-    state.withdraw(sent)
-    state.withdraw(sent)
-    assert window.tasks == 0
-    frame = state.next_frame()
-    assert frame is not None
-    assert list(frame.cancel_request_ids) == ["sent"]
-    state.stream_opened()  # the withdrawal may be lost with the stream, and is sent again
-    frame = state.next_frame()
-    assert frame is not None
-    assert list(frame.cancel_request_ids) == ["sent"]
-    assert ids(frame) == []
-    assert not state.idle
-    state.receive(succeeded("sent"), 10)  # it was too late: the task had ended
-    assert state.idle
-    assert not sent.answers
-
-
-def test_the_answer_to_a_withdrawal_does_not_settle_a_call_started_again(state: RunState, window: Window) -> None:
-    first, second = Recorded(b"", "x"), Recorded(b"", "x")
-    started(state, window, first)
-    state.next_frame()
-    state.withdraw(first)
-    state.next_frame()  # takes the withdrawal along
-    started(state, window, second)
-    assert ids(state.next_frame()) == ["x"]
-    withdrawn = succeeded("x")
-    withdrawn.outcomes[0].state = task_pb2.OUTCOME_STATE_CANCELLED
-    withdrawn.outcomes[0].error.type = "Withdrawn"
-    state.receive(withdrawn, 10)
-    assert not second.answers
-    state.receive(succeeded("x"), 10)
-    assert len(second.answers) == 1
-    assert state.idle
-    assert window.tasks == 0
-
-
 def test_the_delay_of_a_rejection_holds_on_a_new_stream(state: RunState, window: Window) -> None:
     call, left = Recorded(b"", "x"), Recorded(b"", "left")
     started(state, window, call, left)
@@ -200,19 +147,6 @@ def test_a_large_payload_after_a_small_one_waits_for_the_offer_of_its_stream(
     assert ids(frame) == ["large", "last"]
     assert not frame.batches[0].inputs
     assert frame.batches[0].payloads[0] == large.payload
-
-
-def test_a_reference_outlives_a_stream_but_not_its_master(state: RunState, window: Window, tmp_path: Path) -> None:
-    started(state, window, Recorded(bytes(2 * LARGE_BYTES), "large"))
-    places = []
-    for key in (b"one", b"one", b"another"):
-        state.stream_opened()
-        state.offered(Directory(tmp_path, key))
-        frame = state.next_frame()
-        assert frame is not None
-        assert frame.payload_key == key
-        places.append(frame.batches[0].inputs[0].payload_place)
-    assert places[0] == places[1] != places[2]
 
 
 class Model:
@@ -283,8 +217,7 @@ class Model:
         return response
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(4))
 def test_each_call_is_answered_once(block: int) -> None:
     for seed in range(block * 100, block * 100 + 100):
         run_seed(seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import multigpu
 import pytest
-from multigpu import Input
+from multigpu import AsyncClient, Input
 from multigpu._transport.run_state import Answer, Call
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2
@@ -75,37 +75,16 @@ async def test_a_value_that_fits_no_message_is_rejected_by_the_call(name: str, v
         assert await asyncio.wait_for(client.run("echo", b"after"), LIMIT_S) == b"after"
 
 
-async def test_the_infer_and_embed_calls_reject_such_values_too() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        calls: list[Coroutine[Any, Any, Any]] = [
-            client.infer("m", {"x": [1.0]}, request_id=5),  # type: ignore[arg-type]  # on purpose
-            client.classify("m", "text", partition_key="\ud800"),
-            client.embed(["text"], labels={"zone": 1}),  # type: ignore[dict-item]  # on purpose
-        ]
-        for call in calls:
-            with pytest.raises(multigpu.InvalidTaskError, match="task option"):
-                await asyncio.wait_for(call, LIMIT_S)
-
-
-async def test_a_rejected_item_of_a_map_becomes_an_error_in_its_place() -> None:
-    inputs = [Input(payload=1), Input(payload=2, units=-1), Input(payload=3)]
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        results = [result async for result in client.map("echo", inputs, return_exceptions=True)]
-        assert results[::2] == [1, 3]
-        assert isinstance(results[1], multigpu.InvalidTaskError)
-
-
-async def test_a_uuid_is_a_request_id() -> None:
+async def test_a_uuid_is_a_request_id(master: ScriptedMaster, client: AsyncClient) -> None:
     name = uuid.uuid4()
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        for call in CALLS.values():
-            await asyncio.wait_for(call(client, {"request_id": name}), LIMIT_S)
-        assert {task.request_id for task in master.inputs} == {str(name)}
-        assert (await client.get(name)).task_id == (await client.get(str(name))).task_id
-        await client.cancel(name)
-        assert master.cancelled[-1:] == [str(name)]
-        with pytest.raises(TypeError, match="str or UUID"):
-            await client.cancel(1.5)  # type: ignore[arg-type]  # on purpose
+    for call in CALLS.values():
+        await asyncio.wait_for(call(client, {"request_id": name}), LIMIT_S)
+    assert {task.request_id for task in master.inputs} == {str(name)}
+    assert (await client.get(name)).task_id == (await client.get(str(name))).task_id
+    await client.cancel(name)
+    assert master.cancelled[-1:] == [str(name)]
+    with pytest.raises(TypeError, match="str or UUID"):
+        await client.cancel(1.5)  # type: ignore[arg-type]  # on purpose
 
 
 class Probe(Call):
@@ -122,31 +101,29 @@ class Probe(Call):
         self.future.set_result(answer)
 
 
-async def test_an_error_of_the_streams_writer_fails_its_calls() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.gate.clear()  # the task stays unanswered
-        before = asyncio.create_task(client.run("echo", b"before"))
-        while not master.inputs:
-            await asyncio.sleep(0.005)
-        await client._core.stream.start((Probe("unfit", {"units": -1}),))
-        with pytest.raises(multigpu.TransportError, match="internal error: ValueError"):
-            await asyncio.wait_for(before, LIMIT_S)
-        master.gate.set()
-        assert await asyncio.wait_for(client.run("echo", b"after"), LIMIT_S) == b"after"
-        assert client._core.window.tasks == 0
+async def test_an_error_of_the_streams_writer_fails_its_calls(master: ScriptedMaster, client: AsyncClient) -> None:
+    master.gate.clear()  # the task stays unanswered
+    before = asyncio.create_task(client.run("echo", b"before"))
+    while not master.inputs:
+        await asyncio.sleep(0.005)
+    await client._core.stream.start((Probe("unfit", {"units": -1}),))
+    with pytest.raises(multigpu.TransportError, match="internal error: ValueError"):
+        await asyncio.wait_for(before, LIMIT_S)
+    master.gate.set()
+    assert await asyncio.wait_for(client.run("echo", b"after"), LIMIT_S) == b"after"
+    assert client._core.window.tasks == 0
 
 
-async def test_an_error_of_the_streams_reader_fails_its_calls() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
-        master.gate.clear()
-        await client._core.stream.start((Probe("unsettling", unsettling=True),))
-        behind = asyncio.create_task(client.run("echo", b"behind"))
-        while len(master.inputs) < 2:
-            await asyncio.sleep(0.005)
-        master.gate.set()
-        with pytest.raises(multigpu.TransportError, match="planted"):
-            await asyncio.wait_for(behind, LIMIT_S)
-        assert await asyncio.wait_for(client.run("echo", b"after"), LIMIT_S) == b"after"
+async def test_an_error_of_the_streams_reader_fails_its_calls(master: ScriptedMaster, client: AsyncClient) -> None:
+    master.gate.clear()
+    await client._core.stream.start((Probe("unsettling", unsettling=True),))
+    behind = asyncio.create_task(client.run("echo", b"behind"))
+    while len(master.inputs) < 2:
+        await asyncio.sleep(0.005)
+    master.gate.set()
+    with pytest.raises(multigpu.TransportError, match="planted"):
+        await asyncio.wait_for(behind, LIMIT_S)
+    assert await asyncio.wait_for(client.run("echo", b"after"), LIMIT_S) == b"after"
 
 
 def run_seed(seed: int) -> None:

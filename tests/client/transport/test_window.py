@@ -12,7 +12,7 @@ async def test_the_window_admits_waiters_in_order() -> None:
     await asyncio.sleep(0)
     small = asyncio.create_task(window.admit(1, 1))
     await asyncio.sleep(0)
-    assert not small.done()  # there is room for it, but it must not overtake
+    assert not small.done()  # it fits, but must not overtake
     assert not window.try_admit(1, 1)
     window.free(4, 50)
     await asyncio.wait_for(asyncio.gather(big, small), 1)

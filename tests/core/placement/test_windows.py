@@ -95,15 +95,6 @@ def test_a_slot_in_which_a_cancelled_call_runs_on_is_not_free(stage: Stage) -> N
     assert pass_s(stage, 0.1) == [lease_of(task).lease_id]
 
 
-def test_fast_tasks_are_not_recalled(stage: Stage) -> None:
-    stage.worker("w0", slots=1)
-    stage.core.fleet.workers["w0"].pace.allowed = 64
-    tasks = stage.submit(64)
-    stage.worker("w1", slots=1)
-    for task in tasks:
-        assert recalls(stage.report(lease_of(task), after_s=0.0005)) == []
-
-
 def test_waiting_leases_are_shared_out_among_free_workers(stage: Stage) -> None:
     stuck(stage, n=41)
     for n in range(1, 4):
@@ -162,12 +153,6 @@ def test_an_urgent_task_gets_the_place_of_the_youngest_waiting_one(stage: Stage)
     tasks = stage.submit(3, LOW)
     stage.submit(spec=URGENT)
     assert pass_s(stage, 0.1) == [lease_of(tasks[2]).lease_id]
-
-
-def test_equally_urgent_tasks_recall_nothing(stage: Stage) -> None:
-    stuck(stage)
-    stage.submit(3)
-    assert pass_s(stage, 1.0) == []
 
 
 def test_a_window_narrows_while_what_runs_takes_longer_than_others_did(stage: Stage) -> None:
@@ -232,12 +217,3 @@ def test_a_worker_that_was_fast_does_not_get_all_while_another_is_idle(stage: St
             (waiting,) = [t for t in tasks if t.lease is not None and t.lease.lease_id == lease_id]
             give_back(stage, lease_of(waiting))
     assert sorted(len(w.leases) for w in stage.core.fleet.workers.values()) == [2, 2]
-
-
-def test_a_recall_that_was_lost_with_its_stream_is_made_again(stage: Stage) -> None:
-    long, short = stuck(stage)
-    stage.worker("w1", slots=1)
-    assert pass_s(stage, 0.1) == [lease_of(short).lease_id]
-    held = [held_lease(lease_of(task), running=task is long) for task in (long, short)]
-    stage.worker("w0", held, slots=1)
-    assert pass_s(stage, 0.2) == [lease_of(short).lease_id]

@@ -8,11 +8,10 @@ import click
 import grpc
 
 from tests.hostile.abuses.base import MIB, Abuse, abused, suffer
-from tests.hostile.abuses.connections import dropped_streams, idle_connections, open_watches, silent_workers
+from tests.hostile.abuses.connections import dropped_streams, open_watches, silent_workers
 from tests.hostile.abuses.endless import (
     distinct_admin_queues,
     distinct_names,
-    distinct_workers,
     endless_submits,
     own_requirements,
     settled_again,
@@ -20,37 +19,29 @@ from tests.hostile.abuses.endless import (
 )
 from tests.hostile.abuses.messages import (
     empty_batches,
-    huge_pages,
     large_messages,
-    large_metadata,
     many_in_one_frame,
-    own_specs,
     small_fields,
     unknown_cancels,
 )
 
 ABUSES = [
-    Abuse(name="idle connections", spend=idle_connections, short=1_500, long=5_000),
     Abuse(name="streams opened and dropped", spend=dropped_streams, short=400, long=10_000),
     Abuse(name="watches that nobody reads", spend=open_watches, short=50, long=1_000, memory_max_bytes=1200 * MIB),
     Abuse(name="workers that never read", spend=silent_workers, short=3, long=50),
-    Abuse(name="large metadata", spend=large_metadata, short=10, long=100),
     Abuse(name="large messages and names", spend=large_messages, short=1, long=20, memory_max_bytes=300 * MIB),
     Abuse(name="tasks in one frame", spend=many_in_one_frame, short=20_000, long=1_000_000, memory_max_bytes=600 * MIB),
     Abuse(name="fields of two bytes, MiB", spend=small_fields, short=8, long=60, memory_max_bytes=500 * MIB),
-    Abuse(name="specs without tasks", spend=own_specs, short=2, long=20),
     Abuse(name="empty batches", spend=empty_batches, short=100_000, long=5_000_000, memory_max_bytes=1200 * MIB),
     Abuse(
         name="cancels of unknown tasks", spend=unknown_cancels, short=50_000, long=2_000_000, memory_max_bytes=600 * MIB
     ),
-    Abuse(name="huge pages", spend=huge_pages, short=5, long=1_000),
     Abuse(name="submits without end, MiB", spend=endless_submits, short=160, long=1_000, memory_max_bytes=300 * MIB),
     # Each stream has a limit; all streams together have none.
     Abuse(name="outcomes that nobody reads, MiB", spend=slow_reader, short=64, long=400, memory_max_bytes=1200 * MIB),
     Abuse(name="distinct names", spend=distinct_names, short=2_000, long=100_000),
     Abuse(name="own requirements", spend=own_requirements, short=2_400, long=10_000, memory_max_bytes=600 * MIB),
     Abuse(name="settled tasks again", spend=settled_again, short=8, long=16, memory_max_bytes=1200 * MIB),
-    Abuse(name="distinct workers", spend=distinct_workers, short=100, long=5_000),
     Abuse(name="distinct queues by an operator", spend=distinct_admin_queues, short=100, long=20_000),
 ]
 

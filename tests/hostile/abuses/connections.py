@@ -1,7 +1,5 @@
 """Connections, streams and workers that are opened and not read."""
 
-import contextlib
-import socket
 import time
 
 from multigpu.v1 import task_pb2, task_service_pb2
@@ -10,28 +8,12 @@ from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 
 from tests.fleet import Fleet, until
 from tests.hostile.abuses.base import (
-    MIB,
     channel_to,
     frame,
     run_stub,
     unique,
 )
 from tests.integration.streams import Feed
-
-
-def idle_connections(fleet: Fleet, size: int) -> str:
-    """TCP connections that send HTTP/2's preface and nothing else."""
-    host, _, port = fleet.address.rpartition(":")
-    with contextlib.ExitStack() as stack:
-        for _ in range(size):
-            sock = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
-            with contextlib.suppress(ConnectionError):  # those beyond the limit are closed as they come
-                sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
-        (task_id,) = fleet.submit("echo", b"among many")
-        (large,) = fleet.submit("echo", bytes(MIB), durability=task_pb2.DURABILITY_DURABLE)
-        fleet.outcome(large)
-        assert fleet.outcome(task_id).result == b"among many"
-    return f"{size} held"
 
 
 def dropped_streams(fleet: Fleet, size: int) -> str:

@@ -4,8 +4,6 @@ import time
 
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
-from multigpu.v1 import worker_service_pb2 as worker_pb
-from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 
 from tests.fleet import Fleet, until
 from tests.hostile.abuses.base import MIB, RESOURCE_EXHAUSTED, cancel_queue, channel_to, ended, frame, run_stub, unique
@@ -101,20 +99,6 @@ def settled_again(fleet: Fleet, size: int) -> str:
         for call in calls:
             call.cancel()
     return "cancelled"
-
-
-def distinct_workers(fleet: Fleet, size: int) -> str:
-    """A worker that joins with a new id each time."""
-    name = unique()
-    with channel_to(fleet) as channel:
-        session = channel.stream_stream("/multigpu.v1.WorkerService/Session")
-        for n in range(size):
-            hello = worker_pb.Hello(protocol_version=PROTOCOL_VERSION, worker_id=f"{name}-{n}", slots=1)
-            hello.capabilities.add(kind=f"kind-{n}")
-            call = session(iter([worker_pb.SessionRequest(hello=hello).SerializeToString()]), timeout=20)
-            next(call)
-            call.cancel()
-    return "come and gone"
 
 
 def distinct_admin_queues(fleet: Fleet, size: int) -> str:

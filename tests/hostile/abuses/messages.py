@@ -11,15 +11,6 @@ from tests.hostile.abuses.base import INVALID_ARGUMENT, MIB, cancel_queue, chann
 from tests.integration.streams import Feed
 
 
-def large_metadata(fleet: Fleet, size: int) -> str:
-    """Metadata beyond the limit of a header."""
-    with channel_to(fleet) as channel:
-        stats = channel.unary_unary("/multigpu.v1.AdminService/GetStats")
-        codes = {ended(lambda: stats(b"", metadata=[("x-much", "x" * 60_000)], timeout=20)) for _ in range(size)}
-    assert codes <= {"RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"}, codes
-    return " ".join(sorted(codes))
-
-
 def large_messages(fleet: Fleet, size: int) -> str:
     """Messages beyond the size limit, and names of a megabyte."""
     codes = set()
@@ -80,17 +71,6 @@ def small_fields(fleet: Fleet, size: int) -> str:
     return "rejected"
 
 
-def own_specs(fleet: Fleet, size: int) -> str:
-    """Concurrent Submit calls, each with thousands of batches with different specs and no task."""
-    request = task_service_pb2.SubmitRequest()
-    for n in range(10_000):
-        request.batches.add(spec=task_pb2.TaskSpec(kind="echo", parameters={"n": str(n)}))
-    with channel_to(fleet) as channel:
-        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
-        calls = [submit.future(request.SerializeToString(), timeout=120) for _ in range(size)]
-        return " ".join(sorted({ended(call.result) for call in calls}))
-
-
 def unknown_cancels(fleet: Fleet, size: int) -> str:
     """Cancels of unknown tasks, by id, by request_id and on a Run stream."""
     with channel_to(fleet) as channel:
@@ -103,14 +83,3 @@ def unknown_cancels(fleet: Fleet, size: int) -> str:
         codes.append(ended(lambda: next(call)))
         call.cancel()
     return " ".join(codes)
-
-
-def huge_pages(fleet: Fleet, size: int) -> str:
-    """Pages beyond the limit."""
-    codes = set()
-    for n in range(size):
-        for page in (2**31 - 1, -(2**31), 1001 + n):
-            request = task_service_pb2.ListRequest(page_size=page)
-            codes.add(ended(lambda request=request: fleet.tasks.List(request, timeout=20)))  # type: ignore[misc]
-    assert codes == {"INVALID_ARGUMENT"}, codes
-    return "INVALID_ARGUMENT"

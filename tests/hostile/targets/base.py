@@ -1,5 +1,5 @@
-"""A target: code that reads untrusted input. Inputs are bytes, so that random inputs, hypothesis and atheris can use
-the same targets, and a crashing input can be kept in a file.
+"""A target: code that reads untrusted input. Inputs are bytes, so that random inputs and hypothesis can use the same
+targets, and a crashing input can be kept in a file.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The master's methods in this process: the real services on a real core, driver and SQLite journal.
 
 Only gRPC is left out, for speed: a fake context passes frames in and collects the responses, which are serialized as in
-gRPC. real.py uses real gRPC.
+gRPC.
 """
 
 import asyncio

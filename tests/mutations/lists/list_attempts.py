@@ -5,6 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 attempts = partial(Mutation, module="multigpu_master.core.attempts")
+attempts_story = partial(attempts, checker="stories")
 
 ATTEMPTS = (
     attempts(
@@ -37,20 +38,17 @@ ATTEMPTS = (
     attempts(
         name="wrong attempt count",
         old="        if task.attempts == lease.attempt:\n            task.attempts -= 1\n",
-        new="",
         breaks="P4: an attempt that never ran is charged",
     ),
-    attempts(
+    attempts_story(
         name="an old lease gives an attempt back",
         old="        if task.attempts == lease.attempt:\n            task.attempts -= 1\n",
         new="        task.attempts -= 1\n",
         breaks="P4: a task has more attempts than it may",
-        checker="stories",
     ),
     attempts(
         name="losses are not counted",
         old="        extra.losses += 1\n",
-        new="",
         breaks="P4: a task that kills its workers before they can say so does so for ever",
     ),
     attempts(
@@ -67,18 +65,15 @@ ATTEMPTS = (
     attempts(
         name="revoke not sent",
         old="        self._state.outbox.revoke(worker.session, [lease.lease_id], why)\n",
-        new="",
     ),
     attempts(
         name="a taken lease stays in its window",
         old="        del worker.leases[lease.lease_id]\n",
-        new="",
         breaks="P2: a lease that was taken back can still be reported",
     ),
     attempts(
         name="a taken lease leaves the ranking as it was",
         old="        self._state.fleet.touch(worker)\n",
-        new="",
     ),
     attempts(
         name="a run that was too long is not charged",
@@ -110,7 +105,6 @@ ATTEMPTS = (
     attempts(
         name="queue timeout ignored",
         old="        else:\n            self._queue_timeout(task, now)\n",
-        new="",
     ),
     attempts(
         name="what waits in a window at its queue timeout stays there",
@@ -122,11 +116,10 @@ ATTEMPTS = (
         old="        elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:\n",
         new="        elif False:\n",
     ),
-    attempts(
+    attempts_story(
         name="queue timeout of what runs",
         old=" or (lease is not None and lease.running):\n            return\n",
         new=":\n            return\n",
-        checker="stories",
     ),
     attempts(
         name="queue timeout of a later attempt",
@@ -148,23 +141,19 @@ ATTEMPTS = (
         old="            self._withdraw(lease, NOT_BEGUN)\n",
         new="            return\n",
     ),
-    attempts(
+    attempts_story(
         name="who did not begin a task gets it again",
         old="            task.more().avoids = worker.device_key\n",
-        new="",
-        checker="stories",
     ),
-    attempts(
+    attempts_story(
         name="a model's loading counts as not begun",
         old="        if not lease.running and worker.residency.loading(lease.model):\n",
         new="        if False:\n",
-        checker="stories",
     ),
-    attempts(
+    attempts_story(
         name="what was recalled goes back to where it waited",
         old="            lease.task.more().avoids = lease.worker.worker_id\n",
         new="            pass\n",
-        checker="stories",
     ),
     attempts(
         name="run timeout counts from the grant",
@@ -207,14 +196,12 @@ ATTEMPTS = (
     attempts(
         name="a pause without end",
         old="        self._state.timers.at(not_before_s, due)\n",
-        new="",
         breaks="P7: a task is never tried again",
     ),
     Mutation(
         module="multigpu_master.core.workers.sessions",
         name="the first attempt that a worker tells of counts",
         old="        ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts\n",
-        new="",
         seeds=5000,
     ),
 )

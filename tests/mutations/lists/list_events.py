@@ -12,7 +12,6 @@ EVENTS = (
     scheduler(
         name="forget the timers",
         old="        state.timers.fire(now)\n",
-        new="",
     ),
     scheduler(
         name="deadlines ignored",
@@ -32,7 +31,6 @@ EVENTS = (
         name="outcomes told twice",
         module="multigpu_master.core.outbox",
         old="            self._settled = []\n",
-        new="",
     ),
     scheduler(
         name="duplicate request_id taken twice",
@@ -76,17 +74,14 @@ EVENTS = (
     scheduler(
         name="a failed submit stays in its class",
         old='                self._attempts.leave(task, "the master could not write the task to its journal")\n',
-        new="",
     ),
     scheduler(
         name="a failed submit keeps its place in the accounts",
         old="                ledger.close(task)\n",
-        new="",
     ),
     scheduler(
         name="a failed submit is acknowledged",
         old="                task.task_id = 0\n",
-        new="",
         breaks="P1: a task is acknowledged that the journal could not write",
     ),
     scheduler(
@@ -97,7 +92,6 @@ EVENTS = (
     scheduler(
         name="the wait after a restart has no end of its own",
         old="        self.state.timers.at(event.hold_until_s, lambda _now: None)\n",
-        new="",
     ),
     scheduler(
         name="outcomes on the disk are not forgotten",
@@ -161,7 +155,6 @@ EVENTS = (
     operators(
         name="a cordon does nothing",
         old='        worker.cordon = replace(worker.cordon or Cordon(""), reason=event.reason)\n',
-        new="",
     ),
     operators(
         name="an uncordon leaves the drain",
@@ -171,7 +164,6 @@ EVENTS = (
     operators(
         name="an uncordon is not told",
         old="        if drained:\n            self._state.outbox.desire(worker)\n",
-        new="",
     ),
     operators(
         name="a drain gets new work",
@@ -214,7 +206,6 @@ EVENTS = (
     operators(
         name="a forgotten worker is still awaited",
         old="        self._state.hold.arrived(event.worker_id, now)\n",
-        new="",
         seeds=2000,
     ),
     operators(
@@ -233,18 +224,15 @@ EVENTS = (
     operators(
         name="an uncordon does not fill the worker",
         old="        self._state.fleet.members_changed(worker)\n",
-        new="",
     ),
     operators(
         name="a strategy change forgets what waits",
         old="            self._state.classes.offer_all()\n",
-        new="",
         seeds=5000,
     ),
     operators(
         name="an unpaused queue is not tried",
         old="        if event.paused is False:\n            self._retry(event.queue)\n",
-        new="",
     ),
     operators(
         name="a pause does nothing",

@@ -5,6 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 dispatch = partial(Mutation, module="multigpu_master.core.placement.dispatch")
+dispatch_story = partial(dispatch, checker="stories")
 ranking = partial(Mutation, module="multigpu_master.core.placement.ranking")
 wait_lists = partial(Mutation, module="multigpu_master.core.placement.wait_lists")
 placement = partial(Mutation, module="multigpu_master.core.placement.placement")
@@ -36,7 +37,6 @@ PLACEMENT = (
     dispatch(
         name="frames don't count up",
         old="            worker.frame += 1\n",
-        new="",
     ),
     dispatch(
         name="a lease names the frame before its own",
@@ -46,7 +46,6 @@ PLACEMENT = (
     dispatch(
         name="attempts are not counted",
         old="        task.attempts += 1\n",
-        new="",
         breaks="P4: attempts without end",
     ),
     dispatch(
@@ -75,11 +74,10 @@ PLACEMENT = (
         new="elif pin is None:",
         seeds=5000,
     ),
-    dispatch(
+    dispatch_story(
         name="paused classes are parked like others",
         old="            classes.pause(resource_class)\n            return\n",
         new="            pass\n",
-        checker="stories",
     ),
     wait_lists(
         name="a class that waits for something else leaves none offered",
@@ -103,26 +101,23 @@ PLACEMENT = (
         old="                if best is None or rank < first:\n",
         new="                if best is None or rank > first:\n",
     ),
-    dispatch(
+    dispatch_story(
         name="averages that move change nothing",
         old="moved = self._averages != fleet.averages",
         new="moved = False",
-        checker="stories",
     ),
-    dispatch(
+    dispatch_story(
         name="a task goes back to where it failed",
         old="        if not is_one_of(worker, avoided):\n",
         new="        if not extra.broke or not is_one_of(worker, avoided):\n",
-        checker="stories",
     ),
-    dispatch(
+    dispatch_story(
         name="a retry loads its model anywhere",
         old=(
             "        if other"
             " and (extra.broke or backlog_suffices(fleet, strategy, backlog.base, other, backlog.size + 1)):\n"
         ),
         new="        if other:\n",
-        checker="stories",
     ),
     dispatch(
         name="a worker that loads a model is not looked at again",
@@ -149,17 +144,14 @@ PLACEMENT = (
     obstacles(
         name="device memory is promised twice",
         old="    free -= worker.leased_memory_bytes\n",
-        new="",
     ),
     ranking(
         name="device memory ignored",
         old="        if short_of_memory(worker, self._shape) is not None:\n            return\n",
-        new="",
     ),
     ranking(
         name="exclusions of a strategy ignored",
         old="        if self.strategy.excludes(self._shape, worker, self._fleet) is not None:\n            return\n",
-        new="",
         seeds=2000,
     ),
     ranking(
@@ -210,24 +202,20 @@ PLACEMENT = (
     placement(
         name="nobody waits for a backlog to grow",
         old="        backlog.waits_to_grow = worker is None and ranking.has_room()\n",
-        new="",
         checker="stories",
     ),
     dispatch(
         name="classes that one event left over wait for another",
         old="                    self.unfinished_s = now\n",
-        new="",
     ),
-    dispatch(
+    dispatch_story(
         name="backlogs that may grow wait with all of their shape",
         old="        elif pin is None and resource_class.backlog.waits_to_grow:\n",
         new="        elif False:\n",
-        checker="stories",
     ),
     wait_lists(
         name="requirements that nothing has any more count",
         old="                self._backlogs_of[queue] -= 1\n",
-        new="",
         checker="stories",
     ),
     placement(

@@ -23,7 +23,6 @@ QUARANTINE = (
         name="what a sick device gives back is a loss",
         module="multigpu_master.core.attempts",
         old="        if sick:\n            self._requeue(task, now, 0.0)\n            return\n",
-        new="",
     ),
     quarantine(
         name="a quarantine never ends",
@@ -60,7 +59,6 @@ QUARANTINE = (
     quarantine(
         name="a reset looks at nobody",
         old="        for worker in list(self._state.fleet.sessions.values()):\n            self._judge(worker, now)\n",
-        new="",
     ),
     quarantine(
         name="a poison task has all its attempts",
@@ -85,12 +83,10 @@ QUARANTINE = (
     quarantine(
         name="a sick device is not to blame",
         old="        if not worker.health.fit:\n            extra.forgiven += (device,)\n            return False\n",
-        new="",
     ),
     quarantine(
         name="suspects without comparison",
         old=" and any(w.device_key != device for w in self._state.fleet.sessions.values())",
-        new="",
     ),
     quarantine(
         name="an old check is passed for a new one",
@@ -130,7 +126,6 @@ QUARANTINE = (
     reset(
         name="the next process does not know of a reset that is needed",
         old="            new.replace(self.path)\n",
-        new="",
     ),
     reset(
         name="a restart of the host is no reset",
@@ -165,7 +160,6 @@ QUARANTINE = (
     health(
         name="checks without patience",
         old="        self._setbacks += 1\n",
-        new="",
     ),
     health(
         name="a check that is void counts",

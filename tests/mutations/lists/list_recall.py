@@ -5,34 +5,31 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 recall = partial(Mutation, module="multigpu_master.core.placement.recall")
+recall_story = partial(recall, checker="stories")
 
 RECALL = (
     recall(
         name="what waits in a window stays there",
         old="            self._recall_for_slots(now)\n",
-        new="",
     ),
     recall(
         name="the urgent wait for what was sent ahead",
         old="            self._recall_for_urgent(now)\n",
-        new="",
     ),
-    recall(
+    recall_story(
         name="tasks from before the clock was set back are as young as can be",
         old="if 0 <= now - head.submit_s < LOOK_S:",
         new="if now - head.submit_s < LOOK_S:",
-        checker="stories",
     ),
     recall(
         name="what runs is recalled",
         old="if lease.running or lease.recalled == worker.session:",
         new="if lease.recalled == worker.session:",
     ),
-    recall(
+    recall_story(
         name="what waits behind a cancelled call stays there",
         old="len(w.leases) > w.slots}",
         new="len(w.leases) > w.info.slots}",
-        checker="stories",
     ),
     recall(
         name="adopted leases are not looked at",
@@ -46,16 +43,14 @@ RECALL = (
         old="        self._arm(now)\n        for worker",
         new="        for worker",
     ),
-    recall(
+    recall_story(
         name="what a paused queue has leased is recalled",
         old="return not (queue.paused or ",
         new="return not (",
-        checker="stories",
     ),
-    recall(
+    recall_story(
         name="one free worker gets it all",
         old="            share = len(waiting) // (len(free) + 1)\n",
         new="            share = len(waiting)\n",
-        checker="stories",
     ),
 )

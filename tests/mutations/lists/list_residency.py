@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 residency = partial(Mutation, module="multigpu_master.core.workers.residency", checker="models", seeds=300)
 reservations = partial(Mutation, module="multigpu_master.core.workers.load_reservations", checker="models", seeds=300)
+reservations_story = partial(reservations, checker="stories")
 stories = partial(Mutation, module="multigpu_master.core.workers.residency", checker="stories", seeds=1)
 
 RESIDENCY = (
@@ -22,7 +23,6 @@ RESIDENCY = (
     residency(
         name="unwanted models get leases",
         old="        if model in self.unwanted:\n            return Block.UNWANTED\n",
-        new="",
     ),
     residency(
         name="no rest between loadings",
@@ -37,7 +37,6 @@ RESIDENCY = (
     residency(
         name="what will be unloaded is counted on",
         old="            self.going[other] = model\n",
-        new="",
         seeds=1000,
     ),
     residency(
@@ -60,34 +59,30 @@ RESIDENCY = (
         old=" for model_id, m in self.offered.items() if m.current or not m.version}",
         new=" for model_id, m in self.offered.items()}",
     ),
-    reservations(
+    reservations_story(
         name="models that retire go on taking leases",
         module="multigpu_master.core.workers.residency",
         old="self.room_for, self.retiring = model, dict.fromkeys(retiring)",
         new="self.room_for, self.retiring = model, {}",
-        checker="stories",
     ),
     reservations(
         name="a reservation is for ever",
         old="            worker.residency.end_reservation()\n",
         new="            pass\n",
     ),
-    reservations(
+    reservations_story(
         name="a rest is never over",
         old="            worker.residency.resting = False\n",
         new="            pass\n",
-        checker="stories",
     ),
-    reservations(
+    reservations_story(
         name="pinned models make room",
         old="m not in pinned and m not in important",
         new="m not in important",
-        checker="stories",
     ),
-    reservations(
+    reservations_story(
         name="important models make room",
         old="m not in pinned and m not in important",
         new="m not in pinned",
-        checker="stories",
     ),
 )

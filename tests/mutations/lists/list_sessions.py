@@ -5,6 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 sessions = partial(Mutation, module="multigpu_master.core.workers.sessions")
+sessions_story = partial(sessions, checker="stories")
 
 SESSIONS = (
     sessions(
@@ -12,17 +13,15 @@ SESSIONS = (
         old="                attempts.spare(lease, now, 0.0)\n",
         new='                attempts.lost(lease, "recalled", now)\n',
     ),
-    sessions(
+    sessions_story(
         name="what comes back unasked is no loss",
         old="failure.error.type == RECALLED and lease.recalled:",
         new="failure.error.type == RECALLED:",
         breaks="P4: a worker that returns all it gets keeps its tasks for ever",
-        checker="stories",
     ),
     sessions(
         name="takeover not fenced",
         old="            self._lose(worker, now, kept={h.lease_id for h in ours})\n",
-        new="",
         breaks="P2: the old session of a worker lives on beside the new one",
     ),
     sessions(
@@ -44,7 +43,6 @@ SESSIONS = (
     sessions(
         name="a kept lease keeps its old frame",
         old="                lease.frame = 0\n",
-        new="",
     ),
     sessions(
         name="adopted although settled",
@@ -85,29 +83,25 @@ SESSIONS = (
     sessions(
         name="revoke not sent to a hello",
         old="        outbox.revoke(event.session, revoked, STALE)\n",
-        new="",
     ),
     sessions(
         name="a drain is not told to a new session",
         old="        if worker.draining or worker.checks_asked or",
         new="        if worker.checks_asked or",
     ),
-    sessions(
+    sessions_story(
         name="a drain that is over lets go on",
         old="        if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:\n",
         new="        if False:\n",
-        checker="stories",
     ),
     sessions(
         name="silence not watched",
         old="        self._watch_silence(worker, now + self._suspect_s)\n",
-        new="",
         breaks="P3: a silent worker keeps its leases",
     ),
     sessions(
         name="an awaited worker that is back is awaited",
         old="        self._state.hold.arrived(worker.worker_id, now)\n",
-        new="",
     ),
     sessions(
         name="one worker back is enough",
@@ -123,7 +117,6 @@ SESSIONS = (
     sessions(
         name="what runs is not noted",
         old="        lease.running = held.running\n",
-        new="",
         breaks="P4: a task that kills its workers is never charged",
     ),
     sessions(
@@ -146,12 +139,10 @@ SESSIONS = (
     sessions(
         name="a worker's models are not noted",
         old="        fleet.heard(worker, event.models, event.last_frame, now)\n",
-        new="",
     ),
     sessions(
         name="a stopping worker gets work",
         old="            worker.stopping = event.stopping\n",
-        new="",
     ),
     sessions(
         name="a stopping worker keeps its keys",
@@ -176,27 +167,24 @@ SESSIONS = (
     sessions(
         name="revoke not sent to a heartbeat",
         old="        self._outbox.revoke(event.session, unknown, STALE)\n",
-        new="",
         seeds=5000,
     ),
-    sessions(
+    sessions_story(
         name="a lost lease is never missed",
         old="        if len(worker.leases) > len(held):\n",
         new="        if False:\n",
         breaks="P7: a lease that its worker has lost is never given to another",
-        checker="stories",
     ),
     sessions(
         name="a lease on its way is taken for lost",
         old="x.lease_id not in held and x.frame <= event.last_frame]",
         new="x.lease_id not in held]",
     ),
-    sessions(
+    sessions_story(
         name="the last frame's leases are not missed",
         old="x.frame <= event.last_frame]",
         new="x.frame < event.last_frame]",
         breaks="P7: a lost lease is missed only after the next dispatch",
-        checker="stories",
     ),
     sessions(
         name="stale report accepted",
@@ -263,12 +251,11 @@ SESSIONS = (
         new="            if False:\n",
         breaks="P9: a partial output that is sent again counts twice",
     ),
-    sessions(
+    sessions_story(
         name="a gap in the partial outputs",
         old="            if partial.index > known:\n",
         new="            if False:\n",
         breaks="P9: outputs are delivered with a gap",
-        checker="stories",
     ),
     sessions(
         name="partial outputs of the fenced",
@@ -282,7 +269,6 @@ SESSIONS = (
     sessions(
         name="a broken stream is not noticed",
         old="        if worker is not None:\n            self._lose(worker, now)\n",
-        new="",
         breaks="P3: leases of a broken stream wait for the timeout",
     ),
     sessions(
@@ -292,11 +278,9 @@ SESSIONS = (
         new="            pass\n",
         breaks="P7: tasks in the window of a lost worker are in no class",
     ),
-    sessions(
+    sessions_story(
         name="the lost go back in the wrong order",
         old="        leases.sort(key=lambda x: -x.task.task_id)\n",
-        new="",
-        checker="stories",
     ),
     sessions(
         name="a lost run is not charged",
@@ -315,7 +299,6 @@ SESSIONS = (
     sessions(
         name="an old watch ends a new session",
         old="            if worker.session != session:\n                return\n",
-        new="",
         breaks="P3: the watch of a session that is over declares the next one lost",
         seeds=2000,
     ),
@@ -326,12 +309,11 @@ SESSIONS = (
         breaks="P3: a stall of the master ends every session",
         seeds=1000,
     ),
-    sessions(
+    sessions_story(
         name="a second look that is late counts",
         old="            elif not suspected or now > due_s + grace_s:\n",
         new="            elif not suspected:\n",
         breaks="P3: a stall of the master ends every session",
-        checker="stories",
     ),
     sessions(
         name="a worker is given up at the first suspicion",
@@ -339,12 +321,11 @@ SESSIONS = (
         new="            if now < suspect_at_s - self._grace_s:\n",
         breaks="P3: a worker is lost before its timeout",
     ),
-    sessions(
+    sessions_story(
         name="a failure that was counted comes back",
         old="        if extra is not None and held.attempt <= extra.failed_attempt:\n            return False",
         new="        if False:\n            return False",
         breaks="P4: an attempt that failed is taken off the count when its lease comes back and is lost",
-        checker="stories",
     ),
     sessions(
         name="a watch looks once",

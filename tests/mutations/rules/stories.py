@@ -1,8 +1,12 @@
 """Ordinary tests as a checker: for rules that random seeds break too seldom, or only in large worlds."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.mutations.mutation import planted
 
 TESTS = Path(__file__).resolve().parents[2]
 STORIES = (
@@ -20,6 +24,14 @@ STORE = (
 )  # fmt: skip
 # Runs every command of mgpuctl on a fleet: only for the mutations that need it.
 ACCESS = ("security/test_cli_access.py",)
+# Imported by each Python process that a test starts.
+PLANT = """
+import sys
+sys.path.append({root!r})
+from tests.mutations.listed import MUTATIONS
+from tests.mutations.mutation import plant
+plant(next(m for m in MUTATIONS if m.name == {name!r}))
+"""
 
 
 class _Failed:
@@ -34,20 +46,30 @@ class _Failed:
 
 def check(_seed: int) -> None:
     """AssertionError: one of STORIES failed; names it."""
-    _run(STORIES)
+    run_tests(STORIES)
 
 
 def store(_seed: int) -> None:
     """The same for STORE."""
-    _run(STORE)
+    run_tests(STORE)
 
 
 def access(_seed: int) -> None:
     """The same for ACCESS."""
-    _run(ACCESS)
+    run_tests(ACCESS)
 
 
-def _run(stories: tuple[str, ...]) -> None:
+def run_test(name: str, _seed: int) -> None:
+    """The same for one test. The daemons that it starts have the mutation of this process."""
+    mutation = planted()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if mutation is not None:
+            (Path(folder) / "sitecustomize.py").write_text(PLANT.format(root=str(TESTS.parent), name=mutation.name))
+            patch.setenv("PYTHONPATH", os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]))
+        run_tests((name,))
+
+
+def run_tests(stories: tuple[str, ...]) -> None:
     failed, root = _Failed(), TESTS.parent
     options = f"-x -q -p no:cacheprovider --rootdir {root} -c {root / 'pyproject.toml'}".split()
     code = pytest.main([*options, *[str(TESTS / story) for story in stories]], plugins=[failed])

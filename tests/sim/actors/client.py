@@ -1,4 +1,4 @@
-"""A simulated client: until each of its tasks has an outcome, it attaches again whenever its stream breaks."""
+"""A simulated client: until each of its tasks has an outcome, it submits them again whenever its stream breaks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Ask:
-    """What the client wants done, and what it knows of it."""
+class Request:
+    """A task of the client, and what the client knows about it."""
 
     request_id: str
     spec: Spec
@@ -28,24 +28,24 @@ class Ask:
     epoch: int = 0  # the master's life in which that was
     outcomes: list[tuple[int, int, Outcome]] = field(default_factory=list)  # (epoch, task_id, outcome)
     given_up: bool = False
-    again: bool = False  # the client died, and a new one asks the same, whatever the last one knew
+    again: bool = False  # the client died, and the next one submits the same task
 
     @property
     def open(self) -> bool:
         return (self.again or not self.outcomes) and not self.given_up
 
 
-def use_for_another(master: Master, ask: Ask) -> None:
-    """Uses the request_id of a task that the master knows for another task, sometimes: it must be rejected."""
+def reuse_request_id(master: Master, request: Request) -> None:
+    """Sometimes submits another task with a request_id that the master knows: it must be rejected."""
     core = master.core
-    assert core is not None, "it has just been asked"
-    live, stored = core.requests.get(ask.request_id), master.journal.by_request.get(ask.request_id)
+    assert core is not None, "it has just handled a submit"
+    live, stored = core.requests.get(request.request_id), master.journal.by_request.get(request.request_id)
     dice = zlib.crc32(
-        f"{ask.request_id} {core.state.ids.next_id}".encode()
+        f"{request.request_id} {core.state.ids.next_id}".encode()
     )  # the world's own dice are left as they are
-    if dice % 8 or (live is None and (stored is None or not ask.spec.durable)):
+    if dice % 8 or (live is None and (stored is None or not request.spec.durable)):
         return
-    spec, payload = ask.spec, ask.payload
+    spec, payload = request.spec, request.payload
     match dice // 8 % 3:
         case 0:
             payload += b" another"
@@ -53,7 +53,7 @@ def use_for_another(master: Master, ask: Ask) -> None:
             spec = replace(spec, kind=f"not {spec.kind}")
         case _:
             spec = replace(spec, identity=spec.identity + 1)
-    task = Task(spec, ask.request_id, payload, ask.partition_key)
+    task = Task(spec, request.request_id, payload, request.partition_key)
     if live is not None:
         submitted = [c for c in master.handle(ev.Submit(spec, [task])) if isinstance(c, ev.Submitted)]
         answer = submitted[0].results[0]
@@ -61,50 +61,50 @@ def use_for_another(master: Master, ask: Ask) -> None:
         assert stored is not None, "one of the two"
         answer = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task) or task
     if not isinstance(answer, ev.Rejection):
-        raise ViolationError(f"{ask.request_id} was used for another task, and task {answer.task_id} was given")
+        raise ViolationError(f"{request.request_id} was used for another task, and task {answer.task_id} was given")
     master.world.coverage[f"another task with a known request_id: {'live' if live else 'stored'}"] += 1
 
 
 class Client:
-    """One program, over all its lives. `paused_until`: it is stopped (SIGSTOP) and hears what came meanwhile later."""
+    """One program, over all its processes. Until `paused_until` it is stopped (SIGSTOP) and reads nothing."""
 
     def __init__(self, world: World, master: Master, name: str) -> None:
         self._world = world
         self._master = master
         self.name = name
-        self.asks: dict[str, Ask] = {}
+        self.requests: dict[str, Request] = {}
         self.paused_until = 0.0
-        self.outcomes_only = world.chance(0.5)  # it wants no acceptances
+        self.outcomes_only = world.chance(0.5)  # it does not ask for acceptances
         self._stream = 0
         self._down: Link
         self._inbox = Inbox(world, lambda: self.paused_until)
 
-    def ask(self, asks: list[Ask]) -> None:
-        """Wants more done, all of one spec."""
-        for ask in asks:
-            self.asks[ask.request_id] = ask
-        self.submit(asks)
+    def request(self, requests: list[Request]) -> None:
+        """Adds tasks, all of one spec."""
+        for request in requests:
+            self.requests[request.request_id] = request
+        self.submit(requests)
 
-    def submit(self, asks: list[Ask]) -> None:
-        if not self._stream or not asks:
+    def submit(self, requests: list[Request]) -> None:
+        if not self._stream or not requests:
             return
         stream = self._stream
-        spec = asks[0].spec
+        spec = requests[0].spec
 
         def arrive() -> None:
             master = self._master
             if master.core is not None and master.streams.get(stream) is self:
-                tasks = [Task(a.spec, a.request_id, a.payload, a.partition_key) for a in asks]
+                tasks = [Task(a.spec, a.request_id, a.payload, a.partition_key) for a in requests]
                 if self._world.tracing:
-                    self._world.trace("%s submits %s", self.name, ", ".join(a.request_id for a in asks))
+                    self._world.trace("%s submits %s", self.name, ", ".join(a.request_id for a in requests))
                 master.submit(self, stream, spec, tasks)
-                for ask in asks:
-                    use_for_another(master, ask)
+                for request in requests:
+                    reuse_request_id(master, request)
 
         self._world.after(self._world.between(0.0001, 0.005), lambda: self._master.when_awake(arrive))
 
     def connect(self) -> None:
-        """Begins a stream, and sends every task without an outcome again."""
+        """Opens a stream, and submits every task without an outcome again."""
         if self._stream:
             return
         if self._master.core is None or self._world.now < self.paused_until:
@@ -113,15 +113,15 @@ class Client:
         self._stream = self._master.new_id()
         self._master.stream_opened(self._stream, self)
         self._down = Link(self._world, 0.0025, self._inbox.put)
-        waiting: dict[int, list[Ask]] = {}
-        for ask in self.asks.values():
-            if ask.open:
-                waiting.setdefault(id(ask.spec), []).append(ask)
-        for asks in waiting.values():
-            self.submit(asks)
+        waiting: dict[int, list[Request]] = {}
+        for request in self.requests.values():
+            if request.open:
+                waiting.setdefault(id(request.spec), []).append(request)
+        for requests in waiting.values():
+            self.submit(requests)
 
     def stream_broke(self) -> None:
-        """The stream is gone, with all that was on its way."""
+        """The stream broke; messages on their way are lost."""
         if self._stream:
             self._master.stream_closed(self._stream)
             self._stream = 0
@@ -130,62 +130,64 @@ class Client:
             self._world.after(self._world.between(0.02, 0.3), self.connect)
 
     def crash(self) -> None:
-        """kill -9; the program is started again, and asks for everything once more under the same request_ids."""
+        """kill -9; the program starts again, and submits everything again with the same request_ids."""
         self._world.trace("%s is killed", self.name)
         self.paused_until = 0.0
-        for ask in self.asks.values():
-            if ask.spec.durable and not ask.given_up:
-                ask.again = True
+        for request in self.requests.values():
+            if request.spec.durable and not request.given_up:
+                request.again = True
         self.stream_broke()
 
-    # --- what the master says ----------------------------------------------------------------------------------------
+    # --- messages of the master ---------------------------------------------------------------------------------------
 
-    def tell_accepted(self, stream: int, request_id: str, task_id: int, epoch: int) -> None:
+    def send_accepted(self, stream: int, request_id: str, task_id: int, epoch: int) -> None:
         if self._stream == stream:
             self._down.send(lambda: self._accepted(request_id, task_id, epoch))
 
-    def tell_rejected(self, stream: int, request_id: str, rejection: ev.Rejection) -> None:
+    def send_rejected(self, stream: int, request_id: str, rejection: ev.Rejection) -> None:
         if self._stream == stream:
             self._down.send(lambda: self._rejected(request_id, rejection))
 
-    def tell_outcome(self, stream: int, request_id: str, task_id: int, outcome: Outcome, epoch: int) -> None:
+    def send_outcome(self, stream: int, request_id: str, task_id: int, outcome: Outcome, epoch: int) -> None:
         if self._stream == stream:
             self._down.send(lambda: self._outcome(request_id, task_id, outcome, epoch))
 
-    def promised(self, ask: Ask) -> bool:
-        """Whether it was accepted for good: its acceptance is in the journal that there is now."""
-        return bool(ask.task_id) and ask.spec.durable and ask.epoch > self._master.restored
+    def promised(self, request: Request) -> bool:
+        """Whether its acceptance is in the present journal."""
+        return bool(request.task_id) and request.spec.durable and request.epoch > self._master.restored
 
     def _accepted(self, request_id: str, task_id: int, epoch: int) -> None:
-        ask = self.asks[request_id]
-        if self.promised(ask) and ask.task_id != task_id and not ask.outcomes:
-            raise ViolationError(f"{request_id} was accepted as {ask.task_id}, now it is {task_id}")
-        ask.task_id, ask.epoch = task_id, epoch
+        request = self.requests[request_id]
+        if self.promised(request) and request.task_id != task_id and not request.outcomes:
+            raise ViolationError(f"{request_id} was accepted as {request.task_id}, now it is {task_id}")
+        request.task_id, request.epoch = task_id, epoch
 
     def _rejected(self, request_id: str, rejection: ev.Rejection) -> None:
-        ask = self.asks[request_id]
+        request = self.requests[request_id]
         self._world.coverage[f"rejection: code {rejection.code}"] += 1
         # While the disk is full even known tasks are rejected, for a while.
-        if self.promised(ask) and ask.open and rejection.retry_delay_s is None:
+        if self.promised(request) and request.open and rejection.retry_delay_s is None:
             raise ViolationError(f"{request_id} was accepted, and then rejected: {rejection.message}")
         self._world.trace("%s is rejected: %s", request_id, rejection.message)
         if rejection.retry_delay_s is None:
-            ask.given_up = True
-        elif ask.open:
-            self._world.after(rejection.retry_delay_s, lambda: self.submit([ask]) if ask.open else None)
+            request.given_up = True
+        elif request.open:
+            self._world.after(rejection.retry_delay_s, lambda: self.submit([request]) if request.open else None)
 
     def _outcome(self, request_id: str, task_id: int, outcome: Outcome, epoch: int) -> None:
-        ask, journal = self.asks[request_id], self._master.journal
+        request, journal = self.requests[request_id], self._master.journal
         self._world.coverage[f"outcome: {OutcomeState(outcome.state).name}"] += 1
         self._world.trace("%s has its outcome", request_id)
-        if ask.spec.durable and not journal.rejected_ever:
+        if request.spec.durable and not journal.rejected_ever:
             stored = journal.by_request.get(request_id)
             if stored is not None and (stored.task_id, stored.state) != (task_id, outcome.state):
-                raise ViolationError(f"{request_id} ended as {stored.task_id}; told was {outcome} of {task_id}")
+                raise ViolationError(
+                    f"{request_id} ended as {stored.task_id}; the client received {outcome} of {task_id}"
+                )
             withdrawn = OutcomeState.CANCELLED
             if outcome.state is withdrawn and stored is None and epoch == self._master.epoch:
-                raise ViolationError(f"{request_id} was told to be cancelled before that was on the disk")
-            for old_epoch, old_id, old in ask.outcomes:
+                raise ViolationError(f"{request_id} was reported as cancelled before that was on the disk")
+            for old_epoch, old_id, old in request.outcomes:
                 kept = old_epoch > self._master.restored  # else that it was cancelled may be lost
                 if kept and old.state is withdrawn and outcome.state is not withdrawn:
                     raise ViolationError(f"{request_id} was cancelled, and ended {outcome}")
@@ -194,8 +196,8 @@ class Client:
                 if not same and old_epoch == epoch:
                     raise ViolationError(f"{request_id} ended twice: {old} as {old_id}, {outcome} as {task_id}")
         if outcome.state is OutcomeState.SUCCEEDED and not outcome.result.startswith(request_id.encode() + b" "):
-            raise ViolationError(f"{request_id} got another's result: {outcome.result!r}")
-        if ask.again and ask.outcomes:
-            self._world.coverage["outcome: told again to a new client"] += 1
-        ask.again = False
-        ask.outcomes.append((epoch, task_id, outcome))
+            raise ViolationError(f"{request_id} has the result of another task: {outcome.result!r}")
+        if request.again and request.outcomes:
+            self._world.coverage["outcome: sent again to a new client"] += 1
+        request.again = False
+        request.outcomes.append((epoch, task_id, outcome))

@@ -1,4 +1,4 @@
-"""The simulated engine of a worker, which acts out the words of payloads: see worker.py."""
+"""The simulated engine of a worker, which acts as the options of payloads say: see worker.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sim.world import check
 if TYPE_CHECKING:
     from tests.sim.actors.worker import SimWorker
 
-# How long a call that hears nothing goes on after it is cancelled, until its engine is ended and another is there.
+# How long a call that ignores its cancellation continues, until its engine is replaced.
 CANCEL_S = 2.0
 
 
@@ -55,48 +55,52 @@ class SimEngine:
         lease.running = True
         self.running[lease.lease_id] = lease
         assert isinstance(lease.payload, bytes), "simulated payloads are small"
-        words = lease.payload.decode().split()
-        run_s = float(words[words.index("run") + 1])
+        options = lease.payload.decode().split()
+        run_s = float(options[options.index("run") + 1])
         began_s, life = self._worker.world.now, self._worker.life
-        if "stream" in words and lease.partials_received:
+        if "stream" in options and lease.partials_received:
             self._worker.world.coverage["worker: yielded on after a resume"] += 1
-        elif "stream" in words:
+        elif "stream" in options:
             self._worker.held.partial(lease, b"p0")
             self._worker.flush()
-        if "save" in words:
+        if "save" in options:
             if lease.checkpoint:
                 self._worker.world.coverage["worker: went on from a checkpoint"] += 1
-                check(lease.checkpoint == words[0].encode(), "task %s got another's checkpoint", lease.task_id)
-            self._worker.world.after(run_s / 2, lambda: self._save(lease, words, life))
-        if "stuck" in words:
+                check(
+                    lease.checkpoint == options[0].encode(),
+                    "task %s received the checkpoint of another task",
+                    lease.task_id,
+                )
+            self._worker.world.after(run_s / 2, lambda: self._save(lease, options, life))
+        if "stuck" in options:
             run_s = self.run_timeouts_s[lease.lease_id]
-        if "deaf" not in words:
-            self._worker.world.after(run_s, lambda: self._finish(lease, words, began_s, life))
+        if "deaf" not in options:
+            self._worker.world.after(run_s, lambda: self._finish(lease, options, began_s, life))
 
-    def _save(self, lease: ws.Lease, words: list[str], life: int) -> None:
+    def _save(self, lease: ws.Lease, options: list[str], life: int) -> None:
         if self._worker.life == life and self._worker.alive and self.running.get(lease.lease_id) is lease:
-            self._worker.held.save(lease, words[0].encode())
+            self._worker.held.save(lease, options[0].encode())
 
-    def _finish(self, lease: ws.Lease, words: list[str], began_s: float, life: int) -> None:
-        if self._worker.life != life or not self._worker.awake(lambda: self._finish(lease, words, began_s, life)):
+    def _finish(self, lease: ws.Lease, options: list[str], began_s: float, life: int) -> None:
+        if self._worker.life != life or not self._worker.awake(lambda: self._finish(lease, options, began_s, life)):
             return
         if self.running.get(lease.lease_id) is not lease:
             return
-        if "poison" in words:
+        if "poison" in options:
             self._worker.crash(self._worker.world.between(0.1, 0.5))
             return
         del self.running[lease.lease_id]
-        if "stream" in words and lease.partials_received + lease.partials_made < 2:
+        if "stream" in options and lease.partials_received + lease.partials_made < 2:
             self._worker.held.partial(lease, b"p1")
         error = None
-        if "stuck" in words:
+        if "stuck" in options:
             error = ws.TaskError(type="RunTimeout", message="the worker ended it", retryable=True)
-        elif "fatal" in words:
-            error = ws.TaskError(type="ValueError", message="this can't work", retryable=False)
-        elif "fail" in words or ("flaky" in words and lease.attempt == 1):
-            error = ws.TaskError(type="RuntimeError", message="this did not work", retryable=True)
+        elif "fatal" in options:
+            error = ws.TaskError(type="ValueError", message="not retryable", retryable=False)
+        elif "fail" in options or ("flaky" in options and lease.attempt == 1):
+            error = ws.TaskError(type="RuntimeError", message="retryable", retryable=True)
         state = ws.ReportState.SUCCEEDED if error is None else ws.ReportState.FAILED
-        result = f"{words[0]} {lease.lease_id}".encode() if error is None else b""
+        result = f"{options[0]} {lease.lease_id}".encode() if error is None else b""
         report = ws.Report(lease, state, result, error=error)
         skew_s, now_s = self._worker.skew_s, self._worker.world.now
         self._worker.held.report(int((began_s + skew_s) * 1e9), int((now_s + skew_s) * 1e9), [report])

@@ -265,36 +265,36 @@ class Master:
         assert core is not None, "the master is up"
         if spec.durable and not self.journaling.writable:
             for task in tasks:
-                client.tell_rejected(stream, task.request_id, DISK_FULL)
+                client.send_rejected(stream, task.request_id, DISK_FULL)
             return
-        asked = [t.request_id for t in tasks if t.request_id not in core.requests]
-        known = self.journal.find_requests(self.journaling.perhaps_known(asked))
+        request_ids = [t.request_id for t in tasks if t.request_id not in core.requests]
+        known = self.journal.find_requests(self.journaling.perhaps_known(request_ids))
         for task in [t for t in tasks if t.request_id in known]:
             stored = known[task.request_id]
             other = identity.conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task)
             if other is not None:
-                client.tell_rejected(stream, task.request_id, other)
+                client.send_rejected(stream, task.request_id, other)
             else:
-                client.tell_outcome(stream, task.request_id, stored.task_id, stored_outcome(stored), epoch)
+                client.send_outcome(stream, task.request_id, stored.task_id, stored_outcome(stored), epoch)
         fresh = [t for t in tasks if t.request_id not in known]
         accepted: list[tuple[str, Task]] = []
 
         def done(error: JournalError | None) -> None:
             for request_id, task in accepted:
                 if not task.task_id:
-                    client.tell_rejected(stream, request_id, DISK_FULL)
+                    client.send_rejected(stream, request_id, DISK_FULL)
                 elif task.outcome is None and not client.outcomes_only:
-                    client.tell_accepted(stream, request_id, task.task_id, epoch)
+                    client.send_accepted(stream, request_id, task.task_id, epoch)
 
         for task, answer in zip(
             fresh, self._submit(spec, fresh, stream, done, (), patient=client.outcomes_only), strict=True
         ):
             if isinstance(answer, ev.Rejection):
-                client.tell_rejected(stream, task.request_id, answer)
+                client.send_rejected(stream, task.request_id, answer)
             elif (streams := self._withdrawn.get(answer.task_id)) is not None:
                 streams.append(stream)
             elif answer.outcome is not None:
-                client.tell_outcome(stream, task.request_id, answer.task_id, answer.outcome, epoch)
+                client.send_outcome(stream, task.request_id, answer.task_id, answer.outcome, epoch)
             else:
                 accepted.append((task.request_id, answer))
 
@@ -325,7 +325,7 @@ class Master:
             if not outcome.dispatch_s <= outcome.finish_s <= self.now:
                 raise ViolationError(f"task {task.task_id} ended at {outcome.finish_s}, by a clock that is not ours")
             if task.task_id not in self._withdrawn:
-                self._tell(task, task.streams)
+                self._send_outcome(task, task.streams)
             if task.spec.durable:
                 durable.append((task, self._outcomes.write(task)))
         if durable:
@@ -334,16 +334,16 @@ class Master:
 
             def done(error: JournalError | None) -> None:
                 for task in cancelled if error is None else ():
-                    self._tell(task, self._withdrawn.pop(task.task_id))
+                    self._send_outcome(task, self._withdrawn.pop(task.task_id))
 
             self._loop.call_soon(self.journaling.settles, durable, done if cancelled else None)
 
-    def _tell(self, task: Task, streams: Sequence[int]) -> None:
+    def _send_outcome(self, task: Task, streams: Sequence[int]) -> None:
         assert task.outcome is not None, "it is settled"
         for stream in streams:
             client = self.streams.get(stream)
             if client is not None:
-                client.tell_outcome(stream, task.request_id, task.task_id, task.outcome, self.epoch)
+                client.send_outcome(stream, task.request_id, task.task_id, task.outcome, self.epoch)
 
     def cancel(self, request_id: str) -> None:
         assert self.core is not None, "the master is up"
@@ -353,7 +353,7 @@ class Master:
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
-    def operate(self, event: ev.Event, told: Callable[[], None]) -> None:
+    def operate(self, event: ev.Event, answered: Callable[[], None]) -> None:
         """As the admin service does: the core first, and the answer once its rules are on the disk."""
         core = self.core
         assert core is not None, "the master is up"
@@ -367,9 +367,9 @@ class Master:
             case ev.Cordon() | ev.Uncordon() | ev.Drain() | ev.LoadModel() | ev.UnloadModel():
                 setting = settings.worker_setting(core.fleet.workers[event.worker_id])
             case _:
-                told()
+                answered()
                 return
-        self.journaling.remember(setting, lambda error: told() if error is None else None)
+        self.journaling.remember(setting, lambda error: answered() if error is None else None)
 
     def requeue_letter(self, task_id: int) -> None:
         """As RequeueDeadLetters does: the letter goes and its task comes in one transaction; until then no other call

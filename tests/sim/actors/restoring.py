@@ -1,4 +1,4 @@
-"""Settings of the journal on their way into a new core."""
+"""Settings of the journal as events for a new core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STRATEGIES = load_strategies()
 
 
 class Restoring:
-    """Takes a new core's settings as events, so that they are watched as all others are."""
+    """Passes settings to a new core through the master, so that the invariants see these events too."""
 
     def __init__(self, master: Master) -> None:
         self._master = master

@@ -1,10 +1,9 @@
-"""A simulated worker: the worker's own session (what it holds and owes), with an engine that acts out what payloads
-say.
+"""A simulated worker: the real session (leases held and reports pending), with an engine that acts as payloads say.
 
-A payload is a list of words: `run 0.5` takes half a second, `fail` raises, `fatal` can't succeed, `poison` kills the
-worker, `flaky` fails on its first attempt, `stream` yields two partial outputs first, `save` leaves a checkpoint half
-way, `stuck` runs until its run_timeout, `deaf` beyond it: only the master can end that one. Either goes on for a while
-after it is cancelled, and occupies its slot.
+A payload is a list of options: `run 0.5` takes half a second, `fail` raises, `fatal` fails without retry, `poison`
+kills the worker, `flaky` fails on its first attempt, `stream` yields two partial outputs first, `save` stores a
+checkpoint halfway, `stuck` runs until its run_timeout, `deaf` beyond it: only the master can end that one. `stuck` and
+`deaf` go on for a while after they are cancelled, and occupy their slot.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SPEC = ws.Spec(kind="sim")
 
 
 class SimWorker:
-    """One worker daemon, over all its lives. `life` counts its processes."""
+    """One worker daemon, over all its processes, which `life` counts."""
 
     def __init__(
         self, world: World, master: Master, info: WorkerInfo, heartbeat_s: float, *, primary: bool = True
@@ -39,14 +38,14 @@ class SimWorker:
         self.world = world
         self._master = master
         self.info = info
-        self.primary = primary  # whether something starts it again when another process took over its worker_id
+        self.primary = primary  # whether it is started again after another process took over its worker_id
         self.skew_s = 0.0  # how wrong its clock is
         self.alive = False
         self.life = 0
         self.held = ws.Session(ws.SessionLimits())
         self.engine = SimEngine(self)
         self.frozen_until = 0.0
-        self.inert = False  # it says that it is well, takes leases, and begins none
+        self.inert = False  # it reports HEALTHY, accepts leases, and starts none
         self.stopping = False
         self.resident: tuple[str, ...] = ()
         self.health = HEALTHY  # its device's
@@ -78,7 +77,7 @@ class SimWorker:
         self.connect()
 
     def crash(self, back_after_s: float | None) -> None:
-        """kill -9; something starts it again, or nothing does."""
+        """kill -9; it is started again after this time, if any."""
         if not self.alive:
             return
         self.world.trace("%s is killed", self.info.worker_id)
@@ -91,7 +90,7 @@ class SimWorker:
             self.world.after(back_after_s, self.start)
 
     def leave(self, back_after_s: float) -> None:
-        """SIGTERM: no more work, what is held goes back, the stream ends."""
+        """SIGTERM: no more work, leases are returned, the stream ends."""
         if not self.alive or self.stopping:
             return
         self.world.trace("%s leaves", self.info.worker_id)
@@ -104,7 +103,7 @@ class SimWorker:
         self.world.after(0.5, lambda: self.crash(back_after_s) if self.life == life else None)
 
     def fall_sick(self, *, unusable: bool, well_after_s: float) -> None:
-        """Its device falls sick: the master is told first, then what waits goes back, or all; it gets well again."""
+        """Its device becomes sick: it reports that, then returns waiting leases, or all; later it recovers."""
         if not self.awake(lambda: self.fall_sick(unusable=unusable, well_after_s=well_after_s)) or self.stopping:
             return
         if self.health.fit:
@@ -129,7 +128,7 @@ class SimWorker:
             self.heartbeat()
 
     def stall(self) -> None:
-        """It begins nothing from now on, and does not know it."""
+        """It starts no tasks from now on, and does not notice."""
         self.world.trace("%s begins nothing more", self.info.worker_id)
         self.inert = True
 
@@ -173,7 +172,7 @@ class SimWorker:
             self.world.after(max(heard_after_s, late_s), lambda: master.when_awake(heard))
 
     def awake(self, what: object) -> bool:
-        """Whether the process runs now; a frozen one does `what` when it thaws."""
+        """Whether the process runs now; a frozen one calls `what` when it continues."""
         assert callable(what), "something to do"
         if self.world.now < self.frozen_until:
             life = self.life
@@ -236,18 +235,18 @@ class SimWorker:
             self._reconnect()
 
     def _listed(self, *, hello: bool) -> list[ev.HeldLease]:
-        said = [
+        listed = [
             ev.HeldLease(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.running, checkpoint=h.checkpoint
             or b"", proven=hello and self._proven(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.proof))
             for h in self.held.held(hello=hello)
         ]  # fmt: skip
         if hello:
-            check(all(h.proven for h in said), "%s cannot prove a lease that it was granted", self.info.worker_id)
-            own = {h.lease_id for h in said}
+            check(all(h.proven for h in listed), "%s cannot prove a lease that it was granted", self.info.worker_id)
+            own = {h.lease_id for h in listed}
             claims = [claim for claim in self.claims if claim[0] not in own]
-            said += [ev.HeldLease(*claim[:3], proven=self._proven(*claim)) for claim in claims]
+            listed += [ev.HeldLease(*claim[:3], proven=self._proven(*claim)) for claim in claims]
             self.world.coverage["worker: claims in hello"] += len(claims)
-        return said
+        return listed
 
     def _proven(self, lease_id: int, task_id: int, attempt: int, proof: int) -> bool:
         """As wire.held_leases finds."""
@@ -261,10 +260,10 @@ class SimWorker:
         match command:
             case ev.Welcome():
                 self.engine.drop(self.held.welcome(command.adopted, self._master.incarnations.current))
-                owed = [g for g in self.held._outbox if isinstance(g, ws.Reports)]
-                listed = [*self.held.leases, *[r.lease.lease_id for g in owed for r in g.reports]]
+                pending = [g for g in self.held._outbox if isinstance(g, ws.Reports)]
+                listed = [*self.held.leases, *[r.lease.lease_id for g in pending for r in g.reports]]
                 unwanted = [x for x in listed if x not in command.adopted]
-                check(not unwanted, "%s goes on with %s, which nobody wants", self.info.worker_id, unwanted)
+                check(not unwanted, "%s continues %s, which the master has not adopted", self.info.worker_id, unwanted)
                 self._beat(self._stream)
                 self.flush()
             case Grant():
@@ -282,7 +281,7 @@ class SimWorker:
                 for lease_id, *_, run_timeout_s in command.leases:
                     self.engine.run_timeouts_s[lease_id] = run_timeout_s
                 if self.health.unusable:
-                    self.world.coverage["worker: leases crossed its word that it is sick"] += 1
+                    self.world.coverage["worker: leases crossed its report that it is sick"] += 1
                     self._return_for_health()
                 self.engine.pump()
             case ev.Revoke():
@@ -323,7 +322,7 @@ class SimWorker:
         )  # fmt: skip
 
     def flush(self) -> None:
-        """Sends what is owed."""
+        """Sends what is pending."""
         while self._session and self.held.connected and self._up is not None:
             if self.held.heartbeat_due:
                 self.heartbeat()
@@ -337,8 +336,8 @@ class SimWorker:
             if partials:
                 self._up.send(ev.Partials(self._session, partials))
 
-    def lie(self, lease_ids: list[int]) -> None:
-        """Speaks of leases that are not its own, or that it has reported already. Nobody may believe it."""
+    def report_falsely(self, lease_ids: list[int]) -> None:
+        """Reports leases that are not its own, or that it has reported already. The master must ignore that."""
         if self._session and self.held.connected and self._up is not None:
             self._up.send(ev.Partials(self._session, [ev.PartialOutput(x, 0, b"lie") for x in lease_ids]))
             good, bad = lease_ids[::2], lease_ids[1::2]

@@ -1,9 +1,8 @@
-"""What a lease that ended may cost its task: the rules of attempts, losses and pauses, from events and commands alone.
+"""What a lease that ended costs its task: the rules of attempts, losses and pauses, from events and commands alone.
 
 - A failed attempt, a run that was too long, and a run whose worker was lost are charged.
-- Anything else is not charged; it counts as a loss, and adoption takes one loss back. What a sick device gives back,
-  what was taken from a worker that did not begin it in time, and what a worker returned when it was recalled, is no
-  loss either.
+- Any other end is not charged; it counts as a loss, and adoption takes one loss back. Leases returned by a sick device,
+  recalled leases, and leases taken from a worker that did not start them in time are no losses.
 - A charged task pauses, for longer each time, or has ended; a task that was lost pauses from its second loss on.
 """
 
@@ -16,7 +15,7 @@ from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Lease, OutcomeState, Task
 from multigpu_master.core.scheduler import Core
 
-from tests.sim.world import ViolationError
+from tests.sim.world import ViolationError, check
 
 Entry = tuple[Lease, bool, int]  # a lease, whether it runs, its session
 
@@ -115,8 +114,7 @@ class Attempts:
             over = OutcomeState.DEAD_LETTERED if tally.attempts >= task.spec.attempts_max else None
             over = OutcomeState.FAILED if hopeless else over
             base_s = _pause_s(task, tally.attempts)
-        if state is not over:
-            raise ViolationError(f"task {task.task_id} should have ended as {over}, not as {state}: {tally}")
+        check(state is over, "task %s should have ended as %s, not as %s: %s", task.task_id, over, state, tally)
         if over is not None or task.lease is not None:
             return  # ended; or leased again by the same event, an older lease of it perhaps
         if base_s:
@@ -125,8 +123,7 @@ class Attempts:
                 raise ViolationError(f"task {task.task_id} pauses for {until_s - now} s, not for up to {base_s} s")
         elif not task.waiting:
             raise ViolationError(f"task {task.task_id} pauses for a single loss")
-        if task.attempts != tally.attempts:
-            raise ViolationError(f"task {task.task_id} counts {task.attempts} attempts: {tally}")
+        check(task.attempts == tally.attempts, "task %s counts %s attempts: %s", task.task_id, task.attempts, tally)
 
     def _began(self, lease: Lease, *, adopted: bool) -> None:
         task = lease.task
@@ -137,10 +134,8 @@ class Attempts:
             tally.losses = max(0, tally.losses - 1)
         else:
             tally.attempts += 1
-            if lease.attempt != tally.attempts:
-                raise ViolationError(f"lease {lease.lease_id} is attempt {lease.attempt}: {tally}")
-        if task.attempts != tally.attempts:
-            raise ViolationError(f"task {task.task_id} counts {task.attempts} attempts: {tally}")
+            check(lease.attempt == tally.attempts, "lease %s is attempt %s: %s", lease.lease_id, lease.attempt, tally)
+        check(task.attempts == tally.attempts, "task %s counts %s attempts: %s", task.task_id, task.attempts, tally)
 
     def _came_and_went(self, event: ev.Hello, commands: Sequence[ev.Command], live: dict[int, Entry]) -> None:
         """Leases that a hello brought back and that were taken from the worker again: its drain is over."""
@@ -167,8 +162,7 @@ class Attempts:
             grace_s = self._core.limits.session_timeout_s if outcome.dispatch_s else 0.0
             if tally.attempts or now < task.submit_s + spec.queue_timeout_s + grace_s:
                 raise ViolationError(f"task {task.task_id} expired in the queue: {tally}")
-            if self._core.state.hold.active(now):
-                raise ViolationError(f"task {task.task_id} expired while its worker is awaited")
+            check(not self._core.state.hold.active(now), "task %s expired while its worker is awaited", task.task_id)
         elif spec.deadline_s is None or now < spec.deadline_s:
             raise ViolationError(f"task {task.task_id} expired before its deadline")
 

@@ -1,9 +1,8 @@
 """What must hold after every event: the core's state against slow and obvious recounts.
 
-Every recount is made after every event, but for those that cost most and whose faults stay once they are there: what
-the fleet and the rankings remember is compared after every fourth and third event; and of heartbeats and ticks that
-bring nothing about while nothing is queued, only every fourth has its tasks recounted. Nothing here draws a random
-number or changes anything, so a run is the same with and without it.
+The most expensive recounts, whose faults persist, are made after every fourth event; so are those of tasks after
+heartbeats and ticks without effect while nothing is queued. Nothing here draws a random number or changes state, so a
+run is the same with and without it.
 """
 
 from collections.abc import Container, Sequence
@@ -20,11 +19,11 @@ from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import HEALTHY, Health
 from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES
 
-from tests.sim.invariants.asked import Asked
 from tests.sim.invariants.attempts import Attempts
+from tests.sim.invariants.inputs import Inputs
+from tests.sim.invariants.notices import Notices
 from tests.sim.invariants.placement import Placement
 from tests.sim.invariants.time import Time
-from tests.sim.invariants.told import Told
 from tests.sim.invariants.windows import Windows
 from tests.sim.world import ViolationError, check
 
@@ -51,8 +50,8 @@ class Invariants:
     def begin(self, core: Core) -> None:
         """A new master's life."""
         self._core = core
-        self._told, self._time = Told(core), Time(core)
-        self._asked, self._attempts, self._windows = Asked(core), Attempts(core), Windows(core)
+        self._notices, self._time = Notices(core), Time(core)
+        self._inputs, self._attempts, self._windows = Inputs(core), Attempts(core), Windows(core)
         self._placement = Placement(core)
         self._settled: dict[Task, None] = {}
         self._uncommitted: dict[Task, None] = {}  # settled and durable, but the journal has not said so
@@ -79,7 +78,7 @@ class Invariants:
     def before(self, event: ev.Event) -> None:
         """Notes what the event says. Which leases are live was noted after the last one."""
         self._time.before(event, self._world.now)
-        self._asked.before(event)
+        self._inputs.before(event)
         if isinstance(event, ev.Drain):
             if event.deadline_s is not None:
                 worker = self._core.fleet.workers[event.worker_id]
@@ -135,8 +134,8 @@ class Invariants:
         self._workers()
         if self.checks % 4 == 0:
             self._placement.caches()
-        self._told.after(event, commands)
-        self._asked.after(event, commands, now)
+        self._notices.after(event, commands)
+        self._inputs.after(event, commands, now)
         self._attempts.after(event, commands, now)
         self._time.after(event, commands, now)
         self._windows.after(commands, now)

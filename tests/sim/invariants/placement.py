@@ -1,4 +1,4 @@
-"""No task waits that could run, none goes before one with a better right, and caches are what a recount finds."""
+"""No task waits that could run, none precedes one of higher rank, and caches equal a recount."""
 
 from collections.abc import Sequence
 

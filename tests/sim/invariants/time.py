@@ -1,7 +1,7 @@
-"""What must happen in time: deadlines, pauses, drains, silent workers, and the wait after a restart.
+"""What is due: deadlines, pauses, drains, silent workers, and the wait after a restart.
 
-The core is given the time and asks to be woken; so whatever is due must have a timer no later than that, and nothing
-that is due may be left behind by an event.
+The core is given the time and returns its next timer: everything that is due must have a timer no later than that, and
+must not be left undone by an event.
 """
 
 import math
@@ -14,7 +14,7 @@ from multigpu_master.core.model import Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.sessions import LATE_S
 
-from tests.sim.world import ViolationError
+from tests.sim.world import ViolationError, check
 
 # Sums of times are rounded.
 EARLY_S = 1e-6
@@ -129,8 +129,7 @@ class Time:
             if lease is not None:
                 self._taken[task] = None
             if spec.deadline_s is not None:
-                if spec.deadline_s <= now:
-                    raise ViolationError(f"task {task.task_id} outlives its deadline")
+                check(spec.deadline_s > now, "task %s outlives its deadline", task.task_id)
                 self._timer("the deadline of task", task.task_id, spec.deadline_s)
             # Not those of an earlier session: they are recalled at the latest when the wait for workers would end.
             kept = lease is not None and lease.frame and task not in self._begun and not lease.recalled
@@ -140,8 +139,7 @@ class Time:
                 # A worker that took it has some time to say that it began it.
                 grace_s = core.limits.session_timeout_s if task in self._taken else 0.0
                 until_s = max(task.submit_s + spec.queue_timeout_s + grace_s, self._hold_at_most_until_s)
-                if until_s <= now:
-                    raise ViolationError(f"task {task.task_id} outlives its queue timeout")
+                check(until_s > now, "task %s outlives its queue timeout", task.task_id)
                 self._timer("the queue timeout of task", task.task_id, until_s)
             if lease is None:
                 if not task.waiting and task.extra is not None:
@@ -149,8 +147,7 @@ class Time:
                 continue
             if spec.run_timeout_s is not None:
                 due_s = (lease.run_s if lease.running else lease.dispatch_s) + spec.run_timeout_s + RUN_GRACE_S
-                if due_s <= now:
-                    raise ViolationError(f"lease {lease.lease_id} outlives its run timeout")
+                check(due_s > now, "lease %s outlives its run timeout", lease.lease_id)
                 self._timer("the run timeout of task", task.task_id, due_s)
 
     def _forgotten(self, commands: Sequence[ev.Command], now: float) -> None:

@@ -1,5 +1,5 @@
-"""No task waits in a window for long while a worker that may have it has a free slot, or while a more urgent one waits
-for a place there: its lease is recalled, once at most, or it is known to run.
+"""No task waits in a window for long while a suitable worker has a free slot, or while a more urgent task waits for its
+place: its lease is recalled, at most once, or it is known to run.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from multigpu_master.core.model import Lease, Task, Worker, shape_of
 from multigpu_master.core.placement.obstacles import obstacles
 from multigpu_master.core.scheduler import Core
 
-from tests.sim.world import ViolationError
+from tests.sim.world import ViolationError, check
 
 WAIT_S = 0.1
 # Sums of times are rounded.
@@ -54,8 +54,7 @@ class Windows:
         worker = self._core.fleet.sessions.get(command.session)  # None: it ended in the same event
         for lease_id in command.lease_ids:
             lease = worker.leases.get(lease_id) if worker is not None else None
-            if (command.session, lease_id) in self._recalled:
-                raise ViolationError(f"lease {lease_id} is recalled again")
+            check((command.session, lease_id) not in self._recalled, "lease %s is recalled again", lease_id)
             if lease is not None and lease.running and lease.run_s < now:  # else this event told so, after the recall
                 raise ViolationError(f"lease {lease_id} is recalled, and runs")
             self._recalled.add((command.session, lease_id))

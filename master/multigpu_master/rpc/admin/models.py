@@ -84,10 +84,9 @@ def _lacks(worker: Worker, name: str) -> str:
     residency = worker.residency
     model, limit = residency.names[name], residency.limit_bytes
     others = sorted(m for m in residency.pinned() if m != model)
-    taken, needed = sum(residency.memory_of(m) for m in others), residency.memory_of(model)
-    if not limit or taken + needed <= limit:
-        return ""
-    return f"it takes {needed} of {limit} bytes, and {', '.join(others) or 'nothing'} {taken}"
+    taken, needed = sum(map(residency.memory_of, others)), residency.memory_of(model)
+    fits = not limit or taken + needed <= limit
+    return "" if fits else f"it takes {needed} of {limit} bytes, and {', '.join(others) or 'nothing'} {taken}"
 
 
 def _suits(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
@@ -125,8 +124,8 @@ def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
             elif message.memory_bytes > entry.model.memory_bytes or not (entry.model.digest or not message.digest):
                 entry.model.CopyFrom(message)
             entry.worker_ids.append(worker.worker_id)
-            if (said := residency.reported.get(model_id)) is not None:
-                entry.places.add(worker_id=worker.worker_id, residency=resident_message(said))
+            if (resident := residency.reported.get(model_id)) is not None:
+                entry.places.add(worker_id=worker.worker_id, residency=resident_message(resident))
     return [entry for model_id in sorted(groups) for entry in groups[model_id]]
 
 

@@ -35,6 +35,9 @@ WATCH_INTERVAL_S = 0.25
 WATCH_CHUNK = 64
 # A page ends after the worker that exceeds this. A worker's description takes up to 256 KiB.
 PAGE_BYTES = 4 << 20
+_COUNTERS = (
+    "submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued", "stale_reports",
+)  # fmt: skip
 
 
 class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
@@ -56,10 +59,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
         response = pb.ListWorkersResponse()
         size_bytes = 0
-        end_s = time.monotonic() + queries.SLICE_S
-        for worker in workers[start : start + size]:
-            if time.monotonic() > end_s:
-                end_s = await queries.pause()
+        async for worker in queries.pausing(workers[start : start + size]):
             if size_bytes > PAGE_BYTES:
                 break
             message = worker_message(worker)
@@ -182,27 +182,17 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def _heads(self, names: Sequence[str]) -> dict[str, float]:
         """When the oldest queued task of each of these queues was submitted. Other calls run meanwhile."""
         heads = dict.fromkeys(names, math.inf)
-        end_s = time.monotonic() + queries.SLICE_S
-        for resource_class in list(self._core.classes.by_key.values()):
+        async for resource_class in queries.pausing(list(self._core.classes.by_key.values())):
             name = resource_class.queue.name
             if name in heads and (head := resource_class.head()) is not None:
                 heads[name] = min(heads[name], head.submit_s)
-            if time.monotonic() > end_s:
-                end_s = await queries.pause()
         return heads
-
-    async def _queue_message(self, name: str) -> pb.Queue:
-        return self._queue(name, await self._heads([name]))
 
     def _queue(self, name: str, heads: dict[str, float]) -> pb.Queue:
         queue = self._core.queues.get(name) or Queue(name)
         message = pb.Queue(
             queue=name,
-            paused=queue.paused,
-            strategy=queue.strategy,
-            queued=queue.queued,
-            queued_bytes=queue.queued_bytes,
-            leased=queue.leased,
+            **{field: getattr(queue, field) for field in ("paused", "strategy", "queued", "queued_bytes", "leased")},
         )
         message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
         if heads[name] < math.inf:
@@ -210,24 +200,23 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return message
 
     async def PauseQueue(self, request: Any, _context: Any) -> pb.PauseQueueResponse:
-        await self._configure(ev.ConfigureQueue(request.queue, paused=True))
-        return pb.PauseQueueResponse(queue=await self._queue_message(request.queue))
+        return pb.PauseQueueResponse(queue=await self._configure(ev.ConfigureQueue(request.queue, paused=True)))
 
     async def ResumeQueue(self, request: Any, _context: Any) -> pb.ResumeQueueResponse:
-        await self._configure(ev.ConfigureQueue(request.queue, paused=False))
-        return pb.ResumeQueueResponse(queue=await self._queue_message(request.queue))
+        return pb.ResumeQueueResponse(queue=await self._configure(ev.ConfigureQueue(request.queue, paused=False)))
 
     async def SetQueueLimits(self, request: Any, _context: Any) -> pb.SetQueueLimitsResponse:
         limits = request.limits
-        await self._configure(ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max))
-        return pb.SetQueueLimitsResponse(queue=await self._queue_message(request.queue))
+        event = ev.ConfigureQueue(request.queue, tasks_max=limits.tasks_max, bytes_max=limits.bytes_max)
+        return pb.SetQueueLimitsResponse(queue=await self._configure(event))
 
-    async def _configure(self, event: ev.ConfigureQueue) -> None:
+    async def _configure(self, event: ev.ConfigureQueue) -> pb.Queue:
         if not event.queue:
             raise InvalidArgumentError('queue is missing; the usual one is "default"')
         self._admit_queue(event.queue)
         self._driver.handle(event)
         await save(self._driver, queue_setting(self._core.queue(event.queue)))
+        return self._queue(event.queue, await self._heads([event.queue]))
 
     def _admit_queue(self, name: str) -> None:
         """INVALID_ARGUMENT: the name is not allowed. RESOURCE_EXHAUSTED: there are too many queues."""
@@ -259,21 +248,14 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     # --- looking -----------------------------------------------------------------------------------------------------
 
     async def GetStats(self, request: Any, _context: Any) -> pb.GetStatsResponse:
-        core, c = self._core, self._core.counters
+        core = self._core
         active = len(core.fleet.sessions)
         return pb.GetStatsResponse(
             version=self._version,
             start_time=timestamp(self._start_s),
             queued=core.unsettled - core.leased,
             leased=core.leased,
-            submitted=c.submitted,
-            succeeded=c.succeeded,
-            failed=c.failed,
-            cancelled=c.cancelled,
-            expired=c.expired,
-            dead_lettered=c.dead_lettered,
-            requeued=c.requeued,
-            stale_reports=c.stale_reports,
+            **{name: getattr(core.counters, name) for name in _COUNTERS},
             workers_active=active,
             workers_lost=len(core.fleet.workers) - active,
             journal_bytes=self._driver.journal.size_bytes(),

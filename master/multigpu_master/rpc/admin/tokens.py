@@ -77,13 +77,10 @@ class TokenCalls:
 
 def _message(token: Token) -> pb.Token:
     message = pb.Token(
-        token_id=token.token_id,
-        name=token.name,
+        **{name: getattr(token, name) for name in ("token_id", "name", "worker_ids", "calls_max")},
         roles=[_NUMBERS[r] for r in sorted(token.roles)],
         queues=sorted(token.queues or ()),
-        worker_ids=token.worker_ids,
         task_rate=token.tasks_per_s,
-        calls_max=token.calls_max,
         calls=len(token.calls),
     )
     set_time(message.create_time, token.create_s)

@@ -1,7 +1,6 @@
-"""What the core must tell: workers about their leases and their drains, the journal about the workers.
+"""What the core must report: to workers about their leases and drains, to the journal about workers.
 
-A model of what each session was told and of what is remembered of each worker, made from commands alone. The core's
-state may change as it likes, as long as those outside were told.
+A model of each session's knowledge and of what the journal has of each worker, made from commands alone.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from tests.sim.world import ViolationError
 Drain = tuple[bool, float | None]
 
 
-class Told:
+class Notices:
     """See the module."""
 
     def __init__(self, core: Core) -> None:

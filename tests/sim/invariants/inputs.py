@@ -1,5 +1,5 @@
-"""What was asked is so: by clients (submit, cancel), by operators (queues, strategies, workers), by workers (what they
-say of themselves). And what is let in keeps to the limits.
+"""Inputs take effect: of clients (submit, cancel), operators (queues, strategies, workers) and workers (their reports).
+Accepted tasks keep to the limits.
 """
 
 from collections.abc import Sequence
@@ -8,15 +8,10 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Worker, shape_of
 from multigpu_master.core.scheduler import Core
 
-from tests.sim.world import ViolationError
+from tests.sim.world import ViolationError, check
 
 
-def _so(holds: object, message: str) -> None:
-    if not holds:
-        raise ViolationError(message)
-
-
-class Asked:
+class Inputs:
     """See the module."""
 
     def __init__(self, core: Core) -> None:
@@ -24,7 +19,7 @@ class Asked:
         self._strategy = core.strategy
         self._strategies: dict[str, str] = {}
         self._paused: dict[str, bool] = {}
-        self._said: dict[int, tuple[tuple[str, ...], bool]] = {}  # session -> its models, whether it is stopping
+        self._reported: dict[int, tuple[tuple[str, ...], bool]] = {}  # session -> its models, whether it is stopping
         self._run_s: dict[Lease, float] = {}  # since when each is known to run
         self._loading: dict[Worker, dict[tuple[str, str], None]] = {}
         self._idle = False  # whether the worker that speaks held nothing before
@@ -40,9 +35,9 @@ class Asked:
                 self._submit(event, commands, now)
             case ev.Cancel():
                 alive = [t for t in event.tasks if t.task_id and t.outcome is None]
-                _so(not alive, "a cancelled task lives on")
+                check(not alive, "a cancelled task lives on")
             case ev.Hello():
-                self._said[event.session] = (), False
+                self._reported[event.session] = (), False
                 tasks = [t for h in event.leases if (t := self._core.tasks.get(h.task_id)) is not None]
                 worker = self._core.fleet.sessions[event.session]
                 self._loading[worker] = {(t.spec.kind, t.spec.model): None for t in tasks}
@@ -51,7 +46,7 @@ class Asked:
                 if worker.pace.allowed != narrow:
                     raise ViolationError(f"{worker.worker_id} begins with a window of {worker.pace.allowed}")
             case ev.Heartbeat() if event.session in self._core.fleet.sessions:
-                self._said[event.session] = tuple(m.model for m in event.models), event.stopping
+                self._reported[event.session] = tuple(m.model for m in event.models), event.stopping
                 self._observed(event, now)
             case ev.SetStrategy() if event.queue:
                 self._strategies[event.queue] = event.name
@@ -70,25 +65,22 @@ class Asked:
         core, spec = self._core, event.spec
         (answer,) = [c for c in commands if isinstance(c, ev.Submitted)]
         for asked, given in zip(event.tasks, answer.results, strict=True):
-            _so(isinstance(given, ev.Rejection) or given.request_id == asked.request_id, "another's task was given")
+            check(isinstance(given, ev.Rejection) or given.request_id == asked.request_id, "another's task was given")
         if not answer.fresh:
             return
         limits, queue = core.limits, core.queue(spec.queue)
-        if core.unsettled > limits.tasks_max:
-            raise ViolationError(f"the master holds {core.unsettled} tasks")
+        check(core.unsettled <= limits.tasks_max, "the master holds %s tasks", core.unsettled)
         if core.state.ledger.unsettled_bytes > limits.bytes_max:
             raise ViolationError(f"the master holds {core.state.ledger.unsettled_bytes} bytes")
         held = queue.queued + queue.leased
-        if not (not queue.tasks_max or held <= queue.tasks_max):
-            raise ViolationError(f"queue {queue.name} holds {held} tasks")
+        check(not queue.tasks_max or held <= queue.tasks_max, "queue %s holds %s tasks", queue.name, held)
         size = queue.queued_bytes + queue.leased_bytes
-        if not (not queue.bytes_max or size <= queue.bytes_max):
-            raise ViolationError(f"queue {queue.name} holds {size} bytes")
-        _so(spec.deadline_s is None or spec.deadline_s > now, "a task was taken whose deadline has passed")
+        check(not queue.bytes_max or size <= queue.bytes_max, "queue %s holds %s bytes", queue.name, size)
+        check(spec.deadline_s is None or spec.deadline_s > now, "a task was taken whose deadline has passed")
         workers = core.fleet.workers.values()
         unknown = spec.wait_for_worker or not core.fleet.sessions
         placeable = unknown or any(core.fleet.unfit(w, shape_of(spec)) is None for w in workers)
-        _so(placeable, "a task was taken that nobody could run")
+        check(placeable, "a task was taken that nobody could run")
 
     def _fits(self, dispatch: ev.Dispatch) -> None:
         """What the worker is given it said that it takes, and the strategy lets it have."""
@@ -96,23 +88,18 @@ class Asked:
         worker = core.fleet.sessions[dispatch.session]
         info = worker.info
         barred = worker.cordon or worker.draining or worker.stopping
-        if barred:
-            raise ViolationError(f"{worker.worker_id} is to get no work, and got it")
+        check(not barred, "%s is to get no work, and got it", worker.worker_id)
         for lease in dispatch.leases:
             spec = lease.task.spec
             models = [c.models for c in info.capabilities if c.kind == spec.kind]
             able = any(not spec.model or not some or spec.model in some for some in models)
-            if not able:
-                raise ViolationError(f"{info.worker_id} does not run {spec.kind} on {spec.model!r}")
+            check(able, "%s does not run %s on %r", info.worker_id, spec.kind, spec.model)
             apart = [(key, value) for key, value in spec.labels if info.labels.get(key) != value]
-            if apart:
-                raise ViolationError(f"{info.worker_id} got a task for {apart}")
-            if spec.memory_bytes > info.memory_total_bytes:
-                raise ViolationError(f"{info.worker_id} has not so much memory")
+            check(not apart, "%s got a task for %s", info.worker_id, apart)
+            check(spec.memory_bytes <= info.memory_total_bytes, "%s has not so much memory", info.worker_id)
             strategy = core.strategy_of(core.queues[spec.queue])
             why_not = strategy.excludes(shape_of(spec), worker, core.fleet)
-            if why_not is not None:
-                raise ViolationError(f"{strategy.name} excludes {info.worker_id}: {why_not}")
+            check(why_not is None, "%s excludes %s: %s", strategy.name, info.worker_id, why_not)
             used = worker.memory_fraction() if strategy.name == "memory_usage" else None
             if not (used is None or used <= core.limits.memory_threshold):
                 raise ViolationError(f"{info.worker_id} uses {used} of its memory")
@@ -126,19 +113,16 @@ class Asked:
             lease = worker.leases.get(held.lease_id)
             if lease is None:
                 continue
-            if lease.running != held.running:
-                raise ViolationError(f"lease {lease.lease_id} runs: {held.running}; it is not known")
+            check(lease.running == held.running, "lease %s runs: %s; it is not known", lease.lease_id, held.running)
             if held.running:
                 since_s = self._run_s.setdefault(lease, now)
-                if lease.run_s != since_s:
-                    raise ViolationError(f"lease {lease.lease_id} runs since {since_s}, not {lease.run_s}")
+                check(lease.run_s == since_s, "lease %s runs since %s, not %s", lease.lease_id, since_s, lease.run_s)
 
     def _operated(self, event: ev.Cordon | ev.Uncordon | ev.Drain) -> None:
         worker = self._core.fleet.workers[event.worker_id]
         is_so = worker.cordon is not None, worker.draining, worker.drain_deadline_s
         if isinstance(event, ev.Cordon):
-            if not worker.cordon:
-                raise ViolationError(f"{worker.worker_id} is not cordoned")
+            check(worker.cordon, "%s is not cordoned", worker.worker_id)
         elif isinstance(event, ev.Drain):
             if is_so != (True, True, event.deadline_s):
                 raise ViolationError(f"{worker.worker_id} is not drained as it should be: {is_so}")
@@ -147,13 +131,10 @@ class Asked:
 
     def _rules(self) -> None:
         core = self._core
-        if core.strategy != self._strategy:
-            raise ViolationError(f"the strategy is {core.strategy}, not {self._strategy}")
+        check(core.strategy == self._strategy, "the strategy is %s, not %s", core.strategy, self._strategy)
         for name, queue in core.queues.items():
-            if queue.strategy != self._strategies.get(name, ""):
-                raise ViolationError(f"queue {name} has strategy {queue.strategy!r}")
-            if queue.paused != self._paused.get(name, False):
-                raise ViolationError(f"queue {name} is paused: {queue.paused}")
+            check(queue.strategy == self._strategies.get(name, ""), "queue %s has strategy %r", name, queue.strategy)
+            check(queue.paused == self._paused.get(name, False), "queue %s is paused: %s", name, queue.paused)
 
     def _workers(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
         sessions = self._core.fleet.sessions
@@ -164,17 +145,15 @@ class Asked:
                 self._fits(command)
                 keys = {(x.task.spec.kind, x.task.spec.model): None for x in command.leases}
                 self._loading.setdefault(sessions[command.session], {}).update(keys)
-        for session in [s for s in self._said if s not in sessions]:
-            del self._said[session]
+        for session in [s for s in self._reported if s not in sessions]:
+            del self._reported[session]
         for session, worker in sessions.items():
             known = worker.resident_models, worker.stopping
-            if known != self._said[session]:
-                raise ViolationError(f"{worker.worker_id} said {self._said[session]}, known is {known}")
+            if known != self._reported[session]:
+                raise ViolationError(f"{worker.worker_id} said {self._reported[session]}, known is {known}")
             for lease in worker.leases.values():
-                if lease.frame > worker.frame:
-                    raise ViolationError(f"lease {lease.lease_id} came in a frame that was not sent yet")
+                check(lease.frame <= worker.frame, "lease %s came in a frame that was not sent yet", lease.lease_id)
                 key = lease.task.spec.kind, lease.task.spec.model
                 self._loading.setdefault(worker, {})[key] = None
             extra = [key for key in worker.residency.unplanned if key not in self._loading.get(worker, {})]
-            if extra:
-                raise ViolationError(f"{worker.worker_id} counts as loading {extra}")
+            check(not extra, "%s counts as loading %s", worker.worker_id, extra)
