@@ -170,8 +170,6 @@ class Driver:
         self._timer = None
         self.handle(ev.Tick())
 
-    # --- clients -----------------------------------------------------------------------------------------------------
-
     def open_stream(self) -> tuple[int, RunOutbox]:
         """A new Run stream."""
         self._last_stream += 1
@@ -239,8 +237,6 @@ class Driver:
                 waiters.remove(future)
                 if not waiters:
                     del self._waiters[task_id]
-
-    # --- commands ----------------------------------------------------------------------------------------------------
 
     def _renew_ids(self, _command: ev.RenewIds) -> None:
         now_s = self.now()

@@ -121,9 +121,7 @@ def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
 async def _serve(config: MasterConfig, telemetry: TelemetryConfig, load_log_level: Callable[[], None]) -> int:
     systemd, descriptors = Notifier(), raise_descriptor_limit()
     clock = Clock()
-    journal = SqliteJournal(
-        config.data_dir, now=clock.now, size_max_bytes=config.journal_bytes_max, address=config.listen
-    )
+    journal = SqliteJournal(config.data_dir, now=clock.now, size_max_bytes=config.journal_bytes_max)
     master = Master(config, journal, clock, descriptors, telemetry)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

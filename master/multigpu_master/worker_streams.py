@@ -54,13 +54,14 @@ class WorkerStreams:
         self._handle(ev.SessionClosed(session))
         self.end_reasons.pop(session, None)
 
+    def _frame(self, session: int, size: int) -> worker_service_pb2.SessionResponse:
+        """The frame to fill with this many bytes; one that is not sent if the stream has ended."""
+        outbox = self._outboxes.get(session)
+        return outbox.room_for(size) if outbox is not None else worker_service_pb2.SessionResponse()
+
     def reload_handlers(self, session: int) -> None:
         """Has a worker read its handlers again, unless the session has ended."""
-        outbox = self._outboxes.get(session)
-        if outbox is not None:
-            outbox.room_for(8).reload_handlers = True
-
-    # --- commands ----------------------------------------------------------------------------------------------------
+        self._frame(session, 8).reload_handlers = True
 
     def dispatch(self, command: ev.Dispatch) -> None:
         outbox = self._outboxes.get(command.session)
@@ -91,26 +92,17 @@ class WorkerStreams:
             fill_leases(frame.lease_batches.add(), self._specs, self._proofs, leases, read)
 
     def welcome(self, command: ev.Welcome) -> None:
-        outbox = self._outboxes.get(command.session)
-        if outbox is not None:
-            outbox.room_for(64).welcome.adopted_lease_ids.extend(command.adopted)
+        self._frame(command.session, 64).welcome.adopted_lease_ids.extend(command.adopted)
 
     def revoke(self, command: ev.Revoke) -> None:
-        outbox = self._outboxes.get(command.session)
-        if outbox is not None:
-            for lease_id in command.lease_ids:
-                outbox.room_for(64).revocations.add(lease_id=lease_id, reason=command.reason)
+        for lease_id in command.lease_ids:
+            self._frame(command.session, 64).revocations.add(lease_id=lease_id, reason=command.reason)
 
     def recall(self, command: ev.Recall) -> None:
-        outbox = self._outboxes.get(command.session)
-        if outbox is not None:
-            outbox.room_for(10 * len(command.lease_ids)).recalled_lease_ids.extend(command.lease_ids)
+        self._frame(command.session, 10 * len(command.lease_ids)).recalled_lease_ids.extend(command.lease_ids)
 
     def desire(self, command: ev.Desire) -> None:
-        outbox = self._outboxes.get(command.session)
-        if outbox is None:
-            return
-        desired = outbox.room_for(64).desired
+        desired = self._frame(command.session, 64).desired
         desired.Clear()
         if command.draining:
             desired.mode = worker_service_pb2.WORKER_MODE_DRAINING

@@ -9,7 +9,6 @@ from tests.disk.image import (
     SYNC_BEGIN,
     SYNC_END,
     SYNC_FAILED,
-    TRUNCATE,
     UNLINK,
     WRITE,
     Disk,
@@ -65,12 +64,6 @@ def test_what_was_synced_stays(tmp_path: Path) -> None:
     assert {image["f"] for image in bench.images()} == {b"a" * 600 + b"b" * 1000 + b"a" * 400}
 
 
-def test_a_sync_says_nothing_of_what_came_while_it_ran(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.do(record(SYNC_BEGIN, bench.file, 1), record(WRITE, bench.file, 0, b"b"), record(SYNC_END, bench.file, 1))
-    assert {image["f"][:1] for image in bench.images()} >= {b"a", b"b"}
-
-
 def test_a_sync_that_never_returned_promised_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.do(record(WRITE, bench.file, 0, b"b"), record(SYNC_BEGIN, bench.file, 1))
@@ -112,10 +105,3 @@ def test_a_deleted_file_may_come_back_even_if_its_inode_is_used_again(tmp_path: 
     images = bench.images()
     assert {image.get("f") for image in images} == {None, b"a" * 2000}
     assert {image.get("g") for image in images} == {None, b"new"}
-
-
-def test_a_cut_file_may_have_its_old_end(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.do(record(TRUNCATE, bench.file, 10))
-    assert {len(image["f"]) for image in bench.images()} == {10, 2000}
-    assert bench.disk.seen().files == {"f": b"a" * 10}

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from pathlib import Path
 
-import grpc
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
@@ -56,17 +55,3 @@ def test_submits_that_are_broken_off_leave_no_trace(tmp_path: Path) -> None:
         assert fleet.master.stop() == 0, "it ends only when all is on the disk"
         assert not fleet.faults()
         assert "InvalidStateError" not in fleet.master.log()
-
-
-def test_a_deadline_is_no_fault_either(tmp_path: Path) -> None:
-    with Fleet(tmp_path, workers=0) as fleet:
-        spec = task_pb2.TaskSpec(kind="echo", wait_for_worker=True)
-        batch = task_pb2.TaskBatch(spec=spec, inputs=[task_pb2.TaskInput(payload=b"x")])
-        request = task_service_pb2.SubmitRequest(batches=[batch])
-        for _ in range(20):
-            try:
-                fleet.tasks.Submit(request, timeout=0.002)
-            except grpc.RpcError as error:
-                assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert fleet.master.stop() == 0
-        assert not fleet.faults()

@@ -1,13 +1,11 @@
 """The clock follows the host's without a jump."""
 
 import threading
-from pathlib import Path
 
 import pytest
 from multigpu_master import settings
 from multigpu_master.clock import AHEAD_S, SLEW, Clock, SavedSkew
-from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord
-from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.protocol import JournalError
 
 NOW_S = 1.8e9
 DAY_S = 86400.0
@@ -40,35 +38,6 @@ def test_a_host_clock_that_was_set_is_followed_without_a_jump_and_never_back() -
         assert abs(clock.now() - host.wall()) < 0.001
 
 
-def test_a_long_pause_is_no_licence_to_jump() -> None:
-    host = Host()
-    clock = Clock(host.wall, host.monotonic)
-    before = clock.now()
-    host.wall_offset_s -= 3600
-    host.monotonic_s += 1000
-    assert 1000 - SLEW <= clock.now() - before <= 1000
-
-
-def test_a_journal_keeps_what_is_stamped_by_its_clock_though_the_hosts_is_set(tmp_path: Path) -> None:
-    host = Host()
-    clock = Clock(host.wall, host.monotonic)
-    journal = SqliteJournal(tmp_path / "data", now=clock.now, size_max_bytes=1 << 30)
-    committed = threading.Event()
-    journal.open(lambda *_: committed.set())
-    host.wall_offset_s += 25 * 3600
-    host.monotonic_s += 10
-    now = clock.now()
-    journal.append(Entry(settles=[SettleRecord(1, "r", 1, "q", "k", "", "w", now, now, now + 60, b"body", None)]))
-    assert committed.wait(20)
-    stored = journal.get_outcome(1)
-    assert stored is not None
-    assert stored.body == b"body"
-    host.monotonic_s += 60
-    stored = journal.get_outcome(1)
-    assert stored is None or stored.body is None
-    journal.close(20)
-
-
 def test_the_clock_can_be_read_from_several_threads_and_does_not_go_back() -> None:
     host = Host()
     clock = Clock(host.wall, host.monotonic)
@@ -91,18 +60,6 @@ def test_the_clock_can_be_read_from_several_threads_and_does_not_go_back() -> No
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_skew_is_what_the_clock_is_behind_the_hosts() -> None:
-    host = Host()
-    clock = Clock(host.wall, host.monotonic)
-    assert clock.skew() == 0
-    host.wall_offset_s += 3600
-    assert clock.skew() == -3600
-    for _ in range(2):  # from the next time that the host's clock is read
-        host.monotonic_s += 1
-        clock.now()
-    assert abs(clock.skew() - (SLEW - 3600)) < 0.001
 
 
 def pass_time(host: Host, clock: Clock, seconds: int) -> list[SavedSkew]:
@@ -145,14 +102,6 @@ def test_the_skew_is_saved_soon_after_a_step_and_when_it_has_moved_and_no_more()
     skews = [saved.skew_s for saved in pass_time(host, clock, 100)]
     assert skews == [pytest.approx(-2.5, abs=0.2), pytest.approx(-1.5, abs=0.2), 0.0]
     assert settings.clock_setting(SavedSkew(skews[-1], clock.now())) == {settings.CLOCK: None}
-
-
-def test_a_skew_that_was_resumed_is_saved_again_once_it_has_moved() -> None:
-    host = Host()
-    clock = Clock(host.wall, host.monotonic)
-    clock.resume(SavedSkew(-DAY_S, host.wall() - 2 * DAY_S))
-    assert clock.skew() == -DAY_S
-    assert len(pass_time(host, clock, 50)) in range(3, 6)
 
 
 @pytest.mark.parametrize(

@@ -203,18 +203,6 @@ async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_a
     assert (answer.task.task_id, answer.task.outcome.state) == (first.task_id, task_pb2.OUTCOME_STATE_CANCELLED)
 
 
-async def test_dead_letters_that_can_not_be_read_are_not_said_to_be_deleted(stage: Stage, monkeypatch: Any) -> None:
-    def unreadable(_task_ids: Sequence[int]) -> None:
-        raise JournalError("it can't be read")
-
-    calls = DeadLetterCalls()
-    calls._driver, calls._taken = stage.driver, set()
-    monkeypatch.setattr(stage.journal, "get_dead_letters", unreadable)
-    with pytest.raises(JournalError, match="can't be read"):
-        await calls.DeleteDeadLetters(admin_service_pb2.DeleteDeadLettersRequest(task_ids=[1]), None)
-    assert not calls._taken
-
-
 async def test_a_dead_letter_is_requeued_or_deleted_by_one_call(stage: Stage) -> None:
     stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
     tasks = stage.submit(*[f"r{n}" for n in range(40)])

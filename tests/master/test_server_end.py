@@ -19,7 +19,7 @@ async def test_the_master_ends_with_its_server(tmp_path: Path, monkeypatch: pyte
     own = cygrpc.AioServer._make_request_call_future
     monkeypatch.setattr(transport._Core, "_make_request_call_future", own)
     config = MasterConfig(listen="127.0.0.1:0", data_dir=tmp_path)
-    master = Master(config, SqliteJournal(tmp_path, size_max_bytes=1 << 30, address=config.listen), Clock())
+    master = Master(config, SqliteJournal(tmp_path, size_max_bytes=1 << 30), Clock())
     await master.start()
     await asyncio.to_thread(_send_a_path_that_is_no_text, master.address)
     async with asyncio.timeout(30):

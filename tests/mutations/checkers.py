@@ -29,6 +29,7 @@ CHECKERS = {
     "results": ("tests.hostile.lost_results", "check", 20),
     "session": ("tests.worker.session.test_session", "test_any_order_of_events_loses_and_repeats_nothing", 300),
     "simulator": ("tests.sim.sim", "check", 300),
+    "store": ("tests.mutations.rules.stories", "store", 1),
     "stories": ("tests.mutations.rules.stories", "check", 1),
     "stream": ("tests.client.transport.test_run_stream", "run_seed", 20),
     "transport": ("tests.mutations.rules.transport", "check", 1),

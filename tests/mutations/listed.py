@@ -5,20 +5,20 @@ from tests.mutations.lists.client.list_sdk import SDK
 from tests.mutations.lists.list_attempts import ATTEMPTS
 from tests.mutations.lists.list_edge import EDGE
 from tests.mutations.lists.list_events import EVENTS
-from tests.mutations.lists.list_ids import IDS
 from tests.mutations.lists.list_journal import JOURNAL
 from tests.mutations.lists.list_ledger import LEDGER
 from tests.mutations.lists.list_placement import PLACEMENT
 from tests.mutations.lists.list_quarantine import QUARANTINE
 from tests.mutations.lists.list_residency import RESIDENCY
 from tests.mutations.lists.list_sessions import SESSIONS
+from tests.mutations.lists.list_store import IDS, STORE
 from tests.mutations.lists.worker.list_engines import ENGINES
 from tests.mutations.lists.worker.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT, *IDS, *SDK,
-    *EDGE, *ENGINES, *COMMANDS,
+    *EDGE, *ENGINES, *COMMANDS, *STORE,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"

@@ -236,7 +236,7 @@ def test_the_journal_finds_nothing_for_an_empty_set_of_queues(secured: SecuredFl
     from multigpu_master.journal.protocol import OutcomeFilter
     from multigpu_master.journal.sqlite.journal import SqliteJournal
 
-    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30, address="")
+    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
     journal.open(lambda *_: None)
     try:
         assert journal.count_outcomes(OutcomeFilter(queues=())) == {}

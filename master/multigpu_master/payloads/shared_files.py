@@ -190,7 +190,8 @@ class Payloads:
         """Puts these bytes and their files' names on the disk. On the journal's thread."""
         fresh = False
         for name in {r.pin.name for r in references}:
-            with self.opened(name) as fd:
+            # A peer may delete its own file: then its task or result is lost, and no other.
+            with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:
                 os.fdatasync(fd)
             fresh = fresh or name not in self._journaled
             self._journaled.add(name)

@@ -70,7 +70,11 @@ class MasterMetrics:
 
     def _run(self) -> None:
         if self._certificate is not None and self._certificate.changed() and self._tls is not None:
-            self._renew(self._tls)
+            assert self._prometheus is not None, "the endpoint is served over TLS"
+            try:
+                self._prometheus.renew(self._tls[0], self._tls[1])
+            except OSError as error:
+                log.warning("a new certificate is not used for metrics", certificate=self._tls[0], error=str(error))
         self._take()
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._run)
 
@@ -83,13 +87,6 @@ class MasterMetrics:
         """Runs on the scraper's thread: a thousand devices have tens of thousands of samples."""
         yield from self._last
         yield from device_metrics(self._devices, hardware=hardware)
-
-    def _renew(self, tls: tuple[str, str, str]) -> None:
-        assert self._prometheus is not None, "the endpoint is served over TLS"
-        try:
-            self._prometheus.renew(tls[0], tls[1])
-        except OSError as error:
-            log.warning("a new certificate is not used for metrics", certificate=tls[0], error=str(error))
 
 
 class _Certificate:

@@ -142,24 +142,6 @@ def test_queue_timeout_counts_until_the_first_dispatch_only(fleet: Fleet) -> Non
     assert fleet.outcome(runs).state == SUCCEEDED
 
 
-def test_priorities_go_first(fleet: Fleet, tmp_path: Path) -> None:
-    admin = fleet.admin
-    admin.PauseQueue(admin_pb.PauseQueueRequest(queue="ranked"), timeout=30)
-    log = tmp_path / "order"
-    spec: dict[str, Any] = {"queue": "ranked", "parameters": {"log": str(log), "seconds": "0.01"}}
-    ids = [fleet.submit("trial.logged", b"p%d" % p, priority=p, **spec)[0] for p in (5, 3, 1, 4, 2)]
-    admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w1"), timeout=30)
-    try:
-        admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="ranked"), timeout=30)
-        assert all(fleet.outcome(i).state == SUCCEEDED for i in ids)
-        lines = [line.rsplit(" ", 1)[1] for line in log.read_text().splitlines()]
-    finally:
-        admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=30)
-    # Two run at a time (--slots 2): neighbours may swap.
-    assert abs(lines.index("p1") - 0) <= 1
-    assert abs(lines.index("p5") - 4) <= 1
-
-
 # --- dead letters ----------------------------------------------------------------------------------------------------
 
 
@@ -275,16 +257,6 @@ def test_the_dead_letters_of_a_queue_come_back_page_by_page_and_once(fleet: Flee
     assert len(set(requeued)) == 2500
     # Each fails again and is a new letter, which the call did not take a second time.
     until(lambda: letters(fleet, "pages", 1000) == sorted(requeued, reverse=True))
-
-
-def test_a_dead_letter_requeued_by_several_calls_at_once_comes_back_once(fleet: Fleet) -> None:
-    ids = fleet.submit("fail", *(b"" for _ in range(20)), attempts_max=1, queue="at once")
-    for task_id in ids:
-        fleet.outcome(task_id)
-    until(lambda: len(letters(fleet, "at once")) == 20)
-    request = admin_pb.RequeueDeadLettersRequest(task_ids=ids)
-    calls = [fleet.admin.RequeueDeadLetters.future(request, timeout=30) for _ in range(8)]
-    assert sum(len(call.result().task_ids) for call in calls) == 20
 
 
 @pytest.mark.slow

@@ -2,14 +2,11 @@
 answer with a value in their place, and none may lose the results beside them.
 """
 
-import os
 import resource
-import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import grpc
 import multigpu
 import pytest
 from multigpu.v1 import task_service_pb2
-from multigpu_master.journal.sqlite.schema import clear_open_flag
 
 from tests.fleet import Fleet, rejected, until
 from tests.integration.streams import run_frame
@@ -41,82 +37,6 @@ def settle(fleet: Fleet, **payloads: bytes) -> dict[str, int]:
     return ids
 
 
-def spoil(fleet: Fleet, harm: Callable[[sqlite3.Connection], object]) -> None:
-    """Does something to the journal of a master that is away."""
-    fleet.master.kill()
-    with closing(sqlite3.connect(fleet.data_dir / "journal.sqlite3", isolation_level=None)) as connection:
-        harm(connection)
-        clear_open_flag(connection)  # closing this connection deletes the log
-    fleet.start_master()
-    fleet.wait_for_workers()
-
-
-def expire(name: str) -> Callable[[sqlite3.Connection], object]:
-    return lambda connection: connection.execute("UPDATE outcome SET body = NULL WHERE request_id = ?", (name,))
-
-
-def file_of(fleet: Fleet, name: str) -> Path:
-    """The file that a large body lies in."""
-    with closing(sqlite3.connect(fleet.data_dir / "journal.sqlite3")) as connection:
-        ((body,),) = connection.execute("SELECT body FROM outcome WHERE request_id = ?", (name,)).fetchall()
-    segment = str(body).partition(":")[0]
-    return fleet.data_dir / ("payloads" if "-" in segment else "segments") / segment
-
-
-def ask_all(fleet: Fleet, task_id: int, request_id: str, payload: bytes = SMALL) -> list[BaseException | Any]:
-    """What every call of the SDK makes of a task: its value, or the error."""
-
-    def answer(call: Callable[[multigpu.Client], Any]) -> BaseException | Any:
-        with fleet.client() as client:
-            try:
-                return call(client)
-            except multigpu.MultigpuError as error:
-                return error
-
-    def stored(client: multigpu.Client) -> multigpu.Outcome:
-        outcome = client.get(task_id).outcome
-        assert outcome is not None
-        return outcome
-
-    again = multigpu.Input(payload=payload, request_id=request_id)
-    return [
-        answer(lambda client: client.run("echo", payload, request_id=request_id)),
-        answer(lambda client: client.run_outcome("echo", payload, request_id=request_id).result),
-        answer(lambda client: list(client.map("echo", [again]))),
-        answer(lambda client: next(client.map("echo", [again], return_exceptions=True))),
-        answer(lambda client: list(client.stream("echo", payload, request_id=request_id))),
-        answer(lambda client: stored(client).value()),
-        answer(lambda client: stored(client).result),
-        answer(lambda client: stored(client).partials),
-        answer(lambda client: next(o for o, _ in client.watch() if o.task_id == task_id).value()),
-    ]
-
-
-def mgpuctl(fleet: Fleet, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
-    environment = {**os.environ, "MGPU_MASTER": fleet.address}
-    command = [sys.executable, "-m", "multigpu.cli", *arguments]
-    return subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
-
-
-@pytest.mark.slow
-def test_an_expired_result_is_an_error_in_every_call(fleet: Fleet, tmp_path: Path) -> None:
-    ids = settle(fleet, gone=SMALL, here=b"here")
-    spoil(fleet, expire("gone"))
-    for answer in ask_all(fleet, ids["gone"], "gone"):
-        assert isinstance(answer, multigpu.ResultExpiredError), answer
-        assert "result_ttl" in str(answer)
-    with fleet.client() as client:
-        assert client.run("echo", b"here", request_id="here") == b"here"
-        (listed,) = [task for task in client.list_tasks() if task.task_id == ids["gone"]]
-        assert listed.outcome is not None
-        assert listed.outcome.state is multigpu.OutcomeState.SUCCEEDED  # that it did
-    output = tmp_path / "result"
-    done = mgpuctl(fleet, "tasks", "get", str(ids["gone"]), "-o", str(output))
-    assert done.returncode != 0
-    assert b"ResultExpired" in done.stderr
-    assert not output.exists()
-
-
 def test_a_listed_outcome_has_no_result_to_be_taken_for_one(fleet: Fleet) -> None:
     settle(fleet, here=b"here")
     with fleet.client() as client:
@@ -125,41 +45,6 @@ def test_a_listed_outcome_has_no_result_to_be_taken_for_one(fleet: Fleet) -> Non
         assert task.outcome.succeeded
         with pytest.raises(multigpu.MultigpuError, match="a list has no results"):
             task.outcome.value()
-
-
-def delete(path: Path) -> None:
-    path.unlink()
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("harm", [delete, truncate])
-def test_a_result_whose_file_was_deleted_or_truncated_is_lost_and_no_other(
-    fleet: Fleet, harm: Callable[[Path], None]
-) -> None:
-    ids = settle(fleet, lost=LARGE, here=SMALL)
-    harm(file_of(fleet, "lost"))
-    for answer in ask_all(fleet, ids["lost"], "lost", LARGE):
-        assert isinstance(answer, multigpu.ResultLostError), answer
-    with fleet.client() as client:
-        assert client.run("echo", SMALL, request_id="here") == SMALL
-        watched = {}
-        for outcome, _ in client.watch():  # goes on behind it
-            watched[outcome.request_id] = outcome.state
-            if len(watched) == 2:
-                break
-        assert watched == {"lost": multigpu.OutcomeState.RESULT_MISSING, "here": multigpu.OutcomeState.SUCCEEDED}
-
-
-@pytest.mark.slow
-def test_a_body_that_is_damaged_in_its_row_is_lost(fleet: Fleet) -> None:
-    ids = settle(fleet, lost=SMALL)
-    spoil(fleet, lambda connection: connection.execute("UPDATE outcome SET body = x'ffff'"))
-    for answer in ask_all(fleet, ids["lost"], "lost"):
-        assert isinstance(answer, multigpu.ResultLostError), answer
 
 
 @pytest.mark.slow

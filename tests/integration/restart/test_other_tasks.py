@@ -68,20 +68,6 @@ def test_a_request_id_that_is_used_for_another_task_is_rejected(fleet: Fleet, du
         assert client.submit("trial.nap", b"abc", request_id="waiting", **same, wait_for_worker=True) == waiting
 
 
-def test_a_restart_changes_nothing(fleet: Fleet) -> None:
-    first = {k: v for k, v in FIRST.items() if k not in ("kind", "payload")}
-    with fleet.client() as client:
-        waits: dict[str, Any] = first | {"labels": {"nobody": "has"}, "wait_for_worker": True}
-        client.submit("trial.nap", b"abc", request_id="waiting", **waits)
-        assert client.run("trial.nap", b"abc", request_id="ended", **first) == b"cba"
-    until(lambda: fleet.stats().outcomes_retained == 1)
-    fleet.restart_master()
-    fleet.wait_for_workers()
-    for name in ("waiting", "ended"):
-        for word, changes in OTHERS.items():
-            is_rejected(fleet, name, changes, word)
-
-
 def test_a_large_payload_that_lies_in_a_file_is_told_from_another_of_its_size(fleet: Fleet) -> None:
     other = LARGE[:-1] + b"x"
     waits: dict[str, Any] = {"labels": {"nobody": "has"}, "wait_for_worker": True}

@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,14 +150,6 @@ def test_who_shows_the_key_gets_the_place_and_fetches_it(fleet: Fleet) -> None:
     with (fleet.data_dir / "payloads" / at.segment).open("rb") as file:
         file.seek(at.offset)
         assert file.read(at.size) == payload
-
-
-def test_a_client_near_and_a_worker_far(tmp_path: Path) -> None:
-    with Fleet(tmp_path / "fleet", workers=0) as fleet, closed_off(fleet), fleet.client() as client:
-        tasks = payloads(8)
-        assert list(client.map("echo", tasks)) == tasks
-        assert [name for name in segments(fleet) if written_by_us(fleet, name)], "the client has sent bytes"
-        assert not fleet.faults()
 
 
 @pytest.mark.slow
@@ -356,34 +347,6 @@ def test_a_kill_loses_nothing_and_leaves_nothing(tmp_path: Path, who: str) -> No
         until(lambda: only_what_is_needed_is_left(fleet), timeout_s=30)
         # Their time to live over, the outcomes are forgotten, and the last files with them.
         until(lambda: segments(fleet) == [], timeout_s=90)
-        assert not fleet.faults()
-
-
-def test_queued_payloads_outlive_client_and_master(tmp_path: Path) -> None:
-    tasks = payloads(5)
-    with Fleet(tmp_path / "fleet", workers=0) as fleet:
-        writer = Writer(fleet.data_dir / "payloads")
-        places = [writer.put(task) for task in tasks]
-        frame = task_service_pb2.RunRequest(payload_key=key(fleet))
-        for n, place in enumerate(places):
-            frame.MergeFrom(refer(f"queued-{n}", place.pin.name, place.offset, place.size_bytes, wait_for_worker=True))
-        feed = Feed(frame)
-        stream = fleet.tasks.Run(feed, timeout=60)
-        accepted: list[Any] = []
-        for answer in stream:
-            accepted += answer.accepted
-            if len(accepted) == len(tasks):
-                break
-        stream.cancel()
-        fleet.master.kill()
-        del writer, places, place  # the writer's locks are gone
-        fleet.start_master()
-        time.sleep(2.5)  # long enough to look through the folder
-        fleet.start_worker("w0")
-        for n, task in enumerate(tasks):
-            request = task_service_pb2.GetRequest(request_id=f"queued-{n}")
-            request.wait.FromSeconds(30)
-            assert fleet.tasks.Get(request, timeout=40).task.outcome.result == task
         assert not fleet.faults()
 
 

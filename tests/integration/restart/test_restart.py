@@ -78,20 +78,6 @@ def test_ids_are_never_used_twice(fleet: Fleet) -> None:
 # --- watch -----------------------------------------------------------------------------------------------------------
 
 
-def test_watch_goes_on_from_its_cursor_without_gap_or_repetition(fleet: Fleet) -> None:
-    first = fleet.submit("echo", *(b"%d" % n for n in range(10)), queue="watched")
-    for task_id in first:
-        fleet.outcome(task_id)
-    seen, cursor = watch(fleet, "", 4, queue="watched")
-    fleet.restart_master()
-    second = fleet.submit("echo", *(b"%d" % n for n in range(10, 20)), queue="watched")
-    more, cursor = watch(fleet, cursor, 20 - len(seen), queue="watched")
-    assert sorted(o.task_id for o in (*seen, *more)) == sorted([*first, *second])
-    fleet.restart_master()
-    (last,) = fleet.submit("echo", b"last", queue="watched")
-    assert [o.task_id for o in watch(fleet, cursor, 1, queue="watched")[0]] == [last]
-
-
 def test_watch_from_now_says_nothing_of_before(fleet: Fleet) -> None:
     (before,) = fleet.submit("echo", b"before", queue="from now")
     fleet.outcome(before)
@@ -153,23 +139,6 @@ def test_a_cursor_whose_outcomes_are_gone_is_out_of_range(tmp_path: Path) -> Non
 
 
 # --- partial outputs -------------------------------------------------------------------------------------------------
-
-
-def test_partials_go_on_for_another_client_where_the_first_one_died(fleet: Fleet) -> None:
-    parameters = {"count": "12", "seconds": "0.05"}
-    first = fleet.tasks.Run(Feed(run_frame("trial.stream", ("handed on", b"p"), parameters=parameters)), timeout=20)
-    parts = []
-    for frame in first:
-        parts += [(p.index, p.data) for p in frame.partials]
-        if len(parts) >= 3:
-            break
-    first.cancel()
-    again = run_frame("trial.stream", ("handed on", b"p"), received=len(parts), parameters=parameters)
-    heard = collect(fleet.tasks.Run(iter([again]), timeout=20))
-    parts += [(p.index, p.data) for p in heard.partials]
-    assert parts == list(enumerate(PARTS))
-    assert list(heard.outcomes[0].partials) == PARTS
-    assert heard.outcomes[0].attempts == 1
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine", "master"])
@@ -242,24 +211,6 @@ def test_a_cancel_that_was_answered_survives_a_death_of_the_master(fleet: Fleet)
         assert sorted(answer.cancelled_task_ids) == sorted(ids)
         fleet.start_master()
         assert {fleet.outcome(i, 0.1).state for i in ids} == {task_pb2.OUTCOME_STATE_CANCELLED}
-    finally:
-        fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="withdrawn"), timeout=30, wait_for_ready=True)
-
-
-def test_a_cancel_that_a_run_stream_told_survives_a_death_of_the_master(fleet: Fleet) -> None:
-    fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="withdrawn"), timeout=30)
-    names = [f"withdrawn-{n}" for n in range(12)]
-    try:
-        feed = Feed(run_frame("echo", *((name, b"x") for name in names), queue="withdrawn"))
-        stream = fleet.tasks.Run(feed, timeout=20)
-        accepted = next(stream).accepted
-        assert len(accepted) == 12
-        feed.put(task_service_pb2.RunRequest(cancel_request_ids=names))
-        told = list(next(stream).outcomes)
-        fleet.master.kill()
-        assert {o.state for o in told} == {task_pb2.OUTCOME_STATE_CANCELLED}
-        fleet.start_master()
-        assert {fleet.outcome(o.task_id, 0.1).state for o in told} == {task_pb2.OUTCOME_STATE_CANCELLED}
     finally:
         fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="withdrawn"), timeout=30, wait_for_ready=True)
 

@@ -63,25 +63,6 @@ def test_no_task_gets_the_result_of_another_after_the_data_directory_was_moved_a
 
 
 @pytest.mark.slow
-def test_tasks_end_after_an_older_copy_was_restored(fleet: Fleet, tmp_path: Path) -> None:
-    (old,) = fleet.submit("echo", b"old")
-    fleet.outcome(old)
-    watch(fleet, "", 1)
-    fleet.master.kill()
-    shutil.copytree(fleet.data_dir, tmp_path / "backup")
-    fleet.start_master()
-    fleet.wait_for_workers()
-    lost = fleet.submit("trial.nap", *[FIRST] * 4, parameters=NAP)
-    runs(fleet, lost[-1])
-    restart_with(fleet, tmp_path / "backup")
-    later = fleet.submit("trial.nap", *[SECOND] * 8, wait_for_worker=True)
-    fleet.workers["w0"].signal(signal.SIGCONT)
-    assert [fleet.outcome(task_id).result for task_id in later] == [SECOND[::-1]] * 8
-    assert set(lost).isdisjoint(later)
-    assert fleet.outcome(old).result == b"old"
-
-
-@pytest.mark.slow
 def test_a_cursor_of_outcomes_that_the_restored_copy_lacks_is_out_of_range(fleet: Fleet, tmp_path: Path) -> None:
     (old,) = fleet.submit("echo", b"old")
     fleet.outcome(old)
@@ -150,21 +131,6 @@ def test_a_worker_takes_back_no_lease_that_it_was_not_granted(tmp_path: Path) ->
         session, frame = begin_session(fleet, held, welcome.incarnation)
         assert list(frame.adopted_lease_ids) == [own.lease_id]
         session.cancel()
-
-
-def test_leases_come_back_to_the_journal_that_knows_who_granted_them(tmp_path: Path) -> None:
-    with Fleet(tmp_path, workers=0) as fleet:
-        session, welcome = begin_session(fleet)
-        fleet.submit("echo", b"held")
-        batch = next(b for frame in session for b in frame.lease_batches)
-        held = held_of(batch)
-        session.cancel()
-        fleet.restart_master()
-        for name, adopted in (("", []), ("0" * 16, []), (welcome.incarnation, list(batch.lease_ids))):
-            session, again = begin_session(fleet, held, name)
-            assert list(again.adopted_lease_ids) == adopted
-            assert again.incarnation != welcome.incarnation
-            session.cancel()
 
 
 def test_an_upgrade_from_schema_1_keeps_cursors_and_runs_leases_without_a_proof_again(tmp_path: Path) -> None:

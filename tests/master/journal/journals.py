@@ -1,14 +1,18 @@
 """Journals for tests: records, an open journal with the answers of its callback, and a disk without room."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
+
+from tests.waiting import until
 
 SUCCEEDED, FAILED, CANCELLED, DEAD_LETTERED = 1, 2, 3, 5
 SIZE_MAX_BYTES = 1 << 30
@@ -52,23 +56,29 @@ def opened(
         journal.close(20)
 
 
-def until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end_s, "it did not become true"
-        time.sleep(0.005)
-
-
 def answered(commits: list[Commit], entry: Entry) -> JournalError | str:
     """What became of an entry: "committed" or its error."""
     until(lambda: any(known is entry for group, _, _ in commits for known in group))
     return next(error or "committed" for group, _, error in commits if any(known is entry for known in group))
 
 
-def fill(disk: Path, name: str = "ballast") -> None:
-    """Takes all the room there is."""
-    with (disk / name).open("wb", buffering=0) as file:
+@contextmanager
+def mounted(disk: Path, size: str) -> Iterator[Path]:
+    """A file system of this size. Skips the test if it cannot be mounted."""
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("only root may mount a small file system")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)  # a process that was just killed may still hold it
+
+
+def fill(disk: Path, name: str = "ballast") -> Path:
+    """Fills the disk. Returns the file that takes the space."""
+    ballast = disk / name
+    with ballast.open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
             with contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(size))
+    return ballast

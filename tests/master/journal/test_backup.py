@@ -4,9 +4,6 @@ import errno
 import os
 import resource
 import shutil
-import threading
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 from multigpu_master.journal.protocol import Entry, JournalError
 from multigpu_master.journal.sqlite import backup as journal_backup
-from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite.backup import backup, salvage
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME
@@ -22,64 +18,7 @@ from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.main import main
 
 from tests.disk.test_log_damage import commits_of, tasks_of, write
-from tests.master.journal.journals import dead, settle, submit, until
-
-
-class Running:
-    """A journal that is written to, as by a master, until it is stopped."""
-
-    def __init__(self, data_dir: Path) -> None:
-        self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
-        self.durable: dict[int, bytes] = {}
-        self._told: dict[int, Entry] = {}
-        list(self.journal.open(self._on_commit).tasks)
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._write)
-        self._thread.start()
-
-    def _on_commit(self, entries: Sequence[Entry], _cursor: int, error: JournalError | None) -> None:
-        assert error is None
-        self.durable.update({r.task_id: bytes(r.payload) for e in entries for r in e.submits})  # type: ignore[arg-type]
-
-    def _write(self) -> None:
-        task_id = 0
-        while not self._end.is_set():
-            task_id += 1
-            size = LARGE_BYTES if task_id % 5 == 0 else 1000
-            self.journal.append(Entry(submits=[submit(task_id, os.urandom(size))]))
-            self.journal.append(Entry(settles=[settle(1_000_000 + task_id, os.urandom(size), 1e10)]))
-            time.sleep(0.001)
-
-    def stop(self) -> None:
-        self._end.set()
-        self._thread.join()
-        self.journal.close(20)
-
-
-def test_a_backup_of_a_running_master_holds_what_was_durable_when_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_segments, "SEGMENT_BYTES", 1 << 20)
-    running = Running(tmp_path / "data")
-    try:
-        copies = []
-        for at in (20, 60, 150):
-            until(lambda at=at: len(running.durable) > at)  # type: ignore[misc]
-            before = dict(running.durable)
-            assert backup(tmp_path / "data", tmp_path / f"copy {at}") == []
-            copies.append((tmp_path / f"copy {at}", before))
-    finally:
-        running.stop()
-    for copy, before in copies:
-        assert sorted(p.name for p in copy.iterdir()) == ["journal.sqlite3", "segments"]
-        journal = SqliteJournal(copy, size_max_bytes=1 << 30)
-        found = {task.task_id: task.payload for task in journal.open(lambda *_: None).tasks}
-        outcomes = journal.read_outcomes(0, 1 << 30, 1 << 40)
-        journal.close(20)
-        assert before.items() <= found.items()
-        assert found.items() <= running.durable.items(), "what it holds besides was durable soon after"
-        assert len(outcomes) >= len(before) - 1
-        assert all(len(outcome.body or b"") >= 1000 for outcome in outcomes)
+from tests.master.journal.journals import dead, settle, submit
 
 
 def test_a_backup_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from multigpu._transport.payloads import SEGMENT_BYTES, Reference, Writer
 from multigpu_master.journal.protocol import Entry, JournalError, LargeBody
 from multigpu_master.journal.sqlite import backup as journal_backup
-from multigpu_master.journal.sqlite import files
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import sweep as journal_sweep
@@ -20,11 +19,12 @@ from multigpu_master.journal.sqlite.backup import backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import answered, dead, opened, settle, submit, until
+from tests.master.journal.journals import answered, dead, opened, settle, submit
 from tests.master.journal.test_shared_payloads import MIB
 from tests.master.journal.test_shared_payloads import opened as opened_shared
 from tests.master.journal.test_shared_payloads import settle as settle_shared
 from tests.master.journal.test_shared_payloads import submit as submit_shared
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -147,34 +147,6 @@ def test_a_shared_segment_that_is_written_anew_is_copied_as_it_was(
         assert renamed == [False]
         assert payloads_of(tmp_path / "copy") == {1: b"1" * (SEGMENT_BYTES - MIB)}
         assert it.payloads._delete_unused(name), "the backup has let go of it"
-
-
-def test_what_is_written_into_a_used_shared_segment_while_it_is_copied_is_in_the_copy_or_unknown_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such a segment has its full size from the start."""
-    with opened_shared(tmp_path / "data") as it:
-        Writer(it.payloads.path).put(b"1" * SEGMENT_BYTES)
-        until(lambda: it.names() == [])
-        writer = Writer(it.payloads.path)
-        task_ids = iter(range(1, 9))
-
-        def more() -> None:
-            task_id = next(task_ids)
-            assert it.write(submit_shared(task_id, it.take(writer, data_of(task_id, MIB)))) is None
-
-        more()
-        copy = files.copy_file
-
-        def copy_late(*arguments: Any) -> None:
-            copy(*arguments)
-            more()
-
-        monkeypatch.setattr(journal_backup, "copy_file", copy_late)
-        assert backup(tmp_path / "data", tmp_path / "copy") == []
-        found = payloads_of(tmp_path / "copy")
-    assert 1 in found
-    assert found == {i: data_of(i, MIB) for i in found}
 
 
 class Busy:

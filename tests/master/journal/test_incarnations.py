@@ -89,15 +89,6 @@ def test_a_restored_copy_knows_an_incarnation_as_far_as_it_has_it(tmp_path: Path
         assert ends_of(it).ids_end(name) == ids.first_id(it.recovered.epoch)
 
 
-def test_masters_before_there_were_incarnations_are_known_in_their_own_journal_only(tmp_path: Path) -> None:
-    restore(1, tmp_path / "old")
-    with opened(tmp_path / "old", clock_s=NOW_S) as it:
-        assert ends_of(it).ids_end("") == ids.first_id(it.recovered.epoch)
-        assert ends_of(it).cursors_end("") == 5
-    with opened(tmp_path / "new", clock_s=NOW_S) as it:
-        assert ends_of(it).ids_end("") == ends_of(it).cursors_end("") == 0
-
-
 def test_a_master_that_starts_for_ever_leaves_a_bounded_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ids, "INCARNATIONS_MAX", 3)
     started = [begin(tmp_path / "data", NOW_S)[1] for _ in range(5)]

@@ -22,7 +22,8 @@ from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import DEAD_LETTERED, FAILED, SUCCEEDED, settle, submit, until
+from tests.master.journal.journals import DEAD_LETTERED, FAILED, SUCCEEDED, settle, submit
+from tests.waiting import until
 
 
 class Opened:
@@ -63,12 +64,6 @@ def opened(data_dir: Path, **options: Any) -> Iterator[Opened]:
 
 def reached(journal: SqliteJournal, cursor: int) -> bool:
     return journal.oldest_cursor() == cursor
-
-
-def test_it_is_a_journal(tmp_path: Path) -> None:
-    journal: SqliteJournal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 20)
-    journal.close(1)  # which is nothing for one that was never open
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("size", [0, 100, LARGE_BYTES - 1, LARGE_BYTES, 3 << 20])
@@ -123,23 +118,6 @@ def test_every_number_of_rows(tmp_path: Path, count: int) -> None:
         assert sorted(it.journal.find_requests(ids)) == sorted(ids[0:count:2])
     with opened(tmp_path / "data") as it:
         assert [task.task_id for task in it.tasks] == list(range(2, count + 1, 2))
-
-
-def test_rows_of_mixed_sizes_in_one_entry(tmp_path: Path) -> None:
-    sizes = [10, 200_000, 50_000, 0, LARGE_BYTES, 100_000] * 30
-    tasks = [submit(i, bytes([i % 256]) * size) for i, size in enumerate(sizes, 1)]
-    with opened(tmp_path / "data") as it:
-        it.write(Entry(submits=tasks))
-    with opened(tmp_path / "data") as it:
-        assert it.tasks == tasks
-
-
-def test_equal_specs_are_recovered_as_one_object(tmp_path: Path) -> None:
-    with opened(tmp_path / "data") as it:
-        it.write(Entry(submits=[submit(i, spec=b"a" * 500) for i in range(1, 5000)]), Entry(submits=[submit(5000)]))
-    with opened(tmp_path / "data") as it:
-        assert len(it.tasks) == 5000
-        assert len({id(task.spec) for task in it.tasks}) == 2
 
 
 @pytest.mark.usefixtures("sweeping")
@@ -215,11 +193,6 @@ def test_close_commits_what_is_queued(tmp_path: Path) -> None:
     ]  # fmt: skip
     with opened(tmp_path / "data") as it:
         assert len(it.tasks) == 20_000
-
-
-def test_an_entry_has_submits_or_settles(tmp_path: Path) -> None:
-    with opened(tmp_path / "data") as it, pytest.raises(AssertionError):
-        it.journal.append(Entry(submits=[submit(1)], settles=[settle(2)]))
 
 
 def test_read_outcomes_keeps_to_its_limits(tmp_path: Path) -> None:

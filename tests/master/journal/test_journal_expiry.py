@@ -11,8 +11,9 @@ from multigpu_master.journal.protocol import (
 )
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
 
-from tests.master.journal.journals import DEAD_LETTERED, SUCCEEDED, settle, submit, until
+from tests.master.journal.journals import DEAD_LETTERED, SUCCEEDED, settle, submit
 from tests.master.journal.test_journal import opened, reached
+from tests.waiting import until
 
 
 def test_an_outcome_whose_time_to_live_is_over_is_not_given_out(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import itertools
 import os
 import resource
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import answered, cancel, dead, fill, opened, settle, submit, until
+from tests.master.journal.journals import answered, cancel, dead, fill, mounted, opened, settle, submit
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -107,14 +107,6 @@ def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch
         assert [task.task_id for task in journal.recover_tasks()] == [701]
 
 
-def test_that_outcomes_alone_find_no_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
-    with opened(tmp_path / "data", 2 << 20) as (journal, commits):
-        journal.append(Entry(settles=[settle(i, bytes(100_000)) for i in range(1, 40)]))
-        until(lambda: any(isinstance(error, JournalFullError) for _, _, error in commits))
-        assert not journal.writable
-
-
 @pytest.mark.parametrize("body_bytes", [100, 20_000, LARGE_BYTES])
 def test_its_limit_holds_for_all_that_is_on_the_disk(tmp_path: Path, body_bytes: int) -> None:
     """Also with the log, of transactions that are large."""
@@ -138,15 +130,8 @@ def test_its_limit_holds_for_all_that_is_on_the_disk(tmp_path: Path, body_bytes:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", mounted], check=False).returncode
-    ):
-        pytest.skip("only root may mount a small file system")
-    yield mounted
-    subprocess.run(["umount", "--lazy", mounted], check=True)  # a process that was just killed may still hold it
+    with mounted(tmp_path / "disk", "6m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("payload_bytes", [2000, LARGE_BYTES])
@@ -187,30 +172,6 @@ def test_outcomes_that_do_not_fit_together_are_written_one_by_one(small_disk: Pa
         journal.append(*entries)
         assert answered(commits, entries[0]) == "committed"
         assert not any(entries[-1] in group for group, _, _ in commits), "there is no room for all of them"
-
-
-@pytest.mark.usefixtures("sweeping")
-def test_outcomes_take_the_room_of_their_tasks(small_disk: Path) -> None:
-    """A disk full of queued tasks with large payloads empties by itself as they end, also under a new master."""
-    size = LARGE_BYTES + 100
-    taken = 0
-    with opened(small_disk / "data") as (journal, commits):
-        while journal.writable:
-            journal.append(entry := Entry(submits=[submit(taken + 1, os.urandom(size))]))
-            taken += answered(commits, entry) == "committed"
-        assert taken > 10
-        fill(small_disk)
-        half = [Entry(settles=[settle(i, os.urandom(size), 1e10)]) for i in range(1, taken // 2)]
-        journal.append(*half)
-        assert [answered(commits, entry) for entry in half] == ["committed"] * len(half)
-    with opened(small_disk / "data") as (journal, commits):
-        assert len(list(journal.recover_tasks())) == taken - len(half)
-        bodies = {i: os.urandom(size) for i in range(taken // 2, taken + 1)}
-        rest = [Entry(settles=[settle(i, body, 1e10)]) for i, body in bodies.items()]
-        journal.append(*rest)
-        assert [answered(commits, entry) for entry in rest] == ["committed"] * len(rest)
-        found = {i: journal.get_outcome(i) for i in bodies}
-        assert {i: stored.body for i, stored in found.items() if stored is not None} == bodies
 
 
 @pytest.mark.usefixtures("sweeping")
@@ -263,17 +224,6 @@ def test_half_a_payload_is_not_left_behind(small_disk: Path) -> None:
         assert answered(commits, again) == "committed"
     with opened(small_disk / "data") as (journal, _):
         assert list(journal.recover_tasks()) == again.submits
-
-
-def test_segments_count_for_the_limit(tmp_path: Path) -> None:
-    with opened(tmp_path / "data", 4 * LARGE_BYTES) as (journal, commits):
-        entries = [Entry(submits=[submit(i, bytes(LARGE_BYTES))]) for i in range(1, 6)]
-        for entry in entries:
-            journal.append(entry)
-            answered(commits, entry)
-        assert [answered(commits, entry) == "committed" for entry in entries[:2]] == [True, True]
-        assert isinstance(answered(commits, entries[-1]), JournalFullError)
-        assert journal.size_bytes() < 6 * LARGE_BYTES  # the log is not counted, it is bounded by itself
 
 
 @pytest.mark.usefixtures("sweeping")

@@ -20,7 +20,7 @@ from tests.master.journal.test_journal_faults import snapshot
 def leave_open(data_dir: Path) -> None:
     """A master writes two tasks and is killed."""
     code = (
-        "import os, sys; from pathlib import Path; from tests.master.journal.journals import *\n"
+        "import os, sys, time; from pathlib import Path; from tests.master.journal.journals import *\n"
         "j = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)\n"
         "list(j.open(lambda *_: os._exit(0)).tasks)\n"
         "j.append(Entry(submits=[submit(1), submit(2)]))\n"

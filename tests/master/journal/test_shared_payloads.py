@@ -26,7 +26,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.payloads import shared_files as product
 from multigpu_master.payloads.shared_files import Payloads
 
-from tests.master.journal.journals import until
+from tests.waiting import until
 
 MIB = 1 << 20
 
@@ -154,15 +154,14 @@ def test_queued_payloads_are_recovered_where_they_lie(tmp_path: Path) -> None:
         until(lambda: it.names() == [])
 
 
-def test_a_payload_that_is_gone_rejects_the_start(tmp_path: Path) -> None:
+def test_a_file_to_which_only_a_row_refers_stays(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
-        it.write(submit(7, it.take(Writer(it.payloads.path), bytes(MIB))))
-        name = it.names()[0]
-    (tmp_path / "data" / "payloads" / name).unlink()
-    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
-    with pytest.raises(JournalError, match="payload of task 7 is missing"):
-        list(journal.open(lambda *_: None).tasks)
-    journal.close(20)
+        assert it.write(settle(1, LargeBody(b"head", it.take(Writer(it.payloads.path), b"r" * MIB)))) is None
+    with opened(tmp_path / "data") as it:
+        time.sleep(2 * product.SCAN_S + product.IDLE_S)
+        outcome = it.journal.get_outcome(1)
+        assert outcome is not None
+        assert outcome.body == b"head" + b"r" * MIB
 
 
 def test_segments_go_when_the_last_who_needs_them_is_gone(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ JOURNAL = (
     ),
     statements(
         name="a settled task is not deleted",
-        old="    for at in range(0, len(task_ids), _ROWS[-1]):\n",
-        new="    for at in range(_ROWS[-1], len(task_ids), _ROWS[-1]):\n",
+        old="    if ended := [record.task_id for record in settles if record.submitted]:\n",
+        new="    if ended := [record.task_id for record in settles[1:] if record.submitted]:\n",
         breaks="the journal keeps a task that has ended, and the next master runs it again",
     ),
     journaling(

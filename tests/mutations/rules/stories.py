@@ -26,6 +26,11 @@ WORKER = (
     "worker/mps/test_mps_parts.py::test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context",
     "worker/mps/test_mps_parts.py::test_claims_of_dead_workers_are_deleted",
 )  # fmt: skip
+STORE = (
+    "master/test_driver.py", "master/test_clock.py", "master/test_wire_devices.py", "disk/test_damage.py",
+    "master/journal/test_journal_expiry.py", "master/journal/test_shared_payloads.py",
+    "master/journal/test_backup.py::test_no_master_starts_from_a_backup_that_was_broken_off",
+)  # fmt: skip
 # Runs every command of mgpuctl on a fleet: only for the mutations that need it.
 ACCESS = ("security/test_cli_access.py",)
 # Imported by each Python process that a test starts.
@@ -51,6 +56,11 @@ class _Failed:
 def check(_seed: int) -> None:
     """AssertionError: one of STORIES failed; names it."""
     run_tests(STORIES)
+
+
+def store(_seed: int) -> None:
+    """The same for STORE."""
+    run_tests(STORE)
 
 
 def access(_seed: int) -> None:

@@ -26,7 +26,7 @@ def check(_seed: int) -> None:
 
 async def _attacked(folder: Path) -> None:
     config = MasterConfig(listen="127.0.0.1:0", data_dir=folder, require_tokens=True)
-    master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30, address=config.listen), Clock())
+    master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30), Clock())
     await master.start()
     try:
         before = rss_bytes(os.getpid())

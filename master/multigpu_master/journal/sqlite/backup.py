@@ -1,10 +1,8 @@
-"""Copies of a journal, also while a master runs on it, and what can be saved of a damaged one.
+"""Backups of a journal, also while a master runs on it, and salvage of a damaged one.
 
 A backup is a directory that a master can start from: the database as of one instant, by SQLite's online backup, and the
-segments that its rows refer to. While it is copied, which may take long, tasks end and the master deletes segments. So
-all that the instant's rows refer to is held open before anything is copied: a segment of the journal's own can be read
-through its descriptor after its name is gone, and one of the shared payloads, which may be written anew by somebody
-else, stays what it is while it is locked.
+segments to which its rows refer. During the copy tasks end and the master deletes segments, so all these segments are
+opened first: the journal's own can be read after their names are gone; shared payloads are locked against reuse.
 """
 
 import contextlib
@@ -38,8 +36,8 @@ _DESCRIPTORS = 64  # for all but segments
 
 
 def backup(data_dir: Path, target: Path) -> list[str]:
-    """Copies the journal of `data_dir` to `target`, which must be empty or new, down to the disk. Returns what the copy
-    lacks because it was lost before. JournalError: no copy, and `target` is as empty as before.
+    """Copies the journal of `data_dir` to `target`, which must be empty or new. Returns what the copy lacks because it
+    was lost before. JournalError: no copy, and `target` is as empty as before.
     """
     if not (data_dir / DATABASE_NAME).exists():
         raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
@@ -136,7 +134,7 @@ def _pin(path: Path) -> Segment:
 
 
 def _clear(target: Path) -> None:
-    """Takes away what there is of a copy."""
+    """Deletes an incomplete copy."""
     for path in (*target.glob(f"{PART_NAME}*"), target / DATABASE_NAME):
         path.unlink(missing_ok=True)
     for name in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
@@ -150,11 +148,11 @@ def salvage(data_dir: Path) -> Iterator[str]:
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
         raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
-    lock = directory.DirectoryLock(data_dir, "")
+    lock = directory.DirectoryLock(data_dir)
     try:
         directory.check_header(path)
         if _log_missing(path):
-            yield f"the newest transactions, unless another program copied them into the database: {log} is missing"
+            yield f"the newest transactions, unless another program copied them to the database: {log} is missing"
         if what := _log_damage(path, log):
             kept = log.with_name(f"{log.name}.damaged")
             with log.open("rb") as file:

@@ -1,19 +1,15 @@
-"""The journal's directory: who may open it, and what is checked before anything in it is changed.
+"""The journal's directory: its lock, and the checks before anything in it is changed.
 
-It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds until its process ends, however
-it ends. A new database is built under another name and renamed, so a file of that name always has the whole schema,
-an application id and a version in its header. Both are read as plain bytes before SQLite opens the file, because
-SQLite already writes to a file that has a log beside it.
+It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds until its process ends. A new
+database is created under another name and renamed, so it always has the whole schema, an application id and a version.
+Both are read from the header as bytes before SQLite opens the file, because SQLite writes to a file that has a log.
 """
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import sqlite3
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from multigpu_master.journal.errors import JournalError
@@ -41,20 +37,19 @@ QUICK_CHECK_BYTES_MAX = 256 << 20  # larger files are not walked as a whole befo
 class DirectoryLock:
     """Keeps a second master off a data directory. Held from construction to `release`."""
 
-    def __init__(self, data_dir: Path, address: str) -> None:
-        path = data_dir / LOCK_NAME
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, data_dir: Path) -> None:
+        self._fd = os.open(data_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._fd, 4096, 0)
-            os.close(self._fd)
-            raise JournalError(_held_by(data_dir, holder)) from None
-        started = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "started": started, "address": address}
-        try:
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(me).encode() + b"\n", 0)
+            os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise JournalError(
+                f"The data directory {data_dir} is held by another master ({holder}). Stop that one first, or give "
+                "this one a directory of its own (--data-dir)."
+            ) from None
         except OSError:
             os.close(self._fd)
             raise
@@ -63,46 +58,28 @@ class DirectoryLock:
         os.close(self._fd)  # the file stays: removing it would race with the next holder
 
 
-def _held_by(data_dir: Path, holder: bytes) -> str:
-    try:
-        who = json.loads(holder)
-        told = f"pid {who['pid']} on {who['host']}, since {who['started']}"
-        if who["address"]:
-            told += f", serving {who['address']}"
-    except (ValueError, KeyError, TypeError):
-        told = "which has not said yet who it is"
-    return (
-        f"The data directory {data_dir} is held by another master ({told}). Stop that one first, or give this one a "
-        "directory of its own (--data-dir)."
-    )
-
-
-def prepare(data_dir: Path, address: str) -> DirectoryLock:
-    """Makes the directory if need be, takes the lock and makes sure that there is a whole file of our schema."""
+def prepare(data_dir: Path) -> DirectoryLock:
+    """Makes the directory if it does not exist, takes the lock and checks or creates the database."""
     path = data_dir / DATABASE_NAME
+    lock: DirectoryLock | None = None
     try:
         make_directory(data_dir)
-        lock = DirectoryLock(data_dir, address)
-    except OSError as error:
-        raise explain(error, path) from error
-    try:
+        lock = DirectoryLock(data_dir)
         if path.exists():
             check_header(path)
             _check_contents(path)
         else:
             _check_remains(path)
             _create(path)
-    except (OSError, sqlite3.Error) as error:
-        lock.release()
+    except (OSError, sqlite3.Error, JournalError) as error:
+        if lock is not None:
+            lock.release()
         raise explain(error, path) from error
-    except JournalError:
-        lock.release()
-        raise
     return lock
 
 
 def make_directory(data_dir: Path) -> None:
-    """Makes it if need be, so that it is there after a loss of power, too: a new name is its parent's to remember."""
+    """Makes it if it does not exist, durably: the names of new directories are in their parents."""
     parents = [data_dir.parent, *(p.parent for p in data_dir.parents if not p.exists())]
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     for parent in parents:  # also if it was there: whoever made it may have been killed before this
@@ -135,8 +112,9 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
 
 def _check_contents(path: Path) -> None:
     """Looks for damage through a connection that can't write, and leaves no trace: a file is as it was if rejected."""
-    beside = [path.with_name(DATABASE_NAME + suffix) for suffix in ("-wal", "-shm")]
-    absent = [file for file in beside if not file.exists()]
+    log = path.with_name(f"{DATABASE_NAME}-wal")
+    index = path.with_name(f"{DATABASE_NAME}-shm")
+    absent = [file for file in (log, index) if not file.exists()]
     # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.
     mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
@@ -146,9 +124,9 @@ def _check_contents(path: Path) -> None:
             # Again: a newer multigpu that was killed may have said it in the log only.
             told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             _check_identity(path, *told)
-            if absent[:1] == beside[:1] and left_open(connection):
+            if log in absent and left_open(connection):
                 raise missing_log(path)
-            if beside[0].exists() and (what := wal.damage(beside[0], beside[1], PAGE_BYTES)):
+            if log not in absent and (what := wal.damage(log, index, PAGE_BYTES)):
                 raise damaged_log(path, what)
             verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
             connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()  # noqa: S608  # constants

@@ -1,13 +1,12 @@
-"""The embedded journal: one SQLite file, one thread that writes it, and readers that never wait.
+"""The embedded journal: one SQLite file, one thread that writes it, and readers that never wait for the writer.
 
-`append` puts an entry into a queue. The journal's thread takes all that queued up while the disk was busy and writes
-it as one transaction. It shares the interpreter with the driver's event loop, and has to win it back after each call
-into SQLite, so a transaction is as few calls as possible (statements.py).
+`append` puts entries into a queue. The journal's thread writes everything that was queued during the last commit as one
+transaction. A task submitted and settled within one transaction is written as its outcome alone. After each call into
+SQLite the thread waits for the interpreter, so a transaction is as few calls as possible (statements.py).
 
-At the journal's size limit submits are rejected, and all else is written. On a full disk outcomes wait until there is
-room. Entries that empty the journal (deletions, cancellations) and settings do not wait: they are written first, with
-the room of the reserve (room.py). After any other failure of the disk it is unknown what was written: the journal
-reports it once and stops, and the next process reads what is on the disk.
+At the size limit submits are rejected, and everything else is written. On a full disk outcomes wait for space. Entries
+that empty the journal (deletions, cancellations) and settings are written first, with the space of the reserve
+(room.py). After any other disk failure the journal reports it once and stops: the next process reads what was written.
 """
 
 import queue
@@ -36,8 +35,8 @@ _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
 class SqliteJournal(JournalReads):
-    """A `Journal` in a directory of its own. At `size_max_bytes` it takes no more submits. A second master is told the
-    `address`. The callback given to `open` runs on the journal's thread; it must neither raise nor wait.
+    """A journal in a directory of its own. At `size_max_bytes` it rejects submits. The callback given to `open` runs on
+    the journal's thread; it must neither raise nor wait. Reads may be made from any thread.
     """
 
     def __init__(
@@ -47,12 +46,10 @@ class SqliteJournal(JournalReads):
         now: Callable[[], float] = time.time,
         dedupe_window_s: float = 24 * 3600.0,
         size_max_bytes: int,
-        address: str = "",
     ) -> None:
         super().__init__(path, now)
         self._dedupe_window_s = dedupe_window_s
         self._size_max_bytes = size_max_bytes
-        self._address = address
         self._reserve = Reserve(path, size_max_bytes)
         self._queue: queue.SimpleQueue[Sequence[Entry]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -115,7 +112,7 @@ class SqliteJournal(JournalReads):
 
     def _open(self) -> tuple[int, list[Incarnation], bytes]:
         """Locks, checks and opens the files, and begins an incarnation."""
-        self._lock_file = directory.prepare(self._data_dir, self._address)
+        self._lock_file = directory.prepare(self._data_dir)
         writer: sqlite3.Connection | None = None
         try:
             connections.secure_log(self._path)
@@ -160,8 +157,6 @@ class SqliteJournal(JournalReads):
     def oldest_cursor(self) -> int:
         ((cursor,),) = self._rows("SELECT min(cursor) FROM outcome", ())
         return self._last_cursor + 1 if cursor is None else int(cursor)
-
-    # --- the journal's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -209,25 +204,16 @@ class SqliteJournal(JournalReads):
     def _write(self) -> bool:
         """One transaction of what waits, if anything does and there may be room. True if it was written."""
         if self._full is None:
-            return self._write_pending()
+            return bool(self._attempt(self._pending, self._commit))
         if time.monotonic() < self._next_try_s():
-            return self._over and self._write_pending()
-        if self._freeing:
-            return self._write_freeing()
+            return self._over and bool(self._attempt(self._pending, self._commit))
+        if self._freeing:  # all of them if they fit into one transaction, else one
+            return self._punch(self._attempt(self._freeing, self._commit_with_reserve, singly=self._singly))
         return self._write_one() if self._singly else self._look_for_room()
 
     def _next_try_s(self) -> float:
         """When to write again on a full disk, on the monotonic clock."""
         return self._free_at_s if self._freeing else self._retry_at_s
-
-    def _write_pending(self) -> bool:
-        """As many entries as go into one transaction."""
-        return bool(self._attempt(self._pending, self._commit))
-
-    def _write_freeing(self) -> bool:
-        """Entries that empty the journal: all of them if they fit into one transaction, else one."""
-        written = self._attempt(self._freeing, self._commit_with_reserve, singly=self._singly)
-        return self._punch(written)
 
     def _write_one(self) -> bool:
         """One outcome: it makes room for the next, as its task is gone."""
@@ -316,8 +302,6 @@ class SqliteJournal(JournalReads):
         """Finds out whether there is room, by taking some and giving it back."""
         self._writer.execute(*setting(schema.SETTING_PROBE, bytes(PROBE_BYTES)))
         self._writer.execute(*setting(schema.SETTING_PROBE, None))
-
-    # --- without room ------------------------------------------------------------------------------------------------
 
     def _note_full(self, problem: JournalFullError, waiting: deque[Entry]) -> None:
         """After a transaction for which there was no room."""

@@ -7,6 +7,7 @@ writer, and leave no transaction open, which would keep the log from being empti
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
 
 import itertools
+import json
 import sqlite3
 import threading
 import time
@@ -103,16 +104,6 @@ class JournalReads:
     def _rows(self, sql: str, parameters: Sequence[Any]) -> list[Any]:
         with self._connection() as connection:
             return connection.execute(sql, parameters).fetchall()
-
-    def _rows_by_keys(self, sql: Callable[[str], str], keys: Sequence[Any]) -> Iterator[Any]:
-        """Runs `sql(placeholders)` for all keys, in chunks that are filled up with their last key."""
-        at = 0
-        while at < len(keys):
-            size = next((size for size in _KEYS_SIZES if size >= len(keys) - at), _KEYS_SIZES[-1])
-            chunk = list(keys[at : at + size])
-            chunk += chunk[-1:] * (size - len(chunk))
-            yield from self._rows(sql(",".join("?" * size)), chunk)
-            at += size
 
     def _settled(self, row: Sequence[Any]) -> SettledTask:
         """The task of a row that begins with _SETTLED_COLUMNS."""
@@ -238,16 +229,24 @@ class JournalReads:
                 yield self._task(row, specs, refer=True)
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        def sql(placeholders: str) -> str:
-            return (
+        """The settled tasks with these request_ids."""
+        found: dict[str, SettledTask] = {}
+        at = 0
+        while at < len(request_ids):
+            size = next((size for size in _KEYS_SIZES if size >= len(request_ids) - at), _KEYS_SIZES[-1])
+            chunk = list(request_ids[at : at + size])
+            chunk += chunk[-1:] * (size - len(chunk))
+            # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
+            sql = (
                 f"SELECT {_SETTLED_COLUMNS} FROM outcome o "
-                f"WHERE o.request_id IN ({placeholders}) AND o.request_id <> '' ORDER BY o.cursor"
+                f"WHERE o.request_id IN ({','.join('?' * size)}) AND o.request_id <> '' ORDER BY o.cursor"
             )
-
-        # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
-        return {row[2]: self._settled(row) for row in self._rows_by_keys(sql, request_ids)}
+            found |= {row[2]: self._settled(row) for row in self._rows(sql, chunk)}
+            at += size
+        return found
 
     def read_settled(self, tasks: Sequence[SettledTask], bytes_max: int) -> list[StoredOutcome]:
+        """The outcomes of the first of these tasks: at least one, and no more after `bytes_max` of bodies."""
         outcomes: list[StoredOutcome] = []
         bytes_read = 0
         for task in tasks:
@@ -264,6 +263,7 @@ class JournalReads:
         return outcomes
 
     def request_ids(self) -> Iterator[list[str]]:
+        """The request_ids of all settled tasks, a page at a time."""
         cursor = 0
         while True:
             rows = self._rows(
@@ -283,6 +283,7 @@ class JournalReads:
         return self._outcome(rows[0]) if rows else None
 
     def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:
+        """The outcomes after a cursor, oldest first: at most `limit`, and no more after `bytes_max` of bodies."""
         outcomes: list[StoredOutcome] = []
         bytes_read = 0
         with self._connection() as connection:
@@ -308,6 +309,7 @@ class JournalReads:
             return schema.read_settings(connection)
 
     def list_outcomes(self, wanted: OutcomeFilter, before_task_id: int, limit: int) -> list[StoredOutcome]:
+        """Settled tasks below this task_id (0: all), newest first."""
         where, parameters = _conditions(wanted)
         if before_task_id:
             where += " AND o.task_id < ?"
@@ -323,12 +325,10 @@ class JournalReads:
         return counts
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
-        def sql(placeholders: str) -> str:
-            return f"SELECT {schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN ({placeholders})"
-
-        keys = [task_id for task_id in task_ids if task_id <= _INTEGER_MAX]
+        """The existing ones of these dead letters, with their payloads."""
+        sql = f"SELECT {schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN (SELECT value FROM json_each(?))"
         specs = dict[bytes | str, bytes]()
-        found = {row[0]: self._task(row, specs) for row in self._rows_by_keys(sql, keys)}
+        found = {row[0]: self._task(row, specs) for row in self._rows(sql, (json.dumps(list(task_ids)),))}
         return [found[task_id] for task_id in dict.fromkeys(task_ids) if task_id in found]
 
     def dead_letter_queues(self) -> list[str]:
@@ -338,13 +338,14 @@ class JournalReads:
     def list_dead_letters(
         self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
     ) -> list[StoredOutcome]:
-        own = "" if queues is None else f" AND o.queue IN ({','.join(f'?{4 + n}' for n in range(len(queues)))})"
+        """Dead letters below this task_id (0: all), newest first. queues: None for all."""
         sql = (
             f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
-            f"WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2){own} ORDER BY d.task_id DESC LIMIT ?3"
+            "WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) "
+            "AND (?4 IS NULL OR o.queue IN (SELECT value FROM json_each(?4))) ORDER BY d.task_id DESC LIMIT ?3"
         )
-        parameters = (queue, before_task_id, limit, *sorted(queues or ()))
-        return [self._outcome(row) for row in self._rows(sql, parameters)]
+        own = None if queues is None else json.dumps(list(queues))
+        return [self._outcome(row) for row in self._rows(sql, (queue, before_task_id, limit, own))]
 
 
 def _are(row: Sequence[Any], types: Sequence[Any]) -> bool:
@@ -364,8 +365,8 @@ def _conditions(wanted: OutcomeFilter) -> tuple[str, list[Any]]:
     terms, parameters = [_NO_FORMER_LETTER], list[Any]()
     for column, values in (("state", wanted.states or None), ("queue", wanted.queues)):
         if values is not None:
-            terms.append(f"o.{column} IN ({','.join('?' * len(values))})")
-            parameters += sorted(values)
+            terms.append(f"o.{column} IN (SELECT value FROM json_each(?))")
+            parameters.append(json.dumps(list(values)))
     for condition, value in (
         ("o.queue = ?", wanted.queue),
         ("o.kind = ?", wanted.kind),

@@ -1,8 +1,8 @@
-"""Room for the journal: its size limit, and a reserve on the disk for the time when there is no other room.
+"""Space for the journal: its size limit, and a reserve for a full disk.
 
-Deleting takes room, too: the log grows first, and the database with what is copied from it. So a file in the journal's
-directory holds some. The journal gives it up when the disk is full, for a transaction that empties the journal or for
-a new master's start, and takes it again afterwards. When all of it can be taken there is room for tasks.
+Deletions take space, too: the log grows first, then the database. So a file in the journal's directory reserves some.
+On a full disk, the journal releases it for a transaction that empties the journal or for a new master's start, and
+takes it again afterwards. Once all of it can be taken, tasks are accepted again.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Reserve:
         return min(max(share_bytes, BYTES_MIN), BYTES_MAX)
 
     def room_bytes(self) -> int:
-        """What the reserve holds, and what is free beside it. From any thread."""
+        """The bytes of the reserve and those that are free on the disk. From any thread."""
         disk = os.statvfs(self._path.parent)
         try:
             taken_bytes = self._path.stat().st_blocks * 512
@@ -58,7 +58,7 @@ class Reserve:
         return taken_bytes + disk.f_bavail * disk.f_frsize
 
     def make(self) -> None:
-        """Takes the room, or as much as there is. OSError: there isn't all of it."""
+        """Takes the space, or as much as there is. OSError: not all of it is there."""
         wanted_bytes = size_bytes = self.wanted_bytes
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -82,22 +82,13 @@ class Reserve:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def give_up(self) -> bool:
-        """Returns the room to the disk; whether there was any."""
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in failures.NO_DESCRIPTOR:  # room is not what is missing
-                return False
-            self.size_bytes = 0
-            if error.errno == errno.ENOENT:
-                return False
-            raise
+        """Returns the space to the disk; whether there was any."""
         self.size_bytes = 0
         try:
-            taken = os.fstat(fd).st_size > 0
-            os.ftruncate(fd, 0)
-        finally:
-            os.close(fd)
+            taken = self._path.stat().st_size > 0
+            os.truncate(self._path, 0)
+        except FileNotFoundError:
+            return False
         return taken
 
 

@@ -1,13 +1,11 @@
-"""Large payloads and bodies, beside the database: appended to files of some 64 MiB, and referred to from its rows.
+"""Large payloads and bodies, beside the database: appended to files of at most about 64 MiB, to which its rows refer.
 
-SQLite would write each of their bytes twice, and copy it once more to get it there: for 1 MiB in and out, an append
-costs a fifth of the time. A row has the bytes themselves (a BLOB) or a reference (a TEXT). A reference is to a segment
-(its number, offset, size and CRC) or to a file of shared payloads, whose name has a dash (payloads/shared_files.py);
-only this module tells them apart. The bytes are on the disk before the transaction that refers to them. Segments that
-no row refers to are deleted; indexes on the references alone find them. Payloads and bodies have separate segments,
-because they don't live equally long.
+SQLite would write each byte twice: for 1 MiB in and out, an append takes a fifth of the time. A row has the bytes (a
+BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC), or to a file of shared payloads, whose name
+has a dash (payloads/shared_files.py). The bytes are synced before the transaction that refers to them. Segments without
+references are deleted. Payloads and bodies have separate segments, because they are deleted at different times.
 
-On a full disk a segment must not keep the room of all that was ever in it: holes are punched where no row refers to it.
+On a full disk, holes are punched into segments where no row refers to them.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -80,18 +78,11 @@ class LargeObjects:
         if not _REFERENCE.fullmatch(reference):
             raise ValueError("it refers to no segment")
         segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
-        fd = os.open(self.directory / f"{segment:08x}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if offset + size > os.fstat(fd).st_size:
+        with (self.directory / f"{segment:08x}").open("rb") as file:
+            if offset + size > os.fstat(file.fileno()).st_size:
                 raise ValueError("its segment ends before")
-            data = os.pread(fd, size, offset)
-            while len(data) < size:
-                part = os.pread(fd, size - len(data), offset + len(data))
-                if not part:
-                    raise ValueError("its segment ends before")
-                data += part
-        finally:
-            os.close(fd)
+            file.seek(offset)
+            data = file.read(size)
         if zlib.crc32(data) != crc:  # a disk that forgets a bit must not give a wrong result
             raise ValueError("its bytes are not those that were written")
         return data

@@ -6,6 +6,7 @@ for outcomes, prepared for a few sizes and filled up with rows of NULL that the 
 
 import bisect
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import cache
 from typing import Any
@@ -40,19 +41,6 @@ def inserts(table: str, fields: int, values: list[Any], bytes_total: int) -> Ite
         size = _ROWS[bisect.bisect_left(_ROWS, len(chunk) // fields)]
         chunk += [None] * (size * fields - len(chunk))
         yield _insert_sql(table, fields, size), chunk
-
-
-@cache
-def _delete_sql(rows: int) -> str:
-    return f"DELETE FROM task WHERE task_id IN ({','.join('?' * rows)})"
-
-
-def deletes(task_ids: Sequence[int]) -> Iterator[Statement]:
-    """Statements that delete these tasks, of which some may not be there."""
-    for at in range(0, len(task_ids), _ROWS[-1]):
-        chunk = task_ids[at : at + _ROWS[-1]]
-        size = _ROWS[bisect.bisect_left(_ROWS, len(chunk))]
-        yield _delete_sql(size), [*chunk, *[None] * (size - len(chunk))]
 
 
 def task_values(records: Iterable[SubmitRecord], large: Segments | None, specs: dict[str, bytes]) -> list[Any]:
@@ -100,7 +88,8 @@ def transaction(
     statements = list(inserts("task", TASK_FIELDS, task_values(submits, large, specs), bytes_total))
     outcomes = outcome_values(settles, first_cursor, large)
     statements += inserts("outcome", OUTCOME_FIELDS, outcomes, bytes_total)
-    statements += deletes([record.task_id for record in settles if record.submitted])
+    if ended := [record.task_id for record in settles if record.submitted]:
+        statements.append(("DELETE FROM task WHERE task_id IN (SELECT value FROM json_each(?))", (json.dumps(ended),)))
     letters = [record.dead for record in settles if record.dead is not None]
     if letters:
         large = segments if max(len(letter.payload) for letter in letters) >= LARGE_BYTES else None
