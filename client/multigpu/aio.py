@@ -19,7 +19,7 @@ from multigpu._calls.streaming import AsyncStream
 from multigpu._calls.submitting import Submission, cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
-from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, check_texts, joined
+from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu._transport.traceparent import current_traceparent
 from multigpu.errors import MultigpuError, Outcome
 from multigpu.options import (
@@ -153,8 +153,11 @@ class AsyncClient(BaseClient):
 
         `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
         """
+        stack = Stack(texts)
         async with aclosing(self.embed_iter(texts, model, chunk=chunk, **options)) as parts:
-            return joined([rows async for rows in parts])
+            async for rows in parts:
+                stack.add(rows)
+        return stack.array()
 
     def embed_iter(
         self,

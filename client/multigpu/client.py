@@ -22,7 +22,7 @@ from multigpu._calls.streaming import Stream, SyncIterator
 from multigpu._calls.submitting import Submission, cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
-from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, check_texts, joined
+from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu._transport.loop_thread import LoopThread
 from multigpu._transport.traceparent import current_traceparent
 from multigpu.errors import Outcome
@@ -111,11 +111,19 @@ class Client(BaseClient):
         return self._wait(self._core.run(kind, payload, dict(options), current_traceparent()))
 
     def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Stream[Any]:
-        """Runs one task and yields its partial outputs. Closing it, from any thread, cancels it. See AsyncClient."""
+        """Runs one task and yields its partial outputs; read to its end, the iterator has the `outcome`.
+
+        Closing it, from any thread, cancels the task. See AsyncClient.
+        """
         return Stream(self._iterate(self._core.parts(kind, payload, dict(options), current_traceparent())))
 
     def map(self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecMapOptions]) -> Iterator[Any]:
-        """Runs a task for each payload, pulled on the caller's thread, and yields the results. See AsyncClient."""
+        """Runs a task for each payload and yields the results, in the order of the payloads unless `ordered` is False.
+
+        At most `window` payloads (default: the client's) are pulled ahead of the results taken, on the caller's thread,
+        while it waits for a result. Payloads may be Inputs. An error ends the map and cancels what it started; with
+        `return_exceptions` it takes the place of the result.
+        """
         return self._map(kind, payloads, options, Outcome.value)
 
     def map_outcomes(self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecMapOptions]) -> Iterator[Outcome]:
@@ -134,8 +142,14 @@ class Client(BaseClient):
     def embed(
         self, texts: Iterable[str], model: str = "", *, chunk: int = CHUNK_TEXTS, **options: Unpack[EmbedOptions]
     ) -> Vectors:
-        """The vectors of texts: float32 [n, dimension], in the order of the texts. See AsyncClient."""
-        return joined(list(self.embed_iter(texts, model, chunk=chunk, **options)))
+        """The vectors of texts: float32 [n, dimension], in the order of the texts. No texts: [0, 0].
+
+        `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
+        """
+        stack = Stack(texts)
+        for rows in self.embed_iter(texts, model, chunk=chunk, **options):
+            stack.add(rows)
+        return stack.array()
 
     def embed_iter(
         self, texts: Iterable[str], model: str = "", *, chunk: int = CHUNK_TEXTS, **options: Unpack[EmbedOptions]
@@ -148,7 +162,11 @@ class Client(BaseClient):
     # Text.
 
     def generate(self, prompt: Prompt, model: str = "", **options: Unpack[GenerateOptions]) -> Generation:
-        """Continues a text, or answers in a conversation: yields pieces of text as they come. See AsyncClient."""
+        """Continues a text, or answers in a conversation: an iterator of pieces of text, as they come.
+
+        Read to its end it has the whole as `result`. Closing or dropping it cancels the task. `prompt`: a str, or
+        messages such as {"role": "user", "content": "…"}. `model`: default, the workers' own. Raises as `stream`.
+        """
         payload, task = generation.task_of(prompt, options)
         parts = self._core.parts(generation.KIND, payload, {"model": model, **task}, current_traceparent())
         return generation.Generation(self._iterate(parts))
@@ -158,7 +176,10 @@ class Client(BaseClient):
     def infer(
         self, model: str, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] = (), **options: Unpack[CallOptions]
     ) -> Arrays:
-        """Runs a model: arrays by the names of its inputs in, by the names of its outputs out. See AsyncClient."""
+        """Runs a model: arrays by the names of its inputs in, read-only arrays by the names of its outputs out.
+
+        `outputs`: which to return; default, all. Raises as `run`; a wrong name, type or shape is a TaskFailed.
+        """
         payload, examples = inference.input_of(inputs, outputs)
         return inference.arrays_of(self.run(inference.KIND, payload, model=model, units=examples, **options))
 
@@ -176,7 +197,10 @@ class Client(BaseClient):
     def classify(
         self, model: str, subject: Subject, top_k: int = classification.TOP_K, **options: Unpack[CallOptions]
     ) -> list[Label]:
-        """The most likely classes of a picture (its bytes, or a Path to it) or a text (str). See AsyncClient."""
+        """The most likely classes of a picture (its bytes, or a Path to it) or a text (str), the most likely first.
+
+        Raises as `run`, and OSError for a file that can't be read.
+        """
         payload = classification.payload_of(subject, top_k)
         return classification.labels_of(self.run(classification.KIND, payload, model=model, **options))
 

@@ -1,4 +1,23 @@
-"""How calls and tasks end: the outcome of a task, and everything that the client raises, all of it a MultigpuError.
+"""How calls and tasks end: the outcome of a task, and everything that the client raises, in one tree.
+
+    MultigpuError
+    ├── TransportError              the master could not be reached, or did not speak our protocol
+    │   ├── CallTimeoutError        the call's `timeout` is over; also a TimeoutError
+    │   ├── UnavailableError        no master answers at the address
+    │   └── AccessError             the token or the certificate is missing, wrong, or not for this call
+    ├── RejectedError               the master rejected the task; nothing of it is kept
+    │   ├── InvalidTaskError        the task can never be taken as it is
+    │   ├── AlreadyExistsError      its request_id is that of another task
+    │   ├── ResourceExhaustedError  a limit is hit; retry_delay_s says when to try again
+    │   └── UnplaceableError        no known worker could ever take it
+    ├── TaskError                   the task was taken, and there is no result; carries its outcome
+    │   ├── TaskFailed, TaskCancelled, TaskExpired, TaskDeadLettered
+    │   ├── ResultExpiredError      it SUCCEEDED, and its result was deleted after the result_ttl
+    │   └── ResultLostError         it SUCCEEDED, and its result cannot be read any more
+    ├── NotFoundError               the master knows no such task, or not any more
+    ├── ConfigError                 a setting is unknown or wrong; also a ValueError
+    ├── CursorExpiredError          the outcomes after the cursor are not there
+    └── ClientClosedError           the client was closed, or gRPC crossed a fork
 
 An error's message names the remedy where there is one. Wrong types in the caller's own code raise TypeError.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -87,14 +87,38 @@ def check_texts(texts: Any) -> None:
         raise TypeError("embed takes an iterable of strings; for one text pass [text]")
 
 
-def joined(parts: list[Vectors]) -> Vectors:
-    """All rows in one array, [n, dimension]; [0, 0] when there are none."""
-    import numpy as np  # noqa: PLC0415  as above
+class Stack:
+    """Gathers rows into one array; where their number is known, without a copy."""
 
-    dimensions = {rows.shape[1] for rows in parts}
-    if len(dimensions) > 1:
-        raise TransportError(
-            f"workers gave vectors of {' and '.join(map(str, sorted(dimensions)))} dimensions: they have different "
-            "default models; name the model"
-        )
-    return np.concatenate(parts, dtype=np.float32) if parts else np.empty((0, 0), np.float32)
+    def __init__(self, texts: Any) -> None:
+        self._expected = len(texts) if isinstance(texts, Sized) else None
+        self._array: Vectors | None = None
+        self._parts: list[Vectors] = []
+        self._filled = 0
+        self._dimension = 0
+
+    def add(self, rows: Vectors) -> None:
+        import numpy as np  # noqa: PLC0415  as above
+
+        dimension = rows.shape[1]
+        if self._dimension not in (0, dimension):
+            raise TransportError(
+                f"some workers gave vectors of {self._dimension}, others of {dimension}: "
+                "they have different default models; name the model"
+            )
+        self._dimension = dimension
+        if self._expected is None:
+            self._parts.append(rows)
+            return
+        if self._array is None:
+            self._array = np.empty((self._expected, dimension), np.float32)
+        self._array[self._filled : self._filled + len(rows)] = rows
+        self._filled += len(rows)
+
+    def array(self) -> Vectors:
+        """All rows, [n, dimension]; [0, 0] when there are none."""
+        import numpy as np  # noqa: PLC0415  as above
+
+        if self._array is not None:
+            return self._array[: self._filled]
+        return np.concatenate(self._parts, dtype=np.float32) if self._parts else np.empty((0, 0), np.float32)

@@ -149,7 +149,7 @@ class RunStream:
                 code, details = await self._serve_a_stream()
             except errors.AccessError as error:  # our own token or certificate can't be read
                 self._first_try = None
-                self._state.fail_all(partial(errors.AccessError, str(error)))
+                self._state.fail_all(partial(_access_error, str(error), error.__cause__))
             else:
                 await self._recover(code, details)
 
@@ -254,3 +254,9 @@ class RunStream:
 
 def _closed_error() -> errors.ClientClosedError:
     return errors.ClientClosedError("the client was closed before the task ended; durable tasks go on without it")
+
+
+def _access_error(text: str, cause: BaseException | None) -> errors.AccessError:
+    error = errors.AccessError(text)
+    error.__cause__ = cause
+    return error

