@@ -190,7 +190,7 @@ SESSIONS = (
         name="stale report accepted",
         old="            lease = pop(lease_id, None)\n",
         new=(
-            "            lease = next((w.leases.pop(lease_id) for w in self._ledger.fleet.workers.values()\n"
+            "            lease = next((w.leases.pop(lease_id) for w in self._state.fleet.workers.values()\n"
             "                          if lease_id in w.leases), None)\n"
         ),
         breaks="P2: a result counts whoever holds the lease",
