@@ -156,3 +156,11 @@ def test_a_report_without_energy_leaves_none() -> None:
     stage, task = leased()
     stage.report(lease_of(task))
     assert outcome_of(task).energy is None
+
+
+def test_a_failure_reported_by_another_worker_does_not_end_a_lease() -> None:
+    stage, task = leased()
+    stage.worker("other")
+    failure = ev.Failure(lease_of(task).lease_id, TaskError("ValueError", "false"))
+    stage.handle(ev.Reports(stage.sessions, failures=[failure]))
+    assert task.lease is not None

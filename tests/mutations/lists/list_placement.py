@@ -47,7 +47,7 @@ PLACEMENT = (
     ),
     dispatch(
         name="attempts are not counted",
-        old="        task.attempts += 1\n",
+        old="            task.attempts += 1\n",
         breaks="P4: attempts without end",
     ),
     dispatch(

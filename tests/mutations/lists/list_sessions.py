@@ -190,7 +190,7 @@ SESSIONS = (
         name="stale report accepted",
         old="            lease = pop(lease_id, None)\n",
         new=(
-            "            lease = next((w.leases.pop(lease_id) for w in self._ledger.fleet.workers.values()\n"
+            "            lease = next((w.leases.pop(lease_id) for w in self._state.fleet.workers.values()\n"
             "                          if lease_id in w.leases), None)\n"
         ),
         breaks="P2: a result counts whoever holds the lease",
@@ -205,10 +205,11 @@ SESSIONS = (
         name="stale failure accepted",
         old="            lease = worker.leases.pop(failure.lease_id, None)\n",
         new=(
-            "            lease = next((w.leases.pop(failure.lease_id) for w in ledger.fleet.workers.values()\n"
+            "            lease = next((w.leases.pop(failure.lease_id) for w in self._fleet.workers.values()\n"
             "                          if failure.lease_id in w.leases), None)\n"
         ),
         breaks="P2: a failure counts whoever holds the lease",
+        checker="stories",
     ),
     sessions(
         name="a returned task is charged",
@@ -261,7 +262,7 @@ SESSIONS = (
         name="partial outputs of the fenced",
         old="            lease = worker.leases.get(partial.lease_id)\n",
         new=(
-            "            lease = next((w.leases[partial.lease_id] for w in ledger.fleet.workers.values()\n"
+            "            lease = next((w.leases[partial.lease_id] for w in self._fleet.workers.values()\n"
             "                          if partial.lease_id in w.leases), None)\n"
         ),
         breaks="P2: outputs count whoever holds the lease",
