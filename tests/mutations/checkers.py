@@ -33,6 +33,13 @@ CHECKERS = {
     "stories": ("tests.mutations.rules.stories", "check", 1),
     "stream": ("tests.client.transport.test_run_stream", "run_seed", 20),
     "transport": ("tests.mutations.rules.transport", "check", 1),
+    "arrays": ("tests.mutations.rules.engines", "arrays", 1),
+    "artifacts": ("tests.mutations.rules.engines", "artifacts", 1),
+    "content": ("tests.mutations.rules.engines", "content", 1),
+    "gates": ("tests.mutations.rules.engines", "gates", 1),
+    "plans": ("tests.mutations.rules.engines", "plans", 1),
+    "tokens": ("tests.mutations.rules.engines", "tokens", 1),
+    "vectors": ("tests.mutations.rules.engines", "vectors", 1),
     "worker": ("tests.mutations.rules.stories", "worker", 1),
 }
 

@@ -12,13 +12,14 @@ from tests.mutations.lists.list_quarantine import QUARANTINE
 from tests.mutations.lists.list_residency import RESIDENCY
 from tests.mutations.lists.list_sessions import SESSIONS
 from tests.mutations.lists.list_store import IDS, STORE
+from tests.mutations.lists.worker.list_backends import BACK_ENDS
 from tests.mutations.lists.worker.list_engines import ENGINES
 from tests.mutations.lists.worker.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT, *IDS, *SDK,
-    *EDGE, *ENGINES, *COMMANDS, *STORE,
+    *EDGE, *ENGINES, *COMMANDS, *STORE, *BACK_ENDS,
 )  # fmt: skip
 
 assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"
