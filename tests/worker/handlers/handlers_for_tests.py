@@ -87,6 +87,13 @@ def slow_stream(value: Any) -> Any:
     time.sleep(30)
 
 
+@handler("t.big_parts")
+def big_parts(value: Any) -> Any:
+    for _ in range(int(value)):
+        yield b"x" * (1 << 20)
+    return b"done"
+
+
 @handler("t.close_all")
 def close_all(value: Any) -> Any:
     os.closerange(3, 4096)

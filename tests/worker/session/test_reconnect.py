@@ -80,6 +80,19 @@ async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_
     assert not stream.hello.leases
 
 
+async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
+    master: ScriptedMaster, start_handlers: Start
+) -> None:
+    _, stream = await start_handlers()
+    stream.lease([(1, b"20")], kind="t.big_parts")
+    stream.lease([(2, b"30"), (3, b"x")], kind="sleep")
+    await stream.reported(1)  # connected all the time: fine
+    assert len(stream.partials) == 20
+    stream.break_off()
+    stream = await master.stream()
+    assert {held.lease_id for held in stream.hello.leases} == {2, 3}
+
+
 async def test_checkpoints_in_hello(master: ScriptedMaster, start_handlers: Start) -> None:
     _, stream = await start_handlers()
     stream.lease([(1, b"it")], kind="t.checkpoint_then_raise")
@@ -231,7 +244,7 @@ async def test_the_same_reason_is_not_logged_every_second(master: ScriptedMaster
     before = master.rejections
     while master.rejections < before + 5:
         await asyncio.sleep(0.1)
-    assert worker.log.count("no such token") == 1
+    assert worker.log.count("no such token") == 3
     master.reject = grpc.StatusCode.UNAUTHENTICATED, "the token has ended"
     while "the token has ended" not in worker.log:
         await asyncio.sleep(0.1)

@@ -28,8 +28,10 @@ MESSAGE_BYTES_MAX = 64 << 20
 # The delay before a connection is drawn from 0 up to a bound, which doubles from the first of these to the second.
 RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 2.0
-# Why there is no session is logged when the reason changes, and again at this interval.
-REPEAT_S = 60.0
+# After the start, no warnings about a master that isn't there yet for this long.
+QUIET_S = 2.0
+# Log lines for the same reason without a session: this many, then one in this many seconds.
+REPEATS_MAX, REPEAT_S = 3, 60.0
 WELCOME_TIMEOUT_S = 10.0
 # For the master to end the stream after we have.
 CLOSE_TIMEOUT_S = 2.0
@@ -84,8 +86,8 @@ class Link:
         self._wake = asyncio.Event()
         self._closing = False
         self._random = random.Random()  # noqa: S311  jitter, not secrets
-        # Why there is no session, and when that was logged.
-        self._reason, self._logged_s = "", 0.0
+        # Why there is no session, how often that was logged, and when last.
+        self._reason, self._logged, self._logged_s = "", 0, 0.0
 
     def wake(self) -> None:
         """There is something to send."""
@@ -99,6 +101,7 @@ class Link:
     async def run(self) -> None:
         """Keep a session until `close`. ProtocolMismatchError, TakenOverError."""
         bound_s = RECONNECT_MIN_S
+        met, quiet_until = False, time.monotonic() + QUIET_S
         while not self._closing:
             welcomed = False
             reason = "the master ended the stream"
@@ -107,7 +110,7 @@ class Link:
                 async with self._credentials.channel(self.address, OPTIONS, grpc.aio) as channel:
                     call = _stub(channel).Session(metadata=metadata)
                     welcome = await self._open(call)
-                    welcomed = True
+                    welcomed = met = True
                     self._handler.connected(welcome, await call.initial_metadata())
                     await self._exchange(call)
             except grpc.aio.AioRpcError as error:
@@ -133,15 +136,21 @@ class Link:
                 self._handler.disconnected(reason)
             if not self._closing:
                 delay_s = self._random.uniform(0, bound_s)
-                self._log(reason)
+                # A fleet that is being started may have no master for a moment.
+                self._log(reason, delay_s, quiet=not met and time.monotonic() < quiet_until)
                 await self._sleep(delay_s)
                 bound_s = min(RECONNECT_MAX_S, 2 * bound_s)
 
-    def _log(self, reason: str) -> None:
+    def _log(self, reason: str, delay_s: float, *, quiet: bool) -> None:
+        """Log why there is no session, but not the same reason every second."""
+        if reason != self._reason:
+            self._reason, self._logged = reason, 0
         now_s = time.monotonic()
-        if reason != self._reason or now_s - self._logged_s >= REPEAT_S:
-            self._reason, self._logged_s = reason, now_s
-            log.warning("no session", master=self.address, reason=reason)
+        if not quiet and self._logged >= REPEATS_MAX and now_s - self._logged_s < REPEAT_S:
+            return
+        self._logged, self._logged_s = self._logged + (not quiet), now_s
+        write = log.debug if quiet else log.warning
+        write("no session", master=self.address, reason=reason, retry_s=round(delay_s, 3))
 
     async def _open(self, call: Any) -> pb.SessionResponse:
         """Send the hello and wait for the welcome."""
