@@ -11,15 +11,18 @@ from multigpu_master.journal.protocol import Journal
 from multigpu_master.journal.write_buffer import Journaling
 
 from tests.commands import run_module
+from tests.sim import sim
+from tests.sim.actors.engine import SimEngine
 from tests.sim.faults import Faults
 from tests.sim.journal import SimJournal, SimLoop
 from tests.sim.run import Tally, hush, run_portion
 from tests.sim.sim import Simulation
-from tests.sim.world import World
+from tests.sim.world import ViolationError, World
 
 SEEDS = 2000
 SEEDS_ALL = 20000
 COVERAGE_SEEDS = 1500
+BUSY = 891  # a seed with more tasks than its workers can soon run
 
 
 def told(tally: Tally) -> str:
@@ -114,6 +117,8 @@ FOUND = {
     "a master that was away once was taken for one that was away often": 589926,
     "a drain and a wait in the queue were over when a worker came back": 5080508,
     "a heartbeat listed what was taken back at that instant": 5192550,
+    # test_a_world_may_take_many_events_while_its_tasks_end
+    "a full queue rejected so many submits that a busy fleet was taken for a stuck one": 50071067,
 }
 
 
@@ -131,6 +136,22 @@ def test_the_core_at_scale_settles_all() -> None:
     done = run_module("tests.sim.scale", "--workers-max", "10", "--tasks-max", "1000")
     assert done.returncode == 0, done.stdout
     assert "drained" in done.stdout
+
+
+def test_a_world_may_take_many_events_while_its_tasks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    hush()
+    monkeypatch.setattr(sim, "EVENTS_MAX", 1000)
+    assert Simulation(BUSY).run().events > 2 * sim.EVENTS_MAX
+
+
+def test_a_world_in_which_no_task_ends_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    hush()
+    monkeypatch.setattr(sim, "EVENTS_MAX", 1000)
+    monkeypatch.setattr(SimEngine, "pump", lambda _engine: None)
+    simulation = Simulation(BUSY)
+    with pytest.raises(ViolationError, match="it never came to rest"):
+        simulation.run()
+    assert simulation.world.now < simulation.world.start + sim.REST_S
 
 
 def test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_rejection() -> None:
