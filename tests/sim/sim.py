@@ -24,7 +24,7 @@ from tests.sim.small import small_limits
 from tests.sim.world import ViolationError, World
 
 REST_S = 900.0
-EVENTS_MAX = 90_000
+EVENTS_MAX = 90_000  # in which no task ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +107,8 @@ class Simulation:
         self._rest_s = 0.0
         self._inert_s = 0.0  # how long a worker may stay inert after the other faults
         self._submitted = 0
+        self._settled = 0  # how often tasks have ended, as the coverage counts
+        self._settled_at = 0  # the number of the event in which tasks ended last
 
     def _info(self, i: int) -> WorkerInfo:
         random = self.world.random
@@ -201,7 +203,7 @@ class Simulation:
             self._faults.lose_data(self.ids_dice)
         world.after(size.faults_s + 0.01, self._heal)
         while not self._at_rest():
-            if not world.step() or world.now > world.start + REST_S or world.events > EVENTS_MAX:
+            if not world.step() or world.now > world.start + REST_S or self._stuck():
                 raise ViolationError(f"the world did not come to rest: {self._unrest()}")
         self._judge()
         self.master.tally()
@@ -247,6 +249,16 @@ class Simulation:
             return False
         self._judge_workers()
         return True
+
+    def _stuck(self) -> bool:
+        """Whether no task has ended for many events. All events of a world are no measure: while a queue is full, each
+        client that was rejected submits again every second, however well the workers do.
+        """
+        world = self.world
+        settled = world.coverage["Settled"]
+        if settled != self._settled:
+            self._settled, self._settled_at = settled, world.events
+        return world.events > self._settled_at + EVENTS_MAX
 
     def _unrest(self) -> str:
         core = self.master.core

@@ -11,15 +11,18 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.write_buffer import Journaling
 
 from tests.commands import run_module
+from tests.sim import sim
+from tests.sim.actors.engine import SimEngine
 from tests.sim.faults import Faults
 from tests.sim.journal import SimJournal, SimLoop
 from tests.sim.run import silence_log
 from tests.sim.sim import Simulation
-from tests.sim.world import World
+from tests.sim.world import ViolationError, World
 
 SEEDS = 2000
 SEEDS_ALL = 20000
 COVERAGE_SEEDS = 1500
+BUSY = 891  # a seed with more tasks than its workers can soon run
 
 
 def test_seeds_keep_every_promise() -> None:
@@ -79,6 +82,31 @@ def test_everything_that_can_occur_does() -> None:
     ]
     missing = [what for what in expected if what not in occurred]
     assert not missing, f"never occurred in {COVERAGE_SEEDS} seeds: {missing}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_core_at_scale_settles_all() -> None:
+    """The small form of `python -m tests.sim.scale`, in a process that has the core's own limits."""
+    done = run_module("tests.sim.scale", "--workers-max", "10", "--tasks-max", "1000")
+    assert done.returncode == 0, done.stdout
+    assert "drained" in done.stdout
+
+
+def test_a_world_may_take_many_events_while_its_tasks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    silence_log()
+    monkeypatch.setattr(sim, "EVENTS_MAX", 1000)
+    assert Simulation(BUSY).run().events > 2 * sim.EVENTS_MAX
+
+
+def test_a_world_in_which_no_task_ends_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    silence_log()
+    monkeypatch.setattr(sim, "EVENTS_MAX", 1000)
+    monkeypatch.setattr(SimEngine, "pump", lambda _engine: None)
+    simulation = Simulation(BUSY)
+    with pytest.raises(ViolationError, match="did not come to rest"):
+        simulation.run()
+    assert simulation.world.now < simulation.world.start + sim.REST_S
 
 
 def test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_rejection() -> None:
