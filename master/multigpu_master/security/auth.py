@@ -135,7 +135,8 @@ class Auth:
             call.cancel()
 
     def _check_certificate(self, context: Any, method: str, roles: frozenset[str]) -> None:
-        kinds = [uri.decode("utf-8", "replace").removeprefix(URN) for uri in context.auth_context().get("peer_uri", ())]
+        uris = [uri.decode("utf-8", "replace") for uri in context.auth_context().get("peer_uri", ())]
+        kinds = [uri.removeprefix(URN) for uri in uris if uri.startswith(URN)]
         wanted = "worker" if roles == _WORKERS else "client"
         if wanted not in kinds and roles != _ANY:
             text = (

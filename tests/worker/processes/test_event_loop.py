@@ -28,7 +28,7 @@ if "multigpu_worker.main" in sys.orig_argv:
     from multigpu_worker.processes import host as engine_host
     from multigpu_worker.models import memory_estimates as memory
 
-    memory._weights_bytes = told(memory._weights_bytes, "reads", lambda args: args[0].name)
+    memory.weights_bytes = told(memory.weights_bytes, "reads", lambda args: args[0].name)
     kill = engine_host.EngineHost._sigkill
     engine_host.EngineHost._sigkill = told(kill, "kills", lambda args: args[1])
     subprocess.Popen.wait = told(subprocess.Popen.wait, "waits for", lambda args: args[0].pid)

@@ -24,7 +24,25 @@ from multigpu.v1 import admin_service_pb2 as admin
 WIDTH_MIN, HEIGHT_MIN = 40, 12
 BARS = "▁▂▃▄▅▆▇█"
 ALARM = "bold white on red"
-KEYS = "↑↓ move  Tab list  d drain  c/u cordon on/off  x cancel  s sort  q quit"
+KEYS = "↑↓ move  Tab list  d drain  c/u cordon on/off  x cancel  s sort  ? help  q quit"
+HELP = """
+  ↑ ↓ j k      mark the line above, below
+  PgUp PgDn    ten lines at once
+  Home End     the first, the last
+  Tab ← →      the next list: devices, queues, running tasks
+
+  d            drain the marked device's worker: no new tasks, running ones may finish
+  c            cordon it: no new tasks; it keeps the tasks that it has
+  u            uncordon: ends a drain and a cordon
+  x            cancel the marked task
+
+  s r          sort devices by the next column; reverse the order
+  q Ctrl-C     quit
+
+  Devices that don't all fit are bars above the list: the higher, the busier.
+  green healthy, yellow degraded, cyan recovering, red sick or lost,
+  magenta cordoned
+"""
 QUEUES = tuple(column for column in queues.COLUMNS if column.name != "LIMITS")
 
 
@@ -46,9 +64,13 @@ def frame(view: View, width: int, height: int) -> RenderableType:
         return Text(f"too small: mgpuctl top needs {WIDTH_MIN} columns and {HEIGHT_MIN} lines"[:width])
     top, bottom = _header(view, width), [_last_message(view), _line(KEYS)]
     room = height - len(top) - len(bottom)
-    middle = _lists(view, width, room)
-    lines = sum(1 + part.row_count if isinstance(part, Table) else 1 for part in middle)
-    return Group(*top, *middle, *[Text()] * max(0, room - lines), *bottom)
+    middle = [_line(text) for text in HELP.splitlines()] if view.help else _lists(view, width, room)
+    lines = sum(_lines_of(part) for part in middle)
+    return Group(*top, *(middle[:room] if view.help else middle), *[Text()] * max(0, room - lines), *bottom)
+
+
+def _lines_of(part: RenderableType) -> int:
+    return 1 + part.row_count if isinstance(part, Table) else 1
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -139,7 +161,7 @@ def _devices(view: View) -> List:
         device_columns.columns(rows),
         [device_columns.style(worker) for worker in rows],
         "no worker has connected yet",
-        f"by {state.SORTS[view.sort][0]}",
+        f"by {state.SORTS[view.sort][0]}{', reversed' if view.reverse else ''}",
     )
 
 

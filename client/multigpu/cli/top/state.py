@@ -54,6 +54,8 @@ class View:
     # The marked key of each pane. If it has gone, the first line is marked.
     marked: dict[Pane, str] = field(default_factory=dict)
     sort: int = 0
+    reverse: bool = False
+    help: bool = False
     # Waits for a yes.
     asked: Order | None = None
     # The result of the last order.
@@ -79,7 +81,8 @@ SORTS: tuple[tuple[str, Callable[[admin.Worker], tuple[object, ...]]], ...] = (
 def devices(view: View) -> list[admin.Worker]:
     """The workers in the order of the screen."""
     key = SORTS[view.sort][1]
-    return sorted(view.workers.values(), key=lambda worker: (key(worker), worker.worker_id))
+    found = sorted(view.workers.values(), key=lambda worker: (key(worker), worker.worker_id))
+    return found[::-1] if view.reverse else found
 
 
 def keys_of(view: View, pane: Pane) -> list[str]:
@@ -119,7 +122,11 @@ def press(view: View, key: str) -> Order | None:
     view.message = ""
     if key in ("q", "ctrl_c"):
         return Order(Verb.QUIT)
-    if key in MOVES:
+    if view.help:
+        view.help = False
+    elif key in ("?", "h"):
+        view.help = True
+    elif key in MOVES:
         if keys := keys_of(view, view.pane):
             row = marked_row(view, view.pane) + MOVES[key]
             view.marked[view.pane] = keys[max(0, min(row, len(keys) - 1))]
@@ -128,6 +135,8 @@ def press(view: View, key: str) -> Order | None:
         view.pane = panes[(panes.index(view.pane) + PANE_MOVES[key]) % len(panes)]
     elif key == "s":
         view.sort = (view.sort + 1) % len(SORTS)
+    elif key == "r":
+        view.reverse = not view.reverse
     elif key in ORDERS:
         return _order(view, *ORDERS[key])
     return None

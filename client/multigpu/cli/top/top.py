@@ -6,6 +6,7 @@ slow master does not block the terminal.
 
 import contextlib
 import queue
+import shutil
 import sys
 import threading
 from typing import Any, Self
@@ -14,8 +15,9 @@ import click
 from rich.console import Console
 from rich.live import Live
 
+from multigpu.cli import show, tables
 from multigpu.cli.commands import Command
-from multigpu.cli.failures import Failure, TerminatedError, WrongUsage
+from multigpu.cli.failures import Failure, TerminatedError
 from multigpu.cli.rpc import PAGE_SIZE_MAX, Master, connected
 from multigpu.cli.text import seconds_of
 from multigpu.cli.top import frame as top_frame
@@ -37,19 +39,29 @@ Changes = dict[str, Any]
 
 @click.command(
     cls=Command,
-    examples=(("mgpuctl top", "The fleet, live; q ends it."),),
+    examples=(
+        ("mgpuctl top", "The fleet, live; ? shows the keys, q ends it."),
+        ("mgpuctl top | cat", "One picture, for a log."),
+    ),
 )
 @connected
 def top(master: Master) -> None:
     """A live view of devices, queues and running tasks; keys to drain, cordon, cancel.
 
-    Continues through restarts of the master.
+    Continues through restarts of the master. Without a terminal it prints one picture and ends.
     """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise WrongUsage("top needs a terminal; `mgpuctl gpus` and `mgpuctl status` print once")
     feed = Feed(master)
+    view = View(address=master.address)
     feed.poll()  # fails if no master answers
-    _live(feed, View(address=master.address))
+    feed.apply(view)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        _live(feed, view)
+    else:
+        show.note("mgpuctl: no terminal here: one picture")
+        width = shutil.get_terminal_size((80, 24)).columns
+        height = 14 + sum(max(1, len(rows)) for rows in (view.workers, view.queues, view.tasks))
+        for text in tables.rendered(top_frame.frame(view, width, height), width)[:-1]:
+            show.line(text)
 
 
 def _live(feed: "Feed", view: View) -> None:

@@ -149,11 +149,15 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _from_gguf(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Any]:
-    options = {"gguf_file": spec.file, **LOCAL}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        spec.folder, dtype=dtype, attn_implementation="sdpa", **options
+    model = load_weights(
+        transformers.AutoModelForCausalLM,
+        spec.folder,
+        pickled=True,  # the file is no safetensors file
+        dtype=dtype,
+        attn_implementation="sdpa",
+        gguf_file=spec.file,
     )
-    return model, transformers.AutoTokenizer.from_pretrained(spec.folder, **options)
+    return model, transformers.AutoTokenizer.from_pretrained(spec.folder, gguf_file=spec.file, **LOCAL)
 
 
 def _dequantised(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> Artifact:
