@@ -1,4 +1,4 @@
-"""The processes of a chaos run: a fleet with failpoints on a simulated network, and clients."""
+"""The processes of a chaos run: the fleet, with failpoints and perhaps on a simulated network, and the clients."""
 
 import json
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ PORT = 50051
 
 
 class ChaosFleet(Fleet):
-    """A fleet whose next process of some name can be armed with a failpoint; each is in a place of the network."""
+    """A fleet whose processes can be started with a failpoint. With a network, each runs in its network namespace."""
 
     def __init__(self, folder: Path, history: History, *, workers: int, network: Network | None = None) -> None:
         super().__init__(
             folder, workers=workers, handlers=["chaos_handlers"], handlers_dir=HANDLERS,
             worker_flags=["--window-tasks", "64"],
-            # The network is made of namespaces of this host, and goes nowhere else.
+            # The simulated network does not leave this host, so plain connections are safe.
             master_flags=[*QUICK, *(["--insecure"] if network is not None else [])],
         )  # fmt: skip
         self._env["PYTHONPATH"] += f":{ROOT}"
-        # A file of this folder has the engines of the worker of that pid unable to import their handlers.
+        # While this folder has a file named after a worker's pid, engines of that worker cannot import their handlers.
         self.broken_handlers = folder / "broken"
         self.broken_handlers.mkdir(parents=True, exist_ok=True)
         self._env["CHAOS_BROKEN"] = str(self.broken_handlers)
         self.env = self._env
         self._history = history
         self.network = network
-        self.armed: dict[str, dict[str, str]] = {}  # for the next process of this name: the environment
+        self.armed: dict[str, dict[str, str]] = {}  # by name: environment variables of its next process
         if network is not None:
             self.address = f"{network.address('master')}:{PORT}"
 
@@ -54,7 +54,7 @@ class ChaosFleet(Fleet):
 
 
 class ClientProcess:
-    """One client, over all its processes."""
+    """A client, restarted in a new process after a kill. `way`: what it does, see client.py."""
 
     def __init__(self, fleet: ChaosFleet, folder: Path, way: str, seed: int, **arguments: Any) -> None:
         self._fleet = fleet
@@ -70,7 +70,7 @@ class ClientProcess:
     def start(self) -> None:
         self.life += 1
         self.killed = False
-        # A watcher continues its file; others begin anew.
+        # A restarted watcher appends to its file; other clients write a new one.
         file = f"{self._name}.jsonl" if self.way == "watch" else f"{self._name}-{self.life}.jsonl"
         arguments = {**self._arguments, "life": self.life, "file": file}
         network = self._fleet.network
@@ -84,7 +84,7 @@ class ClientProcess:
 
     @property
     def done(self) -> bool:
-        """Whether it ended with success. AssertionError: it failed."""
+        """Whether it ended with success. Raises AssertionError if it failed."""
         if self.alive or self.killed:
             return False
         code = self.process.process.returncode
@@ -97,7 +97,7 @@ class ClientProcess:
 
 
 class Seen:
-    """What the watcher has seen: its file up to the last cursor."""
+    """The outcomes in the watcher's file, up to its last cursor."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -105,13 +105,14 @@ class Seen:
         self._names: set[str] = set()
 
     def all_of(self, number: int, tasks: int) -> bool:
-        """Whether every durable task of a round has ended."""
+        """Whether the watcher has received the outcomes of all durable tasks of a round."""
         self._read()
         return durable_names(names_of(number, tasks)) <= self._names
 
     def all_answered(self, number: int, tasks: int) -> bool:
-        """Whether every durable task of a round has ended, or its client was told so: such a one need not be on the
-        disk, and nobody asks for it again, if the master died just then. The checker says whether it did.
+        """Whether the watcher or a client has received the outcome of each durable task of a round. If the master dies
+        right after it has sent an outcome to the client, the outcome may not be on the disk; as the client does not
+        resend the task, the watcher never receives it. The checker verifies that the master died.
         """
         told = {
             record["request_id"]

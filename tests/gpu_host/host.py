@@ -1,4 +1,4 @@
-"""A host of simulated GPUs with a real fleet."""
+"""A simulated host: simulated GPUs, and a real fleet with a worker on each."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ from tests.fleet import Fleet, until
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 HEALTHY = device_pb2.HEALTH_STATE_HEALTHY
-# The handlers and their imports.
+# Folders of the handlers' module and of the modules that it imports.
 PYTHON_PATH = f"{HERE / 'handlers'}{os.pathsep}{ROOT}"
 # Eight workers with their engines start at once, possibly on two busy cores.
 START_TIMEOUT_S = 120.0
 
 
 class Host:
-    """`n` GPUs with a worker "gpuI" on each. All workers are connected inside the context."""
+    """`n` GPUs, each with a worker: "gpu0", "gpu1" …. All workers are connected when the context begins."""
 
     def __init__(self, folder: Path, n: int = 8, *worker_flags: str) -> None:
         self.gpus = SimulatedGpus(folder / "gpus", n)
@@ -79,11 +79,11 @@ class Host:
         return self.all_healthy() and all(self.engines().values())
 
     def codes(self, name: str) -> list[str]:
-        """Reasons of a device's health."""
+        """The codes of the reasons for a device's state of health."""
         return [reason.code for reason in self.workers()[name].health.reasons]
 
     def engines(self) -> dict[str, list[int]]:
-        """Pids of each worker's engines."""
+        """Pids of the engine processes, by worker."""
         return {name: self.fleet.workers[name].children() for name in self.names}
 
     # --- tasks --------------------------------------------------------------------------------------------------------

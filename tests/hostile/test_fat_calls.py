@@ -1,4 +1,4 @@
-"""Memory held by calls with large headers, and by rejected calls with large requests."""
+"""The master's memory during calls with large headers, and after rejected calls with large requests."""
 
 import contextlib
 import time
@@ -24,8 +24,8 @@ from tests.security.secured import METHODS, Caller, SecuredFleet, hello
 
 TINY = [(b"a", b"")] * 3000
 ENTRY_BYTES, REFERENCES = 100, 15_000
-# Bursts before the settings are acknowledged: the waiting calls and one burst hold this, and further bursts no more.
-# Without limits each takes gigabytes.
+# Until a client acknowledges the server's settings, gRPC accepts large headers. This limits the master's memory for the
+# waiting calls and one burst of new ones; further bursts must not add to it. Without limits, each takes gigabytes.
 UNACKNOWLEDGED_MAX = 2048 * MIB
 LARGE = 20 * MIB
 CALLS = 20

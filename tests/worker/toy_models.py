@@ -1,7 +1,7 @@
-"""Models for tests: engines of a few lines that take as much memory and time as their folder says, without torch.
+"""Toy models for tests: a user's engine without torch, whose memory and loading time are parameters in model.toml.
 
-`Shop` is a repository of them. A task's result says which model answered, in which process, and what it was asked. The
-payload may tell the engine to take its time or to end its process.
+`Shop` is a repository of them. The result of a task has the model, the pid of its process, the model's `words` and the
+payload. Payloads such as "sleep 1" or "die" make the engine wait or end its process.
 """
 
 import json
@@ -83,7 +83,7 @@ class Toy:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a toy says."""
+    """The result of a task of a toy model."""
 
     model: str
     pid: int
@@ -97,7 +97,7 @@ class Answer:
 
 
 class Shop:
-    """A repository of toys in a folder."""
+    """A model repository with toy models."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -110,7 +110,7 @@ class Shop:
         return ("--model-repository", str(self.folder), "--repository-poll-s", "0.1")
 
     def add(self, name: str, version: str = "", *, words: str = "", **parameters: Any) -> Path:
-        """Put a model there, or a version of one. Whole at once, as a rename does it."""
+        """Add a model, or a version of one, by an atomic rename. `parameters`: of model.toml, see ENGINE."""
         folder = self.folder / name / version if version else self.folder / name
         parameters |= {"signs": self._signs}
         making = self.folder.parent / f"making-{name}-{version}"
@@ -120,12 +120,12 @@ class Shop:
         lines = ['engine = "toy_engine:Toy"', "[parameters]"]
         lines += [f"{key} = {json.dumps(str(value))}" for key, value in parameters.items()]
         (making / "model.toml").write_text("\n".join(lines) + "\n")
-        if version and folder.parent.exists():  # model.toml is of all versions
+        if version and folder.parent.exists():  # the first version's model.toml is for all versions
             (making / version).rename(folder)
         else:
             making.rename(self.folder / name)
         return folder
 
     def sign(self, model: str, what: str) -> Path:
-        """The file that lets a model hang ("hang") while it is loaded, or fail ("error") with what is in it."""
+        """The file that, while it exists, makes a load of the model hang ("hang") or fail with its text ("error")."""
         return self._signs / f"{model.replace(':', '-')}.{what}"

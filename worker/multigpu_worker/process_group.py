@@ -1,4 +1,4 @@
-"""Process groups, as /proc shows them. An engine process leads its group."""
+"""Members of process groups, from /proc, and signals to groups. Each engine process leads a group."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def members(group: int) -> list[tuple[int, str]]:
-    """The pids of a process group, each with its state letter."""
+    """The processes of a group: pid and state letter of each."""
     found = []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -23,7 +23,7 @@ def members(group: int) -> list[tuple[int, str]]:
 
 
 async def look_for_members(group: int) -> list[tuple[int, str]]:
-    """`members` in a thread: it takes long on a host with many processes."""
+    """`members` on another thread, because it takes long on a host with many processes."""
     return await asyncio.to_thread(members, group)
 
 
@@ -40,7 +40,7 @@ def signal_group(group: int, signum: int) -> None:
 
 
 def group_of(pid: int) -> int:
-    """0: the process has ended."""
+    """The process group of a process; 0: the process has ended."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

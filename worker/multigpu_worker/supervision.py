@@ -1,4 +1,4 @@
-"""An error in our own code ends the worker, also if no caller awaits it: its supervisor starts the worker again."""
+"""An error in a callback, or in a task that no code awaits, ends the worker; systemd or `mgpuctl up` restarts it."""
 
 import asyncio
 from typing import Any
@@ -9,18 +9,18 @@ log = structlog.get_logger()
 
 
 def supervised(task: asyncio.Task[None]) -> asyncio.Task[None]:
-    """Have what a task raises reach `Supervision`, although no caller awaits the task."""
+    """Have `Supervision` handle an exception of a task that no code awaits."""
     task.add_done_callback(_raise)
     return task
 
 
 def _raise(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
-        task.result()
+        task.result()  # raises in a callback of the loop, which calls the exception handler
 
 
 class Supervision:
-    """Watches the callbacks of the running loop."""
+    """Installs itself as the exception handler of the running loop."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -28,7 +28,7 @@ class Supervision:
         loop.set_exception_handler(self._handle)
 
     async def watch(self) -> None:
-        """Raise what a callback has raised, as soon as one does."""
+        """Wait until a callback raises an exception, and raise it."""
         await self._failed
 
     def _handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

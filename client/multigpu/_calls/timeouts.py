@@ -8,36 +8,36 @@ from typing import Any, TypeVar
 from multigpu.errors import INVALID_ARGUMENT, CallTimeoutError, InvalidTaskError
 
 T = TypeVar("T")
-# 31 years: clocks and event loops don't take any number.
+# 31 years. Clocks and event loops don't accept much larger numbers.
 _SECONDS_MAX = 1e9
 
 
 def pop_timeout(options: Any) -> float | None:
-    """Takes `timeout` out of the options of a call. InvalidTaskError: it is no number of seconds."""
+    """Removes `timeout` from the options of a call and returns it. Raises InvalidTaskError if it is not valid."""
     value = options.pop("timeout", None)
     if value is None:
         return None
-    is_number = isinstance(value, Real)  # numbers of numpy are
+    is_number = isinstance(value, Real)  # includes the numbers of NumPy
     if is_number and 0 <= value < _SECONDS_MAX:
         return float(value)
     raise InvalidTaskError(INVALID_ARGUMENT, f"timeout={value!r}: give seconds, 0 or more, or None for no limit")
 
 
 async def within(timeout_s: float | None, awaitable: Awaitable[T]) -> T:
-    """The result of an awaitable. CallTimeoutError: the time is over. None: no limit."""
+    """The result of an awaitable. Raises CallTimeoutError after `timeout_s`; None: no limit."""
     if timeout_s is None:
         return await awaitable
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await awaitable
     except TimeoutError:
-        if not limit.expired():  # the awaitable's own error
+        if not limit.expired():  # the awaitable raised it
             raise
         raise timed_out(timeout_s) from None
 
 
 def timed_out(timeout_s: float) -> CallTimeoutError:
-    """The error of a call whose `timeout` is over."""
+    """The error of a call that has reached its `timeout`."""
     return CallTimeoutError(
         f"no answer within {timeout_s:g} s (timeout); the tasks of the call are cancelled. Give it more time, or ask "
         "`mgpuctl tasks explain` why one waits"

@@ -25,7 +25,7 @@ Subject = bytes | os.PathLike[str] | str
 class Label:
     """A class that a model considers likely."""
 
-    # The model's number for it, from 0.
+    # The number of the class in the model, from 0.
     index: int
     # Its name; empty if the model has none.
     label: str
@@ -34,7 +34,7 @@ class Label:
 
 
 def payload_of(subject: Subject, top_k: int) -> bytes:
-    """The payload of a task. OSError: the file of a picture can't be read."""
+    """The payload of a task. Raises OSError if the file of a picture can't be read."""
     if not 1 <= top_k <= TOP_K_MAX:
         raise ValueError(f"top_k is {top_k}; it must be 1 to {TOP_K_MAX:,}")
     if isinstance(subject, str):
@@ -52,7 +52,7 @@ def payload_of(subject: Subject, top_k: int) -> bytes:
 
 
 def encoder(subjects: Iterable[Subject], top_k: int) -> Callable[[Subject], bytes]:
-    """As payload_of, for a map. TypeError: a single text or picture."""
+    """`payload_of` with `top_k` set, for classify_map. Raises TypeError if `subjects` is a single text or picture."""
     if isinstance(subjects, str | bytes):
         raise TypeError("classify_map takes an iterable of pictures or texts; for one pass [one]")
     return partial(payload_of, top_k=top_k)
@@ -70,5 +70,5 @@ def labels_of(result: bytes) -> list[Label]:
 
 
 def read(outcome: Outcome) -> list[Label]:
-    """As labels_of, of an outcome. Raises its TaskError."""
+    """The classes in an outcome, the most likely first. Raises the TaskError of a task that failed."""
     return labels_of(outcome.value())

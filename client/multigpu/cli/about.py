@@ -1,4 +1,4 @@
-"""`mgpuctl version`, `config show` and `completion`, which need no master."""
+"""`mgpuctl version`, `mgpuctl config show` and `mgpuctl completion`: commands that need no master."""
 
 import dataclasses
 import importlib.metadata

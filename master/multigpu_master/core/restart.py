@@ -1,33 +1,33 @@
-"""What keeps a new master from undoing the work of the last one: fresh ids, and a wait for the workers it had."""
+"""What makes a restart of the master safe: ids that were never issued, and no dispatch before the workers reconnect."""
 
 from multigpu_master.core.model import EPOCH_IDS
 
 
 class IdRange:
-    """Ids of tasks and leases, from a range that the journal has begun. Half-way the next range is requested."""
+    """Issues ids of tasks and leases from a range reserved in the journal. Half-way the core requests the next one."""
 
     def __init__(self, first_id: int) -> None:
         self.begin(first_id)
 
     def begin(self, first_id: int) -> None:
-        """Goes on with the ids from this one to the end of its range."""
+        """Continues with the ids from `first_id` to the end of its range."""
         self.next_id = first_id
         self.end = first_id - first_id % EPOCH_IDS + EPOCH_IDS
         self.renew_at = (first_id + self.end) // 2  # request the next range at this id
 
     def take(self) -> int:
-        """An id that was never given out. Only while next_id is below the end."""
+        """Returns an id that was never issued. Requires next_id < end."""
         self.next_id += 1
         return self.next_id - 1
 
     def requested(self) -> None:
-        """The next range was requested: once is enough."""
+        """Records that the next range was requested, so that it is requested once only."""
         self.renew_at = self.end + 1
 
 
 class RecoveryHold:
-    """After a restart nothing is dispatched until the workers that were connected are back with their leases, or until
-    a deadline.
+    """Delays dispatch after a restart until all previously connected workers have reported their leases, or until the
+    deadline `until_s`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class RecoveryHold:
         self._expected[worker_id] = None
 
     def arrived(self, worker_id: str, now: float) -> None:
-        """The worker is back, or forgotten."""
+        """The worker has reconnected, or an operator has removed it (forget): no longer wait for it."""
         self._expected.pop(worker_id, None)
         if not self._expected:
             self.until_s = min(self.until_s, now)

@@ -1,4 +1,4 @@
-"""The files of models: links that lead out, what is loaded, digests that follow every change, hashes that are kept."""
+"""The files of models: links out of the repository, the files that are loaded, digests, and hashes in model.toml."""
 
 import errno
 import os
@@ -81,7 +81,7 @@ def test_the_digest_follows_content_and_names(tmp_path: Path, change: Callable[[
 
 
 def test_a_file_replaced_at_once_is_read_again(tmp_path: Path) -> None:
-    """Same size, same name, within the same tick of the clock."""
+    """Same size, name and modification time."""
     put(tmp_path, {"m/model.gguf": "1"})
     spec = only(scan(tmp_path))
     stamp = (tmp_path / "m/model.gguf").stat().st_mtime_ns

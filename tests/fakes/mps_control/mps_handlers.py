@@ -1,4 +1,4 @@
-"""Handlers whose engine is a client of the simulated MPS: good ones, and those that end their engine."""
+"""Handlers whose engine is a client of the simulated MPS: some work, others fail, hang or end their engine."""
 
 import mmap
 import os
@@ -13,7 +13,7 @@ _clients: dict[int, Client] = {}
 
 
 def _client() -> Client:
-    """This process's, made when it is first needed, as CUDA's contexts are."""
+    """The client of this process, created at first use, like a CUDA context."""
     if os.getpid() not in _clients:
         _clients.clear()
         _clients[os.getpid()] = Client()
@@ -22,7 +22,7 @@ def _client() -> Client:
 
 @handler("m.work")
 def work(value: Any) -> Any:
-    """Computes for `value` seconds, and answers with its process id."""
+    """Computes for `value` seconds, and returns its process id."""
     end_s = time.monotonic() + float(value or 0)
     _client().work()
     while time.monotonic() < end_s:
@@ -38,14 +38,14 @@ def fault(value: Any) -> Any:
 
 @handler("m.stuck")
 def stuck(value: Any) -> Any:
-    """Is a client, and hears of nothing."""
+    """Hangs as a client."""
     _client().work()
     time.sleep(3600)
 
 
 @handler("m.children")
 def children(value: Any) -> Any:
-    """Has a child that is a client too, and hangs."""
+    """Hangs as a client, with a child that is also a client and hangs."""
     _client().work()
     if not os.fork():
         _client().work()
@@ -55,7 +55,7 @@ def children(value: Any) -> Any:
 
 @handler("m.hoard")
 def hoard(value: Any) -> Any:
-    """Takes more memory than it may."""
+    """Takes 512 MiB of memory, more than the tests permit an engine, and hangs as a client."""
     _client().work()
     size = 512 << 20
     shared = mmap.mmap(-1, size)
@@ -66,7 +66,7 @@ def hoard(value: Any) -> Any:
 
 @handler("m.crash")
 def crash(value: Any) -> Any:
-    """Ends its own engine, which is nobody's violation."""
+    """Ends its own engine, announced so that the simulated MPS does not count a violation."""
     _client().excuse()
     os.kill(os.getpid(), signal.SIGKILL)
 

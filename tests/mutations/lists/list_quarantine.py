@@ -1,5 +1,5 @@
-"""Mutations of sick devices, poison tasks and the breaker: quarantine.py, and what it has to do with the rest; and of
-what a worker thinks of its device: health.py.
+"""Mutations of the rules for sick devices, poison tasks and the circuit breaker: the master's quarantine.py and code
+that uses its results; and of a worker's health.py, reset_watch.py and processes/start.py.
 """
 
 from functools import partial

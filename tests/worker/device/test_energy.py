@@ -1,4 +1,4 @@
-"""The energy of batches, from readings of a device with known power."""
+"""The measured energy of batches, from readings of a simulated device whose power is known."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def meter() -> EnergyMeter:
 def read(
     meter: EnergyMeter, until_s: float, watts: Callable[[float], float], running: int = 1
 ) -> Callable[[float], float]:
-    """Take a reading every 0.1 s from 0 on. Returns the true energy by time."""
+    """Take a reading every 0.1 s from 0 to `until_s`. Returns the true energy from 0 to a time, in joules."""
     step_s = 0.001
     sums = [0.0]
     for n in range(int((until_s + 1) / step_s)):
@@ -35,7 +35,7 @@ def read(
 
 
 def measured(meter: EnergyMeter, start_s: float, finish_s: float, units: int = 1) -> tuple[float, float]:
-    """Energy and uncertainty."""
+    """The energy of a batch in joules, and its relative uncertainty."""
     energy = meter.measure(T0 + int(start_s * S), T0 + int(finish_s * S), units)
     assert energy is not None
     assert energy.method is meter.method
@@ -97,7 +97,7 @@ def test_no_energy_without_a_usable_measurement(meter: EnergyMeter) -> None:
 
 
 def test_two_close_readings_around_a_step_of_the_counter_are_no_burst(meter: EnergyMeter) -> None:
-    """Heartbeats wake the thread between its own readings."""
+    """Heartbeats cause readings between the regular ones."""
     step_s = 0.02
     for at_s in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.598, 0.602, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2):
         meter.read(T0 + int(at_s * S), int(at_s / step_s + 1e-6) * step_s * 300.0, 1)
@@ -152,7 +152,7 @@ def test_the_number_of_readings_is_limited(meter: EnergyMeter) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_true_energy_is_within_the_uncertainty(meter: EnergyMeter, seed: int) -> None:
-    """Power varies at random, batches begin at any time and have any length."""
+    """With random power, and batches of any start and length."""
     random_ = random.Random(seed)
     levels = [random_.uniform(80.0, 700.0) for _ in range(200)]
     pace_s = random_.choice([0.05, 0.2, 1.0, 3.0])

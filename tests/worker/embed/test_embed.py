@@ -1,4 +1,4 @@
-"""The embed engine on the real model: what callers get, whatever their neighbours in the batch do."""
+"""The embed engine with the packaged model: each task gets its result, independent of other tasks in its batch."""
 
 import csv
 import json
@@ -50,14 +50,14 @@ VARIED = [
 
 @dataclass
 class Recorder:
-    """Keeps what the engine reports, and cancels what it is told to."""
+    """A reporter that stores the reports, and says that the items `cancelled_ids` are cancelled."""
 
-    # Lease to what it came to: ("ok", result, content type) or (error type, message, retryable).
+    # By lease: ("ok", result, content type) or (error type, message, retryable).
     outcomes: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
     beats: int = 0
     cancelled_ids: set[int] = field(default_factory=set)
-    # Called at each beat.
+    # Called on each beat.
     at_beat: "Callable[[Recorder], None] | None" = None
 
     def begin(self, item: Item) -> None:
@@ -132,11 +132,11 @@ def engine() -> EmbedEngine:
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    """sentence-transformers itself, on the same folder."""
+    """The vectors of sentence-transformers with the same model folder."""
     import torch
     from sentence_transformers import SentenceTransformer
 
-    # Threads that wait for one another in a busy loop take minutes where others want the cores too.
+    # With several threads, which wait in busy loops, this takes minutes while other processes use the cores.
     torch.set_num_threads(1)
     model = SentenceTransformer(str(FOLDER), device="cpu")
     return lambda texts: model.encode(texts, batch_size=1, normalize_embeddings=False)
@@ -152,7 +152,7 @@ def test_vectors_equal_those_of_sentence_transformers(engine: EmbedEngine, refer
     recorder = run(engine, batch_of([payload(text) for text in VARIED]))
     apart = np.concatenate([recorder.vectors(i) for i in range(len(VARIED))])
     np.testing.assert_allclose(apart, expected, rtol=0, atol=1e-5)
-    # The comparison can fail: these are not all the same vector.
+    # The vectors differ from each other, so the comparison can fail.
     assert np.abs(expected[0] - expected[10]).max() > 0.1
 
 
@@ -273,7 +273,7 @@ def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
 
 @pytest.mark.slow
 def test_unsorted_texts_cost_no_padding() -> None:
-    """The general rule: whatever comes together, a model of this form computes its tokens, in as few passes."""
+    """For any mixture of lengths, the model computes no padding, in as few forward passes as possible."""
     engine = engine_of({PACKAGED_MODEL: FOLDER})
     engine.load()
     model: Any
@@ -321,7 +321,7 @@ def test_stsb_correlation_equals_the_published_one(engine: EmbedEngine) -> None:
 
 
 def test_preparing_while_running_gives_the_same_vectors(engine: EmbedEngine) -> None:
-    """As in the engine process: one thread prepares the next batches while another runs."""
+    """As in the engine process, one thread prepares the next batches while another runs."""
     texts = [f"Sentence number {i}, {'padded ' * (i % 11)}with care." for i in range(200)]
     batches = [batch_of([payload(text) for text in texts[i::5]]) for i in range(5)]
     expected = run(engine, batch_of([payload(*texts)])).vectors(0)

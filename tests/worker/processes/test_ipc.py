@@ -1,4 +1,4 @@
-"""Frames, the ring for large values, the page of slots: whatever goes in comes out, in whatever pieces it travels."""
+"""Between agent and engine: frames arrive unchanged however they are split; the ring of large values; the slot page."""
 
 import random
 import socket
@@ -59,13 +59,13 @@ def test_ring_uses_its_room_and_no_more(small_ring: None) -> None:
     assert place is not None
     assert ring.write(b"b") is None
     assert ring.read(place, len(whole)) == whole
-    for n in range(50):  # empty: always from the front, with all the room there is
+    for n in range(50):  # an empty ring is written from its beginning, and all of it can be used
         place = ring.write(whole[: (1 << 20) - n])
         assert place is not None
         assert place % (1 << 20) == 0
         ring.read(place, (1 << 20) - n)
     assert ring.write(whole + b"b") is None
-    for _ in range(3):  # and of that the same part, which is warm
+    for _ in range(3):  # small values reuse the same memory, which is warm
         place = ring.write(b"small")
         assert place is not None
         assert place % (1 << 20) == 0

@@ -1,11 +1,12 @@
 """Watches the device, decides with health.py whether it is fit, and carries out the consequences.
 
-When the device falls sick, the monitor tells the master at once and gives back the leases that only wait. If nothing
-can run on it, it gives back all of them and ends the engines, so that the device can be reset. A sick device is checked
-again and again: the driver answers and requires nothing, an engine starts, the self-test passes. Then it is fit again.
+When the device becomes sick, the monitor sends a heartbeat at once and returns the leases that have not started. If no
+task can run on the device, it returns all leases and ends the engines, so that the device can be reset. It checks a
+sick device at growing intervals: the driver must answer and require no recovery action, an engine must start, and the
+self-test must pass. Then the device is fit again.
 
-The monitor also remembers which leases ran when the driver reported an XID of class APPLICATION: they are suspects if
-their engine breaks later.
+The monitor also keeps the leases that ran when the driver reported an XID of class APPLICATION. If their engine breaks
+later, they are suspected of having caused the XID.
 """
 
 import asyncio
@@ -28,21 +29,21 @@ from multigpu_worker.processes.pool import EnginePool
 log = structlog.get_logger()
 
 TICK_S = 0.1
-# A check waits at most this long for a sample.
+# Limit of the wait for the driver's answer (a sample).
 ANSWER_TIMEOUT_S = 5.0
 # A driver call that takes longer makes the device sick.
 HUNG_S = 10.0
-# Attempts in one check, if the engine is ended for another reason during the self-test.
+# A check repeats a self-test whose engine was ended for another reason, up to this number of self-tests.
 SELF_TESTS_MAX = 3
-# An engine's death and the device's event that explains it arrive in any order within this time.
+# An engine's death and the device event that explains it arrive within this time of each other, in any order.
 GRACE_S = 0.25
-# Uncorrectable errors belong to a contained error (XID 94) that arrives within these times before or after them.
+# Uncorrectable memory errors are contained if an XID of class CONTAINED arrives within these times before or after.
 CONTAINED_BEFORE_S, CONTAINED_AFTER_S = 1.0, 0.1
 
 
 class DispatcherCallbacks(Protocol):
     def give_back(self, why: str, *, running: bool) -> None:
-        """Return leases uncharged: those that wait, or all."""
+        """Return the leases that have not started; with `running`, all. No attempt is charged."""
 
     def want_heartbeat(self) -> None: ...
 
@@ -73,29 +74,29 @@ class HealthMonitor:
         self._events: DeviceEvents | None = None
         if device.info.device_id != "cpu":
             self._events = DeviceEvents(device.info.device_id, self._received)
-        # The last sample in which a reset was looked for.
+        # The last sample that was checked for a reset.
         self._seen: Sample | None = None
         self._note = ResetNote(Path(artifacts) / "device.resets" / f"{device.info.device_id}.json")
         self._reset = ResetWatch(self._note.read())
-        # Time of the last XID for a contained error, on the monotonic clock.
+        # When the last XID of class CONTAINED arrived, on the monotonic clock.
         self._contained_s = -CONTAINED_BEFORE_S
         # Leases that ran at an XID of class APPLICATION and have not ended since.
         self._suspects: set[int] = set()
         self._self_test_s = time.monotonic()
         self._changed = asyncio.Event()
-        # The state of health whose consequences were carried out.
+        # The last result of `_state` that `_follow` acted on.
         self._handled = self._state()
 
     @property
     def grace_s(self) -> float:
-        """How long to delay the blame for an engine's death: an event of the device may explain it."""
+        """How long to wait, before a task is blamed for an engine's death, for a device event that explains it."""
         return GRACE_S if self._events is not None else 0.0
 
     async def run(self) -> None:
         """Watch the device until cancelled."""
         if self._events is not None:
             self._events.start()
-        if self._reset.needed is not None:  # noted by the previous process of this worker
+        if self._reset.needed is not None:  # stored by the previous process of this worker
             self._break_down(*self._reset.needed)
         try:
             while True:
@@ -118,18 +119,18 @@ class HealthMonitor:
                 self._events.stop()
 
     def asked(self, checks: int) -> None:
-        """The master has asked for this many checks so far."""
+        """`checks`: how many checks the master has requested in total."""
         if checks > self._checks_asked:
             self._checks_asked = checks
             if checks > self.checks_passed:
                 self._happen("tasks_fail", "different tasks broke their engine on it", Gravity.SICK)
 
     def suspects(self, lease_id: int) -> bool:
-        """Whether a lease ran at an XID of class APPLICATION."""
+        """Whether a lease was running when an XID of class APPLICATION was reported."""
         return lease_id in self._suspects
 
     def memory_failed(self, message: str) -> None:
-        """A task's error says that the device's memory or one of its links has failed."""
+        """A task failed with an error that means that the device's memory or one of its links has failed."""
         self._break_down("ecc_uncorrected", f"a task's error: {message}; reset the GPU")
 
     # --- observations ------------------------------------------------------------------------------------------------
@@ -174,13 +175,13 @@ class HealthMonitor:
                 self._break_down(f"xid_{code}", message)
 
     def _shared(self) -> bool:
-        """Whether processes other than our engines compute on the device: they may have caused an XID."""
+        """Whether other processes than this worker's engines use the device: they may have caused an XID."""
         sample, mps = self._sampler.latest, self._pool.mps is not None
         processes = () if sample is None else sample.telemetry.processes
         return any(not self._pool.owns(process.pid) for process in processes if process.mps_client or not mps)
 
     def _errors_seen(self, message: str) -> None:
-        """Uncorrectable memory errors. Contained ones, whose XID comes at the same time, leave the device usable."""
+        """Handle uncorrectable memory errors. Contained ones, which come with an XID, leave the device usable."""
 
         def decide() -> None:
             if time.monotonic() - self._contained_s > CONTAINED_BEFORE_S:
@@ -189,7 +190,7 @@ class HealthMonitor:
         self._loop.call_later(CONTAINED_AFTER_S, decide)
 
     def _break_down(self, code: str, message: str) -> None:
-        """Only a reset repairs this."""
+        """Add a fault that only a reset of the device repairs, and store that for the next process."""
         if self._events is not None:
             self._reset.need(code, message)
             self._note.keep(self._reset.state)
@@ -200,7 +201,7 @@ class HealthMonitor:
         self._follow()
 
     def _look(self) -> None:
-        """Update the health by the sensors and the engines."""
+        """Update the health from the latest sample and the state of the engines."""
         found: list[Reason] = []
         if self._sampler.hung_s() > HUNG_S:
             message = f"the driver has not answered for more than {HUNG_S:g} s: see the kernel's log, restart the host"
@@ -229,7 +230,7 @@ class HealthMonitor:
         errors = self._reset.look(wanted=wanted, ecc_uncorrected=sample.telemetry.ecc_uncorrected)
         if needed is not None and self._reset.needed is None:
             self.health.reset_seen(self._now())
-        if errors:  # tasks may have computed with wrong numbers
+        if errors:  # tasks may have computed with corrupted data
             self._errors_seen(f"{errors} new uncorrectable memory errors: reset the GPU")
 
     # --- consequences ------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class HealthMonitor:
         return health.fit, health.unusable, health.barred, {r.code: r.message for r in health.reasons}
 
     def _follow(self) -> None:
-        """Carry out the consequences of a change of health."""
+        """If the health has changed, log it, report it to the master, and return leases or end engines."""
         before, self._handled = self._handled, self._state()
         if self._handled == before:
             return
@@ -256,13 +257,13 @@ class HealthMonitor:
             self._dispatcher.give_back(f"the device is sick: {why}", running=False)
 
     async def _check(self) -> None:
-        """See whether a sick device is fit again."""
+        """Check a sick device, and pass the result to the health."""
         health = self.health
         asked = self._checks_asked
         health.begin_check(self._now())
         self._follow()
         wrong = await self._examine()
-        if not health.checking:  # a finding or a fault has ended the check
+        if not health.checking:  # a finding or a fault has voided the check
             pass
         elif wrong is None:
             health.pass_check(self._now())
@@ -278,7 +279,7 @@ class HealthMonitor:
         self._follow()
 
     async def _examine(self) -> Reason | None:
-        """What is wrong with the device; None: nothing was found, or the check has ended."""
+        """Run the steps of a check. Returns the fault found; None: there is none, or the check was voided meanwhile."""
         if self._events is not None:
             asked_ns = time.time_ns()
             sample = await self._sampler.sample(ANSWER_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""Collects what an engine reports about a batch, and sends it.
+"""Collects the reports of an engine about a batch, and sends them to the agent.
 
-Reports leave when a batch ends, or as soon as 2 ms have passed since the last ones left: fast tasks share a frame, slow
-ones don't wait.
+A report is sent at once if the last frame was sent at least 2 ms before; otherwise with a later report, by the
+flusher's thread, or at the end of the batch. So reports of fast tasks share a frame.
 """
 
 import contextlib
@@ -23,29 +23,29 @@ from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.slots import SlotPage
 
 FLUSH_NS = 2_000_000
-# More bytes than this are sent at once.
+# Reports of this size or more are sent without delay.
 FLUSH_BYTES = 4 << 20
 CHECKPOINT_BYTES_MAX = 1 << 20
-# The contract's limits.
+# Limits of the protocol: errors and progress notes (task.proto).
 TYPE_BYTES_MAX = 256
 MESSAGE_BYTES_MAX = 8 << 10
 TRACEBACK_BYTES_MAX = 16 << 10
 NOTE_BYTES_MAX = 1 << 10
-# Where a large result lies: segment, offset, size.
+# Where a large result is stored: name of the file, offset, size.
 Place = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporting:
-    """What the reporters of a process share."""
+    """Objects that all reporters of a process use."""
 
     channel: AgentChannel
     leases: Leases
     page: SlotPage
     result_bytes_max: int
-    # What the embedding cache has done; empty: there is none.
+    # Returns the counters of the embedding cache; empty: there is no cache.
     embedding_cache: Callable[[], dict[str, int]]
-    # Reporters whose reports must not wait for the next one.
+    # Reporters with unsent reports, for the flusher's thread.
     unflushed: "queue.SimpleQueue[BatchReporter]"
 
 
@@ -68,14 +68,14 @@ class BatchReporter:
         self._cancelled = shared.leases.cancelled
         self._given_back = work.given_back
         self._result_bytes_max = shared.result_bytes_max
-        # Not settled, and ours to settle.
+        # Leases that are not settled, and were not given back.
         self._open = {item.lease_id for item in self._items}
         self._start_ns = time.time_ns()
         self._begun_ns = self._flushed_ns = time.monotonic_ns()
         self._clear()
 
     def _clear(self) -> None:
-        # Something is reported and not sent; and the flusher knows.
+        # There are unsent reports; this reporter is in `unflushed`.
         self._waits = False
         self._flush_asked = False
         self._succeeded: list[tuple[int, bytes | int | Place, str]] = []
@@ -84,7 +84,7 @@ class BatchReporter:
         self._progress: dict[int, tuple[float, str]] = {}
         self._checkpoints: dict[int, bytes | int] = {}
         self._blobs: list[bytes] = []
-        # Held until the agent was sent them.
+        # Results in shared files; the references keep the files until the frame is sent.
         self._written: list[Reference] = []
         self._bytes = 0
 
@@ -92,7 +92,7 @@ class BatchReporter:
         lease_id = item.lease_id
         if lease_id in self._unbegun:
             self._leases.begin([lease_id], self._given_back)
-        if lease_id in self._given_back:  # it runs all the same, unreported
+        if lease_id in self._given_back:  # the engine runs it anyway, and its reports are ignored
             self._open.discard(lease_id)
         view = self._view
         view[self._lease_at] = 0
@@ -122,7 +122,7 @@ class BatchReporter:
                 self._flush_if_due(len(result))
 
     def _put(self, result: bytes) -> bytes | int | Place:
-        """Put a large result into a shared file; if that fails, or it is small, into the frame."""
+        """Write a large result to a shared file. A small one, or one that cannot be written, goes into the frame."""
         if len(result) >= LARGE_BYTES and self._writer is not None:
             with contextlib.suppress(OSError):
                 reference = self._writer.put(result)
@@ -138,7 +138,7 @@ class BatchReporter:
                 self._view[self._lease_at] = 0
                 error_type = text_of(error_type, TYPE_BYTES_MAX)
                 message = text_of(message, MESSAGE_BYTES_MAX)
-                # The end of a traceback says most.
+                # Keep the end of the traceback, which has the error.
                 traceback = text_of(traceback[-TRACEBACK_BYTES_MAX:], TRACEBACK_BYTES_MAX)
                 self._failed.append((lease_id, error_type, message, retryable, traceback))
                 self._waits = True
@@ -179,7 +179,7 @@ class BatchReporter:
                 self._send(done=False)
 
     def cancelled(self, item: Item) -> bool:
-        if item.lease_id in self._unbegun:  # an engine asks before it begins the item
+        if item.lease_id in self._unbegun:  # an item that was checked is begun: it can't be given back any more
             self._leases.begin([item.lease_id], self._given_back)
         return item.lease_id in self._cancelled or item.lease_id in self._given_back
 
@@ -192,7 +192,7 @@ class BatchReporter:
                 self._send(done=False)
 
     def finish(self) -> None:
-        """Fail what the engine left unsettled, and send the batch's end."""
+        """Fail the items that the engine did not settle, and send the end of the batch."""
         for item in self._items:
             if item.lease_id in self._open and item.lease_id not in self._cancelled:
                 self.fail(item, "EngineError", "the engine returned and did not settle the task", retryable=True)
@@ -200,14 +200,14 @@ class BatchReporter:
             self._send(done=True)
 
     def fail_rest(self, error: BaseException) -> None:
-        """Fail every item that is left: the engine raised this."""
+        """Fail all unsettled items with the error that the engine raised."""
         text = "".join(traceback.format_exception(error))
         error_type = "OutOfMemory" if isinstance(error, MemoryError) else type(error).__name__
         for item in self._items:
             self.fail(item, error_type, str(error) or error_type, retryable=True, traceback=text)
 
     def _entered(self) -> threading.Lock:
-        """The lock, unless this is a forked child of the process that made us."""
+        """Return the lock. In a child that user code forked, end the process instead."""
         if self._channel.forked:
             os._exit(EXIT_FORKED)
         return self._lock
@@ -246,7 +246,7 @@ class BatchReporter:
 
 
 def flush_forever(unflushed: "queue.SimpleQueue[BatchReporter]") -> None:
-    """Send reports that would otherwise wait behind a long task."""
+    """Send, after 2 ms, reports that would otherwise wait until a long task ends. Runs on the flusher's thread."""
     while True:
         waiting = {unflushed.get()}
         time.sleep(FLUSH_NS / 1e9)
@@ -258,5 +258,5 @@ def flush_forever(unflushed: "queue.SimpleQueue[BatchReporter]") -> None:
 
 
 def text_of(text: str, bytes_max: int) -> str:
-    """Fit for a message: cut to `bytes_max`, and without the lone surrogates that UTF-8 can't encode."""
+    """A text cut to `bytes_max`, without the lone surrogates that UTF-8 can't encode."""
     return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")

@@ -1,7 +1,7 @@
-"""How much device memory models take: measured once they are loaded, before that remembered or estimated.
+"""How much device memory models take: measured for loaded models; for others, from an earlier measurement or estimated.
 
 On a GPU it is what the driver reports for the model's processes. On a CPU it is the private memory of these processes,
-which comes back when they end: libraries that other processes map too are not included.
+which is what their end frees: libraries that other processes also map are not included.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from multigpu_worker.supervision import supervised
 
 # Concurrent tasks of a generation model that does not set `concurrency`.
 CONCURRENCY = 8
-# Growth by a smaller share is ignored.
+# A later measurement replaces an earlier one only if it is larger by more than this share.
 GROWTH = 0.05
 _SAMPLE_TIMEOUT_S = 5.0
 
@@ -41,7 +41,7 @@ def slots_max(routes: ModelRoutes) -> int:
 
 
 class ModelSizes:
-    """`limit_bytes`: for all models together; 0: no limit. `changed` is called when a resident has."""
+    """`limit_bytes`: for all models together; 0: no limit. `changed` is called when a size or digest changes."""
 
     def __init__(
         self, settings: EngineSettings, sampler: Sampler, limit_bytes: int, changed: Callable[[], None]
@@ -61,11 +61,11 @@ class ModelSizes:
                 "threads": str(settings.threads),
             },
         )
-        # Replaced as a whole: `prepare` runs on another thread.
+        # Never modified, only replaced: `prepare` may run on another thread.
         self._known: Mapping[str, tuple[ModelSpec, ModelSize]] = {}
 
     def prepare(self, specs: Mapping[str, ModelSpec]) -> None:
-        """Look up the sizes of these models, so that `of` need not read files. Any thread may call it."""
+        """Look up the sizes of these models, so that `of` reads no files for them. Any thread may call it."""
         known = self._known
         self._known = {
             model: known[model] if model in known and known[model][0] == spec else (spec, self._look_up(spec))
@@ -87,8 +87,8 @@ class ModelSizes:
         )
 
     def measure(self, resident: Resident, pids: Sequence[int], device_bytes: int = 0, *, again: bool = False) -> None:
-        """Measure a loaded model in the background, and hash its files. `device_bytes`: as reported by each engine, for
-        drivers that do not report it. `again`: take over the result only if the model has grown.
+        """Measure a loaded model in the background, and hash its files. `device_bytes`: memory of one engine by its own
+        account, for drivers that report none per process. `again`: a repeated measurement counts only if it is larger.
         """
         resident.measured_s = time.monotonic()
         task = supervised(asyncio.create_task(self._measure(resident, pids, device_bytes, again=again)))
@@ -108,7 +108,7 @@ class ModelSizes:
                 self._changed()
 
     async def _memory_of(self, pids: Sequence[int]) -> int:
-        """0: unknown."""
+        """Memory of these processes in bytes; 0: unknown."""
         if self._device.device_id == "cpu":
             return await asyncio.to_thread(lambda: sum(map(private_bytes, pids)))
         sample = await self._sampler.sample(_SAMPLE_TIMEOUT_S)
@@ -117,7 +117,7 @@ class ModelSizes:
 
 
 def private_bytes(pid: int) -> int:
-    """Private memory of a process; 0: it has ended."""
+    """Private memory of a process in bytes; 0: it has ended, or belongs to another user."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     except (FileNotFoundError, ProcessLookupError, PermissionError):

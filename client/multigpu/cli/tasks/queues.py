@@ -1,4 +1,4 @@
-"""`mgpuctl queues`: the tasks that wait in each queue; pausing, resuming and limiting a queue."""
+"""`mgpuctl queues`: lists queues with their numbers of tasks; pauses, resumes and limits a queue."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""`mgpuctl watch`: outcomes as tasks end, and a cursor to continue from."""
+"""`mgpuctl watch`: prints the outcome of each task that ends, and at its own end the cursor to continue from."""
 
 import click
 
@@ -36,7 +36,7 @@ def watch(cursor: str, from_now: bool, queue: str, kind: str, limit: int | None,
     if cursor and from_now:
         raise click.UsageError("give either --cursor or --from-now")
     if from_now:
-        # The cursor of this moment is printed even if no task ends.
+        # The SDK returns cursors only with outcomes; this one is to be printed even if no task ends.
         with Master(address) as master:
             cursor = master.first(master.tasks.Watch, service.WatchRequest(from_now=True)).cursor
     printed = 0

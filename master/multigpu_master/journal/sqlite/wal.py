@@ -1,13 +1,15 @@
-"""Damage of the write-ahead log, which SQLite takes for the log's end: later transactions would be lost silently.
+"""Detects damage of the write-ahead log. SQLite takes it for the log's end, and would silently drop what follows.
 
-SQLite reads the log up to the first frame whose checksum or salt is wrong. After a loss of power that is right: the
-newest transaction may be torn, and it was never acknowledged. Frames behind it may be of torn transactions of earlier
-masters. But a commit is synced before the next transaction writes its first frame. So if, behind the end that SQLite
-sees, a frame ends a transaction and the next frame's checksum continues that frame's, then the transaction was on the
-disk and acknowledged, and it or one before it was damaged since. Checksums are cumulative: frames that two writers
-left side by side do not fit together.
+SQLite reads the log up to the first frame with a wrong checksum or salt. After a loss of power that is correct: the
+newest transaction may be torn, and was never acknowledged. Frames after that end may be left from torn transactions of
+earlier masters, so they alone prove nothing.
 
-Damage of the newest transaction alone, or of the last frame before it, looks like a torn write.
+But each commit is synced before the next transaction writes its first frame. So suppose that after the end that SQLite
+sees, a frame ends a transaction, and the checksum of the next frame continues the checksum of that frame. Then this
+transaction was on the disk and acknowledged, and it or an earlier one was damaged later. Checksums are cumulative, so
+the checksum of one writer's frame does not continue that of another writer's.
+
+Damage of the newest transaction alone, or of the last frame before it, cannot be told from a torn write.
 """
 
 import struct
@@ -17,7 +19,7 @@ from pathlib import Path
 
 _MAGIC_BIG_ENDIAN = 0x377F0683
 _HEADER, _FRAME = struct.Struct(">8I"), struct.Struct(">6I")
-# Of the index that SQLite keeps of the log while a connection is open: the number of frames that it reads.
+# Offset of the number of frames that SQLite reads (mxFrame) in the -shm file, its index of the log.
 _INDEX_FRAMES_AT = 16
 
 Sums = tuple[int, int]
@@ -35,19 +37,19 @@ class _Log:
         self.count = (len(data) - _HEADER.size) // self._frame_bytes
         self._salts: tuple[int, ...] = salt1, salt2
         if self.count and self._sums((0, 0), data[: _HEADER.size - 8]) != (sum1, sum2):
-            # SQLite reads nothing. A header torn by a loss of power has other salts than the frames; one with a
-            # flipped bit has theirs, but for one bit at most.
+            # The header is damaged, so SQLite reads no frame. If a loss of power tore it, its salts differ from those
+            # of the frames; if a bit flipped, they differ in one bit at most.
             self._order = "<" if sys.byteorder == "little" else ">"
             salts = self._frame(0)[2:4]
             flipped = sum((mine ^ its).bit_count() for mine, its in zip(self._salts, salts, strict=True))
             self._salts = salts if flipped <= 1 else (-1, -1)
 
     def _frame(self, number: int) -> tuple[int, ...]:
-        """Its page, the database's size in pages if it ends a transaction (else 0), two salts and two checksums."""
+        """Page, pages of the database if the frame ends a transaction (else 0), two salts, two checksums."""
         return _FRAME.unpack_from(self._data, _HEADER.size + number * self._frame_bytes)
 
     def _sums(self, sums: Sums, data: bytes) -> Sums:
-        """The checksums of what comes after `sums`, as SQLite makes them."""
+        """Continue the checksums `sums` over `data`, as SQLite computes them."""
         first, second = sums
         words = struct.unpack(f"{self._order}{len(data) // 4}I", data)
         for even, odd in zip(words[::2], words[1::2], strict=True):
@@ -56,19 +58,19 @@ class _Log:
         return first, second
 
     def _made(self, sums: Sums, number: int) -> Sums:
-        """What a frame's checksums should be, if those of the frame before it are `sums`."""
+        """The checksums that a frame should have if those of the frame before it are `sums`."""
         at = _HEADER.size + number * self._frame_bytes
         page = self._data[at + _FRAME.size : at + self._frame_bytes]
         return self._sums(sums, self._data[at : at + 8] + page)
 
     def _stored(self, number: int) -> Sums:
-        """A frame's checksums, as they are; those of the header before the first."""
+        """The checksums stored in a frame; for -1, in the log's header."""
         if number < 0:
             return self._header_sums
         return self._frame(number)[4], self._frame(number)[5]
 
     def _is_whole(self, number: int) -> bool:
-        """Whether a frame is undamaged. The one before it, which its checksum continues, may be damaged."""
+        """Whether a frame is undamaged, even if the checksums stored in the frame before it are damaged."""
         before = self._stored(number - 1)
         if self._made(before, number) == self._stored(number):
             return True
@@ -76,8 +78,8 @@ class _Log:
         return self._made(made, number) == self._stored(number)
 
     def commits_after(self, frames_read: int) -> Iterator[int]:
-        """The frames from `frames_read` on that end a synced transaction. A damaged frame is no evidence: the flipped
-        bit may be the one that marks an end.
+        """The frames from `frames_read` on that end a synced transaction. Damaged frames are not counted: the flipped
+        bit may be in the field that marks the end of a transaction.
         """
         for number in range(frames_read, self.count - 1):
             ends = self._frame(number)[1] > 0 and self._frame(number + 1)[2:4] == self._salts
@@ -87,8 +89,8 @@ class _Log:
 
 
 def damage(log: Path, index: Path, page_bytes: int) -> str:
-    """Which acknowledged transactions of a log can't be read; "" if none. A connection must be open and have read, so
-    that SQLite's index of the log exists.
+    """A description of the acknowledged transactions of a log that can't be read; "": there are none. A connection must
+    be open and have read from the database, so that SQLite's index of the log exists.
     """
     data = log.read_bytes()
     if len(data) <= _HEADER.size:

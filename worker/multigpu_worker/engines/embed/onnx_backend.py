@@ -1,7 +1,7 @@
 """The embed engine's back end on ONNX Runtime, in a process that never imports torch.
 
-The first load exports the model (engines/onnx/export.py); later ones find the graph in the artifact cache. On a CPU it
-computes fp32, fp16 (no faster) and int8; on a GPU fp32, tf32 and fp16.
+The first load exports the model (engines/onnx/export.py); later loads find the graph in the artifact cache. Precisions:
+fp32, fp16 (no faster than fp32) and int8 on a CPU; fp32, tf32 and fp16 on a GPU.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from multigpu_worker.engines.onnx.artifacts import exported
 from multigpu_worker.engines.onnx.export import MODEL_FILE, OUTPUT
 from multigpu_worker.engines.onnx.session import Session, check_precision, threads_of
 
-# Padded tokens in one forward pass: more are no faster on a core; a GPU needs enough to fill it.
+# Tokens in one forward pass, padding included. On a CPU core, more tokens are no faster; a GPU is busy only with many.
 CPU_TOKENS_PER_THREAD = 512
 CUDA_TOKENS = 16_384
 
@@ -34,7 +34,7 @@ class OnnxEmbedModel:
     session: Session = field(repr=False)
 
     def embed(self, inputs: Inputs) -> npt.NDArray[np.float32]:
-        """Vectors [rows, dimension] of padded inputs. Raises MemoryError, on any device."""
+        """Vectors [rows, dimension] of padded inputs. Raises MemoryError if the host or the device has too little."""
         vectors: npt.NDArray[np.float32] = self.session.run(inputs)[OUTPUT]
         return vectors
 
@@ -48,7 +48,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
     model = OnnxEmbedModel(
         text=TextInput.read(artifact.folder),
         dimension=int(artifact.facts["dimension"]),
-        # With the artifact's name: another recipe or export has other vectors.
+        # The artifact's name is part of it, because another recipe or export gives other vectors.
         identity=identity_of(
             "onnx",
             precision,
@@ -60,6 +60,6 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
         tokens_max=CPU_TOKENS_PER_THREAD * threads_of(settings) if settings.device == "cpu" else CUDA_TOKENS,
         session=session,
     )
-    # All of it is in memory now.
+    # The artifact's files have been read into memory.
     artifact.close()
     return model, facts

@@ -1,13 +1,14 @@
 """The engine for tasks of kind "generate": text in, its continuation out, token by token.
 
-For the agent, tasks run one by one, each in its slot. All slots pass their sequences to one scheduler (scheduler.py),
-which runs them through the model together. `prepare` parses and tokenises; `run` waits for the end of its sequence.
+The agent passes one task at a time to each slot. All slots pass their sequences to one scheduler (scheduler.py),
+which runs them through the model together. `prepare` parses and tokenises; `run` waits until its sequence ends.
 
-The text is sent in chunks. If an attempt dies, the next one gets the chunks that the master has, computes prompt and
-chunks at once, and continues with the next token: tokens depend on the input, the seed and the position only.
+The text is sent in chunks. If an attempt is lost, the next one receives the chunks that the master has, runs them
+through the model as part of the prompt, and continues with the next token. The answer is the same, because a token
+depends only on the input, the seed and its position.
 
-Messages: protos/multigpu/v1/generate.proto. Task parameters: `engine` and `precision`, of which a loaded model has one
-each.
+Messages: protos/multigpu/v1/generate.proto. Task parameters: `engine` and `precision`. A task that requests others than
+the model was loaded with fails.
 """
 
 from typing import TYPE_CHECKING, ClassVar
@@ -68,7 +69,7 @@ class GenerateEngine:
         return [self._read(batch, item) for item in batch.items]
 
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
-        """Generate for one item after the other, together with the items of other slots."""
+        """Generate for one item after the other; the steps also have the sequences of other slots."""
         assert isinstance(prepared, list)
         for item, request in zip(batch.items, prepared, strict=True):
             if reporter.cancelled(item):
@@ -111,7 +112,7 @@ class GenerateEngine:
             ids=list(request.prompt_ids),
         )
         if len(item.partials) < item.partials_received:
-            # They were too large to be passed on. They are generated again: they depend on the task only.
+            # The chunks were too large to be passed on. They are generated again, and are equal, but not sent again.
             sequence.unsent = item.partials_received
         else:
             sequence.resume(read_before(item.partials, batch.content_type))
@@ -120,7 +121,7 @@ class GenerateEngine:
                 f"token {token} is unknown to the model, which has {self._model.vocabulary}: leave it out"
             )
         if sequence.finish_reason is not None:
-            # The previous attempt died after the last chunk, before its result.
+            # The previous attempt was lost between its last chunk and its result.
             sequence.succeed()
             return
         self._scheduler.run(sequence)

@@ -1,16 +1,16 @@
 """Continuous batching: which sequences go through the model in the next step.
 
-One thread runs one step after the other. Every running sequence contributes its next token, or a part of its prompt, so
-a long prompt does not delay the others. Sequences join in order of arrival when there are blocks for their tokens, and
-leave when they end.
+One thread runs the steps. In each step, every running sequence contributes its next token or a part of its prompt, so a
+long prompt does not delay the others. Waiting sequences join in order of arrival as soon as enough blocks for their
+tokens are free, and leave when they end.
 
-If blocks run out, the sequence that arrived last returns its blocks and waits; later its tokens are computed again, all
-at once. The first one is never interrupted, so there is always progress. If memory runs out, fewer tokens go through
-the model at once from then on, or fewer blocks are used.
+If blocks run out, the sequence that arrived last returns its blocks and waits again; when it rejoins, all its tokens
+are computed again. The sequence that arrived first is never interrupted, so there is always progress. If memory runs
+out, later steps have fewer tokens, or fewer blocks are in use.
 
-If a step with several sequences fails, each of them runs alone once, and only the one that fails again fails its task.
-If the device's context is lost, nothing can run any more: one sequence reports it, and the agent, which ends the
-process, sees from the slots which other tasks were in the step.
+If a step with several sequences fails, each of them runs alone once, and only one that fails alone fails its task. If
+the device's context is lost, no step can run any more: the first sequence of the step fails with that error, and the
+agent, which then ends the process, sees from the slots which other tasks were running.
 """
 
 import threading
@@ -28,18 +28,19 @@ from multigpu_worker.engines.generate.sample import choose
 from multigpu_worker.engines.generate.sequence import Sequence
 from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 
-# Most tokens of a step: as many as the device computes in about the time it takes to read the weights.
+# Tokens of a step, at most: about as many as the device computes while it reads the weights once.
 CPU_STEP_TOKENS = 64
 GPU_STEP_TOKENS = 2048
-# On a CPU, in a step of prompts only: a token costs a quarter less with 256 than with 64.
+# On a CPU, in a step with prompts only: a token takes a quarter less time in a step of 256 tokens than of 64.
 CPU_PROMPT_TOKENS = 256
 STEP_TOKENS_MIN = 16
-# Steps that have to fit before a lowered limit is doubled. A step that does not fit interrupts sequences.
+# Steps that have to fit before a lowered limit is doubled. Many, because a step that does not fit is computed in vain
+# and may interrupt sequences.
 FITTED_STEPS_MIN = 1024
 
 
 class Scheduler:
-    """Runs sequences. Its thread calls `bind` before the first step."""
+    """Runs sequences. Its thread calls `bind`, which prepares a thread for torch, before the first step."""
 
     def __init__(self, model: GenerateModel, bind: Callable[[], None]) -> None:
         self._model = model
@@ -47,12 +48,12 @@ class Scheduler:
         self._pool = BlockPool(model.cache.blocks)
         on_cpu = model.device.type == "cpu"
         self._step_tokens = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
-        # For a step of prompts only.
+        # For a step with prompts only.
         self._prompt_tokens = CPU_PROMPT_TOKENS if on_cpu else GPU_STEP_TOKENS
         self._step_tokens_full = self._step_tokens
         self._tokens_limit, self._blocks_limit = Limit(FITTED_STEPS_MIN), Limit(FITTED_STEPS_MIN)
         self._changed = threading.Condition()
-        # Guarded by the condition. Everything else belongs to the thread.
+        # Guarded by the condition. Only the scheduler's thread uses the other fields.
         self._arrived: list[Sequence] = []
         self._arrivals = 0
         self._closed = False
@@ -65,7 +66,7 @@ class Scheduler:
         self._thread.start()
 
     def run(self, sequence: Sequence) -> None:
-        """Run a sequence to its end. Raises the error that ended it, if the engine is at fault."""
+        """Run a sequence to its end. Raises the error that ended it, unless that was reported as the task's failure."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("the engine was closed")
@@ -141,7 +142,7 @@ class Scheduler:
             shortage = str(error) or "MemoryError"
         except Exception as error:  # noqa: BLE001  any error of the model or of sampling
             failure = error
-        # After the except clause, because the exception references the tensors of the step.
+        # After the except clause, because until then the exception references the tensors of the step.
         if shortage:
             self._shrink(planned, shortage)
             return
@@ -159,7 +160,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def _compute(self, pieces: list[Piece], sequences: list[Sequence], wanted: list[int]) -> list[int | None]:
-        # A step of partial prompts needs no logits, but a model returns at least one.
+        # A step with parts of prompts only needs no logits, but `forward` must be asked for at least one row.
         logits: Tensor = self._model.forward(pieces, wanted or [0])
         if not wanted:
             return []
@@ -168,7 +169,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            # With one more token, so that it can make a step before it is interrupted.
+            # Blocks for one more token, so that the sequence makes at least one step before it is interrupted.
             count = blocks_for(min(len(sequence.ids) + 1, self._model.context))
             if not self._running:
                 self._pool.blocks_max = max(self._pool.blocks_max, count)
@@ -182,7 +183,7 @@ class Scheduler:
                 sequence.reporter.begin(sequence.item)
 
     def _plan(self) -> list[tuple[Sequence, Piece]]:
-        """The piece of each running sequence. Those that arrived first get blocks first."""
+        """The piece that each running sequence contributes to the next step. Earlier sequences get blocks first."""
         self._running.sort(key=lambda sequence: sequence.arrival)
         for sequence in list(self._running):
             if sequence in self._running:
@@ -195,7 +196,7 @@ class Scheduler:
         for sequence in running:
             count = len(sequence.ids) - sequence.computed
             if count > 1:
-                # An equal share each. What one does not need is left for the next.
+                # An equal share for each sequence; the tokens that one does not need are shared by the next ones.
                 count = min(count, max(1, budget // prefilling))
                 prefilling -= 1
                 budget -= count
@@ -205,12 +206,12 @@ class Scheduler:
         return planned
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Get blocks for all its tokens by interrupting later sequences, or interrupt it."""
+        """Take the blocks that a sequence lacks. If too few are free, interrupt later sequences, or else this one."""
         missing = blocks_for(len(sequence.ids)) - len(sequence.blocks)
         while missing > 0 and not self._pool.can_take(missing):
             last = self._running[-1]
             if last is sequence and len(self._running) == 1:
-                # Alone it may use all blocks: the limit was lowered for several sequences.
+                # A sequence that runs alone may use all blocks: blocks_max was lowered while several were running.
                 self._pool.blocks_max = self._pool.used + missing
                 break
             self._interrupt(last)
@@ -239,7 +240,7 @@ class Scheduler:
         self._leave(sequence)
 
     def _isolate(self, sequences: list[Sequence], failure: Exception) -> None:
-        """Fail the only sequence of a failed step, or run each of several alone."""
+        """After a failed step: fail its only sequence, or have each of several run alone."""
         self._lost = context_is_lost(str(failure))
         if len(sequences) > 1 and not self._lost:
             for sequence in sequences:
@@ -249,7 +250,7 @@ class Scheduler:
         self._leave(sequences[0])
 
     def _shrink(self, planned: list[tuple[Sequence, Piece]], shortage: str) -> None:
-        """Use less memory after it ran out."""
+        """After memory ran out: lower the limit of tokens, else of blocks; a sequence that does not fit alone fails."""
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         tokens = sum(len(piece.token_ids) for _, piece in planned)

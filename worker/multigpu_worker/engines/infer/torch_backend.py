@@ -1,11 +1,12 @@
 """The infer engine's back end on torch: exported programs, Hugging Face folders, and weights with a class.
 
-- torch-export: a `.pt2` of torch.export, with its own precision and the names, types and shapes of its inputs.
+- torch-export: a `.pt2` of torch.export, which determines the precision and the names, types and shapes of inputs.
 - huggingface, sentence-transformers: the class that config.json names. Inputs are the parameters of its `forward`.
-- safetensors: `class` under [parameters] is "module:Class", a torch.nn.Module created without arguments (or with the
-  JSON object `arguments`), whose state the file holds. Inputs are the parameters of its `forward`.
+- safetensors: `class` under [parameters] is "module:Class", a torch.nn.Module. It is created with the JSON object
+  `arguments` as keywords (default: none), and the file is its state. Inputs are the parameters of its `forward`.
 
-Outputs keep the model's names; unnamed ones are `output`, or `output_0`, `output_1` ….
+Outputs have the names of the model's dict; others are `output`, or `output_0`, `output_1` ….
+
 Importing this module takes seconds (torch), so only the engine process does.
 """
 
@@ -53,20 +54,20 @@ class TorchForward:
     module: Callable[..., Any]
     inputs: tuple[TensorSpec, ...]
     device: torch.device
-    # Floating-point inputs are converted to it. None: they are not converted.
+    # Type to which floating-point inputs are converted. None: they are not.
     dtype: torch.dtype | None
     precision: str
     outputs: tuple[TensorSpec, ...] = ()
     threads: int = 0
-    # 0: not limited by the model.
+    # Examples in one forward pass. While loading, 0: the model sets no limit.
     examples_max: int = 0
-    # Inputs that are passed by position, in order.
+    # Names of the inputs that are passed by position, in order.
     positional: tuple[str, ...] = ()
-    # Only exported programs declare it.
+    # See backend.py. Only exported programs declare it.
     per_example: bool | None = None
 
     def __call__(self, inputs: Arrays) -> Arrays:
-        """Return all outputs. Raises MemoryError, on any device."""
+        """Return all outputs. Raises MemoryError if the host or the device has too little."""
         bind(self.threads, tf32=self.precision == "tf32")
         with memory_errors(), torch.inference_mode():
             tensors = {name: self._tensor(array) for name, array in inputs.items()}
@@ -80,12 +81,12 @@ class TorchForward:
 
 
 def _array(tensor: Tensor) -> Any:
-    # NumPy has no bfloat16; float32 holds every value.
+    # NumPy has no bfloat16; float32 represents every value of both 16-bit types.
     return (tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor).cpu().numpy()
 
 
 def name_outputs(found: Any) -> dict[str, Tensor]:
-    """The tensors among the results of a forward pass, by name. Raises TypeError: there are none."""
+    """The tensors among the results of a forward pass, by name. Raises TypeError if there are none."""
     if isinstance(found, Tensor):
         return {"output": found}
     if isinstance(found, dict):
@@ -167,7 +168,7 @@ def _first_of(value: Tensor) -> int | str:
 
 
 def _outputs_of(program: torch.export.ExportedProgram, nodes: dict[str, torch.fx.Node]) -> dict[str, Tensor]:
-    """The traced outputs of the program, by the names that tasks know."""
+    """The traced outputs of the program, by the names that they have in results."""
     values = [nodes[name].meta["val"] if name in nodes else None for name in program.graph_signature.user_outputs]
     return name_outputs(tree_unflatten(values, program.call_spec.out_spec))
 
@@ -186,8 +187,8 @@ def reject_pickle(path: Path) -> None:
 def _pickled_part(path: Path) -> str:
     """The first part of a `.pt2` that torch.export.load would unpickle without restrictions. Empty: none.
 
-    Weights and constants have a list that says how each is stored. Sample inputs are pickled tensors, which torch
-    unpickles without restrictions if its restricted way fails, so that has to work.
+    For weights and constants, a JSON file in the archive says which are pickled. Sample inputs are always pickled:
+    torch loads them with weights_only=True first, and without restrictions if that fails. So it must not fail.
     """
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
@@ -242,7 +243,7 @@ def _load_class(spec: ModelSpec, device: torch.device, precision: str) -> TorchF
 
         state = load_file(path)
     elif spec.file in spec.allow_pickle:
-        # The owner of the repository trusts it.
+        # The owner of the repository declared this file trusted.
         state = torch.load(path, map_location="cpu", weights_only=False)
     else:
         raise ModelFolderError(
