@@ -2,27 +2,27 @@
 
     MultigpuError
     ├── TransportError              the master could not be reached, or did not speak our protocol
-    │   ├── CallTimeoutError        the call's `timeout` is over; also a TimeoutError
+    │   ├── CallTimeoutError        the call's `timeout` has passed; also a TimeoutError
     │   ├── UnavailableError        no master answers at the address
     │   └── AccessError             the token or the certificate is missing, wrong, or not for this call
-    ├── RejectedError               the master rejected the task; nothing of it is kept
-    │   ├── InvalidTaskError        the task can never be taken as it is
-    │   ├── AlreadyExistsError      its request_id is that of another task
+    ├── RejectedError               the master rejected the task and keeps nothing of it
+    │   ├── InvalidTaskError        the task is invalid: submitting it again cannot help
+    │   ├── AlreadyExistsError      another task has its request_id
     │   ├── ResourceExhaustedError  a limit is hit; retry_delay_s says when to try again
-    │   └── UnplaceableError        no known worker could ever take it
-    ├── TaskError                   the task was taken, and there is no result; carries its outcome
+    │   └── UnplaceableError        no known worker could ever run it
+    ├── TaskError                   the task was accepted and has no result; carries its outcome
     │   ├── TaskFailed, TaskCancelled, TaskExpired, TaskDeadLettered
     │   ├── ResultExpiredError      it SUCCEEDED, and its result was deleted after the result_ttl
-    │   └── ResultLostError         it SUCCEEDED, and its result cannot be read any more
-    ├── NotFoundError               the master knows no such task, or not any more
+    │   └── ResultLostError         it SUCCEEDED, and its result can no longer be read
+    ├── NotFoundError               the master does not know the task, or no longer does
     ├── ConfigError                 a setting is unknown or wrong; also a ValueError
-    ├── CursorExpiredError          the outcomes after the cursor are not there
-    └── ClientClosedError           the client was closed, or gRPC crossed a fork
+    ├── CursorExpiredError          the outcomes after the cursor are no longer available
+    └── ClientClosedError           the client was closed, or belongs to another process or event loop
 
 An error's message names the remedy where there is one. Wrong types in the caller's own code raise TypeError.
 
-Outcomes arrive many to a frame, and a message keeps its whole frame in memory for as long as it lives: keep values, not
-outcomes, of many tasks.
+One frame carries many outcomes, and each outcome keeps the memory of its whole frame allocated. A program with many
+tasks should keep the values of outcomes, not the outcomes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from multigpu.v1 import task_pb2, task_service_pb2
 
-# google.rpc.Code, as far as Rejection uses it.
+# The values of google.rpc.Code that Rejection uses.
 CANCELLED = 1
 INVALID_ARGUMENT = 3
 DEADLINE_EXCEEDED = 4
@@ -54,18 +54,19 @@ UNAVAILABLE = 14
 class MultigpuError(Exception):
     """The root: catch this to catch everything that multigpu raises on purpose.
 
-    `submitted`: the answers for the first tasks of a `submit_many` that the error ended. Those tasks are taken.
+    `submitted`: if the error ended a `submit_many`, what the call would have returned for the first tasks: the task_id
+    of each accepted task, and the error of each rejected one.
     """
 
     submitted: Sequence[int | RejectedError] = ()
 
 
 class TransportError(MultigpuError):
-    """The call did not reach the master, or its answer did not come back in time or in shape."""
+    """The call did not reach the master, or the answer was late or malformed."""
 
 
 class CallTimeoutError(TransportError, TimeoutError):
-    """The `timeout` of the call is over, or the master took too long to answer."""
+    """The `timeout` of the call has passed, or the master took too long to answer."""
 
 
 class UnavailableError(TransportError):
@@ -77,9 +78,9 @@ class AccessError(TransportError):
 
 
 class RejectedError(MultigpuError):
-    """The master did not take the task; nothing of it is kept.
+    """The master rejected the task and keeps nothing of it.
 
-    `code` is a google.rpc.Code; `retry_delay_s` says when to try again, None: never.
+    `code` is a google.rpc.Code. `retry_delay_s` is the time after which to try again; None: do not try again.
     """
 
     def __init__(self, code: int, message: str, retry_delay_s: float | None = None) -> None:
@@ -95,18 +96,18 @@ class RejectedError(MultigpuError):
 
     @staticmethod
     def of(rejection: task_service_pb2.Rejection) -> RejectedError:
-        """The error that a rejection stands for, of the class that belongs to its code."""
+        """The error for a rejection; its class depends on the code."""
         delay = rejection.retry_delay
         retry_delay_s = delay.seconds + delay.nanos / 1e9 if rejection.HasField("retry_delay") else None
         return _BY_CODE.get(rejection.code, RejectedError)(rejection.code, rejection.message, retry_delay_s)
 
 
 class InvalidTaskError(RejectedError):
-    """The task can never be taken as it is: unknown kind, bad option, too large, a deadline in the past."""
+    """The task is invalid: an unknown kind, a bad option, too large, or a deadline in the past."""
 
 
 class AlreadyExistsError(RejectedError):
-    """The request_id is that of a task of another kind, model, content type, parameters or payload."""
+    """The request_id belongs to a task with another kind, model, content type, parameters or payload."""
 
 
 class ResourceExhaustedError(RejectedError):
@@ -114,7 +115,7 @@ class ResourceExhaustedError(RejectedError):
 
 
 class UnplaceableError(RejectedError):
-    """No worker that the master knows could ever take the task. `wait_for_worker=True` queues it all the same."""
+    """No worker that the master knows could ever run the task. `wait_for_worker=True` queues it anyway."""
 
 
 _BY_CODE: dict[int, type[RejectedError]] = {
@@ -161,7 +162,7 @@ class OutcomeState(OpenEnum):
     CANCELLED = 3
     EXPIRED = 4
     DEAD_LETTERED = 5
-    # It SUCCEEDED, and its result is not there any more; `error_type` says why.
+    # The task SUCCEEDED, and its result is no longer available; `error_type` says why.
     RESULT_MISSING = 6
 
 
@@ -187,18 +188,18 @@ class Energy(NamedTuple):
 
 
 class Outcome:
-    """The immutable end of a task. `message` is the protobuf behind it, which the properties read when asked."""
+    """How a task ended; immutable. The properties read the protobuf `message` on each access."""
 
     __slots__ = ("_listed", "_result", "frame_bytes", "message")
 
     def __init__(
         self, message: task_pb2.Outcome, frame_bytes: int = 0, result: bytes | None = None, *, listed: bool = False
     ) -> None:
-        """`result`: the result, if the message has only its place. `listed`: it is of a list, without results."""
+        """`result`: the result, if `message` only refers to it. `listed`: it comes from a list, which omits results."""
         self.message = message
         self._result = result
         self._listed = listed
-        # Its share of the frame that it came in: roughly the memory that holding it costs.
+        # Its share of the frame that it came in: roughly the memory that keeping it takes.
         self.frame_bytes = frame_bytes
 
     def __repr__(self) -> str:
@@ -224,7 +225,7 @@ class Outcome:
     def result(self) -> bytes:
         """The bytes that the engine returned. Empty unless SUCCEEDED.
 
-        Raises ResultExpiredError or ResultLostError if it is not there any more.
+        Raises ResultExpiredError or ResultLostError if it is no longer available.
         """
         result = self.message.result if self._result is None else self._result
         if not result:
@@ -233,7 +234,7 @@ class Outcome:
 
     @property
     def content_type(self) -> str:
-        """How the result is to be read: empty for raw bytes, "application/json" for a JSON value."""
+        """Encoding of the result: empty for bytes, "application/json" for a JSON value."""
         return self.message.content_type
 
     def value(self) -> Any:
@@ -297,7 +298,7 @@ class Outcome:
 
     @property
     def partials(self) -> list[bytes]:
-        """Everything the task yielded before it returned, in order. Raises as `result`."""
+        """Everything the task yielded before it returned, in order. Raises the same errors as `result`."""
         if not self.message.partials:
             self._check_there()
         return list(self.message.partials)
@@ -347,7 +348,7 @@ class TaskError(MultigpuError):
 
 
 class TaskFailed(TaskError):  # noqa: N818  an outcome's name, not a category of errors
-    """The engine rejected the task for good."""
+    """An attempt failed with an error that is not retryable."""
 
 
 class TaskCancelled(TaskError):  # noqa: N818  as TaskFailed
@@ -355,11 +356,14 @@ class TaskCancelled(TaskError):  # noqa: N818  as TaskFailed
 
 
 class TaskExpired(TaskError):  # noqa: N818  as TaskFailed
-    """Its deadline or queue timeout passed first."""
+    """The task's deadline or queue timeout passed."""
 
 
 class TaskDeadLettered(TaskError):  # noqa: N818  as TaskFailed
-    """Every attempt failed. `mgpuctl dead-letters requeue` tries again."""
+    """Every attempt failed, or the task broke its engine on several devices, or was lost with too many workers.
+
+    `mgpuctl dead-letters requeue` tries again.
+    """
 
 
 class ResultExpiredError(TaskError):
@@ -367,7 +371,7 @@ class ResultExpiredError(TaskError):
 
 
 class ResultLostError(TaskError):
-    """The task SUCCEEDED, and its result cannot be read any more: its file is deleted or damaged."""
+    """The task SUCCEEDED, and its result can no longer be read: its file is deleted or damaged."""
 
 
 _BY_STATE: dict[OutcomeState, type[TaskError]] = {

@@ -1,13 +1,13 @@
-"""Power cuts under a real master and its worker, with clients that live through them.
+"""Power cuts under a real master and its worker, with clients that continue after each cut.
 
-The master's data directory is on the layer (layer.c). A round lets the fleet work, cuts the power at a moment of the
-layer's choosing (around a write or a sync) or at any, and puts in place what the disk may have kept. Before a new
-master is started on it the files are read with SQLite alone: every task that a client was told is accepted has to be
-there, as a task or as an outcome, and every outcome that a client was given by Watch. The clients go on with the new
-master, by the cursor they had. At the end of a chain of rounds everything acknowledged has to come out, once.
+The master's data directory is on the fault layer (layer.c). A round lets the fleet work, cuts the power (before a file
+system call that the layer counts down to, or at any moment), and replaces the directory by what the disk may have kept.
+Before a new master starts on it, SQLite alone reads the files: they must have every task that was acknowledged to a
+client, as a task or as an outcome, and every outcome that Watch delivered. The clients continue with the new master;
+the watcher keeps its cursor. At the end of a chain of rounds, each acknowledged task must have one outcome.
 
-In some rounds something else comes before the cut: a kill -9 while the power stays, a disk that is full for a while,
-an error of a sync or of a write (the master has to say so and end with code 1), or syncs that take long.
+In some rounds another fault comes before the cut: a kill -9 while the power stays, a disk that is full for a while, a
+failed sync or write (the master must report it and end with code 1), or slow syncs.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tests.disk.layer import Layer
 from tests.fleet import Daemon, Fleet, until
 
 FAULTS = ("power", "kill", "full", "eio", "slow")
-ROUNDS_CHAIN = 10  # with one journal
+ROUNDS_CHAIN = 10  # at most, with one journal
 WORK_S = (0.1, 0.8)
 SLOW_SYNC_US = 100_000
 DRAIN_TIMEOUT_S = 120.0
@@ -37,7 +37,7 @@ _FILES = ("/data/", "-wal", "journal.sqlite3", "/segments")
 
 
 class LayeredFleet(Fleet):
-    """A fleet on the layer: one host, which loses its power as a whole."""
+    """A fleet on the layer: one host, whose processes all end with the power."""
 
     layer: Layer
 
@@ -50,7 +50,8 @@ class LayeredFleet(Fleet):
 
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> Daemon:
         before = self._env
-        # A worker on the master's host writes large results there itself: its writes count. Faults are the master's.
+        # A worker on the master's host writes large results to this directory: its writes are logged. Only the master's
+        # calls fail.
         self._env = {**before, **self.layer.env, **({} if name == "master" else {"DISK_LAYER_WITNESS": "1"})}
         try:
             return super().launch(name, module, arguments)
@@ -127,7 +128,7 @@ class _Chain:
         self._disk = Disk(self._root, self._dice)
 
     def told(self) -> str:
-        """How far it is."""
+        """The progress so far."""
         return f"{len(self._submitter.acknowledged)} acknowledged, {len(self._watcher.results)} outcomes"
 
     def close(self) -> None:
@@ -140,7 +141,9 @@ class _Chain:
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def round(self) -> list[str]:
-        """Works, meets a fault perhaps, loses the power, and starts a master on what is left. What was met."""
+        """Works, injects a fault in some rounds, cuts the power, and starts a master on what the disk kept. Returns the
+        faults.
+        """
         met = ["power"]
         fault = self._dice.choice(self._faults)
         if fault != "power":
@@ -170,13 +173,13 @@ class _Chain:
         return met
 
     def _work(self) -> None:
-        """For a while, or until the master has ended."""
+        """Waits for a while, or until the master has ended."""
         end_s = time.monotonic() + self._dice.uniform(*WORK_S)
         while time.monotonic() < end_s and self._fleet.master.alive:
             time.sleep(0.005)
 
     def _kill(self) -> None:
-        """Ends the master, at a call of its own or at any moment."""
+        """Kills the master, at one of its file system calls or at any moment."""
         if self._dice.random() < 0.7:
             self._layer.schedule(match=self._dice.choice(_FILES), cut_in=self._dice.randint(1, 150))
         self._work()
@@ -184,7 +187,7 @@ class _Chain:
         self._layer.heal()
 
     def _meet(self, fault: str) -> bool:
-        """Brings a fault about, and what has to follow from it. False: it did not come to it in time."""
+        """Injects a fault, and checks its consequences. False: the fault did not occur in time."""
         layer, fleet = self._layer, self._fleet
         faults = layer.read("faults")
         if fault == "slow":
@@ -215,7 +218,7 @@ class _Chain:
             layer.heal()
             if not met:
                 return False
-            with contextlib.suppress(AssertionError):  # SQLite may do without the sync that failed: a checkpoint's
+            with contextlib.suppress(AssertionError):  # SQLite tolerates a failed sync of a checkpoint
                 until(lambda: not fleet.master.alive, 5)
             if fleet.master.alive:
                 return True
@@ -225,18 +228,18 @@ class _Chain:
         return True
 
     def _check_last_words(self) -> None:
-        """A master that can't trust its journal says so, with the remedy, and ends with code 1."""
+        """A master that can't trust its journal logs the reason and the remedy, and ends with code 1."""
         master = self._fleet.master
         code, words = master.process.returncode, master.log()
         if code != EXIT_FAILED or "master ends" not in words or "starting the master again" not in words:
             self._figures.lost.append(f"after an error of the disk the master ended with {code}: {words[-2000:]}")
-        if "multigpu_master/" in words:  # gRPC logs the streams that it cancels, and so a traceback without us
+        if "multigpu_master/" in words:  # gRPC's own tracebacks of cancelled streams have no such frame
             self._figures.lost.append(f"a traceback: {words[-4000:]}")
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def _check_image(self) -> None:
-        """What the disk kept, read in a copy by SQLite alone."""
+        """Checks what the disk kept: SQLite alone reads a copy."""
         copy = self._folder / "copy"
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
@@ -264,7 +267,7 @@ class _Chain:
                 lost.append(f"task {task_id} of {name} had an outcome, told by Watch, that is gone")
 
     def drain(self) -> None:
-        """The end: everything acknowledged comes out, and is told again as it was told."""
+        """Ends the chain: every acknowledged task gets an outcome, and a second Watch delivers the same outcomes."""
         self._submitter.enough = True
         seen = self._watcher.results
         until(

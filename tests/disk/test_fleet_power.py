@@ -1,4 +1,4 @@
-"""Power cuts under a real master, in short. `python -m tests.disk` is the long form; DISK_SEED repeats a run."""
+"""A few power cuts under a real master. `python -m tests.disk` makes many; DISK_SEED repeats a run."""
 
 import os
 import random

@@ -1,12 +1,12 @@
-"""The checkers: functions of a seed that raise when a rule is broken. Imported by name, in the process that has the
-mutation, so that nothing of the product is loaded before.
+"""The checkers: functions that take a seed and raise if the product breaks a rule. They are imported by name, in the
+process that applies the mutation, so that no module of the product is loaded before.
 """
 
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
-# name -> (module, function, seeds of the unmutated product). One seed: the function ignores it.
+# name -> (module, function, number of seeds for the unmutated product). 1: the function ignores the seed.
 CHECKERS = {
     "access": ("tests.mutations.rules.stories", "access", 1),
     "batches": ("tests.mutations.rules.batches", "check", 300),
@@ -45,7 +45,7 @@ CHECKERS = {
 
 
 def checker(name: str) -> Callable[[int], None]:
-    """Loads a checker, and with it the part of the product that it watches. A name with "::" is that of a test."""
+    """Imports a checker, and with it the part of the product that it tests. A name with "::" is that of a test."""
     if "::" in name:
         from tests.mutations.rules.stories import run_test
 
@@ -56,5 +56,5 @@ def checker(name: str) -> Callable[[int], None]:
 
 
 def seeds_of(name: str, seeds: int) -> int:
-    """How many of these seeds a checker needs."""
+    """The number of seeds to run: at most one if the checker ignores its seed."""
     return min(seeds, 1) if "::" in name or CHECKERS[name][2] == 1 else seeds

@@ -1,5 +1,5 @@
-"""Runs many seeds, on every core. Each process takes portions in order, so that a failing seed is found about as early
-as in a sequential run, and the first that fails is reported.
+"""Runs many seeds, on every CPU core. The processes take portions of the seeds in order, and the results are read in
+that order: the first failing seed is reported, about as early as in a sequential run.
 """
 
 import gc
@@ -61,7 +61,7 @@ def run_portion(seeds: Iterable[int], *, trace: bool = False) -> Tally:
     silence_log()
     tally = Tally()
     began = time.process_time()
-    # The objects of a world refer to each other: collect garbage after a few worlds only.
+    # The objects of a world refer to each other, so only the garbage collector frees them: after every few worlds.
     gc.collect()
     gc.freeze()
     before = gc.get_threshold()
@@ -87,7 +87,7 @@ def run_portion(seeds: Iterable[int], *, trace: bool = False) -> Tally:
 
 
 def run_seeds(first: int, count: int, *, processes: int = 0, keep_going: bool = False) -> Tally:
-    """Runs count seeds from the first. Stops at the first portion with a failure unless `keep_going`."""
+    """Runs `count` seeds from `first`. Stops at the first portion with a failure unless `keep_going`."""
     total = Tally()
     began = printed_s = time.monotonic()
     for tally in _portions(first, count, processes or os.cpu_count() or 1):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-# gRPC's own log writes to stderr what its peers send, line ends included. Read when grpc is first imported.
+# gRPC's own log would write to stderr what peers send, line ends included. Set before grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import click
@@ -71,7 +71,7 @@ def main(config_file: str | None, **flags: Any) -> None:
         device = open_device(config.device)
         settings = engine_settings(config, device, _first_catalog(config))
         configure_tracing(telemetry, {"service.name": "mgpu-worker"})
-    except (DeviceError, ModelFolderError) as error:  # what may change while the settings stay
+    except (DeviceError, ModelFolderError) as error:  # may be temporary, unlike a wrong setting
         _exit(EXIT_ENGINE, error)
     except (ConfigError, ValueError) as error:
         _exit(EXIT_CONFIG, error)
@@ -100,7 +100,7 @@ def _check_files(config: WorkerConfig) -> None:
 
 
 def _first_catalog(config: WorkerConfig) -> Scan:
-    """The models at the start. ModelFolderError: one that the configuration names is broken."""
+    """The models at the start. ModelFolderError: a model that the configuration names is broken."""
     catalog = catalog_of(config)
     named = {entry.partition("=")[0].strip() for entry in config.models}
     for model, error in catalog.errors.items():
@@ -111,7 +111,7 @@ def _first_catalog(config: WorkerConfig) -> Scan:
 
 
 def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
-    """ConfigError: the settings are wrong by now."""
+    """Read the settings again and apply the log level. ConfigError: they are no longer valid."""
     config = load(WorkerConfig, file=config_file, flags=flags).config
     configure_logging(config.log_level, config.log_format)
 
@@ -141,8 +141,8 @@ async def _run(
         else:
             agent.stop("the worker was told to stop at once")
 
-    # Leases come and go by the thousand and are in no cycle: with the default thresholds the collector would walk over
-    # all of them many times a second.
+    # Thousands of leases are created and freed without reference cycles: with the default thresholds the garbage
+    # collector would traverse all of them many times a second.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     loop = asyncio.get_running_loop()
@@ -167,7 +167,7 @@ async def _run(
 
 
 async def _notify(systemd: Notifier, agent: Agent, master: str) -> None:
-    """Send READY once the engine is checked regularly; then feed the watchdog as long as it is."""
+    """Send READY after the agent's first tick; then feed the watchdog while ticks continue."""
     seen = 0
 
     def progress() -> bool:

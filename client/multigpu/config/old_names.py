@@ -1,8 +1,9 @@
-"""The variables by which embedding services on several GPUs were configured before: a worker takes them as settings.
+"""Environment variables of earlier embedding services for several GPUs, which a worker accepts as settings.
 
-They have the lowest precedence: a value of the file, of an MGPU_ variable or of a flag wins. A variable without an
-effect gives a remark for the log; one that contradicts another is an error. The table of docs/configuration.md is made
-from WORKER_NAMES. The variables of the deploy script (GPU_COUNT …) choose services, not settings, and are not here.
+They have the lowest precedence: a value of the file, of an MGPU_ variable or of a flag wins. A variable that has no
+effect yields a remark for the log; two that contradict each other are an error. The table of docs/configuration.md is
+generated from WORKER_NAMES. The deploy script's variables (GPU_COUNT …) choose services, not settings: they are not
+here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from multigpu.config.values import boolean
 from multigpu.errors import ConfigError
 
-# The size of the cache where none was given.
+# The size of an enabled cache without EMBEDDING_CACHE_SIZE.
 CACHE_ENTRIES = 10_000
 ENTRIES = "worker.embedding_cache_entries"
 
-# The variable, its meaning there, and its equivalent: a setting of [worker], which takes the variable's text as it is
-# if nothing more is said, or a sentence.
+# For each variable: its name, its meaning in those services, the equivalent setting of [worker] (or a sentence if there
+# is none), and how its text is converted. Without a conversion, the setting takes the text unchanged.
 WORKER_NAMES = (
     ("EMBEDDING_MODEL", "Name or folder of the model.", "worker.default_model", "a folder is served as well"),
     ("EMBEDDING_BATCH_SIZE", "Texts in a batch.", "worker.batch_tasks_max"),
@@ -39,7 +40,7 @@ WORKER_NAMES = (
 
 
 def worker_values(env: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]], tuple[str, ...]]:
-    """What a worker takes from the environment: (text, variable) by setting, and remarks for the log. Empty variables
+    """A worker's settings from these variables: (text, variable) by setting, and remarks for the log. Empty variables
     count as not set. Raises ConfigError.
     """
     values = {
@@ -51,7 +52,7 @@ def worker_values(env: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]], t
     if _truth(env, "EMBEDDING_CACHE_ENABLED") is False:
         values["embedding_cache_entries"] = "0", "EMBEDDING_CACHE_ENABLED"
     for variable in ("EMBEDDING_CACHE_ENABLED", "EMBEDDING_CACHE_TTL", "EMBEDDING_CACHE_PERSISTENCE"):
-        if env.get(variable):  # the cache was on if anything was said of it
+        if env.get(variable):  # each of these enables the cache unless it is disabled
             values.setdefault("embedding_cache_entries", (str(CACHE_ENTRIES), variable))
     values |= _engine(env)
     return values, tuple(_remarks(env))

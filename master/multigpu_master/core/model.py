@@ -1,4 +1,4 @@
-"""The nouns of the scheduler: Spec, Task, Outcome, Lease, Worker, Queue.
+"""The scheduler's data types: Spec, Task, Outcome, Lease, Worker, Queue.
 
 State is derived, not stored: a task with an outcome is settled, with a lease is leased, else it is queued; a worker
 with a session is connected, else it is lost. A million tasks may be queued at once, so a task is small: fields that few
@@ -70,7 +70,7 @@ class Spec:
     durable: bool = True
     result_ttl_s: float = 86_400.0
     wait_for_worker: bool = False
-    identity: int = 0  # 31 bits of what distinguishes its tasks from others: kind, model, content type, parameters
+    identity: int = 0  # 31 bits of a CRC of kind, model, content type and parameters; see identity.py
     wire: bytes = b""  # the serialized TaskSpec, for the journal and the workers
 
 
@@ -103,14 +103,14 @@ class Extra:
     checkpoint: bytes = b""
     partials: list[bytes] = field(default_factory=list)
     partial_content_types: list[str] = field(default_factory=list)
-    partials_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each
+    partials_bytes: int = 0  # including PARTIAL_OVERHEAD_BYTES for each
     last_error: TaskError | None = None
     not_before_s: float = 0.0
     losses: int = 0  # times that a worker was lost while the task waited in its window
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
     avoids: str = ""  # device_key of its last failed attempt, or worker_id that its last lease was recalled from
-    broke: tuple[str, ...] = ()  # devices, healthy as far as known, whose engine it broke
-    forgiven: tuple[str, ...] = ()  # devices that were to blame for an attempt: each adds one attempt
+    broke: tuple[str, ...] = ()  # devices believed healthy whose engine it broke
+    forgiven: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
 
 
 class Energy(NamedTuple):
@@ -121,13 +121,13 @@ class Energy(NamedTuple):
     uncertainty: float
 
 
-# The error type of a task that its own client took back.
+# The error type of a task that its own client withdrew.
 WITHDRAWN = "Withdrawn"
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """How a task ended. Times in seconds since the epoch; 0.0: the task never got there."""
+    """How a task ended. Times in seconds since the epoch; 0.0: the task did not reach that stage."""
 
     state: OutcomeState
     finish_s: float
@@ -142,12 +142,12 @@ class Outcome:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether the task's request_id is free."""
+        """Whether the client withdrew the task, which frees its request_id."""
         return self.state is OutcomeState.CANCELLED and self.error is not None and self.error.type == WITHDRAWN
 
 
 class Stretch:
-    """A part of a resource class's tasks in order, short enough to be rebuilt within one event."""
+    """Consecutive tasks of a resource class, few enough to be rebuilt within one event."""
 
     __slots__ = ("left", "tasks")
 
@@ -158,7 +158,7 @@ class Stretch:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `task_id` is 0 until the core has taken the task, and again if the journal could not write it."""
+    """A unit of work. `task_id` is 0 until the core accepts the task, and again if the journal could not write it."""
 
     spec: Spec
     request_id: str
@@ -170,19 +170,19 @@ class Task:
     attempts: int = 0
     lease: "Lease | None" = None
     outcome: Outcome | None = None
-    stretch: Stretch | None = None  # that has an entry of it, which is hollow unless the task waits
+    stretch: Stretch | None = None  # with an entry of this task, which is hollow unless the task waits
     streams: tuple[int, ...] = ()  # the Run streams that follow it
     extra: Extra | None = None
     payload_crc: int = -1  # -1: not computed; see identity.py
 
     @property
     def told(self) -> Outcome | None:
-        """Its outcome, if nothing can undo it. A durable task's outcome is read from the journal."""
+        """The outcome, if it is final: never for durable tasks, whose final outcome is in the journal."""
         return None if self.spec.durable else self.outcome
 
     @property
     def waiting(self) -> bool:
-        """Whether it may be dispatched: taken, and neither settled, nor leased, nor in a pause."""
+        """Whether it may be dispatched: accepted, and neither settled, nor leased, nor pausing before an attempt."""
         if self.outcome is not None or self.lease is not None or not self.task_id:
             return False
         return self.extra is None or not self.extra.not_before_s
@@ -214,8 +214,9 @@ class Lease:
     model: str = ""  # id of the worker's model that it needs; "": none, or the worker offers no models by id
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
-        """When it was dispatched, and when it began (0.0: unknown) by a worker's clock, which may be wrong. A master
-        that adopted the lease does not know the dispatch time: it was before the start.
+        """The attempt's dispatch and start time, for its outcome. The arguments come from the worker's clock, which may
+        be wrong; a start of 0.0 is unknown. A master that adopted the lease knows only that the dispatch was before
+        the start.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
@@ -249,15 +250,15 @@ class Worker:
     health: Health = HEALTHY
     engine: EngineReport = field(default_factory=EngineReport)
     occupied: int = 0  # slots in which cancelled calls run on
-    # What keeps it from work.
+    # Reasons to grant it no leases.
     cordon: Cordon | None = None
     quarantined: bool = False  # it gets no leases because of its health
     checks_asked: int = 0  # see multigpu.v1.DesiredState.check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_bytes: int = 0
-    leased_memory_bytes: int = 0  # device memory promised to its leases
-    backlog_s: float = 0.0  # expected time of its leases
+    leased_memory_bytes: int = 0  # device memory reserved for its leases
+    backlog_s: float = 0.0  # expected run time of its leases
     residency: Residency = field(default_factory=Residency)
     # What it has done.
     pace: Pace = field(default_factory=Pace)
@@ -282,7 +283,7 @@ class Worker:
 
     @property
     def accepting(self) -> bool:
-        """Whether it is connected and may be given work at all."""
+        """Whether it is connected and may be granted leases."""
         return bool(self.session) and not (self.cordon or self.stopping or self.quarantined)
 
     @property
@@ -300,7 +301,7 @@ class Worker:
 
     @property
     def suspected(self) -> bool:
-        """Whether the master has asked for a check that is not passed yet."""
+        """Whether the master has asked for a check that the device has not passed yet."""
         return self.checks_asked > self.health.checks_passed
 
     @property

@@ -1,6 +1,6 @@
 """Large payloads and results on the wire: as references to peers that share the directory, as bytes to all others.
 
-Small tasks never pass through here, so they cost nothing more.
+Small payloads and results never pass through here.
 """
 
 from collections import deque
@@ -32,18 +32,20 @@ class Peer:
         self._taken = 0
 
     def show(self, key: bytes) -> bool:
-        """Takes the key that the peer sent. False: it is wrong."""
+        """Checks a key that the peer sent. False: this key is wrong, and the peer has sent no right one."""
         self.shares = self.shares or self._payloads.shared_with(key)
         return self.shares
 
     def resolve(self, at: task_pb2.PayloadReference, crc: int = -1) -> Reference:
-        """Checks the peer's reference."""
+        """Validates a reference from the peer. Raises BadReferenceError."""
         if not self.shares:
             raise BadReferenceError("references are for peers that share the directory: send the payload_key")
         return self._payloads.resolve(at.segment, at.offset, at.size, crc)
 
     def lend(self, reference: Reference, bytes_max: int) -> bool:
-        """Whether the peer can read the bytes in the directory; if so they stay there until it has."""
+        """Holds the file of a reference until the peer has read it. False: send the bytes, because the peer does not
+        share the directory, or would have more than `bytes_max` to read.
+        """
         if not self.shares or self._lent_bytes + len(reference) > bytes_max:
             return False
         self._lent.append(reference)
@@ -51,7 +53,7 @@ class Peer:
         return True
 
     def taken(self, count: int) -> None:
-        """The peer has read this many since the stream began."""
+        """The peer has read this many references since the stream began."""
         while self._taken < count and self._lent:
             self._lent_bytes -= len(self._lent.popleft())
             self._taken += 1
@@ -63,7 +65,7 @@ class Peer:
 
 
 def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
-    """The payload that an input refers to."""
+    """The payload that an input refers to. Raises BadReferenceError."""
     if peer is None:
         raise BadReferenceError("a payload goes by reference on a Run stream only; send its bytes")
     return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)
@@ -89,14 +91,14 @@ def outcome_lost(body: LargeBody, error: Exception) -> bytes:
         raise error
     result_head_bytes = len(_RESULT_TAG) + len(varint(len(body.tail)))
     lost = task_pb2.Outcome()
-    lost.state = task_pb2.OUTCOME_STATE_RESULT_MISSING  # of a field that comes twice the last one counts
+    lost.state = task_pb2.OUTCOME_STATE_RESULT_MISSING  # the last value of a repeated field number counts
     lost.error.type, lost.error.message = "ResultLost", f"the task ended, but its result can't be read: {error}"
     return body.head[:-result_head_bytes] + lost.SerializeToString()
 
 
 def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:
-    """For a peer that shares nothing: the leases with readable payloads, their bytes by lease_id, and the failures of
-    the others.
+    """The leases whose payloads the peer can get, and the failures of the others. If the peer does not share the
+    directory, also the bytes of large payloads, by lease_id.
     """
     kept: list[Lease] = []
     read: dict[int, bytes] = {}
@@ -114,7 +116,7 @@ def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int
 
 
 def fill_payloads(batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], read: dict[int, bytes]) -> None:
-    """Fills the payloads of a LeaseBatch with large ones. Its extras are filled already."""
+    """Fills the payloads of a LeaseBatch that has large ones. Its extras must be filled already."""
     extras = {extra.index: extra for extra in batch.extras}
     for index, lease in enumerate(leases):
         payload = lease.task.payload
@@ -131,12 +133,12 @@ def fill_payloads(batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease],
 def take_results(
     batch: worker_service_pb2.ReportBatch, results: list[bytes | Reference], peer: Peer
 ) -> dict[int, ev.Failure]:
-    """Puts the batch's references in their places among the results. Returns the failures, by place."""
+    """Replaces the results that the batch carries by reference. Returns the failures, by index."""
     failures: dict[int, ev.Failure] = {}
     for result in batch.result_places:
         index = result.index
         if index >= len(results):
-            continue  # of no lease
+            continue  # there is no such lease
         try:
             results[index] = peer.resolve(result.at)
         except BadReferenceError as error:

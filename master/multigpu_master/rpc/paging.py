@@ -8,7 +8,7 @@ from multigpu_master.rpc.errors import InvalidArgumentError
 T = TypeVar("T")
 
 PAGE_PREFIX = "v1."
-# Of a Watch cursor; the name of the incarnation that issued it follows. Cursors without a name are page tokens.
+# Of a Watch cursor, before the name of the incarnation that issued it. Older cursors look like page tokens.
 CURSOR_PREFIX = "v2."
 PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
 
@@ -42,7 +42,7 @@ def read_cursor(cursor: str) -> tuple[str, int]:
 
 
 def check_count(count: int, limit: int, items: str) -> None:
-    """InvalidArgumentError: serving the call would delay other calls."""
+    """InvalidArgumentError: there are too many items, and serving them in one call would delay other calls."""
     if count > limit:
         raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed: send several")
 

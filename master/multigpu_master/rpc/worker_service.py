@@ -23,11 +23,12 @@ from multigpu_master.wire.times import duration, seconds_of
 from multigpu_master.wire.workers import heartbeat, worker_info
 from multigpu_master.worker_streams import SessionOutbox
 
-# A master serves workers of its own version and the one before: it is upgraded first.
+# The versions of workers that the master accepts. It is upgraded before its workers.
 PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 2, 2
-# Results are acknowledged to the worker after this many, or with its next heartbeat.
+# Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
-# Leases in one frame: twice the worker's window, up to this, and reported leases that a hello may list again.
+# Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus reported ones that a hello
+# may list again.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 LEASES = "leases in one frame of a worker's session"
 log = structlog.get_logger()
@@ -64,7 +65,7 @@ class WorkerService:
             held = held_leases(hello, self._driver.proofs)
             ids_end = self._driver.incarnations.ids_end(hello.incarnation)
             commands = self._driver.handle(ev.Hello(session, info, held, ids_end))
-            # A hello also lists leases that were reported lately. The adopted ones are those that it still holds.
+            # A hello also lists recently reported leases; the adopted ones are those that the worker still holds.
             leases = sum(len(c.adopted) for c in commands if isinstance(c, ev.Welcome))
             log.info("worker joined", worker_id=info.worker_id, session=session, leases=leases)
             reader = SessionReader(self._driver, session, outbox, leases_max)
@@ -76,7 +77,7 @@ class WorkerService:
             last = 0
 
             def serialize(frame: worker_service_pb2.SessionResponse) -> bytes:
-                """Every frame has the number of the last leases in it or before it."""
+                """A frame without leases repeats the number of the last frame with leases."""
                 nonlocal last
                 last = frame.frame = max(last, frame.frame)
                 return frame.SerializeToString()
@@ -86,7 +87,7 @@ class WorkerService:
             self._driver.workers.close(session)
 
     def _check_hello(self, first: Any) -> WorkerInfo:
-        """The worker's description. CallError, InvalidMessageError: it may not join."""
+        """The worker's description. Raises CallError or InvalidMessageError if it may not join."""
         hello = first.hello
         if not first.HasField("hello"):
             raise PreconditionError("the first frame of a session must carry hello")
@@ -132,7 +133,7 @@ class SessionReader:
             partials = [ev.PartialOutput(p.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
             handle(ev.Partials(session, partials))
         await self._read_reports(frame.report_batches)
-        # The worker does not wait for this, so it is sent rarely.
+        # Until then the worker only keeps the results, so acknowledgements can be rare.
         unacknowledged = self._results_taken - self._results_acknowledged
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
             self._results_acknowledged = self._outbox.room_for(16).results_taken = self._results_taken

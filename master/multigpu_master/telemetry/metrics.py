@@ -1,6 +1,6 @@
 """The master's metrics, for Prometheus and OTLP.
 
-A snapshot is taken once a second on the event loop, which owns the numbers. Scrapes and exports get the last one.
+A snapshot is taken once a second on the event loop, which owns the counters. Scrapes and exports get the last one.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class MasterMetrics:
         self._listen = config.metrics_listen
         self._telemetry = telemetry
         self._certificate = _Certificate(config.tls_cert) if config.tls_cert else None
-        # Scrapes from other hosts need a certificate.
+        # Certificate, key and client CA, if the endpoint is served over TLS; then scrapers need a certificate.
         self._tls: tuple[str, str, str] | None = None
         if self._listen and config.tls_client_ca and not is_loopback(self._listen):
             cert, key, ca = (str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca))
@@ -84,7 +84,7 @@ class MasterMetrics:
         self._last = (*_metrics(self._driver), *certificate)
 
     def _collect(self, *, hardware: bool = False) -> Iterator[Metric]:
-        """Runs on the scraper's thread: a thousand devices have tens of thousands of samples."""
+        """Runs on the scraper's thread, because a thousand devices have tens of thousands of samples."""
         yield from self._last
         yield from device_metrics(self._devices, hardware=hardware)
 
@@ -98,7 +98,7 @@ class _Certificate:
         self._expire_s = 0.0
 
     def changed(self) -> bool:
-        """Whether there is a valid certificate that was not there before."""
+        """Whether the file has changed and has a valid certificate."""
         try:
             changed_ns = self._path.stat().st_mtime_ns
             if changed_ns == self._changed_ns:

@@ -10,7 +10,7 @@ from multigpu_master.wire.times import set_time
 from multigpu_master.wire.validation import MESSAGE_CHARS_MAX
 
 TYPE_CHARS_MAX, TRACEBACK_CHARS_MAX = 128, 16 << 10
-# Tag and length of short fields are looked up.
+# Tag and length of shorter fields are precomputed.
 HEADS_MAX = 2048
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
 _RESULT_HEADS = [_RESULT_TAG + varint(size) for size in range(HEADS_MAX)]
@@ -19,7 +19,7 @@ _OUTCOMES_HEADS = [_OUTCOMES_TAG + varint(size) for size in range(HEADS_MAX)]
 
 
 class OutcomeWriter:
-    """Serializes outcomes, once for the journal and the streams.
+    """Serializes each outcome once, for the journal and the streams.
 
     Tasks of one batch share most fields. These are serialized separately and reused for the next task: concatenated
     serialized parts are a serialized message.
@@ -93,7 +93,7 @@ class RunFrame:
         self.outcomes += (_OUTCOMES_HEADS[size] if size < HEADS_MAX else _OUTCOMES_TAG + varint(size), body)
 
     def add_large_outcome(self, body: LargeBody) -> None:
-        """OSError: the result can no longer be read."""
+        """Raises OSError if the result can no longer be read."""
         tail = body.tail if isinstance(body.tail, bytes) else body.tail.read()
         self.outcomes += (_OUTCOMES_TAG + varint(len(body)), body.head, tail)
 
@@ -102,7 +102,6 @@ class RunFrame:
 
 
 def fill_error(message: task_pb2.TaskError, error: TaskError) -> None:
-    """Fills a TaskError message."""
     message.type = error.type
     message.message = error.message
     message.retryable = error.retryable

@@ -2,12 +2,12 @@
 
 Further records:
 
-- watching       by, life, cursor            a watch begins, or goes on from there
-- cursor         by, cursor                  the watch has seen everything up to there, whatever its file had before it
+- watching       by, life, cursor            a watch begins, or continues from this cursor
+- cursor         by, cursor                  the watch has recorded all outcomes up to this cursor
 - partial        life, request_id, index, data
-                                             the next partial output of a task, as its stream gave it
-- streamed       life, request_id, parts     that stream has ended well, after so many
-- cancel         request_id                  a client is about to withdraw a task
+                                             the next partial output of a task, as its stream delivered it
+- streamed       life, request_id, parts     that stream has ended with success, after this many partial outputs
+- cancel         request_id                  a client is about to cancel a task
 - cancel answer  answer ("cancelled", "settled", "unknown"), request_id, task_id
 """
 
@@ -18,15 +18,15 @@ from tests.chaos.records.book import Book, Record
 
 
 def check(book: Book) -> None:
-    """Checks what came by streams."""
+    """Checks the records of streams."""
     _replayed(book)
     _partials(book)
     _cancelled(book)
 
 
 def _replayed(book: Book) -> None:
-    """A reader that begins at the oldest outcome when all is over sees what the watch saw while it happened, in that
-    order: so there was no gap in it, wherever it was cut.
+    """A watch that begins at the oldest outcome after the run (the replay) sees the same outcomes, in the same order,
+    as the watch during the run. So the latter had no gap where it was interrupted.
     """
     watched = [r for r in book["outcome"] if r["by"] == "watch"]
     replayed = [r for r in book["outcome"] if r["by"] == "replay"]
@@ -46,7 +46,7 @@ def _replayed(book: Book) -> None:
 
 
 def _partials(book: Book) -> None:
-    """Partial outputs come in order, without gap or repetition, in each life of a client, as the outcome has them."""
+    """In each life of a client, partial outputs come in order, without gap or repetition, and equal the outcome's."""
     streams: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for r in book["partial"]:
         streams[r["life"], r["request_id"]].append(r)
@@ -72,7 +72,7 @@ def _partials(book: Book) -> None:
     for request_id in asked:
         if request_id not in outcomes:
             if request_id in ended_s and book.unsafe(ended_s[request_id]):
-                continue  # its end was told before it was on the disk
+                continue  # the end of the stream was delivered before the outcome was on disk
             book.broken.append(f"request {request_id}, of a stream that ended, has no outcome: it was lost")
         elif not _in_order(outcomes[request_id]["partials"], book.digests[request_id]):
             book.broken.append(f"the outcome of {request_id} has partial outputs {outcomes[request_id]['partials']}")
@@ -88,13 +88,13 @@ def _in_order(data: list[str], digest: str) -> bool:
 
 
 def _cancelled(book: Book) -> None:
-    """What was withdrawn in time stays so, whoever dies."""
+    """A task that was cancelled before it ended stays cancelled, whichever process dies."""
     for r in book["cancel answer"]:
         outcome = book.watched.get(r["task_id"])
         if r["answer"] == "unknown":
             book.broken.append(f"task {r['task_id']} was acknowledged, and unknown when it was to be cancelled")
         elif outcome is None:
-            continue  # it is among the lost
+            continue  # checker.py counts it as lost
         elif r["answer"] == "cancelled" and outcome["state"] != "CANCELLED":
             book.broken.append(f"task {r['task_id']} was cancelled, and ended {outcome['state']}")
     answered = {r["request_id"] for r in book["cancel answer"]}

@@ -1,4 +1,4 @@
-"""What stands for CUDA in a test's engine: a client of the simulated MPS. It connects when it is made."""
+"""Replaces CUDA in an engine under test: a client of the simulated MPS daemon, which connects when it is created."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class SimulatedCudaError(RuntimeError):
-    """What torch says when a CUDA call fails: its message begins with "CUDA error"."""
+    """Like torch's error for a failed CUDA call, whose message begins with "CUDA error"."""
 
 
 class Client:
@@ -17,15 +17,15 @@ class Client:
         self._ask({"connect": os.getpid(), "device": os.environ.get("CUDA_VISIBLE_DEVICES", "")})
 
     def work(self) -> None:
-        """A kernel, waited for. SimulatedCudaError: the context is no more."""
+        """Run a kernel and wait for it. SimulatedCudaError: the context was terminated or had a fault."""
         self._ask({"work": 1})
 
     def fault(self) -> None:
-        """A kernel that reads where it must not. SimulatedCudaError, always."""
+        """Run a kernel with an illegal memory access. Always raises SimulatedCudaError."""
         self._ask({"fault": 1})
 
     def excuse(self) -> None:
-        """Announce that this process will end by its own doing, which is nobody's violation."""
+        """Announce that this process will end by itself, so that the daemon does not record a violation."""
         self._ask({"excuse": 1})
 
     def _ask(self, message: dict[str, Any]) -> None:

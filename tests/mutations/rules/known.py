@@ -1,7 +1,7 @@
-"""What the master's journaling knows of settled requests, against the obvious: a request_id that was settled must never
-be taken for new, before, while and after the journal was read for it.
+"""A rule of the request_id filter: `Journaling` never takes a settled request_id for a new one, before, while and after
+it reads the known ones from the journal.
 
-The real `Journaling` on the real journal, in a directory of its own, and a real event loop.
+Uses the real `Journaling`, the real journal in a temporary directory, and a real event loop.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ SPEC = Spec(kind="k")
 
 
 def check(seed: int) -> None:
-    """AssertionError: a settled request is taken for new, or a new master's journal is not asked."""
+    """AssertionError: a settled request is taken for new, by the master that settled it or by the next one."""
     with tempfile.TemporaryDirectory() as place, patch.object(known_requests, "CAPACITY_MIN", 8):
         asyncio.run(_check(random.Random(seed), Path(place)))
 

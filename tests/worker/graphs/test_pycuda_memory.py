@@ -1,4 +1,4 @@
-"""Memory by pycuda: nothing is lost, whichever thread lets go of it. What pycuda does on a GPU is in tests/gpu."""
+"""PycudaMemory leaks nothing, whichever thread frees it. tests/gpu runs pycuda itself on a GPU."""
 
 import gc
 import sys
@@ -18,7 +18,7 @@ from tests.worker.graphs.test_tensorrt_run import runner
 
 
 def test_pycuda_memory_is_freed_by_any_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a fake pycuda, which is as strict as the real one where that says nothing."""
+    """With a fake pycuda, which counts what the real one leaks silently."""
     monkeypatch.setitem(sys.modules, "pycuda", ModuleType("pycuda"))
     monkeypatch.setitem(sys.modules, "pycuda.driver", fake_pycuda)
     monkeypatch.setattr(sys.modules["pycuda"], "driver", fake_pycuda, raising=False)

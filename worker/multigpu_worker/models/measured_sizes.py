@@ -1,7 +1,7 @@
 """Model sizes measured by earlier worker processes, shared by all workers of a host.
 
-One small file for each model. Its name is the hash of everything that the size depends on: the model and its version,
-size and time of its files, how it is run, and on which kind of device. Files are replaced atomically. A damaged file or
+Each model has a small file, whose name is the hash of everything that the size depends on: the model and its version,
+size and time of its files, how it is run, and the type of device. Files are replaced atomically. A damaged file or
 an unusable folder is ignored: the next load then begins with an estimate.
 """
 
@@ -18,7 +18,7 @@ from multigpu.repository.model import ModelSpec
 
 FOLDER = "models.measured"
 FORMAT = 1
-# Past it the files written longest ago are deleted.
+# Above this number of files, the oldest are deleted.
 KEPT_MAX = 2000
 BYTES_MAX = 1 << 50
 LOAD_S_MAX = 86_400.0
@@ -39,7 +39,7 @@ class ModelSize:
 
 
 class MeasuredSizes:
-    """`made_with`: the settings that all sizes depend on. Any thread may call it."""
+    """`made_with`: the settings that all sizes depend on. Methods may be called from any thread."""
 
     def __init__(self, artifacts: Path, made_with: Mapping[str, str]) -> None:
         # Created when the first size is kept.

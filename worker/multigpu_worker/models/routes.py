@@ -4,8 +4,9 @@ Pure. The repository may change while the worker runs:
 
 - A name whose model is in memory keeps it until the new version is ready, and for good if the new version is broken.
   Any other name goes to the new version at once.
-- A name that the repository no longer lists ("m:1" when only the latest version is served, and that is 2 now) keeps its
-  model while that is in memory. It is offered while the model serves other names; after that only held leases run.
+- A name that the repository no longer lists (such as "m:1" after version 2 has replaced it as the latest) keeps its
+  model while that is in memory. The name is offered while the model also serves listed names; then only held leases
+  run.
 - Tasks without a model name keep the same model while the repository has it, even if it is broken. They never move to
   another model.
 """
@@ -24,7 +25,7 @@ Route = tuple[str, str]
 
 
 class ModelRoutes:
-    """`engine`: for models that do not choose one. `size_of`: the expected size of a model."""
+    """`engine`: the engine of models that do not choose one. `size_of`: the expected size of a model."""
 
     def __init__(
         self, catalog: Scan, engine: str, size_of: Callable[[ModelSpec], ModelSize] = lambda _: ModelSize()
@@ -33,7 +34,7 @@ class ModelRoutes:
         self._size_of = size_of
         self.catalog = Scan()
         self.residents: dict[str, Resident] = {}
-        # The key of the model that serves a name now, and of the one that should.
+        # The key of the model that serves a name now, and of the one that is to serve it.
         self.table: dict[Route, str] = {}
         self._next: dict[Route, str] = {}
         # Keys of the models that serve a name which the repository lists.
@@ -62,7 +63,7 @@ class ModelRoutes:
         return catalogs.other_versions(spec.model, dict(self.offers()).get(spec.kind, ()))
 
     def rules(self) -> dict[Route, BatchRules]:
-        """How batches are formed."""
+        """How batches for each name are formed."""
         return {route: self.residents[key].spec.batch for route, key in self.table.items()}
 
     def imports_of(self, resident: Resident) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ class ModelRoutes:
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def put(self, catalog: Scan) -> None:
-        """Take over a new state of the repository."""
+        """Apply a new scan of the repository."""
         self.catalog = catalog
         for model, spec in catalog.models.items():
             self._add(model, spec)

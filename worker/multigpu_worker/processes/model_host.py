@@ -1,4 +1,4 @@
-"""A process for one model: it imports libraries, loads a model once it is asked to, and is not replaced."""
+"""The process of one model: it imports libraries, loads a model on request, and is not restarted when it dies."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, ProcessSettings
 from multigpu_worker.processes.ipc import frames
 
-# Slots that the shared page has room for: how many are used is known when the model is.
+# Capacity of the shared page, which is created before the model is known. `load` sets how many slots are used.
 MODEL_SLOTS_MAX = 256
 
 
@@ -19,12 +19,12 @@ class ModelHost(EngineHost):
         super().__init__(settings, callbacks, MODEL_SLOTS_MAX)
         self.imports = imports
         self._load: frames.Message | None = None
-        # When a process that was asked to end is killed.
+        # Kills the process if it outlives the grace period of `end`.
         self._end_timer: asyncio.TimerHandle | None = None
         self._respawn()
 
     def load(self, model_id: str, spec: ModelSpec, slots: int) -> None:
-        """Have a model loaded. The engine sends "loaded" or "load_failed", or dies."""
+        """Make the process load a model. It sends "loaded" or "load_failed", or dies."""
         assert slots <= MODEL_SLOTS_MAX
         self.page.slots = slots
         self._load = ("load", model_id, spec.plain(), slots)
@@ -32,7 +32,7 @@ class ModelHost(EngineHost):
             self._send(self._load, [])
 
     def end(self, grace_s: float) -> None:
-        """Let the engine write what it has to, and end; kill it after `grace_s`."""
+        """Let the process write its files and end; kill it after `grace_s`."""
         self.ready = False
         if self.stopping:
             return
@@ -54,7 +54,7 @@ class ModelHost(EngineHost):
                 return lambda: None
             case "loaded":
                 return partial(self._loaded, self.callbacks.read(message, blobs))
-            case "closed":  # under MPS: the process is taken off the GPU before it ends
+            case "closed":  # under MPS: `kill` detaches the process from the GPU before it ends
                 return self.kill
             case _:
                 return self.callbacks.read(message, blobs)

@@ -1,15 +1,18 @@
-"""Why no default process is ready. Pure: default_host.py reports events, the health monitor asks."""
+"""Decides when and why the default engine process counts as unable to start.
 
-# After this many kills before it was ready, or this time, the worker reports that no engine can start, and goes on
-# trying.
+Pure: default_host.py reports events, and the health monitor reads the error.
+"""
+
+# The worker reports that no engine can start when this many processes were killed before they were ready, or none was
+# ready for this time. It continues to start processes.
 KILLS_MAX = 3
 READY_S = 60.0
-# A start that takes longer than this is reported, with what it waits for.
+# A start that takes longer than this is reported, with what the process imports.
 SLOW_START_S = 5.0
 
 
 class EngineStart:
-    """The starts of the default process since one was ready."""
+    """The starts of the default process since one was last ready."""
 
     def __init__(self) -> None:
         self._error = ""
@@ -17,11 +20,11 @@ class EngineStart:
         self._unready_s: float | None = None
 
     def begun_anew(self) -> None:
-        """A process is ready, or none is wanted for now."""
+        """A process is ready, or none is to run for now."""
         self._error, self._kills, self._unready_s = "", 0, None
 
     def rejected(self, error: str) -> None:
-        """The process reported why it ends."""
+        """The process cannot start, for a known reason."""
         self._error = error
 
     def died(self, how: str, *, killed: bool) -> None:
@@ -31,7 +34,7 @@ class EngineStart:
             self._error = self._error or f"the engine process {how} before it was ready; its output is in the log"
 
     def error(self, now_s: float, *, ready: bool) -> str:
-        """Why none can start; empty: one is ready, or may be soon."""
+        """Why none can start; empty: one is ready, or may be soon. READY_S runs from the first call without one."""
         if ready:
             self._unready_s = None
             return ""

@@ -158,7 +158,7 @@ def _write_result(task: task_pb2.Task, output: str) -> None:
 
 
 def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
-    """A task for people."""
+    """What `tasks get` prints about a task: (label, text), without empty texts."""
     spec, outcome = task.spec, task.outcome
     error = outcome.error if outcome.HasField("error") else task.last_error
     settled = task.state == task_pb2.TASK_STATE_SETTLED
@@ -196,7 +196,7 @@ def _bytes_text(data: bytes) -> str:
 
 
 def stages_text(stages: task_pb2.Stages) -> str:
-    """How long a task waited, was on its way, and ran."""
+    """How long a task waited in the queue, was on its way to the engine, and ran."""
     names = ("submit_time", "dispatch_time", "start_time", "finish_time")
     times = [seconds_of(getattr(stages, name)) if stages.HasField(name) else None for name in names]
     return ", ".join(

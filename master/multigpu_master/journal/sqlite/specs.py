@@ -1,8 +1,8 @@
-"""Large specs, each once: a row of `task` or `dead_letter` holds a small spec itself (a BLOB), or the digest of a large
-one (a TEXT).
+"""Large specs, stored once each. A row of `task` or `dead_letter` has a small spec itself (a BLOB), or the digest of a
+large one (a TEXT).
 
 Ten thousand tasks of one request share their spec, and its parameters may have 64 KiB. A transaction inserts the large
-specs that its rows refer to, whether they are there or not. Specs that no row refers to any more are swept.
+specs that its rows refer to, unless they are stored already. The sweeper deletes specs that no row refers to any more.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ DELETE FROM spec WHERE digest > ?1 AND digest <= ?2
 
 
 def column(spec: bytes, large: dict[str, bytes]) -> bytes | str:
-    """What a row holds of a spec. A large one is put into `large`, by its digest."""
+    """The value of a row's spec column. Adds a large spec to `large`, by its digest."""
     if len(spec) <= INLINE_BYTES_MAX:
         return spec
     digest = hashlib.blake2b(spec, digest_size=16).hexdigest()
@@ -34,7 +34,9 @@ def column(spec: bytes, large: dict[str, bytes]) -> bytes | str:
 
 
 def delete_unused(writer: sqlite3.Connection, after: str) -> tuple[bool, str]:
-    """Looks at the next few specs after this digest. Returns whether any was deleted, and the last digest."""
+    """Deletes unused specs among the next SWEEP_ROWS after this digest. Returns whether any was deleted, and the last
+    digest examined; "" after the last spec.
+    """
     sql = "SELECT digest FROM spec WHERE digest > ? ORDER BY digest LIMIT ?"
     digests = [digest for (digest,) in writer.execute(sql, (after, SWEEP_ROWS)).fetchall()]
     if not digests:

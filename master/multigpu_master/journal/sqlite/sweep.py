@@ -1,14 +1,14 @@
-"""The sweeper: outcomes lose their body when it expires, and their row after the dedupe window.
+"""The sweeper deletes the bodies of outcomes once they expire, and their rows after the dedupe window.
 
-Outcomes are swept in zones of neighbouring cursors, each with the time of its next look; so the work is in proportion
-to what there is to delete, without an index on expiry. A step is bounded in rows and bytes and runs between two
-commits. SQLite uses emptied pages again; once they are a large part of the file, it is cut.
+Outcomes are swept in zones of consecutive cursors. A heap holds the time at which each zone is examined next, so that
+the work is proportional to what there is to delete, without an index on expiry. A step is bounded in rows and bytes and
+runs between two commits. SQLite reuses empty pages; when they are a large share of the file, the file is truncated.
 
-The row of the newest outcome stays, whatever its age, so that no cursor is given twice. The outcome of a dead letter
-stays as long as the letter.
+The row of the newest outcome stays, whatever its age, so that no cursor is issued twice. The outcome of a dead letter
+stays as long as the dead letter.
 """
 
-# ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
+# ruff: noqa: S608  # statements are composed of this package's constants; values are always bound
 
 import heapq
 import sqlite3
@@ -18,10 +18,10 @@ from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.segments import Segments
 
 _ZONE_CURSORS = 1024
-_PERIOD_S = 30.0  # between two looks at one zone, at least
-_STEP_BYTES = 16 << 20  # of bodies dropped in one step
-_CUT_PAGES, _CUT_PAGES_FULL = 256, 16  # given back to the file system in one step; a full disk has room for few
-_CUT_SHARE = 0.25  # of the file has to be empty before it is cut
+_PERIOD_S = 30.0  # minimum time between two examinations of a zone
+_STEP_BYTES = 16 << 20  # of bodies deleted in one step
+_CUT_PAGES, _CUT_PAGES_FULL = 256, 16  # returned to the file system in one step; that needs free space
+_CUT_SHARE = 0.25  # of the pages must be empty before the file is truncated
 _CUT_PAGES_MIN = 1024
 
 _KEPT = "EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = outcome.task_id)"
@@ -56,7 +56,7 @@ class Sweeper:
         self._zones = [(0.0, zone) for zone in range(first_zone, self._newest_zone + 1)]  # a heap of (due_s, zone)
 
     def note_commit(self, last_cursor: int, deleted_letters: Sequence[int]) -> None:
-        """Takes the newest cursor, and the deleted dead letters, whose outcomes may expire now."""
+        """Records the newest cursor. The outcomes of deleted dead letters may now expire: their zones are due."""
         self._last_cursor = last_cursor
         while self._newest_zone < last_cursor // _ZONE_CURSORS:
             self._newest_zone += 1
@@ -68,7 +68,9 @@ class Sweeper:
                 heapq.heappush(self._zones, (0.0, cursor // _ZONE_CURSORS))
 
     def step(self, *, full: bool = False) -> bool:
-        """Does a part of the work that is due; False if there is none. `full`: gives every empty page back."""
+        """Does one part of the due work; False if there is none. `full`: the disk is full, so all unused space of the
+        files is returned to it.
+        """
         return (
             self._sweep_zone()
             or self._sweep_specs()
@@ -91,16 +93,16 @@ class Sweeper:
         except sqlite3.Error:
             heapq.heappush(self._zones, (now + _PERIOD_S, zone))
             raise
-        if due_s is not None and due_s <= now:  # the step was too small for it
+        if due_s is not None and due_s <= now:  # _STEP_BYTES was reached
             heapq.heappush(self._zones, (now, zone))
         elif due_s is not None:
             heapq.heappush(self._zones, (max(due_s, now + _PERIOD_S), zone))
-        elif high >= self._last_cursor:  # nothing yet; the newest row is not counted
+        elif high >= self._last_cursor:  # nothing expires yet, but the zone has the newest row or later ones
             heapq.heappush(self._zones, (now + _PERIOD_S, zone))
         return True
 
     def _due_s(self, low: int, high: int) -> float | None:
-        """When something among these cursors expires; None if none are left."""
+        """When the first of these outcomes is due; None if none can be."""
         parameters = (self._dedupe_window_s, low, high, self._last_cursor)
         ((due_s,),) = self._writer.execute(_DUE_S, parameters).fetchall()
         return None if due_s is None else float(due_s)

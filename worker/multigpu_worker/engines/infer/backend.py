@@ -1,4 +1,4 @@
-"""The protocol of back ends that compute for the infer engine, and how they are loaded."""
+"""The protocol of the infer engine's back ends, and how they are loaded."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -27,7 +27,7 @@ class Forward(Protocol):
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Empty: unknown until the model has run."""
+        """Empty if they are unknown until the model has run."""
 
     @property
     def per_example(self) -> bool | None:
@@ -41,10 +41,10 @@ class Forward(Protocol):
 
 
 def is_per_example(first_dimensions: Iterable[int | str | None]) -> bool | None:
-    """`per_example`, from the first dimensions of all inputs and outputs.
+    """Derive `per_example` from the first dimensions of all inputs and outputs.
 
-    Each is a size, the name of an open dimension, or None: open without a name. A scalar counts as size 0. An open
-    dimension of another name is not the examples', though it may have their size for some inputs.
+    Each is a fixed size (0 for a scalar), the name of a dynamic dimension, or None for a dynamic one without a name. If
+    two names differ, one of them does not count examples, even if both have the same size for some inputs.
     """
     found = set(first_dimensions)
     if any(isinstance(each, int) for each in found) or len(found - {None}) > 1:
@@ -53,7 +53,7 @@ def is_per_example(first_dimensions: Iterable[int | str | None]) -> bool | None:
 
 
 def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) -> tuple[Forward, dict[str, str]]:
-    """Load a model. Facts and errors: see common/backends.py."""
+    """Load a model. For the facts and errors see common/backends.py."""
     forward: Forward
     forward, facts = load_variant(BACKENDS, spec, settings, variant)
     facts.setdefault("inputs", "; ".join(map(str, forward.inputs)))

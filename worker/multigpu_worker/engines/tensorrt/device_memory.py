@@ -1,7 +1,7 @@
-"""Memory, copies and a stream of one GPU, for TensorRT, which has none of these.
+"""Device memory, copies and a CUDA stream for TensorRT, which provides none of these.
 
-By torch if it is installed, so that both share one memory pool; else by pycuda. Copies go through page-locked memory,
-so they overlap with computation.
+They come from torch if it is installed with CUDA, so that both share one memory pool; else from pycuda. Copies go
+through page-locked memory, so they overlap with computation.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class DeviceMemory(Protocol):
         """Start to copy an array into a buffer of at least its size."""
 
     def download(self, buffer: Any, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Start to copy an array out of a buffer. It is complete after waiting for a later mark."""
+        """Start to copy a buffer into a new array, which is complete after waiting for a later mark."""
 
     def mark(self) -> Callable[[], None]:
         """Return a function that waits for everything started so far. Any thread may call it, once."""
@@ -110,9 +110,9 @@ class PycudaBuffer:
 
 
 class PycudaMemory:
-    """By pycuda, which silently leaks what a thread frees while the context is not current there.
+    """pycuda silently leaks what a thread frees while the context is not current in that thread.
 
-    So page-locked memory and events are reused and never leave this class.
+    Page-locked memory and events are therefore reused and never leave this class.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class PycudaMemory:
         self._context = cuda.Device(0).retain_primary_context()
         with self.current():
             self._stream = cuda.Stream()
-        # Free page-locked arrays by size, and free events.
+        # Unused page-locked arrays by size, and unused events.
         self._free: dict[int, list[Array]] = {}
         self._events: list[Any] = []
         # Page-locked arrays in use since the last mark, and the arrays to copy them to.
