@@ -54,7 +54,7 @@ def load_model(
 
 
 def _torch_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> TextModel:
-    from multigpu_worker.engines.embed.model import load_model  # noqa: PLC0415  (imports torch, which takes seconds)
+    from multigpu_worker.engines.embed.model import load_model  # noqa: PLC0415  (takes seconds: torch)
 
     model = load_model(spec.folder, settings.device, precision, threads=settings.threads, pack=False)
     return model.text, model.embed

@@ -198,7 +198,7 @@ class Residency:
         return evicted
 
     def last_use(self, model: str) -> tuple[int, float]:
-        """Sort key: the least recently used model comes first."""
+        """Sort key by which the least recently used model comes first."""
         reported = self.reported.get(model)
         return self.used.get(model, 0), reported.last_use_s if reported is not None else 0.0
 
