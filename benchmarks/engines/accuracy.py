@@ -30,7 +30,7 @@ Pairs = list[tuple[str, str, float]]
 
 
 def read_pairs(data: Path) -> dict[str, Pairs]:
-    """Pairs of sentences and what people said of them, by the name of the task."""
+    """Pairs of sentences with their human similarity scores, by the name of the task."""
     with (data / "stsb" / "sts-test.csv").open(encoding="utf-8", newline="") as lines:
         rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     stsb = [(row[5], row[6], float(row[4])) for row in rows]
@@ -85,7 +85,7 @@ def main() -> None:
     rows = []
     for wanted in options.rows.split(","):
         engine, _, precision = wanted.partition(":")
-        # Each row has workers of its own: what another left in memory or busy doesn't count.
+        # New workers for each row: models or plan builds of an earlier row must not affect it.
         with Fleet(options.workers, worker_flags=flags) as fleet:
             rows.append(asyncio.run(score(fleet.address, options.model, engine, precision, tasks)))
             print(rows[-1], flush=True)

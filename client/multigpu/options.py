@@ -1,4 +1,4 @@
-"""The options of a task beside its kind and payload, and the TaskSpec made of them.
+"""The options of a task, beside its kind and payload, and the TaskSpec that is built from them.
 
 Tasks with the same options share one TaskSpec object: a frame carries it once for consecutive tasks.
 """
@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
 from multigpu.v1 import task_pb2
 
-# Specs in the cache; past it the oldest is removed.
+# Limit of specs in the cache; beyond it the oldest is removed.
 _SPECS_MAX = 256
 
 
@@ -26,35 +26,36 @@ class EmbedOptions(TypedDict, total=False):
     queue: str
     # 1 (served first) to 5; default 3.
     priority: int
-    # Passed to the engine unread.
+    # Passed to the engine unchanged.
     parameters: Mapping[str, str]
     # Only workers with all of these labels may take the task.
     labels: Mapping[str, str]
-    # Only devices with this much free memory may.
+    # Only workers whose device has this much free memory may take the task.
     device_memory_bytes: int
     # With a time zone. A task that is not settled by then ends EXPIRED.
     deadline: datetime
-    # How long it may wait for its first dispatch.
+    # How long the task may wait for its first dispatch.
     queue_timeout_s: float
     # How long one attempt may run.
     run_timeout_s: float
     attempts_max: int
     backoff_initial_s: float
     backoff_max_s: float
-    # Never touches the master's disk; gone with the master.
+    # The task is not written to the master's disk, and is lost when the master ends.
     ephemeral: bool
     # How long the outcome can be fetched after the task ended.
     result_ttl_s: float
     # Queue the task even if no known worker could ever take it.
     wait_for_worker: bool
-    # Limit of the call in seconds; of a map or a stream, for each next result. Past it the call raises CallTimeoutError
-    # and cancels its tasks, also for other calls with their request_ids; those of a submit may have been taken.
-    # Default: no limit; for a submit 60 s.
+    # Limit of the call in seconds; in a map or a stream, of the wait for each result. After it the call raises
+    # CallTimeoutError and cancels its tasks, even if other calls wait for the same request_ids. Default: no limit.
+    # In a submit it limits each request to the master (default: 60 s), and nothing is cancelled: the master may have
+    # accepted the tasks.
     timeout: float
 
 
 class SpecOptions(EmbedOptions, total=False):
-    """Options that all tasks of a call share."""
+    """Options that all tasks of a call share: those of a TaskSpec."""
 
     model: str
 
@@ -62,11 +63,11 @@ class SpecOptions(EmbedOptions, total=False):
 class TaskOptions(SpecOptions, total=False):
     """Options of a single task: those of SpecOptions, and its own."""
 
-    # The idempotency key: the same request_id gives the same task for at least 24 h. Default: a new one.
+    # The idempotency key: for at least 24 h, the same request_id returns the same task. Default: a new one.
     request_id: str | uuid.UUID
-    # Tasks with one key go to one worker while it lives, under the strategy static_partition.
+    # Under the strategy static_partition, tasks with the same key go to the same worker while it lives.
     partition_key: str
-    # How much work this is, in the unit of its kind; default 1.
+    # The amount of work, in the unit of the task's kind; default 1.
     units: int
 
 
@@ -75,9 +76,9 @@ class MapOptions(EmbedOptions, total=False):
 
     # Results in the order of the payloads (the default), or as they complete.
     ordered: bool
-    # The most payloads pulled ahead of the results taken. Default: the client's window_tasks.
+    # At most this many payloads are read ahead of the results that were consumed. Default: the client's window_tasks.
     window: int | None
-    # Errors take the places of results. Default: an error ends the map, and cancels what it started.
+    # Return the errors of tasks in place of their results. Default: an error ends the map and cancels its other tasks.
     return_exceptions: bool
 
 
@@ -104,7 +105,7 @@ class Input:
     units: int = 0
 
 
-# Option -> the field of TaskSpec that it sets as it is.
+# Option -> field of TaskSpec: values that are set unchanged, then maps, then durations.
 _PLAIN = {
     "model": "model",
     "queue": "queue",
@@ -126,11 +127,11 @@ _UNITS_MAX = (1 << 32) - 1
 
 
 class SpecCache:
-    """Builds specs, and returns the very same object for the same options."""
+    """Builds specs, and returns the same object for the same options."""
 
     def __init__(self) -> None:
         self._specs: dict[Any, task_pb2.TaskSpec] = {}
-        # For writing: threads may share a client.
+        # Held to write: threads may share a client.
         self._building = threading.Lock()
 
     def get(self, kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
@@ -138,7 +139,7 @@ class SpecCache:
         key: Any = (kind, content_type, *options.items()) if options else (kind, content_type)
         try:
             spec = self._specs.get(key)
-        except TypeError:  # parameters and labels are dicts
+        except TypeError:  # not hashable: parameters and labels are dicts
             key = (kind, content_type, *((name, _hashable(value)) for name, value in options.items()))
             try:
                 spec = self._specs.get(key)
@@ -154,14 +155,14 @@ class SpecCache:
 
 
 def own_fields(options: dict[str, Any]) -> dict[str, Any]:
-    """Takes the options of TaskInput out of `options`. Raises InvalidTaskError for a value that no message can carry:
-    it would break the stream that many calls share.
+    """Removes the options of TaskInput from `options` and returns them. Raises InvalidTaskError for a value that the
+    field can't hold; later it would break the stream that many calls share.
     """
     return {name: value for name in _OWN if name in options and (value := _own_value(name, options.pop(name)))}
 
 
 def _own_value(name: str, value: Any) -> str | int:
-    """An option of TaskInput as its field takes it; "" or 0: its default."""
+    """An option of TaskInput, converted for its field; "" or 0: the default."""
     value = str(value) if isinstance(value, uuid.UUID) else value
     try:
         if isinstance(value, bytes):
@@ -196,7 +197,7 @@ def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2
         _check_name(name)
         try:
             _set(spec, name, value)
-        except TypeError as error:  # protobuf's message doesn't name the type that it takes
+        except TypeError as error:  # protobuf's message doesn't name the expected type
             wanted = str(known[name]).removeprefix("<class '").removeprefix("collections.abc.").removesuffix("'>")
             raise InvalidTaskError(INVALID_ARGUMENT, f"task option {name}={value!r}: give {wanted}") from error
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Runs targets in rounds of thousands of inputs. Each round has its own seed and can be repeated alone."""
+"""Runs targets in rounds of thousands of inputs. Seed and number of a round reproduce it alone."""
 
 import time
 import traceback
@@ -13,7 +13,7 @@ from tests.hostile.targets.base import Crash, Target
 from tests.hostile.targets.inputs import Maker
 
 ROUND_INPUTS = 5_000
-# Slow targets get fewer inputs.
+# Weights of targets whose name contains the key; others have 20. Slow targets get fewer inputs.
 WEIGHTS = {"Watch": 1, "WatchWorkers": 1, "Run": 40, "Session": 40, "Submit": 40, "from the engine": 100, "row": 60}
 
 
@@ -29,7 +29,7 @@ class Found:
 
 @dataclass(slots=True)
 class Tally:
-    """Inputs run and crashes found."""
+    """The numbers of inputs by target, and the crashes found."""
 
     tried: Counter[str] = field(default_factory=Counter)
     found: list[Found] = field(default_factory=list)
@@ -55,7 +55,7 @@ def weight(target: Target) -> int:
 
 
 def one_round(seed: str, number: int, inputs: int, tally: Tally) -> None:
-    """One round of random targets, then their checks."""
+    """Feeds one round of inputs to random targets, then runs the checks of all targets."""
     maker = Maker(Random(f"{seed}/{number}"))
     with all_targets() as targets:
         weights = [weight(target) for target in targets]
@@ -80,7 +80,7 @@ def _try(name: str, data: bytes, number: int, tally: Tally, call: Callable[[], N
 
 
 def rounds(seed: str, inputs: int, tally: Tally, say: Callable[[str], None]) -> None:
-    """Runs this many inputs in rounds. Reports progress every ten seconds."""
+    """Runs this many inputs in rounds. Reports progress after a round, at most every ten seconds."""
     began_s = said_s = time.monotonic()
     done = number = 0
     while done < inputs:

@@ -1,4 +1,4 @@
-"""Every target with a few inputs: by hypothesis, which shrinks failing inputs, and by one round of the long run.
+"""Every target with a few inputs: from hypothesis, which shrinks failing inputs, and from one round of the long run.
 
 Long runs: `python -m tests.hostile --inputs 1000000`.
 """
@@ -35,7 +35,7 @@ def test_one_round_finds_nothing() -> None:
 @given(data=st.binary(max_size=200) | st.text(max_size=60).map(lambda t: t.encode("utf-8", "surrogatepass")))
 def test_random_bytes(targets: dict[str, Target], data: bytes) -> None:
     for target in targets.values():
-        if "Watch" not in target.name:  # it waits for every input
+        if "Watch" not in target.name:  # slow: each call waits
             target.feed(data)
 
 

@@ -129,6 +129,18 @@ def test_energy_is_in_the_outcome_of_its_task_only() -> None:
     assert bodies[2].energy.joules == 2.5
 
 
+def test_a_result_keeps_its_content_type_after_an_outcome_without_a_result() -> None:
+    writer = wire_outcomes.OutcomeWriter()
+    types = []
+    for result in (b"", b"{}", b""):
+        task = Task(Spec(kind="k"), "", b"", task_id=1, attempts=1)
+        task.outcome = Outcome(OutcomeState.SUCCEEDED, 1.0, result, content_type="application/json")
+        body = writer.write(task)
+        assert not isinstance(body, LargeBody)
+        types.append(task_pb2.Outcome.FromString(body).content_type)
+    assert types == ["", "application/json", ""]
+
+
 def test_a_worker_without_slots_is_rejected() -> None:
     hello = worker_service_pb2.Hello(worker_id="w")
     hello.capabilities.add(kind="k")

@@ -1,4 +1,4 @@
-"""Failures of a command: a message for people and an exit code for scripts, with one meaning in every command."""
+"""Failures of a command: a message for people, and an exit code that means the same in every command."""
 
 from typing import IO, Any, ClassVar
 
@@ -24,7 +24,7 @@ EXIT_CODES: tuple[tuple[str, str], ...] = (
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM: ends a command as Ctrl-C does: its tasks are cancelled and no half-written file stays."""
+    """SIGTERM ends a command as Ctrl-C does: its tasks are cancelled, and no partly written file remains."""
 
 
 class Failure(click.ClickException):
@@ -49,7 +49,7 @@ class Unreachable(Failure):
 
 
 class NotFound(Failure):
-    """What the command names does not exist."""
+    """The task, worker, queue or other object that the command names does not exist."""
 
     exit_code: ClassVar[int] = 4
 

@@ -1,6 +1,6 @@
-"""Settings as fields of a dataclass: a field's metadata has the help text and what values are allowed.
+"""Settings as fields of a dataclass: a field's metadata has its help text and the allowed values.
 
-The programs' settings are such fields, and those of a model.toml. Every error here is a ValueError.
+Used for the settings of the programs and of model.toml. Functions raise ValueError for a wrong value.
 """
 
 import dataclasses
@@ -27,8 +27,9 @@ def setting(
     default_text: str = "",
     also: tuple[str, ...] = (),
 ) -> Any:
-    """A field. `default`: a value, or a function that makes one. `check` raises ValueError. `default_text`: for help
-    texts, where the default is computed. `also`: further environment variables, of lower precedence.
+    """A field. `default`: a value, or a function that returns one. `check` raises ValueError for a wrong value.
+    `default_text`: the default in help texts, if it is computed. `also`: further environment variables, of lower
+    precedence.
     """
     metadata = {"help": text, "minimum": minimum, "maximum": maximum, "choices": choices, "check": check}
     metadata |= {"default_text": default_text, "also": also}
@@ -43,7 +44,7 @@ def fields_of(cls: Any) -> dict[str, Field]:
 
 
 def check(field: Field, value: Any) -> None:
-    """ValueError: the value is of another type or out of range."""
+    """Raises ValueError if the value has the wrong type, is out of range or otherwise not allowed."""
     limits = field.metadata
     kind = {str: "a string", int: "a whole number"}.get(type(field.default))
     if kind is not None and not isinstance(value, type(field.default)):
@@ -66,7 +67,7 @@ def check(field: Field, value: Any) -> None:
 
 
 def convert(cls: Any, name: str, value: Any, converter: Callable[[Any, Any, str], Any]) -> Any:
-    """The value of a field, converted from text or TOML and checked. ValueError: it is wrong."""
+    """The value of a field, converted from text or TOML by `converter`, and checked. ValueError: it is wrong."""
     hint: Any = typing.get_type_hints(cls)[name]
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
@@ -93,7 +94,7 @@ def read_table(cls: Any, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reject_unknown(given: Iterable[str], known: Collection[str], what: str, render: Callable[[str], str] = str) -> None:
-    """ValueError: a name is not known. The message suggests the nearest one."""
+    """Raises ValueError for the first unknown name. The message suggests the nearest known one."""
     for name in given:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
@@ -102,7 +103,7 @@ def reject_unknown(given: Iterable[str], known: Collection[str], what: str, rend
 
 
 class Checked:
-    """A dataclass of settings that rejects wrong values however it is built: by `load` or directly, as tests do."""
+    """Base of dataclasses of settings: the constructor raises ConfigError for a wrong value."""
 
     __slots__ = ()
     section: ClassVar[str]

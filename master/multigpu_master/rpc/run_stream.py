@@ -25,9 +25,9 @@ from multigpu_master.wire.tasks import request_ids_of
 log = structlog.get_logger()
 
 FRAME_TASKS_MAX, CANCEL_TASKS_MAX = 10_000, 10_000
-# Outcomes read from the journal at a time: they stay in memory until the client has read them.
+# Limits of one read of outcomes from the journal, which stay in memory until the client has read them.
 READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
-# Acceptances are sent after this time, in one frame. Tasks that end sooner need none.
+# Acceptances are collected for this time and sent in one frame. Tasks that end sooner need none.
 ACKNOWLEDGE_S = 0.05
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
@@ -43,8 +43,8 @@ class RunStream:
         self._stream = stream
         self._outbox = outbox
         self._outcomes_only = False
-        self._durable: list[Task] = []  # to acknowledge
-        self._ended: list[SettledTask | Task] = []  # known tasks in the current frame whose outcomes are to be sent
+        self._durable: list[Task] = []  # whose acceptances are to be sent
+        self._ended: list[SettledTask | Task] = []  # tasks of this frame that had ended before
         self._acknowledging = False
 
     async def on_message(self, data: bytes) -> None:
@@ -62,7 +62,7 @@ class RunStream:
             await self._cancel(frame.cancel_request_ids)
         if self._ended:
             await self._send_ended()
-        # Backpressure: a client that does not read, or submits faster than the disk writes, is not read from.
+        # Backpressure: read no more from a client that does not read, or submits faster than the disk writes.
         if self._outbox.bytes > self._half_full_bytes:
             await self._outbox.below(self._half_full_bytes)
         await self._driver.journaling.room()
@@ -80,7 +80,7 @@ class RunStream:
         accepted: list[Task] = []
 
         def done(error: JournalError | None) -> None:
-            # Joined tasks of another call may have failed with that call's write.
+            # Tasks that this batch joined may have been lost with the write of the call that submitted them.
             if error is None and all(task.task_id for task in accepted):
                 self._acknowledge(accepted)
             else:
@@ -94,7 +94,7 @@ class RunStream:
             if isinstance(answer, Task) and answer.outcome is None:
                 accepted.append(answer)
                 received = batch.inputs[index].partials_received if index < len(batch.inputs) else 0
-                if received:  # the worker may reconnect later and send a new master these partial outputs again
+                if received:  # if the master is new, the worker may reconnect and send these partial outputs again
                     self._outbox.partials_from[answer.task_id] = received
                 if answer.extra is not None and answer.extra.partials:
                     self._send_partials(answer, received)
@@ -108,7 +108,7 @@ class RunStream:
         fill_rejection(frame.message.rejected.add(), rejection, request_id)
 
     def _reject_lost(self, tasks: list[Task]) -> None:
-        """Rejects, once, tasks that could not be written."""
+        """Rejects tasks that could not be written, each once."""
         for task in tasks:
             if task.outcome is None and self._stream in task.streams:
                 task.streams = tuple(s for s in task.streams if s != self._stream)
@@ -116,7 +116,7 @@ class RunStream:
                 self._reject(DISK_FULL, task.request_id)
 
     def _acknowledge(self, tasks: list[Task]) -> None:
-        """Sends acceptances after ACKNOWLEDGE_S. An outcome stands for the acceptance."""
+        """Sends acceptances after ACKNOWLEDGE_S, except of tasks that ended by then, or if outcomes only are wanted."""
         if not self._outcomes_only:
             self._durable.extend(tasks)
         if self._durable and not self._acknowledging:
@@ -131,7 +131,7 @@ class RunStream:
         self._durable.clear()
 
     def _send_partials(self, task: Task, received: int) -> None:
-        """Sends the partial outputs from before this stream joined the task."""
+        """Sends the partial outputs that the task had before this stream joined it, from number `received` on."""
         extra = task.extra
         assert extra is not None, "it has partial outputs"
         for index in range(received, len(extra.partials)):
@@ -143,7 +143,7 @@ class RunStream:
     # --- cancel ------------------------------------------------------------------------------------------------------
 
     async def _cancel(self, request_ids: Iterable[str]) -> None:
-        """Cancels tasks. Those whose outcome this stream does not get are answered with a rejection."""
+        """Cancels tasks. A request_id whose outcome will not come on this stream is answered with a rejection."""
         requests = self._driver.core.requests
         tasks: list[Task] = []
         elsewhere: list[tuple[str, Task | None]] = []
@@ -161,7 +161,7 @@ class RunStream:
             await self._driver.cancel(tasks, withdrawn=True)
             if others and not await self._driver.withdrawn(others, DURABLE_S):
                 ended = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
-        except JournalFullError as error:  # this stream gets the outcomes of its tasks when they end
+        except JournalFullError as error:  # the stream's own tasks need no rejection: their outcomes come when they end
             ended = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
         for request_id, task in elsewhere:
             self._reject(NOTHING_TO_CANCEL if task is None else ended, request_id)
@@ -169,7 +169,7 @@ class RunStream:
     # --- outcomes of known tasks -------------------------------------------------------------------------------------
 
     async def _send_ended(self) -> None:
-        """Sends the outcomes of tasks that had ended before, at the speed at which the client reads."""
+        """Sends the outcomes of tasks that had ended before, no faster than the client reads."""
         ended, self._ended = self._ended, []
         outbox, journal = self._outbox, self._driver.journal
         for task in ended:
@@ -193,5 +193,5 @@ class RunStream:
 
 
 def _read_bodies(journal: SqliteJournal, tasks: Sequence[SettledTask]) -> list[bytes]:
-    """The serialized outcomes of the first of these tasks, up to READ_BYTES. JournalError, MemoryError: not now."""
+    """The serialized outcomes of the first of these tasks, about READ_BYTES. JournalError, MemoryError: not now."""
     return [stored_body(outcome) for outcome in journal.read_settled(tasks, READ_BYTES)]

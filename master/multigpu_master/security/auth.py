@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 # The token of the running call. None: the master runs without tokens, and every caller may do everything.
 _CALLER: ContextVar[Token | None] = ContextVar("caller", default=None)
-# The running call. Work that it has begun may run in another task.
+# The asyncio task of the running call: code that a call starts may run in another task, with a copy of this context.
 _CALL: ContextVar["asyncio.Task[Any] | None"] = ContextVar("call", default=None)
 
 _SUBMITTERS = frozenset({SUBMIT, ADMIN})
@@ -75,7 +75,7 @@ def roles_of(method: str) -> frozenset[str]:
 
 
 class Auth:
-    """`tokens`: None if callers need none. `certificates`: whether callers have shown one of our authority."""
+    """`tokens`: None if callers need none. `certificates`: whether callers must have a client certificate."""
 
     def __init__(self, tokens: Tokens | None, *, certificates: bool, calls_max: int) -> None:
         self.tokens = tokens
@@ -86,7 +86,7 @@ class Auth:
         self._unlogged = 0
 
     def guard(self, serve: Serve, method: str) -> Serve:
-        """`serve`, for callers that may call "Service/Method"."""
+        """Wraps `serve` with the checks of callers of "Service/Method"."""
         roles = roles_of(method)
 
         async def guarded(request: Any, context: Any) -> Any:
@@ -120,7 +120,7 @@ class Auth:
         return guarded
 
     def revoke(self, token_id: str) -> Token | None:
-        """Removes a token and ends every call with it. None: there is no such token."""
+        """Removes a token and ends its open calls, except the running one. None: there is no such token."""
         assert self.tokens is not None, "only callers with a token can revoke one"
         token = self.tokens.remove(token_id)
         if token is not None:
@@ -167,7 +167,7 @@ class Auth:
         return token
 
     def _logged(self, error: CallError, context: Any, method: str, token_id: str | None) -> CallError:
-        """The error, logged at most once in LOG_INTERVAL_S."""
+        """Returns the error. Logs at most one rejected call per LOG_INTERVAL_S."""
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             log.warning(

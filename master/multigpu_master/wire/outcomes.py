@@ -35,7 +35,7 @@ class OutcomeWriter:
         assert o is not None, "it is settled"
         shared = (
             o.state, task.submit_s, o.dispatch_s, o.start_s, o.finish_s,
-            task.attempts, o.worker_id, o.device_id, o.content_type,
+            task.attempts, o.worker_id, o.device_id, o.content_type, bool(o.result),
         )  # fmt: skip
         if shared != self._shared:
             self._shared, self._tail = shared, _shared_part(task, o).SerializeToString()

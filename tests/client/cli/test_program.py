@@ -1,4 +1,4 @@
-"""mgpuctl as a program: help, addresses, exit codes, speed of the cheap commands, pipes."""
+"""mgpuctl as a program: help, addresses, exit codes, imports of cheap commands, pipes, units, progress."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ def mgpuctl(*args: str, **kwargs: Any) -> "subprocess.CompletedProcess[str]":
 
 
 def all_commands() -> list[tuple[str, click.Command]]:
-    """Every command that does something, with its full name."""
+    """Every command that is not a group, with its full name."""
     found: list[tuple[str, click.Command]] = []
     context = click.Context(cli)
     for name in COMMANDS:

@@ -1,5 +1,5 @@
-"""The clock of the master's host is set while the master runs: its clients and workers are right, and it is behind or
-ahead, also after a restart.
+"""The clock of the master's host is set forward or back, while the master runs or before it starts. Results, deadlines
+and idempotency keys stay valid, also after a restart.
 """
 
 import time
@@ -20,12 +20,12 @@ from tests.fleet import Daemon, Fleet
 pytestmark = pytest.mark.skipif(bool(layer.missing()), reason=layer.missing())
 
 SHIM = Path(__file__).with_name("wall_clock.c")
-# Until the running master has seen and saved that its host's clock was set.
+# After this time the master has noticed that its host's clock was set, and has stored the difference.
 NOTICED_S = 2.0
 
 
 class SteppedFleet(Fleet):
-    """`step` sets the wall clock of the master, and of its clients as `stamp` knows it."""
+    """A fleet whose master has a wall clock that `step` sets. `stamp` returns timestamps by that clock."""
 
     def __init__(self, folder: Path, *, step_s: int = 0) -> None:
         folder.mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_results_and_deadlines_are_kept_though_the_hosts_clock_is_set(tmp_path: 
         (before,) = fleet.submit("echo", b"before")
         assert fleet.outcome(before).result == b"before"
         fleet.step(step_s)
-        time.sleep(1.5)  # the master has read the clock since
+        time.sleep(1.5)  # by now the master has read the clock
         (after,) = fleet.submit("echo", b"after", deadline=fleet.stamp(60))
         assert fleet.outcome(after).result == b"after"
         assert [fleet.outcome(i).result for i in (before, after)] == [b"before", b"after"]
@@ -86,7 +86,7 @@ def test_a_new_master_keeps_what_one_took_whose_clock_was_set(tmp_path: Path, bo
         fleet.outcome(other)
         (timed,) = fleet.submit("echo", b"timed", queue="held", queue_timeout=Duration(seconds=3600))
         (dated,) = fleet.submit("echo", b"dated", queue="held", deadline=fleet.stamp(3600))
-        for _ in range(2):  # the second one has what the first one resumed
+        for _ in range(2):  # the second new master recovers what the first one wrote
             fleet.restart_master()
             fleet.wait_for_workers()
             time.sleep(SWEEP_AFTER_S + 1.5)

@@ -1,4 +1,4 @@
-"""A simulated device's values appear in AdminService, Prometheus, OTLP and the stats file, and missing ones nowhere."""
+"""A simulated device's values in AdminService, mgpuctl, Prometheus, OTLP and the stats file; missing ones in none."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
 
 
 def tell(gpus: SimulatedGpus) -> None:
-    """TOLD in the driver's units."""
+    """Sets the values of TOLD in the simulated driver, in its units."""
     gpus.process(1, os.getpid(), 5 << 30, mps=True)
     gpus.use_memory(1, 4 << 30)
     gpus.use(1, 0.63, 0.21)
@@ -91,7 +91,7 @@ def fleet(
     stats_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Fleet]:
-    """Worker `gpu` on the simulated cuda:1, worker `cpu` on the processor."""
+    """Worker `gpu` on the simulated cuda:1, worker `cpu` on the CPU."""
     tell(gpus)
     env = {**gpus.env(), "MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
     master_flags = ["--metrics-listen", f"127.0.0.1:{metrics_port}"]
@@ -112,7 +112,7 @@ def scrape(port: int) -> str:
 
 
 def samples(text: str, worker_id: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """By name, then by the labels that differ between samples of a device."""
+    """The samples of a worker's device, by name, then by the remaining labels."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -179,7 +179,7 @@ def test_values_in_prometheus(fleet: Fleet, metrics_port: int) -> None:
     (info,) = found["mgpu_device_info"]
     assert dict(info)["product"] == "Simulated H200"
     assert dict(info)["simulated"] == "true"
-    # A processor has samples only of values that it has.
+    # A CPU has no samples of values that it does not report.
     cpu = samples(scrape(metrics_port), "cpu")
     assert cpu["mgpu_device_memory_total_bytes"][()] == fleet.worker("cpu").telemetry.memory_total_bytes
     assert "mgpu_device_temperature_celsius" not in cpu

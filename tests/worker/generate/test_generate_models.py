@@ -1,4 +1,4 @@
-"""Models that generate runs, and models that it rejects at load."""
+"""Models that the generate engine runs, and models that it rejects at load."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_sliding_window_is_respected(tmp_path: Path) -> None:
 
 
 def test_unsupported_models_are_rejected_at_load(folder: Path, tmp_path: Path) -> None:
-    # Its memory of the past is no list of keys and values.
+    # Mamba has a recurrent state in place of keys and values.
     state = tmp_path / "mamba"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.save_pretrained(state)

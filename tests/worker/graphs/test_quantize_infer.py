@@ -1,4 +1,4 @@
-"""int8 and fp8 ONNX models of kind infer: really quantised, judged by examples, rejected where they lose much."""
+"""int8 and fp8 ONNX models of kind infer: quantised, measured by the accuracy gate, rejected below its threshold."""
 
 import dataclasses
 import re
@@ -39,7 +39,7 @@ def settings(tmp_path: Path) -> EngineSettings:
 
 
 def model(folder: Path, *, rows: int | str = "rows", calibration_scale: float = 1.0, **gate: Any) -> ModelSpec:
-    """A small classifier of pictures, with data to calibrate with and to judge by."""
+    """A small image classifier, with calibration data and held-out data."""
     path = small_graphs.save_classifier(folder, rows=rows)
     np.savez(folder / "calibration.npz", x=pictures(32, 1, calibration_scale))
     np.savez(folder / "held_out.npz", x=pictures(100, 2))
@@ -76,12 +76,12 @@ def test_stricter_threshold_rejects_at_the_next_load(
     facts = onnx_artifacts.quantised(spec, settings, "int8", "onnx").facts
     assert "share of fp32's likeliest class" in facts["accuracy"]
     monkeypatch.setattr(onnx_artifacts, "quantise_infer", None)
-    (spec.folder / "model.toml").write_text("[gate]\nthreshold = 1.1")  # which is no reason to quantise again
+    (spec.folder / "model.toml").write_text("[gate]\nthreshold = 1.1")  # not part of the artifact's key
     stricter = dataclasses.replace(spec, gate=dataclasses.replace(spec.gate, threshold=1.1))
     with pytest.raises(AccuracyGateError, match=r"likeliest class (1\.0|0\.9)\d+ on 100 held-out .* 1\.1 at least"):
         infer_onnx.load(stricter, settings, "int8")
     np.savez(spec.folder / "held_out.npz", x=pictures(50, 4))
-    with pytest.raises(TypeError):  # other data is one
+    with pytest.raises(TypeError):  # other data is: it quantises again, with None
         infer_onnx.load(spec, settings, "int8")
 
 
@@ -92,7 +92,7 @@ def test_calibration_on_other_data_is_rejected(tmp_path: Path, settings: EngineS
 
 
 def test_model_with_a_fixed_batch_size(tmp_path: Path, settings: EngineSettings) -> None:
-    """100 examples are 14 times 7."""
+    """It is measured in batches of 7; the 2 examples that remain of 100 are dropped."""
     rounded, facts = infer_onnx.load(model(tmp_path / "model", rows=7), settings, "int8")
     assert "held-out examples" in facts["accuracy"]
     assert rounded({"x": pictures(7, 3)})["y"].shape == (7, 5)
@@ -104,7 +104,7 @@ def test_dynamic_recipe_quantises_only_products(tmp_path: Path, settings: Engine
     rows = np.random.default_rng(1).standard_normal((64, 4, small_graphs.FEATURES)).astype(np.float32)
     np.savez(folder / "calibration.npz", x=rows[:32])
     np.savez(folder / "held_out.npz", x=rows[32:])
-    # How much it loses hangs on the CPU: without VNNI its products of 8 bits saturate.
+    # The accuracy depends on the CPU: without VNNI, int8 products saturate. So the threshold is low.
     gate = Gate(calibration="calibration.npz", held_out="held_out.npz", threshold=0.9)
     spec = ModelSpec(name="m", folder=folder, kind="infer", source="onnx", file="model.onnx", gate=gate)
     _, facts = infer_onnx.load(dataclasses.replace(spec, parameters={"int8_recipe": "dynamic"}), settings, "int8")
@@ -140,7 +140,7 @@ def test_int8_on_a_gpu_needs_tensorrt(tmp_path: Path, settings: EngineSettings) 
 
 
 def test_fp8_rounds_as_torch_does(tmp_path: Path) -> None:
-    """What the gate measures on a CPU is E4M3, to the last bit: halves to even, small ones, and what is too large."""
+    """The gate measures fp8 on a CPU. It rounds exactly as E4M3: ties to even, subnormal numbers, saturation."""
     torch = pytest.importorskip("torch", reason="the extra `worker` is not installed")
     x = np.concatenate([2.0 ** np.random.default_rng(3).uniform(-12, 10, 4000), [0, 448, 464, 1e9, 2**-9, 2**-10]])
     x = np.concatenate([x, -x]).astype(np.float32)
@@ -193,6 +193,6 @@ def test_fp8_is_measured_and_its_plan_is_built(tmp_path: Path, settings: EngineS
         return get_plan(order, artifacts_of(settings)).facts
 
     assert plan((8, 9))["accuracy"] == made.facts["accuracy"]
-    # Before that is asked, the precision is rejected (precision.py); the library wouldn't make another of it either.
+    # The worker rejects fp8 on such a GPU before this call (precision.py). The library rejects it too.
     with pytest.raises(ModelFolderError, match="fp8"):
         plan((8, 6))

@@ -1,4 +1,4 @@
-"""Plans are really built here, by TensorRT for RTX, which needs no GPU for that."""
+"""Builds real plans with TensorRT for RTX, which needs no GPU to build."""
 
 import dataclasses
 import importlib.util
@@ -51,7 +51,7 @@ def artifacts(tmp_path: Path) -> Artifacts:
 
 @pytest.fixture
 def fake_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where to write a module `tensorrt`, for this process and those that it starts."""
+    """The path of a module `tensorrt` that tests write, for this process and the processes that it starts."""
     folder = tmp_path / "modules"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -74,7 +74,7 @@ def test_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
     )
     assert facts["plan bytes"] == str(plan.stat().st_size)
     assert facts["profiles"] == str(len(PROFILES))
-    # The library's own word that it is one of its plans: all that's amiss is that there is no GPU.
+    # The library accepts the file as a plan: it reports no malformed engine (only that there is no GPU).
     runtime = tensorrt_rtx.Runtime(make_logger(tensorrt_rtx))
     diagnostics = tensorrt_rtx.EngineInvalidityDiagnostics
     malformed = runtime.get_engine_validity(b"no plan at all" * 100)[1]
@@ -103,7 +103,7 @@ def test_graph_of_another_precision_is_rejected(tmp_path: Path, artifacts: Artif
 def test_plan_comes_from_the_cache_the_second_time(
     tmp_path: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Built by a process of its own, which the second time isn't started."""
+    """A subprocess builds the plan; the second call starts none."""
     graph = small_graphs.save(tmp_path / "graph")
     first = get_plan(order(graph, gpu=ADA), artifacts)
     assert first.facts["library"] == f"tensorrt_rtx {tensorrt_rtx.__version__}"
@@ -126,13 +126,13 @@ def test_key_contains_everything_that_a_plan_depends_on(tmp_path: Path) -> None:
         dataclasses.replace(base, gpu=Gpu(name="NVIDIA L40", capability=(8, 9))),
         dataclasses.replace(base, gpu=None),
         dataclasses.replace(base, accuracy="cosine 0.998"),
-        # Two models of one name and one shape, whose weights are others.
+        # Another model of the same name and shapes, with other weights.
         dataclasses.replace(base, graph=small_graphs.save(tmp_path / "two", seed=1)),
     ]
     keys = [tuple(sorted(plan_key(one).items())) for one in [base, *others]]
     assert len(set(keys)) == len(keys)
     assert plan_key(base) == plan_key(dataclasses.replace(base, graph=small_graphs.save(tmp_path / "elsewhere")))
-    # Weights in a file of their own.
+    # Weights in a separate file.
     (graph.parent / "model.onnx.data").write_bytes(b"weights")
     assert plan_key(base) not in [dict(key) for key in keys]
 
@@ -198,7 +198,7 @@ def test_engine_is_unavailable_without_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
 def test_engine_is_unavailable_without_a_driver() -> None:
-    """Found out by a process that may die; this one lives."""
+    """A subprocess checks this, because the library may crash."""
     with pytest.raises(EngineUnavailableError, match=r"tensorrt_rtx .* can't work on cuda:0: .*libcuda.* driver"):
         require("cuda:0")
 
@@ -213,7 +213,7 @@ int cuDeviceGetName(char *name, int length, int device) { strncpy(name, "NVIDIA 
 
 
 def fake_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    """As much of a driver as is asked what the GPU is."""
+    """A libcuda with only the functions that identify the GPU."""
     folder.mkdir()
     command = ["gcc", "-shared", "-fPIC", f"-DCAPABILITY={capability}", "-xc", "-", "-o", str(folder / "libcuda.so.1")]
     subprocess.run(command, input=DRIVER, text=True, check=True)
@@ -222,7 +222,7 @@ def fake_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, capability: int) 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
 def test_crashed_runtime_is_an_error(fake_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the lean runtime does without a driver."""
+    """The lean runtime crashes like this without a driver."""
     fake_driver(tmp_path / "driver", monkeypatch, 8)
     fake_module.write_text(
         "__version__ = '11.4.0'\nclass ILogger: pass\ndef Runtime(logger):\n    import os\n    os.abort()\n"

@@ -1,4 +1,4 @@
-"""What a worker is asked to return it returns if it has not begun it, wherever it waits; and the urgent go first."""
+"""Recalled leases return if they have not begun, wherever they wait in the worker. More urgent leases run first."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ async def stream(start_handlers: Start) -> Stream:
 
 @pytest.mark.parametrize("fast", [False, True], ids=["batches of one", "one batch"])
 async def test_what_is_not_begun_comes_back_and_what_runs_goes_on(stream: Stream, fast: bool) -> None:
-    if fast:  # so that all of it goes to the engine at once
+    if fast:  # the worker learns that these tasks are fast, and sends the next ones as one batch
         stream.lease([(n, SHORT) for n in range(1001, 1601)], kind="sleep")
         await stream.reported(*range(1001, 1601))
     stream.lease([(1, LONG), *((n, SHORT) for n in range(2, 40))], kind="sleep")
@@ -41,7 +41,7 @@ async def test_what_is_not_begun_comes_back_and_what_runs_goes_on(stream: Stream
 
 async def test_a_slot_in_which_a_cancelled_call_runs_on_is_told_and_gets_no_more(start_handlers: Start) -> None:
     worker, stream = await start_handlers("--cancel-grace-s", "600")
-    stream.lease([(1, b"")], kind="t.deaf")  # the engine listens to nobody meanwhile
+    stream.lease([(1, b"")], kind="t.deaf")  # the engine process handles no message meanwhile
     await stream.running(1)
     assert stream.heartbeats[-1].occupied_slots == 0
     stream.revoke(1)
@@ -74,7 +74,7 @@ async def test_a_more_urgent_lease_goes_before_what_the_engine_holds(stream: Str
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_what_comes_back_has_not_run_and_what_ran_does_not(stream: Stream, tmp_path: Path, seed: int) -> None:
-    """Recalls and urgent leases at any moment, while fast tasks run: none is lost, none runs and comes back."""
+    """Recalls and urgent leases at random moments while fast tasks run: each lease either runs or is returned."""
     rng = random.Random(seed)
     log = tmp_path / "log"
     parameters, last = {"log": str(log)}, 0

@@ -1,7 +1,8 @@
 """Loads the baseline loop for a model or a handler.
 
-To embed texts, torch runs transformers' layers as they are; ONNX Runtime runs the engine's graph with default options
-and the configured number of threads; TensorRT runs the engine's plan. For other kinds the engine itself is called.
+For embed, the torch baseline runs the layers of transformers unchanged, the ONNX Runtime baseline runs the engine's
+graph with default options and the configured number of threads, and the TensorRT baseline runs the engine's plan. For
+other kinds the baseline calls the engine itself.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ def _torch_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> T
 
 
 def _onnx_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> TextModel:
-    """On the engine's graph, exported now if it never was."""
+    """The engine's graph; exports it if the artifact cache does not have it."""
     from multigpu_worker.engines.onnx.artifacts import exported  # noqa: PLC0415  (extra packages)
     from multigpu_worker.engines.onnx.export import MODEL_FILE  # noqa: PLC0415  (as above)
 
@@ -69,7 +70,7 @@ def _onnx_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> Te
 
 
 def _plan_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> TextModel:
-    """On the engine's plan, built now if it never was. Raises LookupError if it cannot be built."""
+    """The engine's plan; builds it if the artifact cache does not have it. LookupError: it cannot be built."""
     from multigpu_worker.engines.embed import tensorrt_backend  # noqa: PLC0415  (extra packages)
 
     backend: Any = tensorrt_backend.load(spec, settings, precision)[0]
@@ -100,10 +101,10 @@ def _onnx_forward(path: Path, settings: EngineSettings, precision: str) -> Calla
     provider, more = "CPUExecutionProvider", {}
     if settings.device != "cpu":
         provider = "CUDAExecutionProvider"
-        # The provider's default for float32 products is tf32.
+        # By default the provider computes float32 products in tf32.
         more = {"device_id": settings.device.partition(":")[2] or "0", "use_tf32": str(int(precision == "tf32"))}
     session = onnxruntime.InferenceSession(str(path), options, providers=[(provider, more)])
-    if provider not in session.get_providers():  # left out without an error
+    if provider not in session.get_providers():  # ONNX Runtime drops it without an error
         raise LookupError(f"ONNX Runtime could not open {settings.device}: its CUDA provider lacks a library")
     wanted = {found.name for found in session.get_inputs()}
 

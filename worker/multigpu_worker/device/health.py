@@ -27,6 +27,8 @@ from enum import IntEnum
 
 # Delay of the first check after the device fell sick, and the limit of its doubling.
 CHECK_MIN_S, CHECK_MAX_S = 1.0, 300.0
+# Enough for the limit: 2.0 to the power of 1,024 is an OverflowError.
+DOUBLINGS_MAX = 32
 # A device that was fit for this long starts with the shortest delay again.
 STEADY_S = 600.0
 # How long a fault of gravity DEGRADED holds.
@@ -165,7 +167,7 @@ class Health:
 
     def _set_back(self, now_s: float) -> None:
         self._checking = False
-        self.next_check_s = now_s + min(CHECK_MAX_S, CHECK_MIN_S * 2.0**self._setbacks)
+        self.next_check_s = now_s + min(CHECK_MAX_S, CHECK_MIN_S * 2.0 ** min(self._setbacks, DOUBLINGS_MAX))
         self._setbacks += 1
 
     def _derive(self, now_s: float) -> None:

@@ -185,9 +185,13 @@ class BatchReporter:
 
     def beat(self) -> None:
         self._view[self._beats_at] += 1
+        if self._waits and not self._flush_asked:
+            self._ask_flush()
 
     def flush(self) -> None:
         with self._lock:
+            # Also without reports: they may have been sent between their check and the request.
+            self._flush_asked = False
             if self._waits:
                 self._send(done=False)
 

@@ -1,4 +1,4 @@
-"""A batch on its way to a slot."""
+"""A batch in the engine process: decoded from its frame, prepared by its engine, waiting for a slot."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,19 +13,22 @@ from multigpu_worker.engines.base import Batch, Engine, Item
 class Work:
     batch_id: int
     batch: Batch
-    # None: the batch can't run, and `prepared` is the error.
+    # None: the batch can't run, and `prepared` is the exception.
     engine: Engine | None
     prepared: object
     # Items whose payloads can't be read, and why.
     lost: list[tuple[Item, str]]
-    # Where large results go; None: into the frame.
+    # Writes large results to a file; None: results are sent in the frame.
     writer: Writer | None
-    # Leases that were given back before they were begun. They may come again in another batch.
+    # Leases of this batch that were given back to the agent unbegun. They may come again in another batch.
     given_back: set[int]
 
 
 def items_of(rows: Iterable[Any], blobs: list[bytes]) -> tuple[list[Item], list[tuple[Item, str]]]:
-    """The items of a batch's frame; and those whose payloads can't be read, with the reasons."""
+    """The items of a batch's frame, and those whose payloads can't be read, with the reasons.
+
+    A row has the payload itself, its index in `blobs`, or its place in a file: the arguments of read_file.
+    """
     items: list[Item] = []
     lost: list[tuple[Item, str]] = []
     for lease_id, task_id, attempt, sent, *rest in rows:

@@ -1,7 +1,7 @@
-"""Which models a worker can serve, what runs them, and the names that tasks may use for them.
+"""Which models a worker can serve, which engine runs them, and the names that tasks may use for them.
 
-Pure. A model has an id, its name or "name:version". A task uses an id, a name alone for the current version, or nothing
-for the first model of its kind.
+A model's id is its name or "name:version". A task names an id, a name alone for the current version, or nothing for the
+first model of its kind.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from multigpu.repository.model import ModelSpec, Scan
 
-# The modules of which an engine needs one, and how to install it.
+# By engine: the modules of which it needs one, and how to install it.
 _LIBRARIES = {
     "torch": (("torch",), "install multigpu[worker]"),
     "onnx": (("onnxruntime",), "install multigpu[onnx]"),
@@ -27,13 +27,13 @@ def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
         if catalog.current.get(spec.name, model) == model:
             found.setdefault((spec.kind, ""), model)
             found[spec.kind, spec.name] = model
-    for model, spec in catalog.models.items():  # the default of a kind without any current version
+    for model, spec in catalog.models.items():  # the default of kinds that have no current version
         found.setdefault((spec.kind, ""), model)
     return found
 
 
 def installed(found: Scan, engine: str) -> Scan:
-    """Turn models whose library is not installed into errors. `engine`: the worker's choice."""
+    """The scan with an error for each model whose library is not installed. `engine`: the worker's setting."""
     models: dict[str, ModelSpec] = {}
     errors = dict(found.errors)
     for model, spec in found.models.items():
@@ -47,7 +47,7 @@ def installed(found: Scan, engine: str) -> Scan:
 
 
 def engine_of(spec: ModelSpec, engine: str) -> str:
-    """What will run a model, as far as it is known before loading: a key of _LIBRARIES, or a class."""
+    """The engine of a model as far as it is known before loading: a key of _LIBRARIES, or "module:class"."""
     if ":" in spec.engine:
         return spec.engine
     if spec.source == "tensorrt-plan":
@@ -59,11 +59,11 @@ def engine_of(spec: ModelSpec, engine: str) -> str:
 
 
 def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:
-    """Slow imports of a model's process, which it can make before it knows the model."""
+    """The slow imports for a model. A spare process does them before it is given a model."""
     runs_on = engine_of(spec, engine)
     if ":" in runs_on or spec.source == "tensorrt-plan":
         return ()
-    if runs_on == "onnx" or spec.source == "onnx":  # ONNX also serves while a TensorRT plan is built
+    if runs_on == "onnx" or spec.source == "onnx":  # ONNX Runtime serves while a plan is built
         return ("numpy", "onnxruntime")
     if spec.source == "torch-export":
         return ("torch",)
@@ -71,13 +71,13 @@ def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:
 
 
 def other_versions(name: str, names: Iterable[str]) -> list[str]:
-    """The versions among `names` of a model that is named with a version."""
+    """If `name` is "name:version", the ids among `names` that are versions of the same model; else none."""
     base, _, version = name.partition(":")
     return [other for other in names if version and other.startswith(f"{base}:")]
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> str:
-    """The error for tasks whose model this worker does not have."""
+    """The error message for tasks whose model this worker does not have."""
     there = list(names)
     versions = other_versions(name, there)
     near = difflib.get_close_matches(name, there, n=1)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from multigpu.repository.files import digest
-from multigpu.repository.model import ModelSpec
+from multigpu.repository.model import ModelFolderError, ModelSpec
 
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
@@ -103,7 +103,7 @@ class ModelSizes:
             size = ModelSize(memory_bytes=found_bytes, load_s=resident.load_s, measured=True)
             await asyncio.to_thread(self._kept.keep, resident.spec, size)
         if not resident.digest:
-            with contextlib.suppress(OSError):  # the files may be gone
+            with contextlib.suppress(OSError, ModelFolderError):  # the files may be gone
                 resident.digest = await asyncio.to_thread(digest, resident.spec)
                 self._changed()
 

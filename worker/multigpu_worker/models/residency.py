@@ -26,6 +26,8 @@ LOADS_MAX = 2
 # fault: when the files change it counts as a new model, without a delay.
 RETRY_S = 1.0
 RETRY_MAX_S, RETRY_FAULTY_MAX_S = 60.0, 3600.0
+# Enough for both limits: 2.0 to the power of 1,024 is an OverflowError.
+DOUBLINGS_MAX = 32
 
 
 class ModelState(Enum):
@@ -94,7 +96,7 @@ class Resident:
         self.enter(ModelState.ABSENT, now_s)
         self.error, self.hopeless = error, hopeless
         limit_s = RETRY_FAULTY_MAX_S if hopeless or faulty else RETRY_MAX_S
-        self.retry_s = now_s + min(RETRY_S * 2.0**self.failures, limit_s)
+        self.retry_s = now_s + min(RETRY_S * 2.0 ** min(self.failures, DOUBLINGS_MAX), limit_s)
         self.failures += 1
 
 

@@ -144,7 +144,8 @@ class ModelRoutes:
         self.serving = set(table.values())
         upcoming = {key for route, key in self._next.items() if table[route] != key}
         for route, key in self.table.items():
-            if route not in table and self.residents[key].state in in_use:
+            resident = self.residents.get(key)
+            if route not in table and resident is not None and resident.state in in_use:
                 table[route] = key
         self.table = table
         for resident in list(self.residents.values()):

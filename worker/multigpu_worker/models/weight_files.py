@@ -1,4 +1,4 @@
-"""The size of a model from the headers of its files, without a model library.
+"""The memory of a model's weights and cache, computed from the headers of its files without a model library.
 
 The formats: https://github.com/huggingface/safetensors#format,
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -18,17 +18,17 @@ from multigpu.repository.model import ModelFolderError, ModelSpec
 
 # Safetensors types that are converted to the precision the model is served at. Others are kept.
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-# GGUF value types of a fixed size, as struct formats, and the two others.
+# GGUF value types: those of a fixed size, with their struct formats, and the two others.
 _GGUF_FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_VERSIONS = (2, 3)
 _GGUF_DIMENSIONS_MAX = 8
-# What reading a damaged or truncated header may raise.
+# Exceptions that a damaged or truncated header may cause.
 _UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, struct.error)
 
 
 def weights_bytes(spec: ModelSpec, number_bytes: int) -> int:
-    """Memory of the weights with `number_bytes` for each number. Unreadable files count with their size on disk."""
+    """Memory of the weights at `number_bytes` per number. Other formats and unreadable files: their size on disk."""
     try:
         if spec.source == "gguf":
             numbers, _ = _read_gguf(spec.folder / spec.file, spec.changed_ns)
@@ -86,9 +86,9 @@ def _safetensors_bytes(path: Path, number_bytes: int) -> int:
     return size_bytes
 
 
-@functools.lru_cache(maxsize=8)  # reading over the vocabulary takes long
+@functools.lru_cache(maxsize=8)  # skipping the vocabulary takes long
 def _read_gguf(path: Path, _changed_ns: int) -> tuple[int, Mapping[str, Any]]:
-    """The count of numbers in all tensors, and the model's metadata; for lists, their length."""
+    """The count of numbers in all tensors, and the metadata; lists are given as their length."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
         magic, version, tensors, facts_count = reader.take("4sIQQ")
@@ -138,7 +138,7 @@ class _Reader:
         return count
 
     def _within(self, count: int) -> int:
-        """A count cannot exceed the file's size. Raises ValueError."""
+        """The count. Raises ValueError if it exceeds the file's size, as in a damaged file."""
         if count > len(self._data):
             raise ValueError(f"{count} values in a file of {len(self._data)} bytes")
         return count

@@ -1,7 +1,7 @@
 """The worker's side of payloads by reference (multigpu._transport.payloads): the directory that the master shares.
 
-The engine writes large results there. The agent pins their segments at once, so that they outlive the engine, and holds
-each until the master has taken it.
+An engine writes large results there. The agent pins their segments as soon as the engine reports them, so that they
+outlive the engine, and holds each result until the master has taken it over.
 """
 
 from collections import deque
@@ -13,20 +13,20 @@ from multigpu._transport.payloads import Directory, Reference, Segment
 
 class Sharing:
     def __init__(self) -> None:
-        # None: the session's master shares none.
+        # None: the session's master shares no directory.
         self.directory: Directory | None = None
-        # Pinned in this session, by name: only these may be lent to its master.
+        # Pinned segments by name, under the directory's present key. Only results in these may be lent to the master.
         self._segments: WeakValueDictionary[str, Segment] = WeakValueDictionary()
         self._lent: deque[Reference] = deque()
         self._taken = 0
 
     @property
     def path(self) -> str:
-        """For engines; empty: there is no directory."""
+        """The directory's path, for engines; empty if there is none."""
         return str(self.directory.path) if self.directory is not None else ""
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """A session begins, with this initial metadata. Returns whether its master shares a directory."""
+        """Starts a session with the initial metadata of its stream. Returns whether the master shares a directory."""
         before, self.directory = self.directory, Directory.of(metadata)
         if before is None or self.directory is None or before.key != self.directory.key:
             self._segments = WeakValueDictionary()
@@ -35,7 +35,7 @@ class Sharing:
         return self.directory is not None
 
     def pin(self, name: str, offset: int, size_bytes: int) -> Reference:
-        """Hold a result of an engine. OSError: it is gone, with the engine."""
+        """A reference that holds a result of an engine. OSError: its segment or the directory is no longer there."""
         segment = self._segments.get(name)
         if segment is None:
             if self.directory is None:
@@ -44,14 +44,14 @@ class Sharing:
         return Reference(segment, offset, size_bytes)
 
     def lend(self, reference: Reference) -> bool:
-        """Whether the session's master can read a result where it lies. If so, hold it until `taken`."""
+        """Returns whether the session's master can read a result from its file. If so, holds it until `taken`."""
         if self.directory is None or self._segments.get(reference.pin.name) is not reference.pin:
             return False
         self._lent.append(reference)
         return True
 
     def taken(self, count: int) -> None:
-        """The master has taken `count` results since the session began."""
+        """The master has taken over `count` results in total since the session began: releases them."""
         while self._taken < count and self._lent:
             self._lent.popleft()
             self._taken += 1

@@ -1,16 +1,16 @@
-"""English sentences for measurements: the first lines of docstrings in Python's library."""
+"""English sentences as input of benchmarks: the first lines of docstrings in Python's standard library."""
 
 import ast
 import sysconfig
 from pathlib import Path
 
-# Characters of a sentence.
+# Limits of a sentence, in characters.
 LENGTH_MIN, LENGTH_MAX = 25, 120
 WORDS_MIN = 5
 
 
 def sentences(n: int) -> list[str]:
-    """At most `n` different sentences, always the same. There are about ten thousand."""
+    """At most `n` different sentences, the same in every run on one Python. There are about ten thousand."""
     found: dict[str, None] = {}
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if {"site-packages", "test"} & set(path.parts):

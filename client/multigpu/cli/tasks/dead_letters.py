@@ -1,4 +1,4 @@
-"""`mgpuctl dead-letters`: tasks whose every attempt failed, with their input, until requeued or deleted."""
+"""`mgpuctl dead-letters`: tasks that failed every attempt, kept with their input until requeued or deleted."""
 
 import sys
 from typing import Any
@@ -58,7 +58,7 @@ def list_(queue: str, limit: int, master: Master, as_json: bool) -> None:
 
 
 def chosen(command: F) -> F:
-    """Gives a command TASK_IDs and --queue, of which it takes either."""
+    """Adds TASK_IDs and --queue to a command, which accepts one of the two."""
     queue = click.option("--queue", default="", metavar="QUEUE", help="Instead of ids: every dead letter of QUEUE.")
     return click.argument("task_ids", metavar="[TASK_ID]...", nargs=-1, type=TASK_ID)(queue(command))
 
@@ -123,7 +123,7 @@ def _confirm(queue: str) -> None:
 
 
 def _apply(master: Master, method: Any, request: Any, answer: Any) -> Any:
-    """The answers of all pages as one; progress is noted on stderr."""
+    """Calls `method` page by page, merges the answers into `answer`, and reports progress on stderr."""
     if bool(request.task_ids) == bool(request.queue):
         raise click.UsageError("give either TASK_IDs or --queue; `mgpuctl dead-letters list` shows both")
     deleting = isinstance(answer, admin.DeleteDeadLettersResponse)

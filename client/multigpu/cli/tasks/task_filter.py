@@ -1,4 +1,4 @@
-"""The flags that select tasks."""
+"""The command-line flags that select tasks."""
 
 import functools
 from typing import Any
@@ -24,7 +24,7 @@ OUTCOMES = {
 
 
 def filter_options(command: F) -> F:
-    """Gives a command the flags of a TaskFilter, and calls it with the filter as `task_filter`."""
+    """Adds the flags of a TaskFilter to a command, which is called with the filter as `task_filter`."""
 
     @functools.wraps(command)
     def with_filter(*args: Any, state: tuple[str, ...], outcome: tuple[str, ...], **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """The state of `mgpuctl top` and the effect of its keys. No terminal, network or clock here.
 
-The master's data is put into a `View`; `press` turns a key into a change of the view or into an order that the caller
-carries out. The marked line is kept by its id: lines move while a person looks.
+The caller puts the master's data into a `View`; `press` turns a key into a change of the view or into an order that the
+caller carries out. The marked line is stored by its id, because refreshes reorder the lines.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ class Verb(Enum):
 @dataclass(frozen=True, slots=True)
 class Order:
     verb: Verb
-    # A worker's id, or a task's in decimal.
+    # A worker_id, or a task_id in decimal.
     target: str = ""
 
 
 @dataclass(slots=True)
 class View:
-    """Everything on the screen."""
+    """The data of the screen."""
 
     address: str
     workers: dict[str, admin.Worker] = field(default_factory=dict)
@@ -51,12 +51,12 @@ class View:
     trouble: str = ""
 
     pane: Pane = Pane.DEVICES
-    # The marked key of each pane. If it has gone, the first line is marked.
+    # The id of the marked line of each pane. If no line has it any more, the first line is marked.
     marked: dict[Pane, str] = field(default_factory=dict)
     sort: int = 0
     reverse: bool = False
     help: bool = False
-    # Waits for a yes.
+    # The order that waits for a confirmation.
     asked: Order | None = None
     # The result of the last order.
     message: str = ""
@@ -102,7 +102,7 @@ def marked_row(view: View, pane: Pane) -> int:
 
 MOVES = {"up": -1, "k": -1, "down": 1, "j": 1, "page_up": -10, "page_down": 10, "home": -(10**9), "end": 10**9}
 PANE_MOVES = {"tab": 1, "right": 1, "left": -1, "back_tab": -1}
-# Key -> verb, the pane that it is about, whether it needs a confirmation.
+# Key -> verb, pane in which the key works, whether it needs a confirmation.
 ORDERS = {
     "d": (Verb.DRAIN, Pane.DEVICES, True),
     "c": (Verb.CORDON, Pane.DEVICES, False),
@@ -112,7 +112,7 @@ ORDERS = {
 
 
 def press(view: View, key: str) -> Order | None:
-    """Applies a key: "q", "up", "page_down", "escape"… Returns an order for the caller, if it gives one."""
+    """Applies a key ("q", "up", "page_down", "escape"…). Returns the order that the caller must carry out, if any."""
     if view.asked is not None:
         order, view.asked = view.asked, None
         if key.lower() == "y":
@@ -158,7 +158,7 @@ def _order(view: View, verb: Verb, pane: Pane, ask: bool) -> Order | None:
 
 
 def question(view: View) -> str:
-    """The confirmation that an order needs."""
+    """The question that asks the operator to confirm `view.asked`."""
     assert view.asked is not None
     target = view.asked.target
     if view.asked.verb is Verb.CANCEL:

@@ -1,4 +1,7 @@
-"""Which worker gets a task: by a ranking for each strategy and shape, or for pinned strategies each shape's worker."""
+"""Chooses the worker of a task.
+
+Most strategies use a ranking of the workers for each shape. A pinned strategy assigns each shape to one worker (a pin).
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,17 +16,17 @@ from multigpu_master.strategies.base import Strategy
 
 RANKINGS_MAX = 1024
 PINS_MAX = 16_384
-# Up to this many workers with room are looked at one by one.
+# Up to this many workers with room in their windows are compared one by one, without a ranking.
 FEW = 4
-# When more workers than this join at once, every shape's worker is found anew when it is next needed.
+# When more workers than this join at once, all pins are dropped, and found again when they are next needed.
 JOINED_MAX = 16
 
 
 class Pin(NamedTuple):
-    """Where a pinned strategy sends a shape."""
+    """The worker to which a pinned strategy assigns a shape."""
 
     strategy: Strategy
-    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: no worker may have it
+    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: no accepting worker may have it
 
 
 class Placement:
@@ -32,7 +35,7 @@ class Placement:
         self._rankings: dict[tuple[str, Shape], Ranking] = {}
         self._pins: dict[tuple[str, Shape], Pin] = {}
         self._pins_members = -1
-        self._members: dict[Worker, WorkerInfo] = {}  # workers that took tasks when the pins were last checked
+        self._members: dict[Worker, WorkerInfo] = {}  # accepting workers when the pins were last checked
 
     def choose(self, strategy: Strategy, resource_class: ResourceClass) -> Worker | None:
         """The worker for the next task of a class; None if it must wait."""
@@ -53,8 +56,8 @@ class Placement:
         return worker
 
     def _of_few(self, strategy: Strategy, backlog: Backlog) -> Worker | None:
-        """The same by a look at each worker that has room. For a few workers that costs less than a ranking for each of
-        many shapes.
+        """The first worker by the same order as the ranking's, found by comparing all that have room. With few workers
+        this costs less than keeping a ranking for each of many shapes.
         """
         fleet, shape = self._fleet, backlog.base
         able, best, first, backlog.no_room_for_model, aside = fleet.eligible(shape), None, (0.0, 0), False, False
@@ -77,8 +80,8 @@ class Placement:
     def elsewhere(
         self, strategy: Strategy, backlog: Backlog, avoided: tuple[str, ...]
     ) -> tuple[list[Worker], Worker | None]:
-        """The workers that take such tasks, except these devices (device_key) and workers (worker_id); and the one of
-        them that may have one now and ranks first.
+        """The accepting workers that are eligible, except those avoided (by device_key or worker_id); and the one that
+        ranks first among those of them that may have a task now.
         """
         fleet, shape = self._fleet, backlog.base
         others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
@@ -98,7 +101,7 @@ class Placement:
     # --- pinned strategies -------------------------------------------------------------------------------------------
 
     def pin(self, strategy: Strategy, shape: Shape) -> Worker | None:
-        """The one worker that a pinned strategy gives the shape to, with or without room."""
+        """The worker to which a pinned strategy assigns the shape, whether or not it has room now."""
         if self._pins_members != self._fleet.membership:
             self._move_pins()
         if len(self._pins) >= PINS_MAX:
@@ -110,22 +113,22 @@ class Placement:
         return pin.first[2] if pin.first is not None else None
 
     def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> tuple[float, str, Worker] | None:
-        """The one of these workers that ranks first for the shape, with its score and id."""
+        """The eligible one of these workers that ranks first for the shape, with its score and id."""
         fleet = self._fleet
         eligible = fleet.eligible(shape._replace(partition=-1))
         able = [w for w in workers if w in eligible and strategy.excludes(shape, w, fleet) is None]
         return min([(strategy.score(shape, w, fleet), w.worker_id, w) for w in able], default=None)
 
     def _move_pins(self) -> None:
-        """The fleet has changed: what was pinned to a worker that is gone is placed anew, and a worker that joined
-        takes what it ranks first for.
+        """Adapts the pins to a changed fleet: removes those to workers that left, and moves those for which a worker
+        that joined ranks first to that worker.
         """
         before, fleet = self._members, self._fleet
         now = self._members = {w: w.info for w in fleet.workers.values() if w.accepting}
         self._pins_members = fleet.membership
         joined = [w for w, info in now.items() if before.get(w) is not info]
         if not joined and len(now) == len(before):
-            return  # something else changed
+            return  # none joined or left
         if len(joined) > JOINED_MAX:
             self._pins.clear()
         for key, (strategy, first) in list(self._pins.items()):

@@ -1,13 +1,14 @@
 """Which models are loaded on one worker, and which may be.
 
-A worker loads a model when a lease on it arrives, and makes room by unloading models without leases, the least recently
-used first. So the master plans by what it grants. A model is *placed* where the last heartbeat lists it, or a lease on
-it was granted since. Models *in use* can't be unloaded: those with leases, pinned ones, those being loaded, and the one
-that has a load reservation (load_reservations.py). A lease on another model is granted only where that model fits
-beside those in use. If others must be unloaded for it, the worker must also have rested since its last loading for as
-long as that loading took, or be idle: a busy worker spends at most half of its time on loading.
+A worker loads a model when a lease on it arrives, and first unloads models without leases, the least recently used
+first, until there is enough memory. So the master controls loading through the leases that it grants. A model is
+*placed* where the last heartbeat lists it, or a lease on it was granted since. Models *in use* can't be unloaded: those
+with leases, pinned ones, those being loaded, and the one that has a load reservation (load_reservations.py). A lease on
+another model is granted only where that model fits beside those in use. If others must be unloaded for it, the worker
+must also have rested since its last loading for as long as that loading took, or be idle: a busy worker spends at most
+half of its time on loading.
 
-Workers that offer no models by id, or that know no limit of their memory, are not planned for.
+The master does not plan for workers that offer no models by id, or report no limit of their memory.
 """
 
 from collections.abc import Iterable
@@ -19,11 +20,12 @@ from multigpu_master.core.workers.info import Model, ModelState, Resident
 # Assumed where nothing is measured: loading time, and memory for each byte of a model's files.
 LOAD_S = 3.0
 MEMORY_PER_FILE_BYTE = 1.3
-# Limit of models with measured sizes; beyond it the oldest is forgotten.
+# Limit of each table of measurements; beyond it, the model that was added first is removed.
 MEASURED_MAX = 10_000
-# An unwanted model is gone when this many heartbeats in a row do not list it: one may have been on its way already.
+# An unwanted model is considered unloaded when this many heartbeats in a row do not list it: the first of them may have
+# been sent before the model was loaded.
 GONE_BEATS = 2
-# A measurement that differs by less than this share is no news.
+# A measurement that differs from the known value by at most this share of it is ignored.
 SAME = 0.1
 
 
@@ -38,7 +40,7 @@ class Block(Enum):
 
 
 class ModelSizes:
-    """The last measurements of models anywhere in the fleet. `changes` counts those that were news."""
+    """Measured sizes and loading times of models, from all workers. `changes` counts changed values."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -46,7 +48,7 @@ class ModelSizes:
         self.load_s: dict[str, float] = {}
 
     def learn(self, model: str, memory_bytes: float, load_s: float) -> None:
-        """Adds a measurement; 0: not measured."""
+        """Records a measurement; 0: not measured."""
         for table, value in (self.memory_bytes, memory_bytes), (self.load_s, load_s):
             known = table.get(model, 0.0)
             if value and abs(value - known) > SAME * known:
@@ -58,26 +60,27 @@ class ModelSizes:
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """See the module. Times in seconds since the epoch."""
+    """The models of one worker. Times are in seconds since the epoch."""
 
     sizes: ModelSizes = field(default_factory=ModelSizes)
     limit_bytes: int = 0  # for all loaded models; 0: unknown
     offered: dict[str, Model] = field(default_factory=dict)  # by id
-    names: dict[str, str] = field(default_factory=dict)  # what tasks may call them -> id
-    ids: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) of tasks -> id, as found before
+    names: dict[str, str] = field(default_factory=dict)  # names and ids in tasks -> id
+    ids: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) of tasks -> id: Fleet's cache
     reported: dict[str, Resident] = field(default_factory=dict)  # in the last heartbeat
     uses: dict[str, int] = field(default_factory=dict)  # live leases
-    granted: dict[str, int] = field(default_factory=dict)  # the frame of the newest lease that no heartbeat covers yet
-    going: dict[str, str] = field(default_factory=dict)  # what the worker will unload -> for which model
-    used: dict[str, int] = field(default_factory=dict)  # the order in which leases were granted and ended last
+    granted: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease, until acknowledged
+    going: dict[str, str] = field(default_factory=dict)  # model that will be unloaded -> the model to load instead
+    used: dict[str, int] = field(default_factory=dict)  # model -> number of its last grant or release, in order
     began_s: dict[str, float] = field(default_factory=dict)  # start of each loading
     pins: dict[str, None] = field(default_factory=dict)  # names or ids that an operator wants loaded
-    unwanted: dict[str, int] = field(default_factory=dict)  # ids that must go -> heartbeats in a row without them
-    resting: bool = False  # it has just loaded one
+    unwanted: dict[str, int] = field(default_factory=dict)  # ids to unload -> heartbeats in a row without them
+    resting: bool = False  # the worker has just loaded a model
     rest_until_s: float = 0.0
     room_for: str = ""  # the model with a load reservation
-    retiring: dict[str, None] = field(default_factory=dict)  # models that go for it once their leases are done
-    # (kind, model) of leases granted since the worker was idle, where it offers no models by id: loaded or about to be.
+    retiring: dict[str, None] = field(default_factory=dict)  # get no new leases, so that room_for can be loaded
+    # For workers that offer no models by id: (kind, model) of the leases granted since the worker was last idle. These
+    # models are loaded, or will be.
     unplanned: dict[tuple[str, str], None] = field(default_factory=dict)
     _uses: int = 0
     _sizes: int = 0  # the `sizes.changes` that the sums are based on
@@ -86,10 +89,10 @@ class Residency:
     _in_use_bytes: int | None = None
     _placed_bytes: int | None = None
 
-    # --- what there is -----------------------------------------------------------------------------------------------
+    # --- offered and placed models -----------------------------------------------------------------------------------
 
     def offer(self, models: Iterable[Model], limit_bytes: int) -> None:
-        """Replaces what the worker offers."""
+        """Replaces the models that the worker offers, and its memory limit."""
         self.limit_bytes = limit_bytes
         self.offered = {m.model_id: m for m in models}
         self.names = {model_id: model_id for model_id in self.offered}
@@ -139,7 +142,7 @@ class Residency:
                 self._in_use[self.room_for] = None
         return self._in_use
 
-    # --- what may be -------------------------------------------------------------------------------------------------
+    # --- which models may be loaded ----------------------------------------------------------------------------------
 
     def blocked(self, model: str, *, idle: bool) -> Block | None:
         """Why the model gets no lease here now. `idle`: the worker holds no lease."""
@@ -162,7 +165,7 @@ class Residency:
         return Block.RESTING if self.excess_bytes(model) > 0 else None
 
     def fits(self, model: str) -> bool:
-        """Whether there is room beside the models in use. With none in use, the worker may try."""
+        """Whether the model fits into memory beside the models in use. If there are none, it may always be tried."""
         if self._sizes != self.sizes.changes:
             self._sizes = self.sizes.changes
             self.changed()
@@ -173,7 +176,7 @@ class Residency:
         return others <= 0 or others + mine <= self.limit_bytes
 
     def excess_bytes(self, model: str) -> int:
-        """How much must be unloaded for it; 0 or less: nothing."""
+        """How many bytes of other models must be unloaded for it; 0 or less: none."""
         if not self.limit_bytes or self.placed(model):
             return 0
         if self._placed_bytes is None:
@@ -195,22 +198,22 @@ class Residency:
         return evicted
 
     def last_use(self, model: str) -> tuple[int, float]:
-        """Sorts models by their last use."""
+        """Sort key by which the least recently used model comes first."""
         reported = self.reported.get(model)
         return self.used.get(model, 0), reported.last_use_s if reported is not None else 0.0
 
     def cost_s(self, model: str) -> float:
-        """Its loading time, and that of the models it evicts: they will be loaded again."""
+        """Its loading time plus those of the models that it evicts, as they will be loaded again."""
         return sum(map(self.load_s, self.evicted_for(model)), self.load_s(model))
 
     # --- leases and heartbeats ---------------------------------------------------------------------------------------
 
     def grant(self, model: str, frame: int, now: float) -> bool:
-        """Notes a lease on the model. Returns whether the worker has to load it."""
+        """Records a lease on the model. Returns whether the worker has to load it."""
         uses = self.uses.get(model, 0)
         loads = not uses and not self.placed(model)
         if loads:
-            # Nothing counts on the evicted models until the worker reports them again.
+            # Evicted models do not count as placed until a heartbeat lists this one, or its leases have ended.
             for other in self.evicted_for(model):
                 self.going[other] = model
                 self.granted.pop(other, None)
@@ -228,7 +231,7 @@ class Residency:
         self.used[model] = self._uses
 
     def release(self, model: str) -> bool:
-        """Notes the end of a lease. Returns whether the model is no longer placed."""
+        """Records the end of a lease. Returns whether the model is no longer placed."""
         uses = self.uses[model] - 1
         self._note_use(model)
         if uses:
@@ -247,7 +250,7 @@ class Residency:
             self.rest_until_s = max(self.rest_until_s, now + took_s)
 
     def heard(self, models: Iterable[Resident], last_frame: int, now: float) -> bool:
-        """Takes the models of a heartbeat. Returns whether they differ from what was assumed."""
+        """Applies the models of a heartbeat. Returns whether this changed the placed models or a reported size."""
         before = {m for m in (*self.reported, *self.granted) if self.placed(m)}
         sizes = {r.model: r.memory_bytes for r in self.reported.values()}
         self.reported = {r.model: r for r in models}
@@ -267,7 +270,7 @@ class Residency:
         return before != after or sizes != {r.model: r.memory_bytes for r in self.reported.values()}
 
     def lost(self) -> None:
-        """The session is over: nothing is known until the next heartbeat. What operators want stays wanted."""
+        """The session is over: nothing is known until the next heartbeat. `pins` and `unwanted` stay."""
         self.reported, self.granted, self.going, self.began_s, self.unplanned = {}, {}, {}, {}, {}
         self.resting, self.rest_until_s = False, 0.0
         self.room_for, self.retiring = "", {}
@@ -276,7 +279,7 @@ class Residency:
     # --- orders ------------------------------------------------------------------------------------------------------
 
     def reserve(self, model: str, retiring: Iterable[str]) -> None:
-        """The model is loaded next; the retiring ones get no new leases."""
+        """Reserves the worker for loading the model next; the retiring models get no new leases."""
         self.room_for, self.retiring = model, dict.fromkeys(retiring)
 
     def end_reservation(self) -> None:
@@ -295,7 +298,7 @@ class Residency:
             self.unwanted[model] = 0
 
     def forget_unloaded(self) -> bool:
-        """Forgets the unwanted models that are gone, by the last heartbeats. Returns whether there were any."""
+        """After a heartbeat: forgets unwanted models that are unloaded by now. Returns whether there were any."""
         gone = []
         for model in self.unwanted:
             self.unwanted[model] = 0 if model in self.reported or model in self.uses else self.unwanted[model] + 1
@@ -307,5 +310,5 @@ class Residency:
 
 
 def is_version(model: str, name: str) -> bool:
-    """Whether a name means this id: it is that id, or a version of that name."""
+    """Whether `model` is the id `name`, or a version of the model `name`."""
     return model == name or model.startswith(f"{name}:")

@@ -1,10 +1,10 @@
-"""A language model on torch: from a folder to the logits of the next tokens.
+"""Loads a language model on torch, tries it out, and computes the logits of the next tokens.
 
 Any decoder that uses transformers' attention interface works: the model keeps its own code except for attention, which
 reads the paged cache (cache.py). At load, a trial text goes through the unchanged model and in pieces through the
 cache, and the logits must agree.
 
-transformers dequantises GGUF files, which takes long, so the result is kept in the artifact cache.
+transformers dequantises GGUF files. That takes long, so the result is kept in the artifact cache.
 """
 
 import importlib.metadata
@@ -38,19 +38,20 @@ from multigpu_worker.models.folders import ModelFolderError, check_model_folder
 
 # Context of models that name no limit.
 CONTEXT_TOKENS = 2048
-# Default limits of the cache: of the host's memory, and of the GPU's free memory.
+# Default limits of the cache: on a CPU (and at most a quarter of the host's memory); on a GPU, as a share of its free
+# memory.
 CPU_CACHE_BYTES = 512 << 20
 GPU_CACHE_SHARE = 0.5
 # Known parameters of model.toml.
 PARAMETERS = ("cache_bytes", "context")
 # Layer types whose state the cache holds.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Position encodings that change for all tokens of a step if one of them is past the original context.
+# Position encodings that change for all tokens of a step if one of them is past the model's original context.
 CHANGING_ROPES = {"dynamic", "longrope"}
 
 TRIAL_TEXT = "A trial: one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen."
 TRIAL_TOKENS = 24
-# Largest difference of logits that rounding explains, relative to the largest.
+# Largest difference of logits that rounding explains, relative to the largest logit.
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 log = structlog.get_logger(__name__)
@@ -63,12 +64,12 @@ class GenerateModel:
     device: torch.device
     shape: CacheShape
     eos_ids: frozenset[int]
-    # Number of known tokens. A tokenizer may have more.
+    # Number of token ids that the model accepts. A tokenizer may have more.
     vocabulary: int
     # Most tokens of a sequence.
     context: int
     cache: PagedCache
-    # Held while the model is loaded from it, so that the cache does not evict it.
+    # Held while the model is in use, so that the artifact cache does not evict its files.
     artifact: Artifact | None = None
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -79,7 +80,7 @@ class GenerateModel:
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece], wanted: Sequence[int], cache: PagedCache | None = None) -> Tensor:
-        """Logits after the last token of the wanted pieces: [wanted, vocabulary]. At least one must be wanted."""
+        """Logits after the last token of pieces: [len(wanted), vocabulary]. `wanted`: their indices, at least one."""
         token_ids, positions, step = make_step(cache or self.cache, pieces, self.device)
         ends: list[int] = []
         for piece in pieces:
@@ -93,7 +94,7 @@ class GenerateModel:
 
 
 def load_model(spec: ModelSpec, settings: EngineSettings, precision: str) -> GenerateModel:
-    """Load a model and run the trial. Raises ModelFolderError, MemoryError; ArtifactError for a dequantised one."""
+    """Load a model and run the trial. Raises ModelFolderError, MemoryError; ArtifactError while dequantising."""
     disable_progress_bar: Any = transformers.utils.logging.disable_progress_bar
     disable_progress_bar()
     if unknown := sorted(set(spec.parameters) - set(PARAMETERS)):
@@ -161,7 +162,7 @@ def _from_gguf(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _dequantised(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> Artifact:
-    """The content of a GGUF file as a folder of transformers."""
+    """The content of a GGUF file as a model folder of transformers, from the artifact cache."""
     path = spec.folder / spec.file
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
     key = {"sha256": file_hash(path), "dtype": str(dtype), **versions}
@@ -170,7 +171,7 @@ def _dequantised(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) 
         log.info("dequantising a GGUF file, which is done once", file=str(path))
         with loading(spec.folder, "AutoModelForCausalLM"):
             model, tokenizer = _from_gguf(spec, dtype)
-        # transformers rejects to save a model that is marked as quantised.
+        # transformers refuses to save a model that is marked as quantised.
         model.is_quantized = False
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
@@ -208,7 +209,7 @@ def _context(spec: ModelSpec, config: Any) -> int:
 
 
 def _number(spec: ModelSpec, name: str, default: int) -> int:
-    """A number from model.toml's parameters. Bytes may have a unit."""
+    """A number from model.toml's parameters, at least 1. `cache_bytes` may have a unit."""
     text = spec.parameters.get(name)
     if text is None:
         return default
@@ -222,7 +223,7 @@ def _number(spec: ModelSpec, name: str, default: int) -> int:
 
 
 def _blocks(spec: ModelSpec, settings: EngineSettings, loaded: GenerateModel) -> int:
-    """The number of blocks: enough for all slots at full context, or as many as fit into memory."""
+    """The number of blocks of the cache: enough for all slots at full context, or as many as its limit allows."""
     if loaded.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(loaded.device)
         bytes_max = int(free_bytes * GPU_CACHE_SHARE)
@@ -242,7 +243,7 @@ def _blocks(spec: ModelSpec, settings: EngineSettings, loaded: GenerateModel) ->
 
 @torch.inference_mode()
 def _try_out(loaded: GenerateModel, spec: ModelSpec) -> None:
-    """Compare the logits of two sequences in pieces through the cache with those of the unchanged model."""
+    """Compare the logits of two sequences, fed in pieces through the cache, with those of the unchanged model."""
     ids = [int(token) for token in loaded.tokenizer(TRIAL_TEXT)["input_ids"]][:TRIAL_TOKENS]
     ids += [ids[-1]] * (TRIAL_TOKENS - len(ids))
     long, short = ids, ids[5:16]
@@ -256,7 +257,7 @@ def _try_out(loaded: GenerateModel, spec: ModelSpec) -> None:
             f"{spec.folder} is a {type(loaded.model).__name__}, which has its own attention: generate needs a model "
             "that uses transformers' attention interface"
         )
-    # Blocks out of order; pieces of several tokens together, with a single token, and two single tokens.
+    # Blocks are out of order. Three steps: both pieces of several tokens; several and a single one; two single ones.
     middle = blocks_for(TRIAL_TOKENS)
     blocks = list(range(2 * middle - 1, -1, -1))
     long_blocks, short_blocks = blocks[:middle], blocks[middle:]

@@ -1,6 +1,6 @@
-"""Casts a float32 ONNX graph to 16 bits with nvidia-modelopt's AutoCast, in a subprocess.
+"""Converts a float32 ONNX graph to 16 bits with nvidia-modelopt's AutoCast, in a subprocess.
 
-A trial run of the graph finds operations whose numbers do not fit into 16 bits, which stay float32. Inputs and outputs
+A trial run of the graph finds operations whose values do not fit into 16 bits; those stay float32. Inputs and outputs
 keep their types.
 """
 
@@ -12,7 +12,7 @@ TYPES = ("fp16", "bf16")
 
 
 def cast_graph(graph: Path, cast: Path, precision: str, threads: int = 0) -> None:
-    """Write the cast `graph` to `cast`. Raises ModelFolderError, also if nvidia-modelopt is missing."""
+    """Write the converted `graph` to the file `cast`. ModelFolderError: it failed, or nvidia-modelopt is missing."""
     assert precision in TYPES, precision
     arguments = {"graph": str(graph), "cast": str(cast), "precision": precision}
     subprocess_call(f"{__name__}:convert", arguments, threads=threads)

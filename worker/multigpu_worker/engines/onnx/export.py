@@ -1,8 +1,8 @@
 """Exports an embedding model as one ONNX graph: transformer, pooling and later steps, for batches of any shape.
 
-The graph's vectors are compared with torch's, for other shapes than it was exported with: an export that specialised on
-a shape or lost a mask is rejected. The tokenizer is saved with the graph, so running it needs neither torch nor
-transformers. The export runs in a subprocess, the only one that imports torch.
+The graph's vectors are compared with torch's, also for shapes other than that of the export: an export that fits only
+one shape, or lost the mask, is rejected. The tokenizer is saved with the graph, so running it needs neither torch nor
+transformers. The export runs in a subprocess, which alone imports torch.
 """
 
 from pathlib import Path
@@ -22,7 +22,8 @@ MODEL_FILE = "model.onnx"
 OUTPUT = "vectors"
 # Supported by ONNX Runtime 1.24 and TensorRT 10.
 OPSET = 20
-# Largest difference to torch's vectors, relative to the largest component: rounding in another order of addition.
+# Largest difference to torch's vectors, relative to the largest component: the graph adds, and so rounds, in another
+# order.
 DIFFERENCE_MAX = {"fp32": 1e-4, "fp16": 2e-2}
 # Larger graphs keep their weights in a second file: one file holds less than 2 GiB.
 SINGLE_FILE_BYTES_MAX = 1 << 30
@@ -40,8 +41,8 @@ def export_embed(spec: ModelSpec, folder: Path, precision: str = "fp32", threads
     """Export a model into an empty folder: MODEL_FILE and the files for TextInput.read.
 
     The graph takes input_ids, attention_mask and perhaps token_type_ids, int64 [batch, sequence], and returns OUTPUT,
-    float32 [batch, dimension]. At fp16 the transformer computes in 16 bits. Raises ModelFolderError, also if the graph
-    does not compute what torch does; MemoryError.
+    float32 [batch, dimension]. At fp16 the transformer computes in 16 bits. Raises MemoryError; ModelFolderError, also
+    if the graph's vectors differ from torch's.
     """
     if precision not in DIFFERENCE_MAX:
         raise ModelFolderError(f"models are exported at {' and '.join(DIFFERENCE_MAX)}, not at {precision}")
@@ -95,7 +96,7 @@ def _whole(source: Any) -> "nn.Module":
             vectors: torch.Tensor = self.steps(source.pooling(tokens, inputs["attention_mask"]))
             return vectors
 
-    # Graph optimisers recognise attention that is written as plain operators.
+    # Graph optimisers recognise attention only as plain operators, which is what eager attention is.
     source.transformer.set_attn_implementation("eager")
     return Whole().eval()
 
