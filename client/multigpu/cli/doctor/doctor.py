@@ -1,6 +1,7 @@
 """`mgpuctl doctor`: checks of this host and its fleet. Each has a verdict, and a remedy if it needs one.
 
-A check is a function from a Host to findings, in gpu.py, host.py or fleet.py. Checks change nothing.
+A check is a function from a Host to findings, in gpu.py, host.py or fleet.py. Checks change nothing on the host, except
+that one writes and deletes a small file in the data directory to time an fsync.
 """
 
 import contextlib
@@ -48,8 +49,8 @@ STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red",
 def doctor(data_dir: str | None, address: str, as_json: bool) -> None:
     """Check this host and its fleet: verdicts and remedies.
 
-    Driver, CUDA, GPUs, MPS, NVLink, permissions, versions, disk, ports, certificates, the master, clocks and the
-    fleet's devices. Run it on each host, as the user that the daemons run as.
+    Driver, CUDA, GPUs, MPS, permissions, limits, disk, ports, services, certificates, the master, clocks, versions and
+    the fleet's devices. Run it on each host, as the user that the daemons run as.
     """
     with contextlib.ExitStack() as stack:
         try:

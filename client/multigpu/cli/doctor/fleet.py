@@ -1,15 +1,20 @@
-"""Checks of the fleet: the master, its journal, clocks, versions, devices."""
+"""Checks of the fleet: the master, clocks, versions, devices, the journal."""
 
 import importlib.metadata
 import time
 
 from multigpu.cli import show
-from multigpu.cli.doctor.base import Finding, Host, fail, ok, warn
+from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, warn
 from multigpu.cli.failures import Failure, Unreachable
 from multigpu.cli.fleet import device_columns
 from multigpu.cli.text import age, duration, seconds_of, size
+from multigpu.handlers import RESERVED_KINDS
+from multigpu.v1 import admin_service_pb2 as admin
 
+CLOCK_ROUNDS = 3
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
+# A sample is taken shortly before its heartbeat: an older one means a wrong clock or a driver that hangs.
+SAMPLE_AGE_WARN_S = 15.0
 
 
 def master(host: Host) -> list[Finding]:
@@ -32,12 +37,17 @@ def journal(host: Host) -> list[Finding]:
 
 
 def clock(host: Host) -> list[Finding]:
-    """The host's clock against the master's, halfway through the round trip."""
-    assert host.stats is not None
-    before = time.time()
-    answer = host.ask_stats()
-    after = time.time()
-    return judge_clock((before + after) / 2 - seconds_of(answer.server_time), after - before)
+    """The host's clock against the master's, halfway through the round trip; the quickest of a few rounds."""
+    if not host.stats.HasField("server_time"):
+        raise SkipCheck(f"a master of version {host.stats.version} doesn't report its time")
+    rounds = []
+    for _ in range(CLOCK_ROUNDS):
+        before = time.time()
+        answer = host.ask_stats()
+        after = time.time()
+        rounds.append((after - before, (before + after) / 2 - seconds_of(answer.server_time)))
+    trip_s, skew_s = min(rounds)
+    return judge_clock(skew_s, trip_s)
 
 
 def judge_clock(skew_s: float, trip_s: float) -> list[Finding]:
@@ -51,6 +61,25 @@ def judge_clock(skew_s: float, trip_s: float) -> list[Finding]:
     return ok("clock", message)
 
 
+def worker_clocks(host: Host) -> list[Finding]:
+    """Workers' samples are a little older than the heartbeats that bring them."""
+    sampled = [worker for worker in host.connected if worker.telemetry.HasField("sample_time")]
+    if not sampled:
+        raise SkipCheck("no connected worker reports its device")
+    names = device_columns.short_names([worker.worker_id for worker in host.workers])
+    wrong = []
+    for worker in sampled:
+        age_s = seconds_of(worker.last_heartbeat_time) - seconds_of(worker.telemetry.sample_time)
+        if age_s < -SKEW_WARN_S:
+            wrong.append(f"{names[worker.worker_id]} is {duration(-age_s)} or more ahead")
+        elif age_s > SAMPLE_AGE_WARN_S:
+            wrong.append(f"{names[worker.worker_id]} is {duration(age_s)} behind, or its driver doesn't answer")
+    if wrong:
+        remedy = "`timedatectl set-ntp true` on these hosts; `mgpuctl doctor` there says more"
+        return warn("worker clocks", "; ".join(wrong), remedy)
+    return ok("worker clocks", f"{len(sampled)} workers agree with the master")
+
+
 def fleet_versions(host: Host) -> list[Finding]:
     """Master, workers and mgpuctl have the same version."""
     own = importlib.metadata.version("multigpu")
@@ -60,6 +89,28 @@ def fleet_versions(host: Host) -> list[Finding]:
         remedy = "`./deploy_multi_gpu.sh --upgrade` on the hosts that are behind"
         return warn("fleet versions", f"mgpuctl is {own}, but {', '.join(sorted(others))}", remedy)
     return ok("fleet versions", f"all are {own}: the master, {len(host.connected)} workers, mgpuctl")
+
+
+def handlers(host: Host) -> list[Finding]:
+    """Workers that serve the same kind have the same version of its handlers."""
+    versions: dict[str, dict[str, list[str]]] = {}
+    for worker in host.connected:
+        if worker.handlers.version:
+            for kind in {c.kind for c in worker.capabilities} - RESERVED_KINDS:
+                versions.setdefault(kind, {}).setdefault(worker.handlers.version, []).append(worker.worker_id)
+    # Kinds that differ in the same way are reported once.
+    differing = {str(sorted(found.items())): kind for kind, found in sorted(versions.items()) if len(found) > 1}
+    if not versions:
+        raise SkipCheck("none")
+    if not differing:
+        return ok("handlers", f"{len(versions)} kinds, each of one version")
+    texts = (
+        f"{kind}: "
+        + ", ".join(f"{version} on {' and '.join(names)}" for version, names in sorted(versions[kind].items()))
+        for kind in differing.values()
+    )
+    remedy = "`mgpuctl handlers reload --all`, once the files are the same on all hosts"
+    return warn("handlers", f"workers run different versions of {'; '.join(texts)}", remedy)
 
 
 def workers(host: Host) -> list[Finding]:
@@ -86,6 +137,30 @@ def workers(host: Host) -> list[Finding]:
     return findings or ok("workers", device_columns.summary(host.workers))
 
 
+def model_memory(host: Host) -> list[Finding]:
+    """The limits of workers that share a device are not larger together than its memory."""
+    sharing: dict[tuple[str, str], list[admin.Worker]] = {}
+    for worker in host.connected:
+        if worker.model_memory_bytes:
+            sharing.setdefault((worker.host, worker.device.device_id), []).append(worker)
+    if not sharing:
+        raise SkipCheck("no connected worker reports its limit for models")
+    names = device_columns.short_names([worker.worker_id for worker in host.workers])
+    findings: list[Finding] = []
+    for together in sharing.values():
+        device = together[0].device
+        allowed = sum(worker.model_memory_bytes for worker in together)
+        if device.memory_total_bytes and allowed > device.memory_total_bytes:
+            total = size(device.memory_total_bytes)
+            who = " and ".join(names[worker.worker_id] for worker in together)
+            findings += warn(
+                "model memory",
+                f"{who}: models may take {size(allowed)} of the {total} that {device.name} has",
+                f"set device_workers = {len(together)} for each worker there, or lower its model_memory_bytes",
+            )
+    return findings or ok("model memory", f"{len(sharing)} devices have as much as their workers may take for models")
+
+
 def breaker(host: Host) -> list[Finding]:
     """The circuit breaker is closed: the master quarantines sick devices."""
     state = host.stats.breaker
@@ -98,4 +173,4 @@ def breaker(host: Host) -> list[Finding]:
     return fail("breaker", message, remedy)
 
 
-CHECKS = (master, journal, clock, fleet_versions, workers, breaker)
+CHECKS = (master, journal, clock, worker_clocks, fleet_versions, handlers, workers, model_memory, breaker)

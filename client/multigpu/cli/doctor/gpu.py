@@ -1,4 +1,4 @@
-"""Checks of the GPUs of this host: driver, CUDA, device files, MPS, NVLink."""
+"""Checks of the GPUs of this host: driver, CUDA, device files, MPS, NVLink, MIG."""
 
 import importlib.metadata
 import importlib.util
@@ -11,6 +11,8 @@ from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, skip, w
 
 NO_GPU = "no NVIDIA GPU here: workers run on the CPU"
 NO_DRIVER = "no NVIDIA GPU answers"
+# NVML_COMPUTEMODE_*
+COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
 def driver(host: Host) -> list[Finding]:
@@ -136,14 +138,22 @@ def mps(host: Host) -> list[Finding]:
     if not host.gpus:
         raise SkipCheck(NO_DRIVER)
     verdict = fail if wanted == "on" else warn
+    remedy = " or set worker.mps to off"
     missing = [name for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server") if shutil.which(name) is None]
     if missing:
-        remedy = "install the driver's MPS programs, or set worker.mps to off"
-        return verdict("mps", f"no {', '.join(missing)} on PATH", remedy)
+        return verdict("mps", f"no {', '.join(missing)} on PATH", f"install the driver's MPS programs,{remedy}")
     if cut := [str(gpu["index"]) for gpu in host.gpus if gpu.get("mig")]:
-        remedy = "turn MIG off, or set worker.mps to off"
-        return verdict("mps", f"MIG is on for GPU {', '.join(cut)}: engines there run without MPS", remedy)
-    return ok("mps", "its programs are on PATH")
+        return verdict(
+            "mps", f"MIG is on for GPU {', '.join(cut)}: engines there run without MPS", f"turn MIG off,{remedy}"
+        )
+    barred = [gpu for gpu in host.gpus if gpu.get("compute_mode", 0) == 2]
+    if barred:
+        which = ", ".join(str(gpu["index"]) for gpu in barred)
+        return fail(
+            "mps", f"GPU {which} is in compute mode prohibited", f"nvidia-smi -i {barred[0]['index']} -c DEFAULT"
+        )
+    modes = sorted({COMPUTE_MODES.get(gpu.get("compute_mode", 0), "?") for gpu in host.gpus})
+    return ok("mps", f"possible: the programs are there, compute mode {', '.join(modes)}")
 
 
 def nvlink(host: Host) -> list[Finding]:
@@ -153,12 +163,31 @@ def nvlink(host: Host) -> list[Finding]:
     linked = [gpu for gpu in host.gpus if gpu.get("nvlinks_up")]
     if not linked:
         raise SkipCheck("no GPU here has an NVLink that is up" if host.gpus else NO_DRIVER)
-    most = {gpu["name"]: max(each["nvlinks_up"] for each in linked if each["name"] == gpu["name"]) for gpu in linked}
-    counts = [(gpu["index"], gpu["nvlinks_up"], most[gpu["name"]]) for gpu in linked]
-    if fewer := [f"GPU {index}: {up} of {full}" for index, up, full in counts if up < full]:
+    most: dict[str, int] = {}
+    for gpu in linked:
+        most[gpu["name"]] = max(most.get(gpu["name"], 0), gpu["nvlinks_up"])
+    fewer = [
+        f"GPU {gpu['index']}: {gpu['nvlinks_up']} of {most[gpu['name']]}"
+        for gpu in linked
+        if gpu["nvlinks_up"] < most[gpu["name"]]
+    ]
+    if fewer:
         remedy = "look at `nvidia-smi nvlink -s`, the bridge, and on a switched host at nvidia-fabricmanager"
         return warn("nvlink", f"fewer links are up than on others of this host: {', '.join(fewer)}", remedy)
-    return ok("nvlink", f"{len(linked)} GPUs have all links of their model up")
+    counts = ", ".join(f"{count} on each {name}" for name, count in most.items())
+    return ok("nvlink", f"{len(linked)} GPUs have links that are up: {counts}")
 
 
-CHECKS = (driver, gpus, cuda, permissions, mps, nvlink)
+def mig(host: Host) -> list[Finding]:
+    """Each worker has a whole GPU, or a MIG instance by its UUID."""
+    able = [gpu for gpu in host.gpus if "mig" in gpu]
+    if not able:
+        raise SkipCheck("no GPU here has MIG" if host.gpus else NO_DRIVER)
+    cut = [str(gpu["index"]) for gpu in able if gpu["mig"]]
+    if cut:
+        remedy = "give each worker its instance, --device MIG-… (`nvidia-smi -L`), or `nvidia-smi -mig 0` as root"
+        return warn("mig", f"GPU {', '.join(cut)} is cut into instances", remedy)
+    return ok("mig", "off: each worker has a whole GPU")
+
+
+CHECKS = (driver, gpus, cuda, permissions, mps, nvlink, mig)

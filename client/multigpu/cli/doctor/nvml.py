@@ -3,8 +3,8 @@
 A separate process (`python -m multigpu.cli.doctor.nvml`): a broken driver may hang or crash its caller.
 """
 
-import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 
@@ -35,14 +35,27 @@ def _device(nvml: Any, index: int) -> dict[str, Any]:
         nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError as error:
         return {**facts, "error": str(error)}
-    with contextlib.suppress(nvml.NVMLError):
-        facts["minor"] = nvml.nvmlDeviceGetMinorNumber(handle)
-        facts["mig"] = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
-    facts["nvlinks_up"] = 0
-    with contextlib.suppress(nvml.NVMLError):  # after the last link, or at once without NVLink
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            facts["nvlinks_up"] += bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
-    return facts
+
+    def tell(name: str, ask: Callable[[], Any]) -> None:
+        try:
+            facts[name] = ask()
+        except nvml.NVMLError:
+            return
+
+    tell("minor", lambda: nvml.nvmlDeviceGetMinorNumber(handle))
+    tell("mig", lambda: nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    tell("compute_mode", lambda: nvml.nvmlDeviceGetComputeMode(handle))
+    return {**facts, "nvlinks_up": _nvlinks_up(nvml, handle)}
+
+
+def _nvlinks_up(nvml: Any, handle: Any) -> int:
+    up = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            up += bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
+        except nvml.NVMLError:  # no such link, or no NVLink at all
+            break
+    return up
 
 
 if __name__ == "__main__":

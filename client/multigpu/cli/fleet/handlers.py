@@ -22,7 +22,7 @@ def handlers() -> None:
     """Have workers reload your handlers, one after the other.
 
     A worker keeps the version that it read at its start, even if the files change. `mgpuctl workers --json` shows the
-    version.
+    version, and `mgpuctl doctor` warns if workers run different ones.
     """
 
 

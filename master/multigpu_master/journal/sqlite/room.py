@@ -83,12 +83,21 @@ class Reserve:
 
     def give_up(self) -> bool:
         """Returns the space to the disk; whether there was any."""
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in failures.NO_DESCRIPTOR:  # space is not what is missing
+                return False
+            self.size_bytes = 0
+            if error.errno == errno.ENOENT:
+                return False
+            raise
         self.size_bytes = 0
         try:
-            taken = self._path.stat().st_size > 0
-            os.truncate(self._path, 0)
-        except FileNotFoundError:
-            return False
+            taken = os.fstat(fd).st_size > 0
+            os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
         return taken
 
 

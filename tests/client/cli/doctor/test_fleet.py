@@ -12,6 +12,7 @@ from multigpu.cli.doctor import doctor
 from multigpu.cli.doctor import fleet as doctor_fleet
 from multigpu.cli.doctor.base import Finding, Host, Verdict, fail, ok, warn
 from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1.device_pb2 import DeviceTelemetry
 
 from tests.client.cli.doctor.checks import checked, host_of, one, stats, verdicts
 from tests.client.cli.fleet.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
@@ -36,15 +37,26 @@ def test_clock(skew: float, trip: float, verdict: str) -> None:
 
 
 def test_a_masters_clock_that_is_off(script: UnaryMaster) -> None:
+    assert checked(doctor_fleet.clock, host_of(script.address)).verdict is Verdict.OK
     script.answers["GetStats"] = lambda _: stats(server_time=ago(120))
     found = checked(doctor_fleet.clock, host_of(script.address))
     assert found.verdict is Verdict.FAIL
     assert "2 min 0 s ahead of the master's" in found.message
+    script.answers["GetStats"] = lambda _: stats(server_time=None)
+    assert checked(doctor_fleet.clock, host_of(script.address)).verdict is Verdict.SKIP
 
 
 def knows(script: UnaryMaster, *workers: admin.Worker) -> Host:
     script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=workers)
     return host_of(script.address)
+
+
+def test_worker_clocks(script: UnaryMaster) -> None:
+    assert checked(doctor_fleet.worker_clocks, knows(script, cpu_worker())).verdict is Verdict.OK
+    ahead = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(-30)))
+    assert "ahead" in checked(doctor_fleet.worker_clocks, knows(script, ahead)).message
+    behind = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(60)))
+    assert checked(doctor_fleet.worker_clocks, knows(script, behind)).verdict is Verdict.WARN
 
 
 def test_fleet_versions(script: UnaryMaster) -> None:
@@ -70,6 +82,22 @@ def test_workers(script: UnaryMaster) -> None:
     assert [f.verdict.value for f in found] == ["fail", "warn", "fail", "fail"]
     assert "xid_79" in found[0].message
     assert "by itself" not in found[0].remedy, "the reasons may ask for a person"
+
+
+def test_workers_of_one_device_take_no_more_than_it_has(script: UnaryMaster) -> None:
+    share = 141 << 30
+    alone = gpu_worker(0, model_memory_bytes=share * 9 // 10)
+    assert checked(doctor_fleet.model_memory, knows(script, alone, gpu_worker(1))).verdict is Verdict.OK
+    assert checked(doctor_fleet.model_memory, knows(script, gpu_worker(1))).verdict is Verdict.SKIP
+    twin = gpu_worker(0, worker_id="twin", model_memory_bytes=share * 9 // 10)
+    found = checked(doctor_fleet.model_memory, knows(script, alone, twin, gpu_worker(1, model_memory_bytes=share)))
+    assert found.verdict is Verdict.WARN
+    assert "254 GiB of the 141 GiB that cuda:0 has" in found.message
+    assert "device_workers = 2" in found.remedy
+    elsewhere = gpu_worker(0, worker_id="twin", host="other", model_memory_bytes=share)
+    assert checked(doctor_fleet.model_memory, knows(script, alone, elsewhere)).verdict is Verdict.OK
+    gone = gpu_worker(0, worker_id="twin", model_memory_bytes=share, state=admin.WORKER_STATE_LOST)
+    assert checked(doctor_fleet.model_memory, knows(script, alone, gone)).verdict is Verdict.OK
 
 
 def test_journal_and_breaker(script: UnaryMaster) -> None:
@@ -123,15 +151,25 @@ def test_a_check_that_breaks_does_not_hide_the_others() -> None:
     assert "/proc/x" in found.message
 
 
-def test_the_whole_command_on_a_real_fleet(tmp_path: Path) -> None:
+def test_the_whole_command_on_a_real_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Fleet(tmp_path, workers=1) as fleet:
         listen = {"MGPU_MASTER_LISTEN": fleet.address, "MGPU_MASTER": fleet.address}
         argv = ["doctor", "--json", "--data-dir", str(fleet.data_dir)]
         result = CliRunner().invoke(cli, argv, env=listen)
         told = json.loads(result.output)
         checks = {check["check"]: check for check in told["checks"]}
-        for name in ("master", "journal", "clock", "fleet versions", "workers", "breaker", "port listen"):
+        for name in (
+            "master",
+            "journal",
+            "clock",
+            "worker clocks",
+            "fleet versions",
+            "workers",
+            "breaker",
+            "port listen",
+        ):
             assert checks[name]["verdict"] == "ok", checks[name]
+        assert f"pid {fleet.master.pid}" in checks["port listen"]["message"]
         assert result.exit_code == {"ok": 0, "warn": 6, "fail": 1}[told["verdict"]]
         text = CliRunner().invoke(cli, [argv[0], *argv[2:]], env=listen)
         assert text.exit_code == result.exit_code

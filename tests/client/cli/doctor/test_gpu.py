@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from multigpu.cli.doctor import doctor
@@ -41,20 +42,25 @@ def test_healthy_gpus(on_host: Callable[..., Host]) -> None:
     assert driver.verdict is Verdict.OK
     assert "simulated" in driver.message
     assert "4 GPUs" in driver.message
-    assert verdicts(doctor_gpu.gpus(here) + doctor_gpu.nvlink(here)) == {"gpus": "ok", "nvlink": "ok"}
+    found = verdicts(doctor_gpu.gpus(here) + doctor_gpu.nvlink(here) + doctor_gpu.mig(here))
+    assert found == {"gpus": "ok", "nvlink": "ok", "mig": "ok"}
     assert verdicts(doctor.run_check(doctor_gpu.permissions, here)) == {"permissions": "skip"}
 
 
 def test_unhealthy_gpus(gpus: SimulatedGpus, on_host: Callable[..., Host]) -> None:
     gpus.lose(3)
+    gpus.mig(2, 2)
     gpus.nvlink(0, 1, up=False)
     here = on_host()
-    link = checked(doctor_gpu.nvlink, here)
-    assert link.verdict is Verdict.WARN
-    assert "GPU 0: 5 of 6" in link.message
     lost = checked(doctor_gpu.gpus, here)
     assert lost.verdict is Verdict.FAIL
     assert "GPU 3" in lost.message
+    link = checked(doctor_gpu.nvlink, here)
+    assert link.verdict is Verdict.WARN
+    assert "GPU 0: 5 of 6" in link.message
+    cut = checked(doctor_gpu.mig, here)
+    assert cut.verdict is Verdict.WARN
+    assert "GPU 2" in cut.message
 
 
 def test_a_driver_that_does_not_answer(
@@ -108,15 +114,13 @@ def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
     assert doctor_gpu.installed_torch_cuda() == (said["cuda"] or "")
 
 
-def test_mps(
-    gpus: SimulatedGpus, on_host: Callable[..., Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mps(gpus: SimulatedGpus, on_host: Callable[..., Host], tmp_path: Path, monkeypatch: Any) -> None:
     found = checked(doctor_gpu.mps, on_host())
     assert found.verdict is Verdict.WARN
     assert "nvidia-cuda-mps-control" in found.message
     assert checked(doctor_gpu.mps, on_host(worker={"mps": "on"})).verdict is Verdict.FAIL
     assert checked(doctor_gpu.mps, on_host(worker={"mps": "off"})).verdict is Verdict.SKIP
-    # The check needs them on PATH only.
+    # Only that they are on PATH counts: these do nothing.
     for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)

@@ -12,22 +12,37 @@ import pytest
 from multigpu.cli.doctor import host as doctor_host
 from multigpu.cli.doctor.base import Verdict
 
-from tests.client.cli.doctor.checks import checked, host_of, verdicts
+from tests.client.cli.doctor.checks import checked, host_of, one, verdicts
 from tests.client.cli.fleet_up import MGPUCTL
 
 NOBODY = "65534"
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change users or mount")
 
 
+@pytest.mark.parametrize(("files", "verdict"), [("4096:4096", "ok"), ("512:4096", "warn"), ("128:4096", "fail")])
+def test_limits(files: str, verdict: str) -> None:
+    code = "from multigpu.cli.doctor import host as doctor_host; print(doctor_host.limits(None)[0].verdict.value)"
+    done = subprocess.run(
+        ["prlimit", f"--nofile={files}", sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == verdict
+
+
 def test_versions() -> None:
     assert "grpcio" in checked(doctor_host.versions, host_of()).message
 
 
-def test_a_disk_by_an_absolute_and_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "not there yet" in checked(doctor_host.disk, host_of(data_dir=tmp_path / "not/yet")).message
+def test_a_healthy_disk(tmp_path: Path) -> None:
+    found = doctor_host.disk(host_of(data_dir=tmp_path / "not/yet"))
+    assert {f.check for f in found} == {"file system", "disk", "fsync"}
+    assert not [f for f in found if f.verdict is Verdict.FAIL and f.check != "disk"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d").mkdir()
-    assert "not there yet" not in checked(doctor_host.disk, host_of(data_dir=Path("d"))).message
+    assert not [f for f in doctor_host.disk(host_of(data_dir=Path("d"))) if "not there yet" in f.message]
 
 
 @ROOT
@@ -45,6 +60,8 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     checks = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["disk"]["verdict"] == "fail"
     assert checks["disk"]["message"].startswith("1.0 MiB of 1.0 MiB free")
+    assert checks["file system"]["verdict"] == "warn"
+    assert "tmpfs" in checks["file system"]["message"]
 
 
 @ROOT
@@ -60,15 +77,50 @@ def test_a_disk_of_another_user(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"user {NOBODY} can't write /var/lib/multigpu-nobody")
 
 
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.002, "ok"), (0.1, "warn"), (2.0, "fail")])
+def test_fsync(seconds: float, verdict: str) -> None:
+    assert one(doctor_host.judge_fsync(seconds, "/data")).verdict.value == verdict
+
+
+def test_file_systems() -> None:
+    lines = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / /mnt/with\\040space rw - nfs4 server:/ rw\n"
+    assert doctor_host.file_system(Path("/mnt/with space/data"), lines) == "nfs4"
+    assert doctor_host.file_system(Path("/mnt/with"), lines) == "ext4"
+
+
 def test_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         taken = checked(doctor_host.ports, host_of(listen=f"127.0.0.1:{port}"))
         assert taken.verdict is Verdict.FAIL
-        assert "is taken, and no master answers" in taken.message
+        assert f"pid {os.getpid()}" in taken.message
     assert checked(doctor_host.ports, host_of(listen=f"127.0.0.1:{port}")).verdict is Verdict.OK
     foreign = checked(doctor_host.ports, host_of(listen="192.0.2.1:7433", tls_cert="a", tls_key="b"))
     assert foreign.verdict is Verdict.FAIL
+
+
+UNITS = """\
+mgpu-master.service    loaded    active   running  multigpu master
+mgpu-worker@0.service  loaded    {}   {}  multigpu worker on GPU 0
+mgpu-gone.service      not-found inactive dead     mgpu-gone.service
+"""
+
+
+@pytest.mark.parametrize(
+    ("listed", "verdict"),
+    [
+        (UNITS.format("active", "running"), "ok"),
+        (UNITS.format("failed", "failed"), "fail"),
+        (UNITS.format("activating", "auto-restart"), "warn"),
+        ("mgpu-gone.service not-found inactive dead mgpu-gone.service\n", "skip"),
+        ("", "skip"),
+    ],
+)
+def test_services(listed: str, verdict: str) -> None:
+    found = one(doctor_host.judge_units(listed))
+    assert found.verdict.value == verdict
+    if verdict == "fail":
+        assert "mgpu-worker@0.service" in found.remedy
 
 
 def certificate(path: Path, days: float) -> str:
