@@ -30,7 +30,7 @@ from multigpu.config.settings import (
     WorkerConfig,
     default_data_dir,
 )  # fmt: skip
-from multigpu.config.values import format_value, from_text
+from multigpu.config.values import format_value, from_text, is_size
 from multigpu.errors import ConfigError
 
 __all__ = (
@@ -166,13 +166,24 @@ def click_options(cls: type[Checked]) -> Callable[[F], F]:
             default = default_text(field)
             text = field.metadata["help"] + (f"  [default: {default}]" if default else "")
             multiple = typing.get_origin(hints[name]) in (tuple, dict)
-            metavar = "|".join(field.metadata["choices"]) or None
+            metavar = _metavar(field, hints[name])
             option = click.option(declaration, name, default=None, multiple=multiple, help=text, metavar=metavar)
             command = option(command)
         text = "TOML file to read.  [default: ~/.config/multigpu/config.toml, /etc/multigpu/config.toml]"
         return click.option("--config", "config_file", default=None, metavar="FILE", help=text)(command)
 
     return decorate
+
+
+def _metavar(field: Field, hint: Any) -> str | None:
+    if field.metadata["choices"]:
+        return "|".join(field.metadata["choices"])
+    if hint is bool:
+        return None
+    if hint is int and is_size(field.name):
+        return "SIZE"
+    names = {int: "N", float: "SECONDS" if field.name.endswith("_s") else "NUMBER", Path: "PATH", str: "TEXT"}
+    return names.get(hint, "KEY=VALUE,…" if typing.get_origin(hint) is dict else "A,B,…")
 
 
 def _read_file(path: Path, cls: type[Checked]) -> dict[str, Any]:
