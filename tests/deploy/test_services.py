@@ -1,4 +1,4 @@
-"""The deploy script's services, under a --root: files, units, keys, and a host that joins."""
+"""Installation of the services by the deploy script, below a --root: files, units, keys, and a host that joins."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_p
     dry = deployed(checkout, *arguments, "--dry-run", **gpus.env())
     assert not everything_in(root)
     first = deployed(checkout, *arguments, **gpus.env())
-    # What a dry run says is what is done.
+    # The run writes exactly the files that the dry run lists.
     wrote = {line.split()[1] for line in first.splitlines() if line.startswith("    wrote ")}
     assert wrote == {line.split()[2] for line in dry.splitlines() if line.startswith("would write: ")}
     assert wrote
@@ -47,13 +47,13 @@ def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_p
     assert "wrote" not in again
     after = everything_in(root)
     touched = {name for name in before if before[name] != after.get(name)}
-    # systemd's tools write their databases again.
+    # systemd's tools write etc/passwd and the like again.
     assert {
         n for n in touched if not n.startswith(("etc/passwd", "etc/group", "etc/shadow", "etc/gshadow", "etc"))
     } == set()
     assert after.keys() == before.keys()
 
-    # An image holds no key, and nothing of the host that made it.
+    # The image contains no key, and not the name of the host that made it.
     assert [name for name in before if name.endswith((".key", ".crt", ".token"))] == []
     told = [path for part in ("etc/multigpu", "etc/systemd") for path in (root / part).rglob("*") if path.is_file()]
     assert [path for path in told if f'"{socket.gethostname()}' in path.read_text()] == []
@@ -67,7 +67,7 @@ def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_p
     config = (root / "etc/multigpu/config.toml").read_text()
     assert "require_tokens = true" in config
 
-    # An operator's edit stays; fewer GPUs are fewer workers.
+    # The next run keeps an operator's edit of the configuration, and installs fewer workers for fewer GPUs.
     (root / "etc/multigpu/config.toml").write_text(config + "# mine\n")
     edited = deployed(checkout, *arguments, **gpus.env(), GPU_COUNT="2")
     assert "kept:" in edited
@@ -156,7 +156,7 @@ def test_the_keys_of_an_image_are_made_on_its_first_boot(tmp_path: Path, monkeyp
 @pytest.mark.slow
 @needs_systemd
 def test_a_run_that_is_interrupted_anywhere_can_be_repeated(checkout: Path, tmp_path: Path) -> None:
-    """Killed after 1, 2, 3 … lines of output: the next run completes, with the result of an undisturbed run."""
+    """A run is killed after 1, 14 and 27 lines of output. The next run succeeds, with the files of a complete run."""
     peace = tmp_path / "peace"
     deployed(checkout, "--root", str(peace), "--listen", "0.0.0.0:7433")
     wanted = {name for name in everything_in(peace) if not name.endswith(".new")}
@@ -198,7 +198,7 @@ def test_a_host_joins_the_fleet_of_another_host(checkout: Path, tmp_path: Path, 
     assert (root / "etc/multigpu/worker.token").read_text() == "worker.token\n"
 
 
-# The units.
+# Units.
 
 
 @needs_systemd

@@ -1,4 +1,6 @@
-"""The model of the disk is strict: what nobody synced may be gone, in part or whole, and what was synced may not."""
+"""The simulated disk (tests/disk/image.py) after a loss of power: it may lose any part of the data that was not synced,
+and keeps synced data.
+"""
 
 import random
 from pathlib import Path
@@ -23,7 +25,7 @@ def record(op: int, inode: int = 0, a: int = 0, one: bytes = b"", two: bytes = b
 
 
 class Bench:
-    """A disk with a file `f` that holds 2,000 bytes for certain."""
+    """A disk with a file `f` of 2,000 synced bytes."""
 
     def __init__(self, root: Path) -> None:
         (root / "f").write_bytes(b"a" * 2000)
@@ -48,7 +50,7 @@ def test_what_was_written_may_be_there_or_not_or_in_part(tmp_path: Path) -> None
     seen = {image["f"] for image in bench.images()}
     assert b"a" * 2000 in seen
     assert b"a" * 600 + b"b" * 1000 + b"a" * 400 in seen
-    # A sector that began with what was there keeps it: 600 is within the second.
+    # Only the sector from 1024 to 1536 is new. The write begins within the sector before it.
     assert b"a" * 1024 + b"b" * 512 + b"a" * 464 in seen
     for data in seen:
         assert data[:600] == b"a" * 600

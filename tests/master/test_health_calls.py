@@ -1,4 +1,4 @@
-"""Limits of health calls whose peers read no response."""
+"""The limit of open calls to the gRPC health service, whose peers do not read the responses."""
 
 import asyncio
 

@@ -1,9 +1,9 @@
-"""The simulated disk. It stands for SQLite and the journal's thread: appended entries become durable in order and after
-a delay, several in a transaction, and a crash loses the rest. The master's own `Journaling` runs above it, on a
-simulated event loop.
+"""A simulated journal, in place of SQLite and the journal's thread. Appended entries become durable in order and after
+a delay, several in a transaction, and a crash loses the rest. The master's real `Journaling` uses it, on a simulated
+event loop.
 
-The rules of journal/sqlite/journal.py (what a full disk rejects and keeps, what is written once, when there is space
-again) are repeated here; test_journal_model.py feeds both the same entries and compares.
+It repeats the rules of journal/sqlite/journal.py (what a full disk rejects and keeps, what is written once, when there
+is space again); test_journal_model.py passes the same entries to both and compares them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.sim.world import Link, World
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-RETRY_S = 0.5  # between two tries on a full disk
+RETRY_S = 0.5  # between two attempts on a full disk
 FULL = JournalFullError("the simulated disk is full")
 
 
 class Rows:
-    """What is on the disk."""
+    """The contents of the disk."""
 
     def __init__(self) -> None:
         self.tasks: dict[int, SubmitRecord] = {}
@@ -38,12 +38,12 @@ class Rows:
         self.by_request: dict[str, SettleRecord] = {}
         self.dead: dict[int, SubmitRecord] = {}
         self.settings: dict[str, bytes] = {}
-        self.reborn: dict[int, list[int]] = {}  # dead letter -> the tasks that came in the transaction in which it went
+        self.reborn: dict[int, list[int]] = {}  # dead letter -> tasks submitted in the entry that deleted it
         self.epoch = 0
         self.incarnations: list[ids.Incarnation] = []
 
     def apply(self, entry: Entry) -> None:
-        """One entry of a transaction that succeeded."""
+        """Write an entry of a transaction that succeeded."""
         for row in entry.submits:
             self.tasks[row.task_id] = row
         for settle in entry.settles:
@@ -66,27 +66,27 @@ class Rows:
         self.epoch = entry.epoch or self.epoch
 
     def backup(self) -> Rows:
-        """A copy of what is there now."""
+        """A copy of the current contents."""
         rows = Rows()
         rows.restore(self)
         return rows
 
     def restore(self, rows: Rows) -> None:
-        """Holds what these rows hold, and nothing else."""
+        """Replace the contents by a copy of `rows`."""
         for name in ("tasks", "outcomes", "by_request", "dead", "settings", "epoch", "incarnations"):
             setattr(self, name, copy(getattr(rows, name)))
         self.reborn = {task_id: list(born) for task_id, born in rows.reborn.items()}
 
     def begin_incarnation(self, name: str) -> None:
-        """As schema.begin_incarnation does. The clock stands still, which is the worst it can do: a master on
-        an older copy begins the very epochs that the copy lacks.
+        """As schema.begin_incarnation, with a clock that stands still. That is the worst case: a master on an older
+        copy begins the same epochs that the lost data had.
         """
         self.epoch = ids.next_epoch(self.epoch, 0.0)
         self.incarnations.append(ids.Incarnation(name, ids.first_id(self.epoch), len(self.outcomes) + 1))
 
 
 class SimJournal(Rows):
-    """The disk, and the thread that writes it. `disk_full` and `slow` are faults; the rest is the thread's."""
+    """The disk, and the thread that writes it. `disk_full` and `slow` inject faults; the rest is the thread's state."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -94,22 +94,22 @@ class SimJournal(Rows):
         self.disk_full = False
         self.slow = 1.0
         self.rejected_ever = False
-        self._generation = 0  # counts the openings
+        self._generation = 0  # incremented by `open` and `close`
         self._queue: list[Entry] = []
         self._pending: deque[Entry] = deque()
-        self._freeing: deque[Entry] = deque()  # while the disk is full: what is written ahead of the rest
+        self._freeing: deque[Entry] = deque()  # while the disk is full: entries written before the others
         self._rejected: dict[int, None] = {}
         self._writing = False
         self._full = False  # as the thread knows it
         self._answers: Link
 
     def open(self, on_commit: CommitCallback) -> None:
-        """A new process; what the last one had not written is lost."""
+        """A new process opens the journal. Entries that the last one had not written are lost."""
         self.close()
         self._answers = Link(self._world, 0.001, lambda answer: on_commit(*answer))
 
     def close(self) -> None:
-        """The process is gone, in the middle of whatever it did."""
+        """The process ends, possibly during a write."""
         if self._generation:
             self._answers.end(lost=True)
         self._generation += 1
@@ -137,7 +137,9 @@ class SimJournal(Rows):
         return not (self._queue or self._pending or self._freeing or self._writing or self._full)
 
     def _take(self) -> None:
-        """The thread has time: it takes what is queued, and writes unless the disk is known to be full."""
+        """If the thread is idle, it takes the queued entries and begins to write. On a full disk it writes only entries
+        that `frees`.
+        """
         if self._writing:
             return
         taken, self._queue = self._queue, []
@@ -161,7 +163,7 @@ class SimJournal(Rows):
         self._world.after(self._world.between(0.0005, 0.03) * self.slow, lambda: self._end(batch, waiting, generation))
 
     def _end(self, batch: list[Entry], waiting: deque[Entry], generation: int) -> None:
-        """What empties the journal finds room in the reserve, which has no end here."""
+        """End of a write. On a full disk, entries that `frees` succeed, because the reserve is unlimited here."""
         if generation != self._generation:
             return
         self._writing = False
@@ -197,7 +199,7 @@ class SimJournal(Rows):
             self._begin(self._pending)
 
     def _sort_out(self, entries: Iterable[Entry]) -> None:
-        """On a full disk: rejects submits, and keeps the rest but for the settles of rejected tasks."""
+        """On a full disk: rejects submits, drops settles of rejected tasks, and keeps all other entries."""
         rejected: list[Entry] = []
         for entry in entries:
             if entry.submits:
@@ -224,7 +226,9 @@ class _Handle:
 
 
 class SimLoop:
-    """As much of an event loop as the master's journaling uses, on the simulated clock. It dies with its master."""
+    """The methods of an event loop that the master's journaling uses, on the simulated clock. Once `dead`, it runs no
+    callback.
+    """
 
     def __init__(self, world: World, when_awake: Callable[[Callable[[], None]], None]) -> None:
         self._world = world
@@ -251,8 +255,8 @@ class SimLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Whatever requests for the running loop in here gets this one. What remembers request_ids is made small: never
-        loaded, it sends everyone to the journal anyway, and clearing megabytes would take longer than the run.
+        """Within it, this is asyncio's running loop, and request_id filters are small. A filter is never loaded here,
+        so all lookups read the journal anyway, and clearing megabytes would take longer than the simulation.
         """
         asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", self))
         capacity, known_requests.CAPACITY_MIN = known_requests.CAPACITY_MIN, 1

@@ -1,7 +1,7 @@
-"""Calls to a master: one blocking connection, a deadline for each call, errors as Failures.
+"""Calls of mgpuctl to a master: one blocking connection, a deadline for each call, errors as Failures.
 
-Tasks are submitted through the SDK; this is for AdminService and the reading half of TaskService. Nothing is retried: a
-person at a prompt wants to know at once.
+Commands use it for AdminService, and to read and cancel tasks; they submit tasks through the SDK. Calls are not
+retried, so that a person at a prompt sees an error at once.
 """
 
 import functools
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self, TypeVar
 
-# gRPC's own log repeats our errors. Read when grpc is first imported.
+# gRPC would log the errors that mgpuctl prints. It reads the variable when it is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import click
@@ -26,7 +26,7 @@ from multigpu.v1 import task_pb2
 from multigpu.v1.admin_service_pb2_grpc import AdminServiceStub
 from multigpu.v1.task_service_pb2_grpc import TaskServiceStub
 
-CALL_TIMEOUT_S = 15.0  # the master rejects after 10 s what its disk does not take
+CALL_TIMEOUT_S = 15.0  # more than the 10 s after which the master rejects a call that finds no disk space
 COMPLETION_TIMEOUT_S = 1.0
 PAGE_SIZE_MAX = 1000
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
@@ -34,9 +34,9 @@ MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    # HTTP proxies in the environment are for the web.
+    # Ignore http_proxy and https_proxy: they are meant for web pages.
     ("grpc.enable_http_proxy", 0),
-    # A command that polls for a master should find it soon after it starts.
+    # So that a command that waits for a master connects soon after the master starts.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 100),
 )
@@ -45,7 +45,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wait_until_connected(address: str, credentials: Credentials) -> None:
-    """Returns once a connection can be made. Reads no token."""
+    """Returns when a connection to the address succeeds. Needs no token."""
     try:
         with credentials.channel(address, CHANNEL_OPTIONS) as channel:
             grpc.channel_ready_future(channel).result()
@@ -54,10 +54,10 @@ def wait_until_connected(address: str, credentials: Credentials) -> None:
 
 
 class Master:
-    """A connection to one master. Every method raises Failure with the exit code that fits."""
+    """A connection to one master. Its methods raise Failure or a subclass, which has the exit code."""
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
-        """`credentials`: by default those of the settings in force."""
+        """`credentials`: by default those of the current settings."""
         self.address = address
         try:
             self.credentials = credentials or Credentials.of_client(_config())
@@ -93,7 +93,7 @@ class Master:
         return message
 
     def pages(self, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """The responses of a List call, page by page. Changes `request.page_token`."""
+        """The responses of a List call, one for each page. Changes `request.page_token`."""
         while True:
             page = self.call(method, request)
             yield page
@@ -102,7 +102,7 @@ class Master:
             request.page_token = page.next_page_token
 
     def newest_tasks(self, method: Callable[..., Any], request: Any, limit: int) -> list[task_pb2.Task]:
-        """At most `limit` tasks of a List call; a note on stderr if there are more."""
+        """The newest `limit` tasks of a List call. If there are more, prints a note to stderr."""
         request.page_size = min(limit, PAGE_SIZE_MAX)
         found: list[task_pb2.Task] = []
         for page in self.pages(method, request):
@@ -114,7 +114,7 @@ class Master:
         return found[:limit]
 
     def list_workers(self) -> list[admin.Worker]:
-        """Every worker that the master knows, by worker_id."""
+        """Every worker that the master knows, sorted by worker_id."""
         request = admin.ListWorkersRequest(page_size=PAGE_SIZE_MAX)
         return [worker for page in self.pages(self.admin.ListWorkers, request) for worker in page.workers]
 
@@ -155,7 +155,7 @@ class Master:
 
 
 def connected(command: F) -> F:
-    """Gives a command `--master`, and calls it with the connection as `master`."""
+    """Adds `--master` to a command, and calls the command with the connection as `master`."""
 
     @functools.wraps(command)
     def with_connection(*args: Any, address: str, **kwargs: Any) -> Any:

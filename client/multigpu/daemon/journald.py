@@ -1,8 +1,8 @@
-"""Log lines as journald's own entries: the event is the message, and every key a field, so that
+"""Sends log lines to journald as entries with fields: each key of a line is a field, so that
 `journalctl MGPU_TASK_ID=17` finds the lines about a task.
 
-The protocol is systemd's "Native Journal Protocol": a datagram of fields to a socket. An entry too large for that goes
-into a sealed memory file, whose descriptor is sent instead.
+The protocol is systemd's "Native Journal Protocol": each entry is a datagram to journald's socket. An entry too large
+for a datagram is written to a sealed memory file, whose descriptor is sent instead.
 """
 
 import array
@@ -19,12 +19,12 @@ from typing import Any, TextIO
 SOCKET = "/run/systemd/journal/socket"
 # syslog(3)'s numbers.
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
-# Keys with a field of journald's own, or in the message.
+# Keys that are no field of their own: they are in the message, or in a standard field of journald.
 _TAKEN = frozenset({"event", "level", "timestamp", "exception", "logger"})
 
 
 def is_journal(stream: TextIO) -> bool:
-    """Whether this stream goes to journald: JOURNAL_STREAM has its device and inode."""
+    """Whether systemd connected this stream to journald: it sets JOURNAL_STREAM to the stream's device and inode."""
     wanted = os.environ.get("JOURNAL_STREAM", "")
     try:
         status = os.fstat(stream.fileno())
@@ -34,7 +34,7 @@ def is_journal(stream: TextIO) -> bool:
 
 
 class Journal:
-    """The socket to journald. While journald doesn't listen, lines go to stderr, which systemd passes on."""
+    """The socket to journald. If journald does not listen, lines go to stderr, where systemd may collect them."""
 
     def __init__(self, path: str = "") -> None:
         self._path = path or SOCKET
@@ -42,12 +42,12 @@ class Journal:
         self._name = os.path.basename(sys.argv[0]) or "multigpu"  # noqa: PTH119  no path is looked at
 
     def __call__(self, _logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
-        """Sends an entry, as the last of structlog's processors. Returns an empty line to write."""
+        """Sends an entry. Called as structlog's last processor; returns "", so that structlog writes nothing."""
         self.send(event)
         return ""
 
     def send(self, event: MutableMapping[str, Any]) -> None:
-        """Sends an entry."""
+        """Sends an entry, or prints it to stderr."""
         data = fields(event, self._name)
         try:
             self._socket.sendto(data, self._path)
@@ -71,7 +71,7 @@ class Journal:
 
 
 def fields(event: MutableMapping[str, Any], identifier: str) -> bytes:
-    """An entry in the protocol's form."""
+    """An entry in journald's wire format."""
     entry = {
         "MESSAGE": message(event),
         "PRIORITY": str(_PRIORITIES.get(str(event.get("level")), 6)),
@@ -94,7 +94,7 @@ def message(event: MutableMapping[str, Any]) -> str:
 
 
 def _field_name(key: str) -> str:
-    """Journald takes capital letters, digits and underscores, 64 of them at most."""
+    """The field for a key. Journald accepts at most 64 capital letters, digits and underscores."""
     return ("MGPU_" + re.sub(r"[^A-Z0-9_]", "_", key.upper()))[:64]
 
 
@@ -106,7 +106,7 @@ def _field(name: str, value: str) -> bytes:
 
 
 class SentHandler(logging.Handler):
-    """For the standard library's loggers: their formatter sends the line."""
+    """A handler for the standard library's loggers. Its formatter ends with Journal, which sends the line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.format(record)

@@ -1,13 +1,13 @@
-"""Logs and traces of every program. Metrics are in `metrics`.
+"""Logs and traces of every program. Metrics are in metrics.py.
 
-Logs go to stderr, one line an event: JSON for machines, text on a terminal. Lines of other libraries are formatted the
-same way. `bound_log_context(task_id=…, lease_id=…, worker_id=…)` adds ids to all lines within it.
+Logs go to stderr or journald, one line per event: JSON for programs, text on a terminal. Lines of other libraries are
+formatted the same way. `bound_log_context(task_id=…, lease_id=…, worker_id=…)` adds ids to all lines within it.
 
-Traces are for sampled tasks only: such a task carries a W3C `traceparent`, all others an empty string. The daemons keep
-plain instants while a task runs and make its spans afterwards (`span_from`), so that a task that is not sampled costs
-one comparison. The client decides whether a trace is sampled; the daemons follow.
+Only sampled tasks are traced: such a task carries a W3C `traceparent`, all others an empty string. The client decides
+which tasks are sampled, and the daemons follow. While a task runs, the daemons only store timestamps; they make its
+spans afterwards (`span_from`), so that a task that is not sampled costs one comparison.
 
-OpenTelemetry is imported when tracing is configured: workers restart in a fraction of a second.
+OpenTelemetry is imported only if tracing is configured, so that a worker without it restarts in a fraction of a second.
 """
 
 import contextlib
@@ -35,12 +35,14 @@ __all__ = [
     "span_from",
 ]
 
-# How long a collector that doesn't answer may delay the end of a program.
+# How long an unresponsive collector may delay the end of a program.
 _EXPORT_TIMEOUT_S = 3
 
 
 def configure_logging(level: str = "info", log_format: str = "auto", *, stream: TextIO | None = None) -> None:
-    """Sends the log lines of structlog and of the standard library to stderr. May be called again.
+    """Sends the log lines of structlog and of the standard library to `stream` (default: stderr), or to journald.
+
+    May be called again.
 
     `level`: debug, info, warning or error. `log_format`: json, console, journald, or auto: console on a terminal,
     journald where systemd reads stderr, else json.
@@ -92,7 +94,7 @@ def otlp_endpoint(config: TelemetryConfig) -> str:
 
 
 def missing_exporter(error: ImportError) -> ConfigError:
-    """The error for an endpoint without the exporter's package."""
+    """The error if an endpoint is set, but the exporter's package is not installed."""
     return ConfigError(
         f"telemetry.otlp_endpoint is set, but OTLP is not installed ({error}): run `pip install 'multigpu[otlp]'`, "
         "or leave the endpoint empty"
@@ -101,7 +103,7 @@ def missing_exporter(error: ImportError) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Tracing:
-    """The parts of OpenTelemetry that make spans."""
+    """The objects of OpenTelemetry that `span` and `span_from` use."""
 
     api: Any
     provider: Any
@@ -113,11 +115,11 @@ _tracing: _Tracing | None = None
 
 
 def configure_tracing(config: TelemetryConfig, resource: Mapping[str, str]) -> bool:
-    """Starts exporting spans if an endpoint is set, and returns whether it is. `resource`: attributes of this process,
-    such as `{"service.name": "mgpu-master"}`; the config's service_name replaces that one.
+    """Starts exporting spans if an endpoint is set. Returns whether one is set.
 
-    ConfigError: the exporter is not installed. A collector that is down or slow never slows a task: spans beyond the
-    exporter's queue are dropped.
+    `resource`: attributes of this process, such as `{"service.name": "mgpu-master"}`; a service_name in the config
+    replaces that attribute. ConfigError: the exporter is not installed. A collector that is down or slow does not delay
+    tasks: when the exporter's queue is full, spans are dropped.
     """
     global _tracing  # noqa: PLW0603  one process, one tracer, as in OpenTelemetry itself
     endpoint = otlp_endpoint(config)
@@ -155,7 +157,7 @@ def make_resource(config: TelemetryConfig, resource: Mapping[str, str]) -> Any:
 
 
 def shut_down_tracing() -> None:
-    """Sends the remaining spans and stops, in bounded time. For the end of a program."""
+    """Sends the remaining spans and stops tracing, in bounded time. Called at the end of a program."""
     global _tracing
     tracing, _tracing = _tracing, None
     if tracing is not None:
@@ -164,8 +166,9 @@ def shut_down_tracing() -> None:
 
 @contextlib.contextmanager
 def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """A span around a block, sampled at trace_sample_ratio unless it is within another. Yields its traceparent, empty
-    if it is not sampled.
+    """A span around a block. Yields its traceparent; empty: it is not sampled.
+
+    A span within another one is sampled if that one is; any other span is sampled at trace_sample_ratio.
     """
     if _tracing is None:
         yield current_traceparent()
@@ -183,10 +186,10 @@ def span_from(
     *,
     error: str = "",
 ) -> str:
-    """Makes a span of a sampled task afterwards, under the span that `traceparent` names.
+    """Makes a span of a sampled task after it has ended, as a child of the span that `traceparent` names.
 
-    Instants are nanoseconds since the Unix epoch. `error`: why the span failed. Returns the new span's traceparent, for
-    spans below it; the given one if tracing is off or the text is not a sampled trace context.
+    Times are in nanoseconds since the Unix epoch. `error`: why the span failed. Returns the new span's traceparent, for
+    its children, or the given one if tracing is off or that is not a sampled trace context.
     """
     if not traceparent or _tracing is None:
         return traceparent

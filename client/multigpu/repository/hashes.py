@@ -1,4 +1,7 @@
-"""Recording hashes: replaces the section [hashes] of a model.toml, and leaves everything else in it as it is."""
+"""Records file hashes in a model.toml: replaces its section [hashes], and keeps every other setting.
+
+A section ends at the next header, so comments between its last entry and that header are deleted with it.
+"""
 
 import contextlib
 import os
@@ -15,9 +18,9 @@ ANY_HEADER = re.compile(r"^[ \t]*\[")
 
 
 def write_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Record hashes by the path of each file in the folder, in place of earlier ones, atomically.
+    """Write the hashes to the folder's model.toml atomically, in place of earlier ones.
 
-    Raises ModelFolderError.
+    `hashes`: by the file's path in the folder. Raises ModelFolderError.
     """
     path = folder / FILE_NAME
     part = path.with_name(f".{FILE_NAME}.{os.getpid()}")
@@ -39,7 +42,10 @@ def write_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
 
 
 def with_hashes(text: str, hashes: Mapping[str, str], where: str) -> str:
-    """The text of a model.toml with these hashes. ModelFolderError: the section can't be told from the rest."""
+    """The text of a model.toml with these hashes. ModelFolderError: replacing the section would change other settings.
+
+    `where`: the file's name in the error message.
+    """
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if HEADER.match(line)), None)
     section = ["[hashes]", *(f'"{_escaped(name)}" = "{value}"' for name, value in sorted(hashes.items()))]

@@ -1,6 +1,6 @@
-"""Reading `model.toml`: its keys are settings of ModelSpec, and `versions`.
+"""Reads `model.toml`. Its keys are fields of ModelSpec, and `versions`.
 
-Only keys that were written are returned; the defaults come from the model's files (scan.py) and from ModelSpec.
+Only the keys in the file are returned; defaults come from the model's files (scan.py) and from ModelSpec.
 """
 
 import tomllib
@@ -15,7 +15,7 @@ FILE_BYTES_MAX = 4 << 20
 
 
 def read_toml(folder: Path) -> dict[str, Any]:
-    """The values of a folder's model.toml for ModelSpec, and `versions`. Empty: there is no such file.
+    """The values in a folder's model.toml: fields of ModelSpec, and `versions`. Empty: there is no such file.
 
     Raises ModelFolderError.
     """
@@ -35,7 +35,7 @@ def read_toml(folder: Path) -> dict[str, Any]:
 
 
 def parse(text: bytes, where: str) -> dict[str, Any]:
-    """As read_toml, of text. `where`: the file's name in error messages."""
+    """As read_toml, from the file's content. `where`: the file's name in error messages."""
     try:
         table = tomllib.loads(text.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
@@ -55,7 +55,7 @@ def parse(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _text(where: str, value: Any) -> str:
-    """Numbers and booleans are passed on as text."""
+    """A label's or parameter's value as text; it may be written as a number or boolean."""
     if not isinstance(value, str | int | float):
         raise ValueError(f"{where} = {value!r} is neither a text nor a number nor true or false")  # noqa: TRY004
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,9 +1,10 @@
-"""What a strategy is: a policy that chooses the worker for the next task of a shape.
+"""The protocol of strategies: policies that choose the worker for the next task of a shape.
 
-The core asks only about workers that can run the shape and have room in their window; a strategy adds its own
-exclusions and a score, lower first. Both depend on their arguments alone: no I/O, no clock, no memory of earlier
-calls, so that Explain can ask again and get the same answer. A score may only change when the worker changes (a
-lease granted or ended, a heartbeat) or the fleet's averages do; the core keeps scores in a heap and asks again then.
+The core calls a strategy only for workers that can run the shape and whose window is not full. The strategy excludes
+further workers, and gives each of the others a score; the lowest score gets the task. Both depend on their arguments
+alone (no I/O, no clock, no state), so that the rpc Explain gets the same answer as the dispatch. A score may change
+only when the worker changes (a lease granted or ended, a heartbeat) or the fleet's averages do: the core keeps scores
+in a heap, and computes them again only then.
 
 A strategy is a class behind an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
 """
@@ -14,14 +15,16 @@ from multigpu_master.core.model import Shape, Worker
 
 
 class FleetView(Protocol):
-    """What a strategy may ask about the fleet as a whole."""
+    """The information about the whole fleet that a strategy may use."""
 
     memory_threshold: float
     """The share of device memory in use above which memory_usage gives a device nothing new, 0 to 1."""
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
-        """Expected run time of a task of this shape on this worker: measured seconds a unit of work, there or else on
-        the fleet, times the units (0: the average of such tasks).
+        """Expected run time of a task of this shape on this worker.
+
+        Measured seconds per unit of work, on this worker or else on the fleet, times `units`. 0 units: the average of
+        such tasks.
         """
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
@@ -32,7 +35,7 @@ class FleetView(Protocol):
 
 
 class Strategy(Protocol):
-    """One policy."""
+    """A policy that chooses workers."""
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]]
@@ -43,20 +46,21 @@ class Strategy(Protocol):
     exclusions must then depend on nothing but the shape and the worker's id and info."""
 
     def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
-        """Why this worker must not get tasks of this shape now, for people; None if it may."""
+        """Why this worker must not get tasks of this shape now, as a text for people. None: it may get them."""
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-        """Its rank among the workers that may: the lowest gets the task; on a tie, the one that has waited longest."""
+        """The worker's score. Of the workers not excluded, the lowest gets the task; on a tie, the oldest dispatch."""
 
     def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
-        """How many tasks of this shape must be queued before the worker gets one. With fewer it is passed over, and if
-        no other worker has room the tasks wait. It may change when a score may, and when the number of workers that
-        have the model does.
+        """How many tasks of this shape must be queued before the worker gets one.
+
+        With fewer queued tasks the worker is skipped; if every other window is full, the tasks wait. The value may
+        change when a score may, and when the number of workers with the model changes.
         """
 
 
 class Base:
-    """The defaults of a strategy: excludes no worker, needs no backlog."""
+    """Default values of a strategy: it excludes no worker and needs no backlog."""
 
     aliases: ClassVar[tuple[str, ...]] = ()
     pinned: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Finds the installed strategies, ours and users', by the entry point group "multigpu.strategies"."""
+"""Loads the installed strategies, this package's and users', from the entry point group "multigpu.strategies"."""
 
 from importlib.metadata import entry_points
 
@@ -12,7 +12,7 @@ class StrategyError(Exception):
 
 
 def load_strategies() -> dict[str, Strategy]:
-    """Every installed strategy by its canonical name, in order of name. StrategyError: one can't be used."""
+    """Every installed strategy by its canonical name, sorted by name. StrategyError: one of them can't be used."""
     found: dict[str, Strategy] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
         try:

@@ -9,12 +9,12 @@ log = structlog.get_logger()
 
 
 class WorkerLog:
-    """Logs changes of workers since the last event."""
+    """Logs the changes of workers. It keeps what it last logged of each."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        # By worker_id: its session, and whether its quarantine was logged. None: it was quarantined before this master
-        # started, and its worker has not reported why.
+        # By worker_id: its session, and whether its quarantine was logged. None: it was not logged, because the
+        # worker was quarantined before this master started and has not yet reported the reason.
         self._seen: dict[str, tuple[int, bool | None]] = {}
 
     def changed(self, worker: Worker) -> None:
@@ -32,7 +32,7 @@ class WorkerLog:
 
     def _lost(self, worker: Worker, session: int) -> None:
         driver = self._driver
-        # Of all workers lost in this event, mostly one.
+        # Counts the leases of all workers that were lost in this event; usually that is one worker.
         requeued = driver.core.counters.requeued - driver.requeued_before
         reason = driver.workers.end_reasons.get(session, "its stream ended")
         if worker.stopping and not requeued:

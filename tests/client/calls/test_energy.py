@@ -1,4 +1,4 @@
-"""A task's energy, as the SDK and mgpuctl show it."""
+"""The energy of a task in the SDK's Outcome and in the output of mgpuctl."""
 
 import pickle
 

@@ -1,4 +1,6 @@
-"""What mgpuctl reads and writes: lines in, vectors out, whole or not at all; and what `up` decides before it starts."""
+"""Files that mgpuctl reads and writes (lines, vectors), rejected flags, the fleet that `mgpuctl up` plans, and the
+output of submit and watch.
+"""
 
 import io
 import json
@@ -100,7 +102,7 @@ def test_a_run_that_ended_early_is_resumed_after_its_last_whole_row(tmp_path: Pa
     assert path.read_bytes() == b"yesterday's"
     part = tmp_path / f"{name}.part"
     with part.open("ab") as file:
-        file.write(b"[torn")  # a row that kill -9 cut off
+        file.write(b"[torn")  # an incomplete row, as after kill -9
     with cls(path, resume=True) as file:
         assert file.rows == 2
         with pytest.raises(Failure, match="another process writes"):
@@ -211,7 +213,7 @@ def test_missing_input_is_rejected_before_anything_is_asked(tmp_path: Path) -> N
     assert "can't read /nonexistent" in result.stderr
 
 
-# What `up` decides.
+# The fleet that `up` plans.
 
 
 @pytest.fixture
@@ -247,7 +249,7 @@ def test_fleet_on_the_cpu_shares_the_cores(tmp_path: Path) -> None:
         assert value_of(words, "--slots") == ["3"]
         assert value_of(words, "--device-workers") == ["2"]
         assert value_of(words, "--threads") == [str(max(1, len(os.sched_getaffinity(0)) // 2))]
-        # It stops draining before its keeper's patience ends.
+        # The worker's drain timeout ends before the supervisor kills it.
         assert float(value_of(words, "--drain-timeout-s")[0]) < 15.0 * up_module.WORKERS_STOP_SHARE
     assert value_of(fleet.master_flags, "--listen") == [fleet.address]
     assert value_of(fleet.master_flags, "--data-dir") == [str(tmp_path)]

@@ -1,6 +1,6 @@
-"""The master's methods in this process: the real services on a real core, driver and SQLite journal.
+"""A target for each RPC method of the master, in this process: real services, core, driver and SQLite journal.
 
-Only gRPC is left out, for speed: a fake context passes frames in and collects the responses, which are serialized as in
+Only gRPC is left out, for speed: a fake context passes frames in and parses the responses, which are serialized as in
 gRPC.
 """
 
@@ -29,9 +29,9 @@ from tests.hostile.targets.base import Crash, Target, mute
 from tests.hostile.targets.inputs import Maker, pack, unpack
 
 BLAMES_THE_MASTER = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
-# A longer call hangs. On a busy host reading the journal takes seconds.
+# A call that takes longer counts as hanging. On a busy host, reading the journal takes seconds.
 CALL_TIMEOUT_S = 60.0
-# Methods that wait for an event, and how long a call may wait here.
+# Methods that wait for an event, and the time after which their calls are cancelled here.
 MAY_WAIT, PATIENCE_S = {"TaskService/Get", "TaskService/Watch", "AdminService/WatchWorkers"}, 0.02
 SERVICES = [
     task_service_pb2.DESCRIPTOR.services_by_name["TaskService"],
@@ -39,11 +39,11 @@ SERVICES = [
     admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
 ]
 METHODS: dict[str, MethodDescriptor] = {f"{s.name}/{m.name}": m for s in SERVICES for m in s.methods}
-TASKS_MAX = 2_000  # in the master, before all are cancelled
+TASKS_MAX = 2_000  # unsettled tasks; above that, all are cancelled
 
 
 class Collector:
-    """The master's server and its handlers, by "Service/Method"."""
+    """Wraps the master's gRPC server, and keeps the handlers that are registered with it, by "Service/Method"."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -58,7 +58,7 @@ class Collector:
 
 
 class Context:
-    """A fake context: frames in, frames out, a status. After its last frame the peer disconnects."""
+    """A fake gRPC context: its peer sends the frames and disconnects, at the latest after 4 responses."""
 
     def __init__(self, frames: list[bytes], response_type: Any, ids: deque[int]) -> None:
         self._frames = deque(frames)
@@ -84,7 +84,7 @@ class Context:
             raise asyncio.CancelledError
 
     async def send_initial_metadata(self, _metadata: object) -> None:
-        """Not read here."""
+        """Ignored."""
 
     def code(self) -> grpc.StatusCode:
         return self.status
@@ -114,7 +114,7 @@ def ids_in(message: Message) -> Iterator[int]:
 
 
 class LocalMaster:
-    """A master in this process, its event loop and its faults."""
+    """A master in this process with its event loop. `faults`: exceptions that no call raised."""
 
     def __init__(self) -> None:
         mute()
@@ -141,7 +141,7 @@ class LocalMaster:
         self._folder.cleanup()
 
     def send(self, name: str, data: bytes) -> None:
-        """One call. Crash: it fails by a fault of the master."""
+        """Make one call. Crash: it showed a fault of the master."""
         code, details = self.loop.run_until_complete(self._call(name, data))
         core = self.master.driver.core
         if code in BLAMES_THE_MASTER:
@@ -170,7 +170,7 @@ class LocalMaster:
         return context.status, context.details
 
     def tidy(self) -> None:
-        """Cancels every task and checks that no state is left of them."""
+        """Cancels every task and checks that the master keeps no state of them."""
         self.loop.run_until_complete(self._tidy())
 
     async def _tidy(self) -> None:
@@ -198,7 +198,9 @@ class LocalMaster:
             raise Crash(f"an exception outside of any call: {self.faults.pop()}")
 
     def serves(self) -> None:
-        """A worker joins, a client submits a task, the worker runs it, the client gets its result."""
+        """Checks that the master still serves: its methods answer, a task gets a lease on a new worker, and the outcome
+        of its cancellation is in the journal.
+        """
         self.tidy()
         self.loop.run_until_complete(self._serve_one())
 
@@ -248,7 +250,7 @@ def _make(method: MethodDescriptor, local: LocalMaster, maker: Maker) -> bytes:
 
 
 def frames_for(method: MethodDescriptor, maker: Maker) -> bytes:
-    """An input for a method: a message, or several frames for a stream."""
+    """A random input for a method: a message, or several frames for a stream."""
     rng = maker.rng
     if not method.client_streaming:
         return maker.wire(method.input_type)

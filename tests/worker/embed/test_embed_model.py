@@ -1,4 +1,6 @@
-"""Folders of every form, made on the spot with random weights: sentence-transformers' vectors, or a clear no."""
+"""Loads model folders of every supported form, made here with random weights, and compares the vectors with
+sentence-transformers'. Folders that can't be used are rejected with a reason.
+"""
 
 import json
 from collections.abc import Callable
@@ -32,11 +34,11 @@ TEXTS = [
     "two words",
     "A somewhat longer sentence, to be padded against.",
 ]
-# Untyped: its configurations take anything by keyword.
+# Any: mypy does not know the keywords of its configurations.
 hf: Any = transformers
 Vectors = npt.NDArray[np.float32]
 
-# Threads that wait for one another in a busy loop take minutes where others want the cores too.
+# torch's threads wait for each other in busy loops, which takes minutes if other processes use the cores.
 torch.set_num_threads(1)
 
 
@@ -45,7 +47,7 @@ def embed(model: EmbedModel, texts: list[str]) -> Vectors:
 
 
 def assert_same(folder: Path, texts: list[str] = TEXTS) -> EmbedModel:
-    """Vectors equal sentence-transformers' on the same folder, and differ between texts."""
+    """Check that the vectors equal those of sentence-transformers, and differ between texts. Returns the model."""
     model = load_model(folder, "cpu", "fp32")
     expected = SentenceTransformer(str(folder), device="cpu").encode(texts, batch_size=1)
     vectors = embed(model, texts)
@@ -68,7 +70,7 @@ SMALL = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
     "vocab_size": 30522,
-    # Much larger than is usual, so that different texts get clearly different vectors.
+    # Much larger than usual, so that different texts get clearly different vectors.
     "initializer_range": 0.3,
 }
 
@@ -200,7 +202,7 @@ def modernbert(folder: Path) -> Path:
 
 
 def t5_encoder(folder: Path) -> Path:
-    """Only the encoder of a model that has a decoder too; a gated feed-forward, which asks for weight.dtype."""
+    """Only the encoder of an encoder-decoder model. Its gated feed-forward layer reads weight.dtype."""
     config = hf.T5Config(
         vocab_size=30522, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"
     )
@@ -208,7 +210,7 @@ def t5_encoder(folder: Path) -> Path:
 
 
 def qwen_left_padded(folder: Path) -> Path:
-    """A decoder whose last token is the vector, padded on the left."""
+    """A decoder with last-token pooling, whose tokenizer pads on the left."""
     config = hf.Qwen2Config(**SMALL, num_key_value_heads=2, pad_token_id=0)
     tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED, padding_side="left", model_max_length=64)
     folder = save_transformer(folder, hf.Qwen2Model(config), tokenizer)
@@ -216,7 +218,7 @@ def qwen_left_padded(folder: Path) -> Path:
 
 
 def gpt2_left_padded(folder: Path) -> Path:
-    """As above, with positions that count the padding too."""
+    """As above, with a model whose positions count the padding too."""
     config = hf.GPT2Config(vocab_size=30522, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
     tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED, padding_side="left", model_max_length=64)
     folder = save_transformer(folder, hf.GPT2Model(config), tokenizer)
@@ -224,13 +226,13 @@ def gpt2_left_padded(folder: Path) -> Path:
 
 
 def byt5_slow_tokenizer(folder: Path) -> Path:
-    """A tokenizer in Python: it has no tokenizer.json."""
+    """A tokenizer written in Python, without a tokenizer.json."""
     config = hf.T5Config(vocab_size=400, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     return save_transformer(folder, hf.T5Model(config), hf.ByT5Tokenizer(model_max_length=64))
 
 
 def token_types(folder: Path) -> Path:
-    """Its tokenizer gives token types that are not all zero, as XLNet's does."""
+    """A tokenizer whose token types are not all zero, as XLNet's."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -271,9 +273,10 @@ def test_families(tmp_path: Path, build: Callable[[Path], Path]) -> None:
     torch.manual_seed(0)
     model = assert_same(build(tmp_path / "plain"))
     packed = any(isinstance(module, PackedLinear) for module in model.transformer.modules())
-    # GPT-2 has layers of a kind of its own.
+    # GPT-2 uses transformers' Conv1D in place of nn.Linear.
     assert packed is (build is not gpt2_left_padded)
-    # The others have attention of their own, or one that doesn't go from each token to all.
+    # The other models can't run texts joined without padding: they implement attention themselves, or not each token
+    # attends to all others.
     assert (not model.pads) is (build in {roberta, distilbert, token_types})
 
 
@@ -290,7 +293,7 @@ print(json.dumps({name: array.tolist() for name, array in inputs.items()}))
 
 
 def test_layers_that_cannot_be_packed_are_kept(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason is made up: a layer that is off by a little, as from a library with another layout."""
+    """The packed layers are made to give wrong results, as they could with a library of another memory layout."""
     honest = PackedLinear.forward
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: honest(self, x) * 1.01)
     with capture_logs() as logs:

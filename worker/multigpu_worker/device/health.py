@@ -2,20 +2,21 @@
 
 Pure: health_monitor.py passes in observations with their time, and carries out the consequences of the state.
 
-There are two kinds of reasons. *Findings* are levels: they hold while they are observed (heat, a lost device, a
-required reset). *Faults* are events (an XID, a wrong answer): they hold until a check is passed. A finding of gravity
-SICK or more becomes a fault when it ends, so that no sick device returns without a check. The delay before a check
-doubles while checks fail, and while the device soon falls sick again. No check is made while a finding of gravity SICK
-or more holds; when it ends, the check is due at once.
+There are two kinds of reasons. *Findings* are conditions: they hold while they are observed (heat, a lost device, a
+required reset). *Faults* are events (an XID, a wrong answer): they hold until a check is passed; those of gravity
+DEGRADED hold for NOTICE_S, with or without a check. A finding of gravity SICK or more becomes a fault when it ends, so
+that a sick device returns only after a check. The delay before a check doubles with each failed check, and each time
+the device falls sick again within STEADY_S. A finding of gravity SICK or more blocks the check, but the delay passes
+meanwhile: if it is over when the finding ends, the check is due at once.
 
-    HEALTHY ◄──► DEGRADED        nothing wrong; something wrong, but it works
+    HEALTHY ◄──► DEGRADED        no reason holds; only reasons of gravity DEGRADED hold
         │            │
         └────┬───────┘
              ▼  a finding or a fault of gravity SICK or more
            SICK ◄─────┐
              │        │ the check failed, or another fault
              ▼        │
-         RECOVERING ──┘          being checked: no finding of gravity SICK or more
+         RECOVERING ──┘          being checked; no finding of gravity SICK or more holds
              │
              ▼  the check passed
     HEALTHY, DEGRADED
@@ -25,11 +26,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-# Delay of the first check after the device fell sick, and the limit of its doubling.
+# Delay before the first check after the device fell sick, and the longest delay.
 CHECK_MIN_S, CHECK_MAX_S = 1.0, 300.0
-# Enough for the limit: 2.0 to the power of 1,024 is an OverflowError.
+# Enough for the longest delay: 2.0 to the power of 1,024 is an OverflowError.
 DOUBLINGS_MAX = 32
-# A device that was fit for this long starts with the shortest delay again.
+# After the device was fit for this long, the delay starts at CHECK_MIN_S again.
 STEADY_S = 600.0
 # How long a fault of gravity DEGRADED holds.
 NOTICE_S = 3600.0
@@ -73,7 +74,7 @@ class Health:
         self.since_s = now_s
         # When a check is due, unless a finding blocks it.
         self.next_check_s = 0.0
-        self._first_check_s = 0.0  # the first one after the device fell sick
+        self._first_check_s = 0.0  # when the first check after the device fell sick was due
         self._fit_s = now_s - STEADY_S  # when the device became fit
         self._findings: dict[str, Reason] = {}
         self._faults: dict[str, Reason] = {}
@@ -93,16 +94,16 @@ class Health:
 
     @property
     def unusable(self) -> bool:
-        """No task can start. False during a check, which is to find that out."""
+        """No task can start: a reason of gravity NO_ENGINE or more holds. False during a check."""
         return not self._checking and any(reason.gravity >= Gravity.NO_ENGINE for reason in self.reasons)
 
     @property
     def barred(self) -> bool:
-        """No engine process may use the device. False during a check."""
+        """No engine process may use the device: a reason of gravity UNUSABLE holds. False during a check."""
         return not self._checking and any(reason.gravity is Gravity.UNUSABLE for reason in self.reasons)
 
     def find(self, findings: Iterable[Reason], now_s: float) -> None:
-        """Replace the findings."""
+        """Replace the findings by those observed now."""
         before, self._findings = self._findings, {}
         for finding in findings:
             old = before.get(finding.code)
@@ -129,7 +130,7 @@ class Health:
         return self.state is State.SICK and not self._blocked() and now_s >= self.next_check_s
 
     def reset_seen(self, now_s: float) -> None:
-        """The device was reset: the delay that earlier failed checks have caused is void."""
+        """The device was reset: drop the delay that failed checks have added."""
         if not self._checking:
             self.next_check_s = min(self.next_check_s, max(now_s, self._first_check_s))
 
@@ -140,7 +141,7 @@ class Health:
 
     @property
     def checking(self) -> bool:
-        """False during a check: a finding or a fault has made it void."""
+        """Whether a check is in progress. A finding or fault of gravity SICK or more ends it early."""
         return self._checking
 
     def pass_check(self, now_s: float) -> None:

@@ -1,7 +1,7 @@
-"""The engine process: owns the device and runs the engines, user code among them.
+"""The main function of an engine process, which uses the device and runs engines, including user code.
 
-The agent starts it (processes/host.py), for a model or as the default process. It dies with its agent, is the first to
-be killed when the host runs out of memory, and its standard output goes to the agent's log.
+The agent starts it (processes/host.py) for a model or as the default process. The kernel kills it when the agent dies,
+and kills it first when the host runs out of memory. Its standard output goes to the agent's log.
 """
 
 import ctypes
@@ -48,13 +48,13 @@ def main() -> None:
     from multigpu_worker.engine.runtime import Runtime  # noqa: PLC0415  after "ready": the agent waits for that
 
     if imports is not None:
-        # The message that loads its model says how many slots it uses.
+        # The message that loads the model contains the number of slots.
         settings = dataclasses.replace(settings, slots=1)
     runtime = Runtime(channel, SlotPage(page_fd, slots), settings, result_bytes_max=result_bytes_max)
     engine_pid = os.getpid()
 
     def forked() -> None:
-        # A child of user code must not outlive us.
+        # A child process of user code must not outlive this process.
         _die_with_parent(engine_pid)
         channel.close_in_child()
 
@@ -65,9 +65,9 @@ def main() -> None:
 def _import_handlers(
     settings: EngineSettings, sources: Sources, channel: AgentChannel
 ) -> tuple[list[tuple[str, bool]], Sources]:
-    """Import the user's handlers: the kinds that this process runs, and the sources that were imported.
+    """Import the user's handlers. Returns the kinds that this process runs, and the sources that were imported.
 
-    Ends the process if an import fails; the agent is sent the error.
+    If an import fails, sends the agent the error and ends the process.
     """
     try:
         sources = import_handlers(settings.handlers, sources, lambda file: channel.send(("importing", file)))
@@ -78,7 +78,7 @@ def _import_handlers(
 
 
 def _of_user(error: BaseException) -> str:
-    """The traceback without the frames of multigpu and importlib, which lead to the user's module."""
+    """The traceback as text, without the frames of this package and of importlib that lead to the user's module."""
     frames = traceback.extract_tb(error.__traceback__)
     own = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
     kept = [frame for frame in frames if not frame.filename.startswith(own)]

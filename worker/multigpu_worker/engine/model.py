@@ -1,4 +1,4 @@
-"""The model of an engine process: loaded once, and what is known of it sent to the agent."""
+"""Loads the model of an engine process, and sends its facts, or the error, to the agent."""
 
 import sys
 import traceback
@@ -11,12 +11,12 @@ from multigpu_worker.engine.reporter import MESSAGE_BYTES_MAX, TYPE_BYTES_MAX, t
 from multigpu_worker.engines.base import EngineSettings, ModelEngine
 from multigpu_worker.engines.registry import build_model_engine
 
-# What a CUDA context takes, beside what torch counts.
+# Estimated memory of a CUDA context, which torch does not count.
 CUDA_CONTEXT_BYTES = 400 << 20
 
 
 class LoadedModel:
-    """A model's engine, and its facts (ModelEngine.load), which it may change after each batch."""
+    """A model's engine and its facts (see ModelEngine.load). The engine may change the facts after each batch."""
 
     def __init__(self, kind: str, engine: ModelEngine, facts: dict[str, str]) -> None:
         self.kind = kind
@@ -25,7 +25,7 @@ class LoadedModel:
         self.facts_sent = _plain(facts)
 
     def send_facts(self, channel: AgentChannel) -> None:
-        """Send the facts if they have changed."""
+        """Send the facts if they have changed since they were last sent."""
         facts = _plain(self._facts)
         if facts != self.facts_sent:
             self.facts_sent = facts
@@ -33,7 +33,7 @@ class LoadedModel:
 
 
 def load(channel: AgentChannel, settings: EngineSettings, spec: ModelSpec) -> LoadedModel | None:
-    """Load a model. None: it failed, and the agent was sent the reason."""
+    """Load a model. If that fails, send the agent the error and return None."""
     # The user's own module may lie beside the model.
     if ":" in spec.engine or spec.source == "safetensors":
         sys.path.insert(0, str(spec.folder))
@@ -55,7 +55,7 @@ def _plain(facts: dict[str, str]) -> dict[str, str]:
 
 
 def device_bytes() -> int:
-    """GPU memory of this process by torch's account, for drivers that don't report it; 0: none."""
+    """GPU memory of this process as torch counts it, for drivers that don't report it. 0: CUDA is not in use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0

@@ -1,10 +1,13 @@
-"""Kinds that need no model and no user code, to try a fleet, measure it, and inject faults.
+"""Engines of the kinds "echo", "sleep" and "fail", to try out and measure a fleet and to inject faults.
+
+They need no model and no user code.
+
 
 - "echo": the result is the payload.
 - "sleep": sleeps for the seconds in the payload (decimal text) or in the parameter `seconds`. The result is the
   payload, followed by a colon and the engine's process id if the parameter `append_pid` is "1".
-- "fail": fails as the parameter `mode` says: "raise" (the default, with `type`, `message` and `retryable`), "exit",
-  "hang", "segfault" or "oom".
+- "fail": fails in the way of the parameter `mode`: "raise" (the default; `type`, `message` and `retryable` are further
+  parameters), "exit", "hang", "segfault" or "oom".
 """
 
 import ctypes
@@ -94,7 +97,7 @@ def _seconds(text: str) -> float | None:
 
 
 def _sleep(item: Item, seconds: float, reporter: Reporter) -> bool:
-    """Sleep. False: the item was cancelled meanwhile."""
+    """Sleep. Returns False if the item was cancelled meanwhile."""
     end_s = time.monotonic() + seconds
     while (left_s := end_s - time.monotonic()) > 0:
         time.sleep(min(left_s, _POLL_S))

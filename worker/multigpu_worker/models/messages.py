@@ -1,4 +1,4 @@
-"""What the master is told of a worker's models, as messages."""
+"""Protobuf messages about a worker's models: those that it offers, and those in memory."""
 
 from multigpu.v1 import model_pb2
 
@@ -8,12 +8,12 @@ from multigpu_worker.models.routes import ModelRoutes
 
 
 def model_messages(routes: ModelRoutes) -> list[model_pb2.Model]:
-    """Every model of the worker, also those that it cannot serve."""
+    """Every model of the worker, including those that it cannot serve, with their errors."""
     found: dict[str, model_pb2.Model] = {}
     for resident in _serving_first(routes):
         if resident.model not in found:
             found[resident.model] = _model_message(routes, resident)
-        elif resident.upcoming:  # of two with the same id, the message is the old one's with the new one's error
+        elif resident.upcoming:  # a changed model: the old version's values, the new version's error
             found[resident.model].error = resident.error
     for model, error in routes.catalog.errors.items():
         name, _, version = model.partition(":")
@@ -28,7 +28,7 @@ def residency_messages(routes: ModelRoutes) -> list[model_pb2.ModelResidency]:
     for resident in _serving_first(routes):
         if resident.state is ModelState.ABSENT:
             continue
-        if resident.model in found:  # an old one and a new one of the same id
+        if resident.model in found:  # the old and the new version of a changed model
             found[resident.model].memory_bytes += resident.memory_bytes
             continue
         message = found[resident.model] = model_pb2.ModelResidency(

@@ -62,7 +62,7 @@ def reload(worker_ids: tuple[str, ...], everywhere: bool, master: Master, as_jso
 
 
 def _reload(master: Master, worker_id: str) -> dict[str, str]:
-    """Failure: the worker keeps its old version."""
+    """Reloads one worker's handlers and waits for the end. Failure: the worker kept its old version, or was lost."""
     before = master.call(master.admin.ReloadHandlers, admin.ReloadHandlersRequest(worker_id=worker_id)).worker
     while True:
         worker = next((w for w in master.list_workers() if w.worker_id == worker_id), admin.Worker())

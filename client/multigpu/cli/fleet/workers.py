@@ -134,7 +134,7 @@ def forget(worker_ids: tuple[str, ...], master: Master) -> None:
 
 
 def _for_each(master: Master, method: Any, prefixes: tuple[str, ...], request: Any) -> list[admin.Worker]:
-    """Sends the request for each worker. Every name is looked up before anything is changed."""
+    """Sends the request for each worker. Finds every worker before it sends the first request."""
     changed = []
     for worker_id in [master.find_worker_id(prefix) for prefix in prefixes]:
         request.worker_id = worker_id
@@ -151,7 +151,7 @@ def state_of(worker: admin.Worker) -> str:
 
 
 def _health(worker: admin.Worker) -> str:
-    """The state of health and the code of the most severe reason."""
+    """The health state, and the code of its gravest reason."""
     state = messages.enum_name(worker.health, "state").lower() if worker.health.state else "-"
     return f"{state}: {worker.health.reasons[0].code}" if worker.health.reasons else state
 

@@ -1,7 +1,7 @@
-"""`mgpuctl embed`: lines of text to vectors, in bounded memory.
+"""`mgpuctl embed`: computes vectors of lines of text, in bounded memory.
 
-The SDK's map reads ahead by at most its window, resends what a broken stream lost, and returns chunks in order. This
-module reads, writes, waits for a fleet, and reports how many lines each worker embedded.
+The SDK's map reads ahead by at most its window, resends tasks after a broken stream, and returns chunks in order. This
+module reads lines, writes vectors, waits for a worker, and reports how many lines each worker embedded.
 """
 
 import os
@@ -28,9 +28,10 @@ from multigpu.cli.sdk import cancelled_at_end, sdk_failures
 from multigpu.cli.tasks.lines import STDIN, count_lines, read_lines
 from multigpu.cli.text import duration
 
-# Texts under way: several batches for every worker of a large fleet.
+# Limit of texts in submitted tasks without an outcome: several batches for every worker of a large fleet.
 WINDOW_TEXTS = 65_536
-# The same text and model give vectors that differ by less in every number, also across engines and precisions.
+# The largest difference of a component between two vectors of the same text and model, which other engines or
+# precisions may have computed.
 SAME_VECTOR = 0.02
 RESUME_REMEDY = "; give the same input and model, or run without --resume"
 
@@ -110,7 +111,7 @@ def _is_same_file(path: str, output: str) -> bool:
 
 
 def choose_sink(output: str | None, file_format: str | None, *, as_json: bool, resume: bool) -> Sink:
-    """A file by its format, or stdout as JSON lines."""
+    """The sink for the options: a file in the given format, or JSON lines to stdout."""
     if file_format is None:
         file_format = "jsonl" if output is not None and output.endswith((".jsonl", ".ndjson")) else "npy"
     if output not in (None, STDIN):
@@ -134,7 +135,7 @@ def embed_into(
     lines_by_worker: Counter[str],
     answered: Callable[[], None],
 ) -> int:
-    """Embeds the lines that the sink lacks. Returns the dimension of the vectors; 0: there are none."""
+    """Embeds the lines after those that an earlier run left in the sink. Returns the vectors' dimension; 0: unknown."""
     dimension, begun = sink.dimension, sink.rows
     chunks = Chunks(task["chunk"])
     config = client_config(address)
@@ -148,7 +149,7 @@ def embed_into(
 
     options: dict[str, Any] = {name: task[name] for name in ("model", "queue", "priority") if task[name]}
     with Client(address) as client:
-        # A worker was connected a moment ago: if the last one dies now, the tasks wait for its restart.
+        # wait_for_worker: if the last worker stops, the tasks wait for its restart. One was connected a moment ago.
         lines = read_lines(paths)
         if sink.rows:
             check_resumed(sink, lines, lambda texts: client.embed(texts, task["model"] or ""))
@@ -171,8 +172,9 @@ def embed_into(
 
 
 def check_resumed(sink: Sink, lines: Iterator[str], embed: Callable[[list[str]], Rows]) -> None:
-    """Skips the lines that the sink has rows for. Raises Failure if there are fewer, or if the first, the middle or the
-    last of them has another vector now: the input or the model has changed.
+    """Skips the lines whose rows are in the sink, and embeds the first, the middle and the last of them again.
+
+    Failure: the input has fewer lines than the sink has rows, or a vector differs, so input or model have changed.
     """
     rows = sink.rows
     sample = dict.fromkeys((0, rows // 2, rows - 1))
@@ -190,7 +192,7 @@ def check_resumed(sink: Sink, lines: Iterator[str], embed: Callable[[list[str]],
 
 
 def _print(summary: dict[str, Any]) -> None:
-    """The summary, on stderr: the vectors may go to stdout."""
+    """Prints the summary to stderr, because the vectors may go to stdout."""
     where = f" -> {summary['output']} [{summary['lines']}, {summary['dimension']}]" if summary["output"] else ""
     rate = f"{summary['lines_per_s']:,.0f} lines/s"
     show.note(f"{summary['lines']:,} lines in {duration(summary['seconds'])}, {rate}{where}")

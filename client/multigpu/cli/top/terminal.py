@@ -1,4 +1,4 @@
-"""Keys of a terminal, one by one, and the terminal's settings restored at the end."""
+"""Reads single keys from a terminal, and restores the terminal's settings at the end."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import tty
 from collections.abc import Iterator
 
 READ_BYTES = 1024
-# How long the rest of an escape sequence may take; Esc alone is a key.
+# How long to wait for the rest of an escape sequence. If nothing follows, the key was Esc.
 ESCAPE_WAIT_S = 0.05
 KEY = re.compile(r"\x1b[\[O][^@-~]*[@-~]?|.", re.DOTALL)
 ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end"}
@@ -30,14 +30,14 @@ NAMES = {
 
 
 def keys_in(text: str) -> list[str]:
-    """The names of the keys, or the character itself. Unknown escape sequences are ignored."""
+    """Each key in a text: its name in NAMES, or its character. Unknown escape sequences are ignored."""
     found = (NAMES.get(key, key) for key in KEY.findall(text))
     return [key for key in found if not key.startswith("\x1b")]
 
 
 @contextlib.contextmanager
 def key_input() -> Iterator[int]:
-    """Turns off echo and line input at stdin, and yields its descriptor. Ctrl-C still interrupts; Ctrl-Z is off."""
+    """Turns off echo, line input and Ctrl-Z at stdin, and yields its descriptor. Ctrl-C still sends SIGINT."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     try:
@@ -51,7 +51,7 @@ def key_input() -> Iterator[int]:
 
 
 def read_keys(fd: int, timeout_s: float) -> list[str]:
-    """The keys that were pressed; empty after `timeout_s`. Raises EOFError if the terminal has closed."""
+    """The next keys; none if no key is pressed for `timeout_s`. EOFError: the terminal was closed."""
     data = b""
     while select.select([fd], [], [], ESCAPE_WAIT_S if data else timeout_s)[0]:
         read = os.read(fd, READ_BYTES)

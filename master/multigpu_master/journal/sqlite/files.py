@@ -1,4 +1,4 @@
-"""Files and directories, down to the disk."""
+"""Sync of files and directories to the disk, and durable copies."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ _READ_BYTES = 1 << 20
 
 
 def sync_directory(directory: Path) -> None:
-    """Puts the names in it on the disk."""
+    """Makes creations, renames and deletions of files in the directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -24,7 +24,7 @@ def sync_file(path: Path) -> None:
 
 
 def copy_file(source: int, target: Path) -> None:
-    """Copies an open file. Like the original, the copy is readable by its owner only."""
+    """Copies an open file to `target` and syncs the copy. Only its owner can read it, as with the original."""
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(fd, 0o600)

@@ -37,32 +37,35 @@ class EmbedBackend(Protocol):
 
     @property
     def identity(self) -> str:
-        """Everything that can change a vector except the model's files and the text.
+        """A hash of everything that affects a vector, except the model's files and the text.
 
-        It may change; vectors of a batch that was prepared before the change are not cached.
+        It may change while the model serves. Vectors of a batch that was prepared before a change are not cached.
         """
 
     @property
     def pads(self) -> bool:
-        """Whether the padding of a micro-batch is computed, and counts, like its tokens."""
+        """Whether the forward pass computes padding. If so, `tokens_max` counts padding too."""
 
     # Tokens in one forward pass. The engine lowers it when memory runs out.
     tokens_max: int
 
     def embed(self, inputs: Inputs) -> Vectors:
-        """Vectors [rows, dimension] of padded inputs, int64 [rows, width]. Raises MemoryError, on any device."""
+        """Vectors [rows, dimension] of padded inputs, int64 [rows, width].
+
+        MemoryError: host or device memory is full.
+        """
 
 
 @runtime_checkable
 class AheadBackend(EmbedBackend, Protocol):
-    """A back end of an asynchronous device: it takes the next micro-batch before the last one is done."""
+    """A back end that can start a micro-batch while the previous one runs on the device."""
 
     def begin(self, inputs: Inputs) -> Callable[[], Vectors]:
         """Start on padded inputs, and return a function that waits for the vectors. Both may raise MemoryError."""
 
 
 def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) -> tuple[EmbedBackend, dict[str, str]]:
-    """Load a model. Facts and errors: see common/backends.py."""
+    """Load a model, and return it with its facts. For the facts and the errors see common/backends.py."""
     backend: EmbedBackend
     backend, facts = load_variant(BACKENDS, spec, settings, variant)
     facts.setdefault("text", f"cut after {backend.text.tokens_per_text_max} tokens")
@@ -70,7 +73,7 @@ def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) ->
 
 
 def identity_of(*parts: str, packages: tuple[str, ...], sources: tuple[str, ...]) -> str:
-    """A back end's identity: any words, versions of packages, and the content of source files of engines/."""
+    """A back end's identity: the hash of `parts`, of package versions, and of the given source files of engines/."""
     here = Path(__file__).parents[1]
     lines = [*parts, *(f"{name} {metadata.version(name)}" for name in ("multigpu", "tokenizers", *packages))]
     lines += [file_hash(here / name) for name in ("embed/engine.py", "embed/backend.py", "embed/text.py", *sources)]
