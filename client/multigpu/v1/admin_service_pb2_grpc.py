@@ -206,8 +206,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReloadHandlers(self, request, context):
-        """Makes a worker reload its handlers once the tasks in their engine are done. Returns at once;
-        Worker.handlers.reloads grows when it is done.
+        """Makes a worker reload its handlers as soon as the tasks in its engine are done. Returns immediately;
+        Worker.handlers.reloads increases when the reload is done.
         FAILED_PRECONDITION: the worker is lost or has no handlers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -295,8 +295,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetBreaker(self, request, context):
-        """Permits quarantines again, once an operator has found the cause. Devices that are sick now are quarantined, and
-        counted anew. Idempotent.
+        """Permits quarantines again after the circuit breaker has tripped. Call it once the cause is found: devices that are
+        still sick are then quarantined and counted again. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
