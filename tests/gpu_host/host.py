@@ -95,6 +95,16 @@ class Host:
         end_s = time.monotonic() + timeout_s
         return [self.fleet.outcome(i, max(1.0, end_s - time.monotonic())) for i in task_ids]
 
+    def wait_until_used(self, *device_ids: str) -> None:
+        """Submits work until each of these devices has done some: on a busy machine, others may do a round alone."""
+        unused = set(device_ids)
+        end_s = time.monotonic() + 60
+        while unused:
+            outcomes = self.outcomes(self.submit("gpu.work", 48, seconds="0.1"))
+            assert all(outcome.state == task_pb2.OUTCOME_STATE_SUCCEEDED for outcome in outcomes), outcomes
+            unused -= {outcome.device_id for outcome in outcomes}
+            assert time.monotonic() < end_s, f"{unused} got no task"
+
     def leased(self, name: str) -> set[int]:
         """Tasks that a worker holds."""
         filter_ = task_service_pb2.TaskFilter(worker_id=name, states=[task_pb2.TASK_STATE_LEASED])

@@ -35,8 +35,8 @@ def test_eight_gpus_work_and_report_that_they_are_simulated(host: Host) -> None:
     assert all(w.device.simulated for w in workers.values())
     assert "the driver is a simulation" in host.fleet.workers["gpu0"].log()
     outcomes = host.outcomes(host.submit("gpu.work", 48, seconds="0.1"))
-    assert {o.device_id for o in outcomes} == set(host.gpus.uuids), "every GPU had a share"
     assert all(o.result.decode() == o.device_id for o in outcomes), "each ran where the master says"
+    host.wait_until_used(*host.gpus.uuids)
 
 
 class Lateness:
@@ -108,8 +108,7 @@ def test_xid_79_moves_the_tasks_within_a_second_and_disturbs_no_other_gpu(host: 
 
     host.gpus.return_(lost, reset=True)  # as after a reset: the worker has to open the driver anew
     until(lambda: gone not in host.quarantined(), what=f"{gone} to be back by itself")
-    outcomes_after = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
-    assert host.gpus.uuid(lost) in {o.device_id for o in outcomes_after}, "it works again"
+    host.wait_until_used(host.gpus.uuid(lost))
     assert not host.fleet.stats().breaker.tripped
 
 
@@ -121,9 +120,7 @@ def test_xid_13_charges_the_task_and_not_the_gpu(host: Host) -> None:
     assert workers[outcome.worker_id].health.state == device_pb2.HEALTH_STATE_HEALTHY
     assert not host.quarantined()
     # Its engine's CUDA context is lost: the next task there has a new one.
-    after = host.outcomes(host.submit("gpu.work", 48, seconds="0.1"))
-    assert all(o.state == SUCCEEDED for o in after)
-    assert outcome.device_id in {o.device_id for o in after}
+    host.wait_until_used(outcome.device_id)
 
 
 def test_a_poison_task_is_a_dead_letter_after_two_devices_and_all_eight_stay_healthy(host: Host) -> None:
@@ -134,8 +131,7 @@ def test_a_poison_task_is_a_dead_letter_after_two_devices_and_all_eight_stay_hea
     until(host.all_working, what="eight healthy GPUs and their engines")
     assert len([name for name in host.names if host.engines()[name] != engines[name]]) == 2, "two devices, each once"
     assert host.fleet.stats().breaker.quarantines == 0, "no device is blamed"
-    after = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
-    assert {o.device_id for o in after} == set(host.gpus.uuids), "all eight work on"
+    host.wait_until_used(*host.gpus.uuids)
 
 
 @pytest.mark.slow
@@ -166,8 +162,8 @@ def test_three_sick_gpus_at_once_trip_the_breaker_and_the_third_works_on(host: H
     assert any("mgpuctl breaker reset" in line for line in errors(host)), "the operator is told what to do"
     [third] = {"gpu1", "gpu2", "gpu5"} - host.quarantined()
     outcomes = host.outcomes(host.submit("gpu.work", 64, seconds="0.1"))
-    assert {o.worker_id for o in outcomes} == set(host.names) - host.quarantined()
-    assert third in {o.worker_id for o in outcomes}, "sick as it is"
+    assert not {o.worker_id for o in outcomes} & host.quarantined()
+    host.wait_until_used(host.gpus.uuid(int(third.removeprefix("gpu"))))  # sick as it is
     host.gpus.lose(0)
     until(lambda: "gpu0" in host.quarantined(), what="the quarantine of one that can't run anything")
     # Its return counts as a reset only if the worker has seen the loss, not just the driver's event.
