@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
@@ -17,6 +18,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import Entry, JournalError, Recovered
+from multigpu_master.journal.retention import SAVE_S
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
@@ -42,6 +44,8 @@ log = structlog.get_logger()
 DESCRIPTORS_KEPT = 256
 # Interval of checks whether the host's clock was set.
 CLOCK_CHECK_S = 1.0
+# A difference between the clock and the journal's last time that is logged at the start.
+CLOCK_DIFFERS_S = 60.0 + SAVE_S
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
 
 
@@ -95,6 +99,7 @@ class Master:
         try:
             recovered = self.journal.open(self._on_commit)
             self._resume_clock(settings.saved_skew(recovered.settings))
+            self._count_downtime()
             core = Core(strategies, self._limits(), recovered.incarnations[-1].first_id, random.random, strategy)
             driver = self._make_driver(core, recovered)
             tasks_recovered, workers_expected = self._recover(driver, recovered)
@@ -167,6 +172,15 @@ class Master:
         if saved is not None:
             self._clock.resume(saved)
             log.warning("the host's clock was set: the master's follows slowly", ahead_s=round(self._clock.skew(), 3))
+
+    def _count_downtime(self) -> None:
+        difference_s = self.journal.count_downtime()
+        if abs(difference_s) > CLOCK_DIFFERS_S:
+            log.warning(
+                "the clock differs from the last time in the journal: no master ran for that long, or the host's clock "
+                "is wrong; results of before are kept for longer by the difference",
+                ahead_s=round(difference_s), host_time=datetime.now(UTC).isoformat(timespec="seconds"),
+            )  # fmt: skip
 
     async def _save_skew(self) -> None:
         """Saves the clock's skew: without it the next master's times would jump by it."""

@@ -11,13 +11,17 @@ import grpc
 import grpc.aio
 
 from multigpu._transport.connection import BREAKS, Connection, backoff_s
-from multigpu.errors import TransportError
+from multigpu.errors import CursorExpiredError, TransportError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_service_pb2
 
 # Of a client's cursor inside a frame: "<cursor>#<outcomes to skip>.<task_id of the last of them>".
 _MARK = "#"
 _FAILURES_MAX = 8
+_SKIPPED_ANOTHER = (
+    "the outcome at this cursor is not in the journal: it was removed, or an older copy of the journal was restored; "
+    "begin with an empty cursor, which gives the oldest outcome that is there"
+)
 
 
 async def frames(
@@ -63,6 +67,8 @@ def _frame(
     for index, message in enumerate(outcomes, start=1):
         if skip:
             skip = 0 if message.task_id == last_task_id else skip - 1
+            if not skip and message.task_id != last_task_id:
+                raise CursorExpiredError(_SKIPPED_ANOTHER)
             continue
         is_last = index == len(outcomes)
         cursor = response.cursor if is_last else f"{request.cursor}{_MARK}{index}.{message.task_id}"

@@ -104,12 +104,15 @@ class TaskService:
             after = oldest - 1
         elif after >= incarnations.cursors_end(name) or after > last:
             raise CallError(CURSOR_ELSEWHERE, grpc.StatusCode.OUT_OF_RANGE)
-        elif after < oldest - 1:
+        elif after < journal.removed_cursor:
             raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
+        removed = journal.removed_cursor  # before the caller's first outcome
         await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
             committed = watchers.commits
             rows = await asyncio.to_thread(journal.read_outcomes, after, READ_OUTCOMES, READ_BYTES)
+            if after < journal.removed_cursor > removed:  # the caller reads more slowly than outcomes expire
+                raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
             if not rows:
                 await committed.wait()
                 continue

@@ -36,6 +36,16 @@ async def test_watch_continues_after_breaks_and_from_any_cursor(master: Scripted
         assert rest == list(range(task_id + 1, 23))
 
 
+async def test_a_cursor_inside_a_frame_skips_no_other_outcomes(master: ScriptedMaster, client: AsyncClient) -> None:
+    """After a restore of an older copy the frame has other outcomes."""
+    master.watched = scripted_outcomes(20)
+    async with aclosing(client.watch(cursor="3#2.5")) as outcomes:
+        assert (await anext(outcomes))[0].task_id == 6
+    for cursor in ("3#8.99", "3#2.6"):
+        with pytest.raises(multigpu.CursorExpiredError, match="begin with an empty cursor"):
+            await anext(client.watch(cursor=cursor))
+
+
 async def test_watch_survives_a_restart_and_reports_a_lost_cursor(master: ScriptedMaster, client: AsyncClient) -> None:
     master.watched = scripted_outcomes(2)
     async with aclosing(client.watch()) as outcomes:

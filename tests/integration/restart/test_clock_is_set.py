@@ -74,6 +74,23 @@ def test_results_and_deadlines_are_kept_though_the_hosts_clock_is_set(tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_restart_while_the_hosts_clock_is_ahead_deletes_no_result_and_warns(tmp_path: Path) -> None:
+    """Nor does the next restart, when the clock is right again."""
+    with SteppedFleet(tmp_path / "fleet") as fleet:
+        done = fleet.submit("echo", b"first", b"second", b"the newest outcome is kept anyway")
+        for task_id in done:
+            fleet.outcome(task_id)
+        time.sleep(SWEEP_AFTER_S + 2)  # the journal has saved the time
+        for step_s in (10 * 86400, 0):
+            fleet.master.kill()
+            fleet.step(step_s)
+            fleet.start_master()
+            time.sleep(SWEEP_AFTER_S + 3)
+            assert [fleet.outcome(i).result for i in done[:2]] == [b"first", b"second"]
+        assert fleet.master.log().count("differs from the last time in the journal") >= 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("boot_s", "then_s"), [(0, 2 * 86400), (-2 * 86400, 0), (2 * 86400, 0)])
 def test_a_new_master_keeps_what_one_took_whose_clock_was_set(tmp_path: Path, boot_s: int, then_s: int) -> None:
     with SteppedFleet(tmp_path / "fleet", step_s=boot_s) as fleet:

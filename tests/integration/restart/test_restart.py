@@ -117,23 +117,27 @@ def test_from_now_does_not_go_with_a_cursor(fleet: Fleet) -> None:
         next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor="v1.1", from_now=True), timeout=30))
 
 
-def test_a_cursor_whose_outcomes_are_gone_is_out_of_range(tmp_path: Path) -> None:
+def test_a_cursor_whose_outcomes_are_gone_is_out_of_range_though_an_older_one_remains(tmp_path: Path) -> None:
     with Fleet(tmp_path, workers=1) as fleet:
         for task_id in fleet.submit("echo", *(b"%d" % n for n in range(6))):
             fleet.outcome(task_id)
         seen, old = watch(fleet, "", 6)
+        second = old.rpartition(".")[0] + ".2"
         call = fleet.tasks.Watch(task_service_pb2.WatchRequest(), timeout=30)
         first_frame = next(call).cursor
         call.cancel()
         assert fleet.master.stop() == 0
         # What the passing of a day does.
         with sqlite3.connect(fleet.data_dir / "journal.sqlite3") as journal:
-            journal.execute("DELETE FROM outcome WHERE cursor < (SELECT max(cursor) FROM outcome)")
+            newest = "(SELECT max(cursor) FROM outcome)"
+            journal.execute(f"INSERT INTO setting SELECT 'journal.removed', {newest} - 1")
+            journal.execute(f"DELETE FROM outcome WHERE cursor < {newest} AND cursor > 1")
         fleet.start_master()
-        with rejected(grpc.StatusCode.OUT_OF_RANGE, "empty cursor"):
-            next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=first_frame), timeout=30, wait_for_ready=True))
+        for cursor in (first_frame, second):
+            with rejected(grpc.StatusCode.OUT_OF_RANGE, "empty cursor"):
+                next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=30, wait_for_ready=True))
         # The last cursor is as good as ever, and an empty one gives the oldest that is left.
-        assert [o.task_id for o in watch(fleet, "", 1)[0]] == [seen[-1].task_id]
+        assert [o.task_id for o in watch(fleet, "", 2)[0]] == [seen[0].task_id, seen[-1].task_id]
         (new,) = fleet.submit("echo", b"new")
         assert [o.task_id for o in watch(fleet, old, 1)[0]] == [new]
 

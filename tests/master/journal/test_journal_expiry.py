@@ -1,7 +1,9 @@
 """Outcomes, rows and segments of the journal that expire."""
 
+import json
 import sqlite3
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -122,3 +124,57 @@ def test_segments_without_references_are_deleted(tmp_path: Path) -> None:
         it.write(Entry(submits=[submit(count + 1, payload)]))
     with opened(tmp_path / "data") as it:
         assert it.tasks == [submit(count + 1, payload)]
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_a_start_with_a_clock_that_is_ahead_deletes_no_result(tmp_path: Path) -> None:
+    """Nor does a later start, when the clock is right again."""
+    with opened(tmp_path / "data", clock_s=3000.0) as it:
+        assert it.journal.count_downtime() == 0.0
+        it.write(Entry(settles=[settle(1), settle(2)]))
+        until(lambda: saved_time(tmp_path) == 3000.0)
+    for clock_s, ahead_s in ((900_000.0, 897_000.0), (3500.0, 3500.0 - 900_000.0), (3600.0, 100.0)):
+        with opened(tmp_path / "data", clock_s=clock_s, dedupe_window_s=100.0) as it:
+            assert it.journal.count_downtime() == ahead_s
+            it.write(Entry(settles=[settle(int(clock_s), expire_time_s=clock_s + 50.0, settle_time_s=clock_s)]))
+            until(lambda clock_s=clock_s: saved_time(tmp_path) == clock_s)  # type: ignore[misc]  # the sweeper has run
+            assert [o.body for o in it.journal.read_outcomes(0, 2, 10**9)] == [b"out", b"out"]
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_outcomes_age_while_masters_run(tmp_path: Path) -> None:
+    with opened(tmp_path / "data", clock_s=3000.0) as it:
+        it.write(Entry(settles=[settle(1)]))
+        until(lambda: saved_time(tmp_path) == 3000.0)
+    with opened(tmp_path / "data", clock_s=4000.0) as it:
+        it.journal.count_downtime()
+        it.write(Entry(settles=[settle(2), settle(3, expire_time_s=9000.0)]))
+        it.clock_s = 5500.0  # 2500 s have passed on running masters since the first, 1500 s since the second
+        until(lambda: saved_time(tmp_path) == 5500.0)
+        assert [o.body for o in it.journal.read_outcomes(0, 3, 10**9)] == [b"out", None, b"out"]
+        it.clock_s = 6001.0
+        until(lambda: [o.body for o in it.journal.read_outcomes(0, 3, 10**9)] == [None, None, b"out"])
+        until(lambda: stored_bodies(tmp_path) == 1)
+
+
+def saved_time(folder: Path) -> float:
+    with closing(sqlite3.connect(folder / "data" / "journal.sqlite3")) as other:
+        row = other.execute("SELECT value FROM setting WHERE key = 'journal.time'").fetchone()
+    return 0.0 if row is None else json.loads(row[0])["time_s"]
+
+
+def stored_bodies(folder: Path) -> int:
+    with closing(sqlite3.connect(folder / "data" / "journal.sqlite3")) as other:
+        return int(other.execute("SELECT count(body) FROM outcome").fetchone()[0])
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_the_newest_removed_cursor_is_kept_though_an_older_outcome_remains(tmp_path: Path) -> None:
+    with opened(tmp_path / "data", dedupe_window_s=100) as it:
+        it.write(Entry(settles=[settle(1, expire_time_s=99_000.0), *[settle(n) for n in range(2, 7)]]))
+        assert it.journal.removed_cursor == 0
+        it.clock_s = 6000.0
+        until(lambda: [o.task_id for o in it.journal.read_outcomes(0, 10, 10**9)] == [1, 6])
+        assert it.journal.removed_cursor == 5
+    with opened(tmp_path / "data") as it:
+        assert it.journal.removed_cursor == 5

@@ -20,7 +20,8 @@ from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import answered, opened, settle, submit
+from tests.master.journal.journals import Commit, answered, opened, settle, submit
+from tests.waiting import until
 
 
 def snapshot(data_dir: Path) -> dict[str, str]:
@@ -270,3 +271,35 @@ def test_close_gives_up_in_time(tmp_path: Path) -> None:
         journal.close(0.2)
     assert time.monotonic() - started < 2
     gate.set()
+
+
+@pytest.mark.parametrize("lost", ["directory", "database", "log"])
+def test_a_master_whose_journal_was_deleted_acknowledges_nothing_and_stops(tmp_path: Path, lost: str) -> None:
+    """The files can be written as before, but no later master would find them."""
+    data_dir = tmp_path / "data"
+    commits: list[Commit] = []
+    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
+    list(journal.open(lambda *commit: commits.append(commit)).tasks)
+    first, second = Entry(submits=[submit(1)]), Entry(submits=[submit(2)])
+    journal.append(first)
+    assert answered(commits, first) == "committed"
+    if lost == "directory":
+        data_dir.rename(tmp_path / "elsewhere")
+    else:
+        (data_dir / ("journal.sqlite3" if lost == "database" else "journal.sqlite3-wal")).unlink()
+    journal.append(second)
+    error = answered(commits, second)
+    assert isinstance(error, JournalError)
+    assert "was deleted, moved or replaced" in str(error)
+    journal.close(20)
+
+
+@pytest.mark.usefixtures("sweeping")
+def test_an_idle_master_notices_that_its_journal_was_deleted(tmp_path: Path) -> None:
+    commits: list[Commit] = []
+    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
+    list(journal.open(lambda *commit: commits.append(commit)).tasks)
+    shutil.rmtree(tmp_path / "data")
+    until(lambda: bool(commits))
+    assert "was deleted" in str(commits[0][2])
+    journal.close(20)

@@ -1,6 +1,7 @@
 """Starts of a journal whose write-ahead log was deleted."""
 
 import errno
+import os
 import sqlite3
 import subprocess
 import sys
@@ -44,6 +45,23 @@ def test_a_deleted_log_is_reported_and_salvage_goes_on_without_it(tmp_path: Path
     with opened(data_dir) as (journal, _):
         assert list(journal.recover_tasks()) == []
     assert not list(salvage(data_dir))
+
+
+@pytest.mark.parametrize("kept", ["header", "all but a byte"])
+def test_a_log_that_was_cut_is_reported_and_salvage_goes_on_without_the_rest(tmp_path: Path, kept: str) -> None:
+    """At the end of a transaction as well, where SQLite finds nothing wrong."""
+    data_dir = tmp_path / "data"
+    leave_open(data_dir)
+    log = data_dir / "journal.sqlite3-wal"
+    os.truncate(log, 32 if kept == "header" else log.stat().st_size - 1)
+    before = snapshot(data_dir)
+    with pytest.raises(JournalDamagedError, match=r"journal\.sqlite3-wal was cut: .*frames.*salvage"), opened(data_dir):
+        pass
+    assert snapshot(data_dir) == before
+    (line,) = salvage(data_dir)
+    assert "was cut" in line
+    with opened(data_dir) as (journal, _):
+        assert list(journal.recover_tasks()) == []
 
 
 def test_a_journal_without_a_log_that_lacks_nothing_starts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from multigpu_master.journal.errors import JournalError
 from multigpu_master.journal.sqlite import wal
 from multigpu_master.journal.sqlite.connections import has_log, keep_log
-from multigpu_master.journal.sqlite.failures import NO_DATABASE, damaged, damaged_log, explain, missing_log
+from multigpu_master.journal.sqlite.failures import NO_DATABASE, damaged, damaged_log, explain, gone, missing_log
 from multigpu_master.journal.sqlite.files import sync_directory
 from multigpu_master.journal.sqlite.schema import (
     APPLICATION_ID,
@@ -56,6 +56,25 @@ class DirectoryLock:
 
     def release(self) -> None:
         os.close(self._fd)  # the file stays: removing it would race with the next holder
+
+
+class OpenFiles:
+    """The database and its log as they were opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened = self._identity()
+
+    def _identity(self) -> list[tuple[int, int]]:
+        found = [self._path.stat(), self._path.with_name(f"{self._path.name}-wal").stat()]
+        return [(each.st_dev, each.st_ino) for each in found]
+
+    def check(self) -> None:
+        """JournalError: they were deleted or replaced, so what is written to them is lost."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if self._identity() == self._opened:
+                return
+        raise gone(self._path)
 
 
 def prepare(data_dir: Path) -> DirectoryLock:
@@ -115,6 +134,8 @@ def _check_contents(path: Path) -> None:
     log = path.with_name(f"{DATABASE_NAME}-wal")
     index = path.with_name(f"{DATABASE_NAME}-shm")
     absent = [file for file in (log, index) if not file.exists()]
+    if what := wal.cut(log, index, PAGE_BYTES):
+        raise damaged_log(path, what)
     # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.
     mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:

@@ -52,6 +52,13 @@ def full(path: Path) -> JournalFullError:
     )
 
 
+def gone(path: Path) -> JournalError:
+    return JournalError(
+        f"The journal {path} or its log was deleted, moved or replaced while this master used it: nothing more can be "
+        "acknowledged. Bring the directory back, or restore a backup, before the next start; else it begins empty."
+    )
+
+
 def damaged(path: Path, what: str) -> JournalDamagedError:
     return JournalDamagedError(
         f"The journal {path} is damaged ({what}); nothing in it was changed. Restore its directory from a backup, or "

@@ -124,7 +124,10 @@ class SqliteJournal(JournalReads):
             self._room.limit()
             self._last_cursor = self.newest_cursor()
             begun = schema.begin_incarnation(self._writer, self._now(), self._last_cursor)
-            self._sweeper = Sweeper(self._writer, self._segments, self._now, self._dedupe_window_s)
+            if saved := schema.read_private(self._writer, schema.SETTING_TIME):
+                self._retention.load(saved)
+            self._sweeper = Sweeper(self._writer, self._segments, self._retention, self._dedupe_window_s)
+            self._files = directory.OpenFiles(self._path)
         except (sqlite3.Error, OSError, JournalError) as error:
             if writer is not None:
                 connections.close_keeping_log(self._path, writer)
@@ -157,6 +160,17 @@ class SqliteJournal(JournalReads):
     def oldest_cursor(self) -> int:
         ((cursor,),) = self._rows("SELECT min(cursor) FROM outcome", ())
         return self._last_cursor + 1 if cursor is None else int(cursor)
+
+    @property
+    def removed_cursor(self) -> int:
+        """The newest cursor whose outcome is deleted: a reader that stands before it may have missed some."""
+        return self._sweeper.removed_cursor
+
+    def count_downtime(self) -> float:
+        """Call it once the clock is right, before anything can expire. Returns by how many seconds the clock differs
+        from the last time in the journal.
+        """
+        return self._retention.resume(self._last_cursor + 1)
 
     def _run(self) -> None:
         try:
@@ -282,6 +296,7 @@ class SqliteJournal(JournalReads):
             self._writer.execute(sql, parameters)
         if not alone:
             self._writer.execute("COMMIT")
+        self._files.check()
         self._last_cursor += outcomes
         self._sweeper.note_commit(self._last_cursor, [i for entry in batch for i in entry.deleted_dead_letters])
 
@@ -357,6 +372,7 @@ class SqliteJournal(JournalReads):
         started = time.monotonic()
         if started < self._sweep_at_s:
             return
+        self._files.check()
         full = self._full is not None and not self._over
         if full:
             self._room.give_up_reserve()

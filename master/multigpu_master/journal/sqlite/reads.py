@@ -29,6 +29,7 @@ from multigpu_master.journal.protocol import (
     StoredOutcome,
     SubmitRecord,
 )
+from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import connections, failures, schema
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.segments import IN_USE, LargeObjects, bounds
@@ -62,6 +63,7 @@ class JournalReads:
         self, data_dir: Path, now: Callable[[], float] = time.time, database: str = schema.DATABASE_NAME
     ) -> None:
         self._now = now
+        self._retention = Retention(now)
         self._data_dir = data_dir
         self._path = data_dir / database
         self.payloads = Payloads(data_dir, self._refers_to)
@@ -119,7 +121,10 @@ class JournalReads:
         if not isinstance(expire_time_s, float):
             raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
         outcome = StoredOutcome(*[*settled, None])
-        if expire_time_s <= self._now() and outcome.state != task_pb2.OUTCOME_STATE_DEAD_LETTERED:
+        if (
+            expire_time_s <= self._retention.now(outcome.cursor)
+            and outcome.state != task_pb2.OUTCOME_STATE_DEAD_LETTERED
+        ):
             return outcome  # the sweeper will delete the body
         if body is None or isinstance(body, bytes):
             outcome.body = body

@@ -24,7 +24,9 @@ SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
 # The incarnation that has the journal open, or ended without closing it: its log must be there. Older releases leave
 # it as it is, so it counts only if that incarnation is the newest one.
 SETTING_OPEN = "journal.open"
-_PRIVATE_SETTINGS = (SETTING_EPOCH, SETTING_PROBE, SETTING_LEASE_KEY, SETTING_OPEN)
+SETTING_REMOVED = "journal.removed"  # the newest cursor whose outcome the sweeper has deleted
+SETTING_TIME = "journal.time"  # of Retention
+_PRIVATE_SETTINGS = (SETTING_EPOCH, SETTING_PROBE, SETTING_LEASE_KEY, SETTING_OPEN, SETTING_REMOVED, SETTING_TIME)
 _LEFT_OPEN = f"""
 SELECT EXISTS (SELECT 1 FROM setting WHERE key = '{SETTING_OPEN}'
   AND value = (SELECT name FROM incarnation ORDER BY first_id DESC LIMIT 1))"""
@@ -123,6 +125,11 @@ def left_open(connection: sqlite3.Connection) -> bool:
 def clear_open_flag(writer: sqlite3.Connection) -> None:
     """From now on the log may be missing once its content is in the database."""
     writer.execute("DELETE FROM setting WHERE key = ?", (SETTING_OPEN,))
+
+
+def read_private(connection: sqlite3.Connection, key: str) -> bytes | None:
+    row = connection.execute("SELECT value FROM setting WHERE key = ?", (key,)).fetchone()
+    return None if row is None else row[0]
 
 
 def read_settings(connection: sqlite3.Connection) -> dict[str, bytes]:

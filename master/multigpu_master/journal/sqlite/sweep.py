@@ -5,17 +5,21 @@ the work is proportional to what there is to delete, without an index on expiry.
 runs between two commits. SQLite reuses empty pages; when they are a large share of the file, the file is truncated.
 
 The row of the newest outcome stays, whatever its age, so that no cursor is issued twice. The outcome of a dead letter
-stays as long as the dead letter.
+stays as long as the dead letter. Rows are deleted from the middle too: `removed_cursor` is the newest that was deleted.
+Time during which no master ran does not age an outcome (retention.py).
 """
 
 # ruff: noqa: S608  # statements are composed of this package's constants; values are always bound
 
 import heapq
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import specs as journal_specs
+from multigpu_master.journal.sqlite.schema import SETTING_REMOVED, SETTING_TIME, read_private
 from multigpu_master.journal.sqlite.segments import Segments
+from multigpu_master.journal.sqlite.statements import setting
 
 _ZONE_CURSORS = 1024
 _PERIOD_S = 30.0  # minimum time between two examinations of a zone
@@ -34,20 +38,22 @@ WHERE cursor BETWEEN ?1 AND ?2 AND expire_time_s <= ?3 AND body IS NOT NULL AND 
 _DROP_BODIES = f"""
 UPDATE outcome SET body = NULL
 WHERE cursor BETWEEN ?1 AND ?2 AND expire_time_s <= ?3 AND body IS NOT NULL AND NOT {_KEPT}"""
-_DROP_ROWS = f"""
-DELETE FROM outcome
-WHERE cursor BETWEEN ?1 AND ?2 AND cursor < ?5 AND expire_time_s <= ?3 AND settle_time_s <= ?3 - ?4 AND NOT {_KEPT}"""
+_DUE_ROWS = f"""
+outcome WHERE cursor BETWEEN ?1 AND ?2 AND cursor < ?5 AND expire_time_s <= ?3 AND settle_time_s <= ?3 - ?4
+AND NOT {_KEPT}"""
 
 
 class Sweeper:
     """Deletes what has expired, through the writer's connection and on its thread."""
 
     def __init__(
-        self, writer: sqlite3.Connection, segments: Segments, now: Callable[[], float], dedupe_window_s: float
+        self, writer: sqlite3.Connection, segments: Segments, retention: Retention, dedupe_window_s: float
     ) -> None:
         self._writer = writer
         self._segments = segments
-        self._now = now
+        self._retention = retention
+        self._now = retention.clock
+        self.removed_cursor = int(read_private(writer, SETTING_REMOVED) or 0)  # read from any thread; never too low
         self._dedupe_window_s = dedupe_window_s
         self._spec_after = ""
         ((oldest, newest),) = writer.execute("SELECT min(cursor), max(cursor) FROM outcome").fetchall()
@@ -71,6 +77,9 @@ class Sweeper:
         """Does one part of the due work; False if there is none. `full`: the disk is full, so all unused space of the
         files is returned to it.
         """
+        if self._retention.due():
+            ((oldest,),) = self._writer.execute("SELECT min(cursor) FROM outcome").fetchall()
+            self._writer.execute(*setting(SETTING_TIME, self._retention.save(oldest or 0)))
         return (
             self._sweep_zone()
             or self._sweep_specs()
@@ -88,7 +97,7 @@ class Sweeper:
         try:
             due_s = self._due_s(low, high)
             if due_s is not None and due_s <= now:
-                self._forget(low, high, now)
+                self._forget(low, high, self._retention.now(low))
                 due_s = self._due_s(low, high)
         except sqlite3.Error:
             heapq.heappush(self._zones, (now + _PERIOD_S, zone))
@@ -105,7 +114,7 @@ class Sweeper:
         """When the first of these outcomes is due; None if none can be."""
         parameters = (self._dedupe_window_s, low, high, self._last_cursor)
         ((due_s,),) = self._writer.execute(_DUE_S, parameters).fetchall()
-        return None if due_s is None else float(due_s)
+        return None if due_s is None else float(due_s) + self._retention.downtime_s(low)
 
     def _forget(self, low: int, high: int, now: float) -> None:
         bytes_dropped = 0
@@ -116,7 +125,12 @@ class Sweeper:
                 break
         self._writer.execute("BEGIN IMMEDIATE")
         try:
-            self._writer.execute(_DROP_ROWS, (low, high, now, self._dedupe_window_s, self._last_cursor))
+            due = (low, high, now, self._dedupe_window_s, self._last_cursor)
+            ((newest,),) = self._writer.execute(f"SELECT max(cursor) FROM {_DUE_ROWS}", due).fetchall()
+            if newest is not None:
+                self._writer.execute(f"DELETE FROM {_DUE_ROWS}", due)
+                self.removed_cursor = max(self.removed_cursor, newest)
+                self._writer.execute(*setting(SETTING_REMOVED, b"%d" % self.removed_cursor))
             self._writer.execute(_DROP_BODIES, (low, high, now))
             self._writer.execute("COMMIT")
         except sqlite3.Error:

@@ -9,7 +9,8 @@ sees, a frame ends a transaction, and the checksum of the next frame continues t
 transaction was on the disk and acknowledged, and it or an earlier one was damaged later. Checksums are cumulative, so
 the checksum of one writer's frame does not continue that of another writer's.
 
-Damage of the newest transaction alone, or of the last frame before it, cannot be told from a torn write.
+Damage of the newest transaction alone, or of the last frame before it, cannot be told from a torn write. A log that was
+cut shows by the index that the last master left beside it, unless the host lost power or the log's header is gone too.
 """
 
 import struct
@@ -21,6 +22,7 @@ _MAGIC_BIG_ENDIAN = 0x377F0683
 _HEADER, _FRAME = struct.Struct(">8I"), struct.Struct(">6I")
 # Offset of the number of frames that SQLite reads (mxFrame) in the -shm file, its index of the log.
 _INDEX_FRAMES_AT = 16
+_INDEX_HEADER_BYTES = 48  # of which there are two copies; the log's salts are at 32
 
 Sums = tuple[int, int]
 
@@ -86,6 +88,22 @@ class _Log:
             follows = ends and self._made(self._stored(number), number + 1) == self._stored(number + 1)
             if follows and self._is_whole(number):
                 yield number
+
+
+def cut(log: Path, index: Path, page_bytes: int) -> str:
+    """As `damage`, of a log that is shorter than its index. Call it before SQLite opens them and makes the index anew.
+    SQLite writes the index after it has synced the log, so the index is never ahead of an undamaged log.
+    """
+    if not (log.exists() and index.exists()):
+        return ""
+    with log.open("rb") as log_file, index.open("rb") as index_file:
+        header, state = log_file.read(_HEADER.size), index_file.read(2 * _INDEX_HEADER_BYTES)
+    copies = state[:_INDEX_HEADER_BYTES], state[_INDEX_HEADER_BYTES:]
+    if len(header) < _HEADER.size or copies[0] != copies[1] or state[32:40] != header[16:24]:
+        return ""
+    (frames,) = struct.unpack_from("=I", state, _INDEX_FRAMES_AT)
+    missing = frames - (log.stat().st_size - _HEADER.size) // (_FRAME.size + page_bytes)
+    return f"its log {log.name} was cut: the last {missing} frames are missing" if missing > 0 else ""
 
 
 def damage(log: Path, index: Path, page_bytes: int) -> str:
