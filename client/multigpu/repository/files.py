@@ -18,7 +18,7 @@ from typing import Any
 from multigpu.repository.model import ModelFolderError, ModelSpec, check_inside
 from multigpu.repository.model_toml import FILE_NAME
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pt2", ".pth", ".ckpt", ".pkl", ".pickle")
 PICKLED_WEIGHTS = "pytorch_model"
 # Further files that the libraries read: settings, tokenizers, templates.
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
@@ -87,10 +87,13 @@ def weight_files(folder: Path, part: str, allow_pickle: Iterable[str]) -> list[s
 
 
 def pickle_rejection(path: Path, name: str) -> str:
-    """Why weights in pickle's format are not loaded, and what to do."""
+    """Why a file that can run code is not loaded, and what to do."""
+    what, convert = "pickle", "convert it to safetensors (AutoModel.from_pretrained(f).save_pretrained(f))"
+    if name.endswith(".pt2"):
+        what, convert = "program of torch.export", "export it as ONNX"
     return (
-        f"{path} is a pickle, which can run any code, and is not loaded. Where you trust it, convert it to safetensors "
-        f'(AutoModel.from_pretrained(f).save_pretrained(f)), or name it in {FILE_NAME}: allow_pickle = ["{name}"]'
+        f"{path} is a {what}, which can run any code, and is not loaded. Where you trust it, {convert}, "
+        f'or name it in {FILE_NAME}: allow_pickle = ["{name}"]'
     )
 
 
@@ -105,7 +108,9 @@ def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
     for name in loaded_files(spec):
         path = spec.folder / name
         # In the layouts of Hugging Face `weight_files` has checked them.
-        pickled = spec.source not in LAYOUT_SOURCES and name.endswith(PICKLE_SUFFIXES)
+        pickled = spec.source not in LAYOUT_SOURCES and (
+            name.endswith(PICKLE_SUFFIXES) or (spec.source == "torch-export" and name == spec.file)
+        )
         if pickled and spec.source != "onnx" and name not in spec.allow_pickle:
             raise ModelFolderError(pickle_rejection(path, name))
         if inside is not None:
