@@ -26,8 +26,10 @@ SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
 LAYOUT_SOURCES = ("sentence-transformers", "huggingface")
 READ_BYTES = 4 << 20
 HASHES_MAX = 65_536
-# A safetensors header holds names and shapes; even the largest models stay far below this.
-SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
+# A safetensors header holds names and shapes; even the largest models stay far below this. So do other JSON files.
+SAFETENSORS_HEADER_BYTES_MAX = JSON_BYTES_MAX = 16 << 20
+# No model is as large, but a sparse file may be.
+MODEL_FILES_BYTES_MAX = 1 << 50
 # A file changed more recently may change again within the same tick of the file system's clock, and look the same.
 SETTLED_NS = 2_000_000_000
 
@@ -125,6 +127,8 @@ def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
         changed_ns = max(changed_ns, status.st_mtime_ns)
         if name.endswith(".safetensors"):
             check_safetensors(path)
+    if size_bytes > MODEL_FILES_BYTES_MAX:
+        raise ModelFolderError(f"{spec.folder} has files of {size_bytes} bytes: copy it again")
     return size_bytes, changed_ns
 
 
@@ -145,7 +149,7 @@ def check_safetensors(path: Path) -> None:
         raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None
     except OSError as error:
         raise ModelFolderError(f"{path} can't be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, OverflowError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise ModelFolderError(f"{path} has no readable header ({error}): copy it again") from error
     if size != 8 + header_bytes + end:
         raise ModelFolderError(f"{path} has {size} bytes and should have {8 + header_bytes + end}: copy it again")
@@ -226,6 +230,9 @@ def file_hash(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> s
 def read_json(path: Path) -> Any:
     """Content of a JSON file of a model. Raises ModelFolderError if it can't be read or parsed."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > JSON_BYTES_MAX:
+            raise ModelFolderError(f"{path} is no file of at most {JSON_BYTES_MAX >> 20} MiB: copy it again")
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None

@@ -179,7 +179,7 @@ def harmed(folder: Path, harm: Callable[[Members, Path], None]) -> ModelSpec:
 @pytest.mark.parametrize("harm", HARMS)
 def test_exported_program_is_code_and_must_be_allowed(tmp_path: Path, harm: Callable[[Members, Path], None]) -> None:
     spec = dataclasses.replace(harmed(tmp_path, harm), allow_pickle=())
-    with pytest.raises(ModelFolderError, match="model.pt2 .*can run any code.*allow_pickle"):
+    with pytest.raises(ModelFolderError, match=r"model\.pt2 .*can run any code.*allow_pickle"):
         load_here(spec)
     assert not (tmp_path / "told").exists()
     with contextlib.suppress(ModelFolderError):
