@@ -8,13 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.hostile.targets import files, master, worker
+from tests.hostile.targets import files, master, repository, worker
 from tests.hostile.targets.base import Crash, Target
 from tests.hostile.targets.inputs import Maker
 
 ROUND_INPUTS = 5_000
 # Weights of targets whose name contains the key; others have 20. Slow targets get fewer inputs.
-WEIGHTS = {"Watch": 1, "WatchWorkers": 1, "Run": 40, "Session": 40, "Submit": 40, "from the engine": 100, "row": 60}
+WEIGHTS = {
+    "Watch": 1,
+    "WatchWorkers": 1,
+    "Run": 40,
+    "Session": 40,
+    "Submit": 40,
+    "from the engine": 100,
+    "row": 60,
+    "repository": 4,
+}
 
 
 @dataclass(slots=True)
@@ -43,11 +52,18 @@ class Tally:
 def all_targets() -> Iterator[list[Target]]:
     """All targets in this process."""
     local, local_agent, folder = master.LocalMaster(), worker.LocalAgent(), files.Folder()
+    models = repository.Repository()
     try:
-        yield [*master.targets(local), *worker.targets(local_agent), *files.targets(folder)]
+        yield [
+            *master.targets(local),
+            *worker.targets(local_agent),
+            *files.targets(folder),
+            *repository.targets(models),
+        ]
     finally:
         local.close()
         local_agent.close()
+        models.close()
 
 
 def weight(target: Target) -> int:

@@ -144,7 +144,7 @@ class Agent:
                 log.warning("the model repository can't be read; the models found before stay", error=str(error))
                 continue
             if found != self.loader.routes.catalog:
-                log.info("the model repository has changed", models=len(found.models), errors=dict(found.errors))
+                log.info("the model repository has changed", models=len(found.models), errors=len(found.errors))
                 await self.loader.put(found)
 
     async def _tick(self) -> None:

@@ -5,13 +5,14 @@ import dataclasses
 import time
 
 import structlog
+from multigpu.v1 import model_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.models.loader import ModelLoader
-from multigpu_worker.models.messages import model_messages, residency_messages
+from multigpu_worker.models.messages import Offers, fitting, model_messages, residency_messages
 from multigpu_worker.models.model_sizes import slots_max
 from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.processes.pool import EnginePool
@@ -46,6 +47,8 @@ class MasterStream:
     welcomed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     heartbeat_s: float = 1.0
     _last_frame: int = 0
+    # Models that did not fit into the last hello or catalog.
+    _left_out: int = 0
     # The master must be sent the key of the directory for large payloads.
     _key_due: bool = False
 
@@ -55,11 +58,12 @@ class MasterStream:
         # More than the default process's, if a model runs more tasks at a time: they may join a running batch.
         slots = max(self.identity.slots, slots_max(self.loader.routes))
         session = self.dispatcher.session
+        offers, models = self._catalog()
         return wire.hello(
             dataclasses.replace(self.identity, slots=slots),
-            self.dispatcher.offers(),
+            offers,
             session.held(hello=True),
-            models=model_messages(self.loader.routes),
+            models=models,
             model_memory_bytes=self.loader.limit_bytes,
             incarnation=session.incarnation,
         )
@@ -139,7 +143,21 @@ class MasterStream:
         if not self.loader.changed:
             return None
         self.loader.changed = False
-        return wire.catalog_message(self.dispatcher.offers(), model_messages(self.loader.routes))
+        return wire.catalog_message(*self._catalog())
+
+    def _catalog(self) -> tuple[Offers, list[model_pb2.Model]]:
+        """The offers and models that fit into a message."""
+        found = model_messages(self.loader.routes)
+        offers, models = fitting(self.dispatcher.offers(), found)
+        left_out = len(found) - len(models)
+        if left_out and left_out != self._left_out:
+            log.warning(
+                "some models are not offered: a worker can describe no more; divide its model repository",
+                offered=len(models),
+                left_out=left_out,
+            )
+        self._left_out = left_out
+        return offers, models
 
     def disconnected(self, reason: str) -> None:
         session = self.dispatcher.session

@@ -18,7 +18,7 @@ from typing import Any
 from multigpu.repository.model import ModelFolderError, ModelSpec, check_inside
 from multigpu.repository.model_toml import FILE_NAME
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pt2", ".pth", ".ckpt", ".pkl", ".pickle")
 PICKLED_WEIGHTS = "pytorch_model"
 # Further files that the libraries read: settings, tokenizers, templates.
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
@@ -26,8 +26,10 @@ SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
 LAYOUT_SOURCES = ("sentence-transformers", "huggingface")
 READ_BYTES = 4 << 20
 HASHES_MAX = 65_536
-# A safetensors header holds names and shapes; even the largest models stay far below this.
-SAFETENSORS_HEADER_BYTES_MAX = 100 << 20
+# A safetensors header holds names and shapes; even the largest models stay far below this. So do other JSON files.
+SAFETENSORS_HEADER_BYTES_MAX = JSON_BYTES_MAX = 16 << 20
+# No model is as large, but a sparse file may be.
+MODEL_FILES_BYTES_MAX = 1 << 50
 # A file changed more recently may change again within the same tick of the file system's clock, and look the same.
 SETTLED_NS = 2_000_000_000
 
@@ -87,10 +89,13 @@ def weight_files(folder: Path, part: str, allow_pickle: Iterable[str]) -> list[s
 
 
 def pickle_rejection(path: Path, name: str) -> str:
-    """Why weights in pickle's format are not loaded, and what to do."""
+    """Why a file that can run code is not loaded, and what to do."""
+    what, convert = "pickle", "convert it to safetensors (AutoModel.from_pretrained(f).save_pretrained(f))"
+    if name.endswith(".pt2"):
+        what, convert = "program of torch.export", "export it as ONNX"
     return (
-        f"{path} is a pickle, which can run any code, and is not loaded. Where you trust it, convert it to safetensors "
-        f'(AutoModel.from_pretrained(f).save_pretrained(f)), or name it in {FILE_NAME}: allow_pickle = ["{name}"]'
+        f"{path} is a {what}, which can run any code, and is not loaded. Where you trust it, {convert}, "
+        f'or name it in {FILE_NAME}: allow_pickle = ["{name}"]'
     )
 
 
@@ -105,7 +110,9 @@ def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
     for name in loaded_files(spec):
         path = spec.folder / name
         # In the layouts of Hugging Face `weight_files` has checked them.
-        pickled = spec.source not in LAYOUT_SOURCES and name.endswith(PICKLE_SUFFIXES)
+        pickled = spec.source not in LAYOUT_SOURCES and (
+            name.endswith(PICKLE_SUFFIXES) or (spec.source == "torch-export" and name == spec.file)
+        )
         if pickled and spec.source != "onnx" and name not in spec.allow_pickle:
             raise ModelFolderError(pickle_rejection(path, name))
         if inside is not None:
@@ -120,6 +127,8 @@ def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
         changed_ns = max(changed_ns, status.st_mtime_ns)
         if name.endswith(".safetensors"):
             check_safetensors(path)
+    if size_bytes > MODEL_FILES_BYTES_MAX:
+        raise ModelFolderError(f"{spec.folder} has files of {size_bytes} bytes: copy it again")
     return size_bytes, changed_ns
 
 
@@ -140,7 +149,7 @@ def check_safetensors(path: Path) -> None:
         raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None
     except OSError as error:
         raise ModelFolderError(f"{path} can't be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, OverflowError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise ModelFolderError(f"{path} has no readable header ({error}): copy it again") from error
     if size != 8 + header_bytes + end:
         raise ModelFolderError(f"{path} has {size} bytes and should have {8 + header_bytes + end}: copy it again")
@@ -221,6 +230,9 @@ def file_hash(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> s
 def read_json(path: Path) -> Any:
     """Content of a JSON file of a model. Raises ModelFolderError if it can't be read or parsed."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > JSON_BYTES_MAX:
+            raise ModelFolderError(f"{path} is no file of at most {JSON_BYTES_MAX >> 20} MiB: copy it again")
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None

@@ -5,6 +5,7 @@ other folder is a namespace: a model in it has both names ("acme/reranker"). Hid
 copy a model to ".new" and rename it, and it appears all at once.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from multigpu._transport.names import UNPRINTABLE, escaped
 from multigpu.repository.files import (
     LAYOUT_SOURCES,
     check_files,
@@ -27,6 +29,7 @@ VERSION = re.compile(r"[1-9][0-9]{0,17}")
 # Deeper is no place for a model.
 DEPTH_MAX = 4
 NAME_BYTES_MAX = 200
+ERROR_CHARS_MAX = 500
 # Sources that are a single file: its suffixes, and the engines that can run it.
 SINGLE_FILES = {
     "gguf": ((".gguf",), ("auto", "torch")),
@@ -61,8 +64,6 @@ def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
     """The models of a repository. ModelFolderError: there is no such folder, or it is no repository."""
     if not root.is_dir():
         raise ModelFolderError(f"model_repository: {root} is no folder: create it, or correct the path")
-    if is_model(root):
-        raise ModelFolderError(f"model_repository: {root} is a model itself: name the folder that it is in")
     models: dict[str, ModelSpec] = {}
     errors: dict[str, str] = {}
     current: dict[str, str] = {}
@@ -78,6 +79,10 @@ def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
             models[spec.id] = spec
             # They come oldest first.
             current[name] = spec.id
+    # With other models in it, it is a repository to which somebody added such files.
+    if all(VERSION.fullmatch(name.partition("/")[0]) for name in current) and is_model(root):
+        raise ModelFolderError(f"model_repository: {root} is a model itself: name the folder that it is in")
+    errors = {_error_name(name): escaped(text)[:ERROR_CHARS_MAX] for name, text in errors.items()}
     return Scan(models=models, errors=errors, current=current)
 
 
@@ -97,13 +102,15 @@ def read_model(
     """
     folder = folder.absolute()
     _check_name(name)
-    values = read_toml(folder)
+    with _as_folder_error(folder):
+        values = read_toml(folder)
     wanted = "all" if every_version else values.pop("versions", "latest")
     values.pop("versions", None)
     there = _versions_in(folder)
     if not there:
-        spec = _read_version(folder, name, "", values, root)
-        check(spec)
+        with _as_folder_error(folder):
+            spec = _read_version(folder, name, "", values, root)
+            check(spec)
         return [spec], {}
     if isinstance(wanted, tuple) and (missing := sorted(set(wanted) - set(there))):
         raise ModelFolderError(f"{folder / FILE_NAME} asks for version {missing[0]}; there are {there}")
@@ -116,8 +123,9 @@ def read_model(
             if file.startswith(f"{version}/")
         }
         try:
-            spec = _read_version(folder / str(version), name, str(version), values | {"hashes": hashes}, root)
-            check(spec)
+            with _as_folder_error(folder / str(version)):
+                spec = _read_version(folder / str(version), name, str(version), values | {"hashes": hashes}, root)
+                check(spec)
             specs.insert(0, spec)
         except ModelFolderError as error:
             errors[f"{name}:{version}"] = str(error)
@@ -131,7 +139,7 @@ def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int 
     try:
         entries = sorted((e for e in os.scandir(parent) if not e.name.startswith(".")), key=lambda e: e.name)
     except OSError as error:
-        errors[_printable(prefix.rstrip("/"))] = f"{parent} can't be read: {error.strerror}"
+        errors[prefix.rstrip("/")] = f"{parent} can't be read: {error.strerror}"
         return
     for entry in entries:
         name, path = prefix + entry.name, Path(entry.path)
@@ -145,8 +153,19 @@ def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int 
                 yield from model_folders(path, name + "/", errors, depth + 1)
             else:
                 errors[name] = f"{path} holds no model that is recognised: complete it, or write a {FILE_NAME} there"
-        except ModelFolderError as error:
-            errors[_printable(name)] = str(error)
+        except (ModelFolderError, OSError) as error:
+            errors[name] = str(error)
+
+
+@contextlib.contextmanager
+def _as_folder_error(folder: Path) -> Iterator[None]:
+    """Raise any error as ModelFolderError: the content of one folder must not end the scan of the others."""
+    try:
+        yield
+    except ModelFolderError:
+        raise
+    except Exception as error:
+        raise ModelFolderError(f"{folder} can't be read ({type(error).__name__}: {error}): copy it again") from error
 
 
 def _read_version(folder: Path, name: str, version: str, values: dict[str, Any], root: Path | None) -> ModelSpec:
@@ -259,15 +278,19 @@ def _names(folder: Path, *, folders: bool = False) -> list[str]:
 
 def _check_name(name: str) -> None:
     """ModelFolderError: tasks can't ask for it, or it could be mistaken for a version, a list or an option."""
-    if not name.isprintable() or re.search(r"[:=,\s\\]", name) or name.startswith("-"):
+    if UNPRINTABLE.search(name) or re.search(r"[:=,\s\\]", name) or name.startswith("-"):
         raise ModelFolderError(
-            f"{_printable(name)!r} can't be a model's name: only printable characters, no spaces, colons, commas, "
+            f"'{escaped(name)}' can't be a model's name: only printable characters, no spaces, colons, commas, "
             "backslashes or = in it, and no - in front"
         )
     if len(name.encode()) > NAME_BYTES_MAX:
         raise ModelFolderError(f"{name!r} is too long for a model's name: {NAME_BYTES_MAX} bytes at most")
 
 
-def _printable(name: str) -> str:
-    """A name that is not valid text, with escapes."""
-    return name.encode("utf-8", "backslashreplace").decode() or "."
+def _error_name(name: str) -> str:
+    """A name under which an error can be reported, whatever the folder is called. Keeps ":version" of a valid name."""
+    base, colon, version = name.rpartition(":")
+    if colon and base and ":" not in base and VERSION.fullmatch(version):
+        return f"{_error_name(base)}:{version}"
+    text = escaped(name).replace(":", "\\x3a").encode()[:NAME_BYTES_MAX]
+    return text.decode(errors="ignore") or "."

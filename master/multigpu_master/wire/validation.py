@@ -1,16 +1,12 @@
 """Checks of messages before the core sees them. InvalidMessageError says what is wrong and what is allowed."""
 
-import re
+from multigpu._transport.names import HELLO_BYTES_MAX as HELLO_BYTES_MAX  # noqa: PLC0414
+from multigpu._transport.names import MODEL_BYTES_MAX as MODEL_BYTES_MAX  # noqa: PLC0414
+from multigpu._transport.names import UNPRINTABLE
 
 ATTEMPTS_MAX = 100
-NAME_BYTES_MAX, MODEL_BYTES_MAX, KEY_BYTES_MAX = 128, 256, 256
+NAME_BYTES_MAX, KEY_BYTES_MAX = 128, 256
 MESSAGE_CHARS_MAX = 8 << 10
-# Total size of a worker's hello without its leases, and of its catalog.
-HELLO_BYTES_MAX = 128 << 10
-# Control characters, and characters that are invisible or change how the text around them is displayed.
-_CONTROL = re.compile(
-    "[\0-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
-)
 
 
 class InvalidMessageError(Exception):
@@ -19,7 +15,7 @@ class InvalidMessageError(Exception):
 
 def check_printable(field: str, value: str) -> None:
     """InvalidMessageError: a terminal or a log would not show the text as it is."""
-    if _CONTROL.search(value):
+    if UNPRINTABLE.search(value):
         raise InvalidMessageError(f"{field} {value!r} contains control or invisible characters; remove them")
 
 

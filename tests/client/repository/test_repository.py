@@ -65,7 +65,13 @@ def only(found: Scan) -> ModelSpec:
         ({"model.onnx": "x", "other.onnx": "y"}, "onnx", "infer", "auto", "model.onnx"),
         ({"net.onnx": "x", "weights.bin": "external data"}, "onnx", "infer", "auto", "net.onnx"),
         ({"config.json": "{}", "model.onnx": "x"}, "onnx", "infer", "auto", "model.onnx"),
-        ({"net.pt2": "x"}, "torch-export", "infer", "auto", "net.pt2"),
+        (
+            {"net.pt2": "x", "model.toml": 'allow_pickle = ["net.pt2"]'},
+            "torch-export",
+            "infer",
+            "auto",
+            "net.pt2",
+        ),
         ({"net.plan": "x"}, "tensorrt-plan", "infer", "auto", "net.plan"),
         (
             {"net.safetensors": EMPTY, "model.toml": '[parameters]\nclass = "nets:Net"'},
@@ -102,7 +108,8 @@ def test_a_kind_that_the_files_cannot_serve_is_an_error_of_the_scan(
 ) -> None:
     put(tmp_path, under("m", {file: "x", "model.toml": f'kind = "{kind}"'}))
     assert f"serves the kind {serves}, not {kind}" in scan(tmp_path).errors["m"]
-    put(tmp_path, under("m", {"model.toml": f'kind = "{kind}"\nengine = "mine:Engine"'}))
+    allowed = f'allow_pickle = ["{file}"]'
+    put(tmp_path, under("m", {"model.toml": f'kind = "{kind}"\nengine = "mine:Engine"\n{allowed}'}))
     assert only(scan(tmp_path)).kind == kind
 
 
@@ -207,6 +214,11 @@ def test_the_error_of_a_model_toml_names_the_key(tmp_path: Path, text: str, mess
             "is a pickle.*safetensors.*allow_pickle.*pytorch_model.bin",
         ),
         ({"net.pth": "", "model.toml": "engine = 'a:B'"}, "is a pickle.*allow_pickle = ..net.pth"),
+        ({"net.pt2": ""}, "is a program of torch.export, which can run any code.*allow_pickle = ..net.pt2"),
+        (
+            {"net.zip": "", "model.toml": "source = 'torch-export'\nfile = 'net.zip'"},
+            "can run any code.*allow_pickle = ..net.zip",
+        ),
         ({"a.gguf": "", "b.gguf": ""}, "has 2 such files: say in model.toml which"),
         ({"a.safetensors": EMPTY}, "does not say what it is: add its config.json"),
         ({"net.py": "", "model.toml": ""}, "name its class in model.toml: engine ="),
@@ -250,10 +262,10 @@ def test_names_and_namespaces(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff\xfe")).mkdir()
     found = scan(tmp_path)
     assert list(found.models) == ["sentence-transformers/all-MiniLM-L6-v2"]
-    assert set(found.errors) == {"a/b/c/d", "one:two", r"\udcff\udcfe"}
+    assert set(found.errors) == {"a/b/c/d", r"one\x3atwo", r"\udcff\udcfe"}
     for text in (*found.errors, *found.errors.values()):
         text.encode()
-    assert "can't be a model's name" in found.errors["one:two"]
+    assert "can't be a model's name" in found.errors[r"one\x3atwo"]
 
 
 def versioned(root: Path, toml: str, *versions: int) -> None:

@@ -218,7 +218,9 @@ def export(folder: Path, module: torch.nn.Module) -> ModelSpec:
     shapes = {"x": {0: torch.export.Dim("batch", min=1, max=4096)}}
     program = torch.export.export(module, (torch.randn(3, 2),), dynamic_shapes=shapes)
     torch.export.save(program, folder / "model.pt2")
-    return ModelSpec(name="m", folder=folder, kind="infer", source="torch-export", file="model.pt2")
+    return ModelSpec(
+        name="m", folder=folder, kind="infer", source="torch-export", file="model.pt2", allow_pickle=("model.pt2",)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -26,6 +26,8 @@ NUMBER_BYTES = {"bf16": 2, "fp16": 2}
 # Limits of the cache in engines/generate/model.py, for models that do not set cache_bytes.
 CPU_CACHE_BYTES, CPU_CACHE_SHARE = 512 << 20, 0.25
 GPU_CACHE_SHARE = 0.5
+# A model.toml may ask for any cache_bytes, and a message holds 64 bits.
+ESTIMATE_BYTES_MAX = 1 << 50
 
 
 def estimate_bytes(
@@ -58,7 +60,7 @@ def estimate_bytes(
         if limit_bytes:
             cache_bytes_max = min(cache_bytes_max, limit_bytes // spec.instances - process_bytes - model_bytes)
         model_bytes += max(0, min(slots * context_bytes(spec, number_bytes), cache_bytes_max))
-    return spec.instances * (model_bytes + process_bytes)
+    return min(spec.instances * (model_bytes + process_bytes), ESTIMATE_BYTES_MAX)
 
 
 def _capability(device: DeviceInfo) -> tuple[int, int]:

@@ -1,10 +1,56 @@
 """Protobuf messages about a worker's models: those that it offers, and those in memory."""
 
+from collections.abc import Sequence
+
+from multigpu._transport.names import HELLO_BYTES_MAX
 from multigpu.v1 import model_pb2
 
 from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.models.residency import ModelState, Resident
 from multigpu_worker.models.routes import ModelRoutes
+
+# The rest of a hello is for the worker's own description.
+CATALOG_BYTES_MAX = HELLO_BYTES_MAX - (32 << 10)
+SHORT_ERROR_CHARS = 100
+# Tag and length of a field.
+_FRAMING_BYTES = 4
+
+Offers = Sequence[tuple[str, list[str]]]
+
+
+def fitting(offers: Offers, models: Sequence[model_pb2.Model]) -> tuple[Offers, list[model_pb2.Model]]:
+    """The offers and models that fit into CATALOG_BYTES_MAX.
+
+    If not all do, facts are left out, errors cut, and then models left out: the first model of each kind stays, and
+    small models stay before large ones, so that a large one displaces no other.
+    """
+    if sum(map(_cost_bytes, models)) <= CATALOG_BYTES_MAX:
+        return offers, list(models)
+    for model in models:
+        model.ClearField("facts")
+        model.error = model.error[:SHORT_ERROR_CHARS]
+    first = {names[0] for _, names in offers if names}
+    room_bytes = CATALOG_BYTES_MAX
+    kept: list[model_pb2.Model] = []
+    for model in sorted(models, key=lambda m: (not m.kind, first.isdisjoint(_names_of(m)), _cost_bytes(m))):
+        if _cost_bytes(model) <= room_bytes:
+            room_bytes -= _cost_bytes(model)
+            kept.append(model)
+    names = {name for model in kept for name in _names_of(model)}
+    known = [(kind, [name for name in offered if name in names], not offered) for kind, offered in offers]
+    return [(kind, offered) for kind, offered, empty in known if offered or empty], kept
+
+
+def _names_of(model: model_pb2.Model) -> list[str]:
+    """The names that tasks may use for it."""
+    own = f"{model.name}:{model.version}" if model.version else model.name
+    return [own, model.name] if model.current and model.version else [own]
+
+
+def _cost_bytes(model: model_pb2.Model) -> int:
+    """Bytes of its message, and of its names among the offers."""
+    names_bytes = sum(len(name.encode()) + _FRAMING_BYTES for name in _names_of(model))
+    return model.ByteSize() + _FRAMING_BYTES + names_bytes
 
 
 def model_messages(routes: ModelRoutes) -> list[model_pb2.Model]:

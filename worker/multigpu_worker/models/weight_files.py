@@ -13,7 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multigpu.repository.files import LAYOUT_SOURCES, SAFETENSORS_HEADER_BYTES_MAX, module_folders, weight_files
+from multigpu.repository.files import (
+    LAYOUT_SOURCES,
+    SAFETENSORS_HEADER_BYTES_MAX,
+    module_folders,
+    read_json,
+    weight_files,
+)
 from multigpu.repository.model import ModelFolderError, ModelSpec
 
 # Safetensors types that are converted to the precision the model is served at. Others are kept.
@@ -23,8 +29,20 @@ _GGUF_FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 1
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_VERSIONS = (2, 3)
 _GGUF_DIMENSIONS_MAX = 8
-# Exceptions that a damaged or truncated header may cause.
-_UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, struct.error)
+# A GGUF header has the vocabulary: at most 300,000 tokens and 600,000 merges in the models of 2026.
+_GGUF_HEADER_BYTES_MAX, _GGUF_VALUES_MAX = 64 << 20, 4_000_000
+# Exceptions that a damaged, truncated or absurd header may cause.
+_UNREADABLE = (
+    ModelFolderError,
+    OSError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    struct.error,
+)
 
 
 def weights_bytes(spec: ModelSpec, number_bytes: int) -> int:
@@ -39,7 +57,7 @@ def weights_bytes(spec: ModelSpec, number_bytes: int) -> int:
                 for part in module_folders(spec.folder)
                 for name in weight_files(spec.folder, part, spec.allow_pickle)
             )
-    except (ModelFolderError, *_UNREADABLE):
+    except _UNREADABLE:
         pass
     return spec.files_bytes
 
@@ -55,13 +73,13 @@ def context_bytes(spec: ModelSpec, number_bytes: int) -> int:
             heads = int(facts.get(of + "attention.head_count_kv", all_heads))
             head_size = int(facts.get(of + "attention.key_length", facts[of + "embedding_length"] // all_heads))
         else:
-            config = json.loads((spec.folder / "config.json").read_bytes())
+            config = read_json(spec.folder / "config.json")
             config = config.get("text_config") or config
             layers, context = int(config["num_hidden_layers"]), int(config["max_position_embeddings"])
             all_heads = int(config["num_attention_heads"])
             heads = int(config.get("num_key_value_heads") or all_heads)
             head_size = int(config.get("head_dim") or config["hidden_size"] // all_heads)
-    except (ZeroDivisionError, *_UNREADABLE):
+    except _UNREADABLE:
         return 0
     if "context" in spec.parameters and spec.parameters["context"].isdecimal():
         context = min(context, int(spec.parameters["context"]))
@@ -80,16 +98,20 @@ def _safetensors_bytes(path: Path, number_bytes: int) -> int:
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
-        begin, end = tensor["data_offsets"]
-        floating = tensor["dtype"] in _FLOATING
-        size_bytes += math.prod(tensor["shape"]) * number_bytes if floating else end - begin
+        begin, end = map(int, tensor["data_offsets"])
+        numbers = math.prod(map(int, tensor["shape"])) if tensor["dtype"] in _FLOATING else 0
+        if not 0 <= numbers <= end - begin <= path.stat().st_size:
+            raise ValueError(f"{path} is too small for the tensor {name[:100]}")
+        size_bytes += numbers * number_bytes or end - begin
     return size_bytes
 
 
 @functools.lru_cache(maxsize=8)  # skipping the vocabulary takes long
 def _read_gguf(path: Path, _changed_ns: int) -> tuple[int, Mapping[str, Any]]:
     """The count of numbers in all tensors, and the metadata; lists are given as their length."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    size_bytes = path.stat().st_size
+    header_bytes = min(size_bytes, _GGUF_HEADER_BYTES_MAX)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), header_bytes, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
         magic, version, tensors, facts_count = reader.take("4sIQQ")
         if magic != b"GGUF" or version not in _GGUF_VERSIONS:
@@ -103,17 +125,22 @@ def _read_gguf(path: Path, _changed_ns: int) -> tuple[int, Mapping[str, Any]]:
                 raise ValueError(f"{path} has a tensor of {dimensions} dimensions")
             numbers += math.prod(reader.take(f"{dimensions}Q"))
             reader.take("IQ")  # type and offset
+        if numbers > 8 * size_bytes:  # less than a bit for each
+            raise ValueError(f"{path} is too small for its tensors")
         return numbers, facts
 
 
 class _Reader:
-    """Reads consecutive little-endian values. Raises struct.error at the end of the data."""
+    """Reads consecutive little-endian values. Raises struct.error at the end of the data, ValueError at too many."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        self._at = 0
+        self._at = self._taken = 0
 
     def take(self, form: str) -> tuple[Any, ...]:
+        self._taken += 1
+        if self._taken > _GGUF_VALUES_MAX:
+            raise ValueError(f"more than {_GGUF_VALUES_MAX} values")
         values = struct.unpack_from("<" + form, self._data, self._at)
         self._at += struct.calcsize("<" + form)
         return values

@@ -1,6 +1,7 @@
 """The infer engine's back end on torch: exported programs, Hugging Face folders, and weights with a class.
 
 - torch-export: a `.pt2` of torch.export, which determines the precision and the names, types and shapes of inputs.
+  Loading one can run any code, so model.toml must name it under allow_pickle.
 - huggingface, sentence-transformers: the class that config.json names. Inputs are the parameters of its `forward`.
 - safetensors: `class` under [parameters] is "module:Class", a torch.nn.Module. It is created with the JSON object
   `arguments` as keywords (default: none), and the file is its state. Inputs are the parameters of its `forward`.
@@ -12,17 +13,13 @@ Importing this module takes seconds (torch), so only the engine process does.
 
 import importlib
 import inspect
-import io
 import json
-import pickle
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from multigpu.repository.files import weight_files
+from multigpu.repository.files import pickle_rejection, weight_files
 from multigpu.repository.model import ModelSpec
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
@@ -123,8 +120,8 @@ def _load_export(spec: ModelSpec, device: torch.device, precision: str) -> Torch
     if precision not in {"fp32", "tf32"}:
         raise PrecisionError(f"{spec.id} was exported at its precision: leave {precision} out, or export it so again")
     path = spec.folder / spec.file
-    if spec.file not in spec.allow_pickle:
-        reject_pickle(path)
+    if spec.file not in spec.allow_pickle:  # torch unpickles parts of it, and evaluates the expressions of sizes
+        raise ModelFolderError(pickle_rejection(path, spec.file))
     program = torch.export.load(path)
     nodes = {node.name: node for node in program.graph.nodes}
     user_inputs = [name for name in program.graph_signature.user_inputs if isinstance(name, str)]
@@ -173,40 +170,6 @@ def _outputs_of(program: torch.export.ExportedProgram, nodes: dict[str, torch.fx
     return name_outputs(tree_unflatten(values, program.call_spec.out_spec))
 
 
-def reject_pickle(path: Path) -> None:
-    """Raises ModelFolderError if loading a `.pt2` would unpickle something that can run code."""
-    remedy = "export it again with plain tensors alone, or name it under allow_pickle in model.toml where you trust it"
-    try:
-        found = _pickled_part(path)
-    except Exception as error:
-        raise ModelFolderError(f"{path} can't be trusted ({type(error).__name__}: {error}): {remedy}") from error
-    if found:
-        raise ModelFolderError(f"{path} has parts in pickle's format ({found}): {remedy}")
-
-
-def _pickled_part(path: Path) -> str:
-    """The first part of a `.pt2` that torch.export.load would unpickle without restrictions. Empty: none.
-
-    For weights and constants, a JSON file in the archive says which are pickled. Sample inputs are always pickled:
-    torch loads them with weights_only=True first, and without restrictions if that fails. So it must not fail.
-    """
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        if not any(name.endswith("/archive_format") for name in names):
-            return "an archive of an older torch.export"
-        for name in names:
-            if name.endswith("_config.json"):
-                entries = json.loads(archive.read(name))["config"].values()
-                if any(entry.get("use_pickle") is not False for entry in entries):
-                    return name
-            elif name.endswith(".pt"):
-                try:
-                    torch.load(io.BytesIO(archive.read(name)), weights_only=True)
-                except pickle.UnpicklingError:
-                    return name
-    return ""
-
-
 def _load_huggingface(spec: ModelSpec, device: torch.device, precision: str) -> TorchForward:
     from multigpu_worker.engines.common.pretrained import load_weights, transformers  # noqa: PLC0415  (takes seconds)
 
@@ -246,9 +209,7 @@ def _load_class(spec: ModelSpec, device: torch.device, precision: str) -> TorchF
         # The owner of the repository declared this file trusted.
         state = torch.load(path, map_location="cpu", weights_only=False)
     else:
-        raise ModelFolderError(
-            f"{path} is a pickle, which can run any code: convert it to safetensors, or name it under allow_pickle"
-        )
+        raise ModelFolderError(pickle_rejection(path, spec.file))
     module.load_state_dict(state)
     parameters = inspect.signature(module.forward).parameters.values()
     inputs = tuple(
