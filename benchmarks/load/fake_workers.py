@@ -34,8 +34,8 @@ class FakeWorker:
     def __init__(self, address: str, number: int) -> None:
         device = DeviceInfo(device_id=f"fake-{number}", name="fake", product="fake", memory_total_bytes=1 << 34)
         self.identity = wire.Identity(
-            worker_id=f"fake-worker-{number}", host="fake", version="0", pid=os.getpid(), device=device, labels={},
-            slots=1, window_tasks=1024, window_bytes=64 << 20,
+            worker_id=f"fake-worker-{number}", host="fake", version="0", pid=os.getpid(), process=str(number),
+            device=device, labels={}, slots=1, window_tasks=1024, window_bytes=64 << 20,
         )  # fmt: skip
         self.session = Session(SessionLimits())
         self.link = Link(address, self)

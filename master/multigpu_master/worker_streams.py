@@ -44,10 +44,18 @@ class WorkerStreams:
     def __len__(self) -> int:
         return len(self._outboxes)
 
-    def open(self, session: int) -> SessionOutbox:
+    def open(self, session: int, process: str) -> SessionOutbox:
+        """`process`: the worker's, of its hello."""
         outbox = SessionOutbox(worker_service_pb2.SessionResponse, wire_large.Peer(self._payloads))
+        outbox.client_id = process
         self._outboxes[session] = outbox
         return outbox
+
+    def has_other_process(self, worker_id: str, process: str) -> bool:
+        """Whether another process than this one has a live session with that worker_id."""
+        worker = self._fleet.workers.get(worker_id)
+        outbox = self._outboxes.get(worker.session) if worker is not None else None
+        return outbox is not None and outbox.client_id != process
 
     def close(self, session: int) -> None:
         self._outboxes.pop(session, None)

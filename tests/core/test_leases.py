@@ -97,6 +97,18 @@ def test_a_checkpoint_is_there_for_the_next_attempt() -> None:
     assert task.extra.checkpoint == b"half"
 
 
+def test_the_next_attempt_begins_at_the_checkpoint_of_the_last_partial_output() -> None:
+    stage, task = leased()
+    lease = lease_of(task)
+    outputs = [ev.PartialOutput(lease.lease_id, 0, b"p0"), ev.PartialOutput(lease.lease_id, 1, b"p1", "", b"after p0")]
+    stage.handle(ev.Partials(lease.worker.session, outputs))
+    assert task.extra is not None
+    assert task.extra.checkpoint == b"after p0"
+    repeated = ev.PartialOutput(lease.lease_id, 0, b"p0", "", b"older")
+    stage.handle(ev.Partials(lease.worker.session, [repeated]))
+    assert task.extra.checkpoint == b"after p0"
+
+
 @pytest.mark.parametrize("state", [OK, FAILED])
 def test_an_adopted_lease_was_dispatched_before_it_began(state: ReportState) -> None:
     """Its master died; the next one knows when it began from the worker only."""

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import multigpu
+import pytest
+from google.protobuf.duration_pb2 import Duration
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.fleet import Fleet, rejected, until
@@ -93,6 +96,50 @@ def test_run_cancels_by_request_id(fleet: Fleet, tmp_path: Path) -> None:
     feed.close()
     outcomes = collect(stream).outcomes
     assert [(o.request_id, o.state, o.error.type) for o in outcomes] == [("gated", CANCELLED, "Withdrawn")]
+
+
+@pytest.mark.parametrize("by", ["Submit", "another client", "the same client"])
+def test_a_withdrawal_ends_the_clients_own_task_and_leaves_one_that_it_joined(
+    fleet: Fleet, tmp_path: Path, by: str
+) -> None:
+    name, gate = f"submitted by {by}", tmp_path / "gate"
+    frame = run_frame("trial.gate", (name, str(gate).encode()))
+    frame.client_id = "ours"
+    if by == "Submit":
+        fleet.submit("trial.gate", str(gate).encode(), request_ids=[name])
+    else:
+        first = task_service_pb2.RunRequest.FromString(frame.SerializeToString())
+        first.client_id = "ours" if by == "the same client" else "theirs"
+        submitter = fleet.tasks.Run(Feed(first), timeout=20)
+        assert next(submitter).accepted[0].request_id == name
+        if by == "the same client":
+            submitter.cancel()
+    feed = Feed(frame)
+    stream = fleet.tasks.Run(feed, timeout=20)
+    assert next(stream).accepted[0].request_id == name
+    feed.put(task_service_pb2.RunRequest(cancel_request_ids=[name]))
+    feed.close()
+    heard = collect(stream)
+    if by == "the same client":
+        assert [(o.state, o.error.type) for o in heard.outcomes] == [(CANCELLED, "Withdrawn")]
+        return
+    assert [(r.request_id, r.code) for r in heard.rejected] == [(name, grpc.StatusCode.CANCELLED.value[0])]
+    assert "goes on" in heard.rejected[0].message
+    gate.touch()
+    request = task_service_pb2.GetRequest(request_id=name, wait=Duration(seconds=20))
+    assert fleet.tasks.Get(request, timeout=30).task.outcome.result == b"opened"
+    if by == "another client":
+        assert next(o.request_id for answer in submitter for o in answer.outcomes) == name
+        submitter.cancel()
+
+
+def test_a_run_that_times_out_leaves_a_submitted_task_that_it_joined(fleet: Fleet, tmp_path: Path) -> None:
+    gate = str(tmp_path / "gate").encode()
+    (task_id,) = fleet.submit("trial.gate", gate, request_ids=["acknowledged"])
+    with fleet.client() as client, pytest.raises(multigpu.CallTimeoutError):
+        client.run("trial.gate", gate, request_id="acknowledged", timeout=0.5)
+    (tmp_path / "gate").touch()
+    assert fleet.outcome(task_id).result == b"opened"
 
 
 def test_cancel_says_what_it_ended_what_had_ended_and_what_is_unknown(fleet: Fleet, tmp_path: Path) -> None:

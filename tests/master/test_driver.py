@@ -47,7 +47,7 @@ class Stage:
         assert not list(recovered.tasks)
         self.driver = Driver(core, self.journal, recovered, specs, Clock().now, STREAM_BYTES_MAX, self.fatal.append)
         self.spec = specs.read(task_pb2.TaskSpec(kind="echo"))
-        self.driver.workers.open(1)
+        self.driver.workers.open(1, "p")
         self.driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))
         self.stream, self.outbox = self.driver.open_stream()
 

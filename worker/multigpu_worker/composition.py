@@ -1,6 +1,7 @@
 """Puts a worker's parts together, by its configuration."""
 
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from importlib import metadata
@@ -182,6 +183,7 @@ def identity_of(config: WorkerConfig, device: Device) -> Identity:
         host=host,
         version=metadata.version("multigpu"),
         pid=os.getpid(),
+        process=secrets.token_hex(8),
         device=device.info,
         labels=config.labels,
         slots=config.slots,

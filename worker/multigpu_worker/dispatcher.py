@@ -157,13 +157,13 @@ class Dispatcher:
         self.pump()
 
     def take_reports(self, reports: BatchReports, start_ns: int) -> None:
-        for lease, data in reports.checkpoints:
-            self.session.save(lease, data)
         for lease, fraction, note in reports.progress:
             lease.fraction, lease.note = fraction, note
         for lease, data, content_type in reports.partials:
             if not self.session.partial(lease, data, content_type):
                 self._pool.cancel([lease])
+        for lease, data in reports.checkpoints:  # saved after these outputs
+            self.session.save(lease, data)
         units = sum(report.lease.units for report in reports.reports)
         energy = self._sampler.measure(start_ns, reports.finish_ns, units)
         self._report(start_ns, reports.finish_ns, reports.reports, energy)

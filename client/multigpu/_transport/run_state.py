@@ -10,6 +10,7 @@ cancelled, again on each new stream, until the master says how the task ended. T
 once, also before the master has answered.
 """
 
+import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -83,6 +84,7 @@ class Call:
 class RunState:
     def __init__(self, window: Window) -> None:
         self._window = window
+        self._client_id = secrets.token_hex(8)
         self.sharing = Sharing()
         self._unsettled: dict[str, Call] = {}
         self._outbox: deque[Call] = deque()
@@ -161,7 +163,7 @@ class RunState:
 
     def next_frame(self, *, report: bool = False) -> task_service_pb2.RunRequest | None:
         """The next frame; None: there is nothing to send. `report`: also if only a pending report is there."""
-        frame = task_service_pb2.RunRequest(outcomes_only=True)
+        frame = task_service_pb2.RunRequest(outcomes_only=True, client_id=self._client_id)
         if self._cancel_outbox:
             frame.cancel_request_ids.extend(self._cancel_outbox[:_CANCELLING_MAX])
             self._withdrawals.update(frame.cancel_request_ids)

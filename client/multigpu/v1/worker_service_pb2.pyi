@@ -47,7 +47,7 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., report_batches: _Optional[_Iterable[_Union[ReportBatch, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialOutput, _Mapping]]] = ..., payload_key: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases", "models", "model_memory_bytes", "incarnation")
+    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases", "models", "model_memory_bytes", "incarnation", "process")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class Hello(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     MODEL_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     host: str
@@ -85,7 +86,8 @@ class Hello(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[_model_pb2.Model]
     model_memory_bytes: int
     incarnation: str
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    process: str
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., incarnation: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
 
 class Capability(_message.Message):
     __slots__ = ("kind", "models")
@@ -216,16 +218,18 @@ class Report(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ..., broke_engine: _Optional[bool] = ...) -> None: ...
 
 class PartialOutput(_message.Message):
-    __slots__ = ("lease_id", "index", "data", "content_type")
+    __slots__ = ("lease_id", "index", "data", "content_type", "checkpoint")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CONTENT_TYPE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     index: int
     data: bytes
     content_type: str
-    def __init__(self, lease_id: _Optional[int] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ..., content_type: _Optional[str] = ...) -> None: ...
+    checkpoint: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., index: _Optional[int] = ..., data: _Optional[bytes] = ..., content_type: _Optional[str] = ..., checkpoint: _Optional[bytes] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("welcome", "frame", "lease_batches", "revocations", "desired", "results_taken", "recalled_lease_ids", "reload_handlers")

@@ -45,9 +45,11 @@ class WorkerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """The worker's first frame carries hello, the master's first frame welcome. A second session of a worker_id ends the
-        first.
-        ABORTED: another session took over this worker_id; do not reconnect.
+        """The worker's first frame carries hello, the master's first frame welcome. A second session of a worker's process
+        ends the first.
+        ALREADY_EXISTS: another process has a session with this worker_id; try again later, the session may be of a host
+        that lost its power.
+        ABORTED: a later session of this process took over; do not reconnect.
         FAILED_PRECONDITION: incompatible protocol version; the message says which side to upgrade.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

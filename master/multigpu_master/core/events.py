@@ -178,6 +178,7 @@ class PartialOutput:
     index: int
     data: bytes
     content_type: str = ""
+    checkpoint: bytes = b""  # saved before it
 
 
 @dataclass(slots=True)

@@ -174,6 +174,7 @@ class Task:
     streams: tuple[int, ...] = ()  # the Run streams that follow it
     extra: Extra | None = None
     payload_crc: int = -1  # -1: not computed; see identity.py
+    client_id: str = ""  # of the Run stream that submitted it; "": another call did, or an earlier master took it
 
     @property
     def told(self) -> Outcome | None:

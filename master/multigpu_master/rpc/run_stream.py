@@ -31,6 +31,8 @@ READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
 ACKNOWLEDGE_S = 0.05
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
+DETACHED = ev.Rejection(1, "another call submitted this task, so it goes on; its outcome does not come on this stream")
+CLIENT_ID_BYTES_MAX = 64
 
 
 class RunStream:
@@ -51,6 +53,7 @@ class RunStream:
         frame = parse(task_service_pb2.RunRequest, data)
         self._check(frame)
         self._outcomes_only = self._outcomes_only or frame.outcomes_only
+        self._outbox.client_id = frame.client_id or self._outbox.client_id
         if frame.results_taken:
             self._outbox.peer.taken(frame.results_taken)
         async for batch in queries.pausing(frame.batches):
@@ -71,6 +74,7 @@ class RunStream:
         """InvalidArgumentError: the frame is too large or has a wrong key."""
         if frame.payload_key and (caller_queues() is not None or not self._outbox.peer.show(frame.payload_key)):
             raise InvalidArgumentError(WRONG_KEY)
+        check_count(len(frame.client_id), CLIENT_ID_BYTES_MAX, "characters in a client_id")
         check_count(count_tasks(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
         check_count(len(frame.cancel_request_ids), CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
 
@@ -111,9 +115,14 @@ class RunStream:
         """Rejects tasks that could not be written, each once."""
         for task in tasks:
             if task.outcome is None and self._stream in task.streams:
-                task.streams = tuple(s for s in task.streams if s != self._stream)
-                self._outbox.add_pending(-1)
+                self._detach(task)
                 self._reject(DISK_FULL, task.request_id)
+
+    def _detach(self, task: Task) -> None:
+        """Stops following an unsettled task, which goes on."""
+        if self._stream in task.streams:
+            task.streams = tuple(s for s in task.streams if s != self._stream)
+            self._outbox.add_pending(-1)
 
     def _acknowledge(self, tasks: list[Task]) -> None:
         """Sends acceptances after ACKNOWLEDGE_S, except of tasks that ended by then, or if outcomes only are wanted."""
@@ -143,7 +152,9 @@ class RunStream:
     # --- cancel ------------------------------------------------------------------------------------------------------
 
     async def _cancel(self, request_ids: Iterable[str]) -> None:
-        """Cancels tasks. A request_id whose outcome will not come on this stream is answered with a rejection."""
+        """Cancels tasks of this client, and leaves tasks of others. A request_id whose outcome will not come on this
+        stream is answered with a rejection.
+        """
         requests = self._driver.core.requests
         tasks: list[Task] = []
         elsewhere: list[tuple[str, Task | None]] = []
@@ -151,6 +162,10 @@ class RunStream:
             task = requests.get(request_id)
             if not queries.may_see(task):
                 task = None
+            if task is not None and task.outcome is None and task.client_id != self._outbox.client_id:
+                self._detach(task)
+                self._reject(DETACHED, request_id)
+                continue
             if task is not None and task.outcome is None:
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:

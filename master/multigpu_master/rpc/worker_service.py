@@ -13,12 +13,12 @@ from multigpu_master.core.workers.info import WorkerInfo
 from multigpu_master.driver import Driver
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.errors import DeniedError, InvalidArgumentError, PreconditionError
+from multigpu_master.rpc.errors import CallError, DeniedError, InvalidArgumentError, PreconditionError
 from multigpu_master.rpc.outbox import serve_stream
 from multigpu_master.rpc.paging import check_count
 from multigpu_master.rpc.parsing import parse
 from multigpu_master.security.auth import current_caller
-from multigpu_master.wire.leases import held_leases, reports_of
+from multigpu_master.wire.leases import held_leases, partial_outputs, reports_of
 from multigpu_master.wire.times import duration, seconds_of
 from multigpu_master.wire.workers import heartbeat, worker_info
 from multigpu_master.worker_streams import SessionOutbox
@@ -30,6 +30,10 @@ ACKNOWLEDGE_RESULTS = 16
 # Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus reported ones that a hello
 # may list again.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
+IN_USE = (
+    "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "
+    "host lost power, that session ends within session_timeout_s"
+)
 LEASES = "leases in one frame of a worker's session"
 log = structlog.get_logger()
 
@@ -58,8 +62,12 @@ class WorkerService:
         hello = first.hello
         leases_max = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
         check_count(len(hello.leases), leases_max, LEASES)
+        if self._driver.workers.has_other_process(info.worker_id, hello.process):
+            why = IN_USE.format(worker_id=info.worker_id)
+            log.warning("worker rejected", worker_id=info.worker_id, host=info.host, pid=info.pid, reason=why)
+            raise CallError(why, grpc.StatusCode.ALREADY_EXISTS)
         session = next(self._sessions)
-        outbox = self._driver.workers.open(session)
+        outbox = self._driver.workers.open(session, hello.process)
         self._fill_welcome(outbox.room_for(256).welcome, session)
         try:
             held = held_leases(hello, self._driver.proofs)
@@ -130,8 +138,7 @@ class SessionReader:
         if frame.payload_key and not self._outbox.peer.show(frame.payload_key):
             raise InvalidArgumentError(WRONG_KEY)
         if frame.partials:
-            partials = [ev.PartialOutput(p.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
-            handle(ev.Partials(session, partials))
+            handle(ev.Partials(session, partial_outputs(frame.partials)))
         await self._read_reports(frame.report_batches)
         # Until then the worker only keeps the results, so acknowledgements can be rare.
         unacknowledged = self._results_taken - self._results_acknowledged

@@ -1,6 +1,6 @@
 """Leases: granted to workers, held by them, and their reports."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from multigpu._transport.payloads import Reference
 from multigpu.v1 import worker_service_pb2
@@ -59,9 +59,16 @@ def held_lease(m: worker_service_pb2.HeldLease, *, proven: bool = False) -> ev.H
     p = m.progress
     attempt = min(max(m.attempt, 1), ATTEMPTS_MAX)
     fraction = p.fraction if 0.0 <= p.fraction <= 1.0 else 0.0
-    checkpoint = m.checkpoint if len(m.checkpoint) <= CHECKPOINT_BYTES_MAX else b""
     note = p.note[:NOTE_CHARS_MAX]
-    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, note, checkpoint, proven)
+    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, note, _checkpoint(m), proven)
+
+
+def partial_outputs(messages: Iterable[worker_service_pb2.PartialOutput]) -> list[ev.PartialOutput]:
+    return [ev.PartialOutput(m.lease_id, m.index, m.data, m.content_type, _checkpoint(m)) for m in messages]
+
+
+def _checkpoint(m: worker_service_pb2.HeldLease | worker_service_pb2.PartialOutput) -> bytes:
+    return m.checkpoint if len(m.checkpoint) <= CHECKPOINT_BYTES_MAX else b""
 
 
 def reports_of(

@@ -221,7 +221,7 @@ class LocalMaster:
         hello = worker_service_pb2.Hello(worker_id="good", slots=1, window_tasks=4, window_bytes=1 << 20)
         hello.capabilities.add(kind="good.kind")
         session = 1 << 40
-        outbox = driver.workers.open(session)
+        outbox = driver.workers.open(session, "p")
         driver.handle(ev.Hello(session, wire_workers.worker_info(hello), []))
         submit = task_service_pb2.SubmitRequest()
         submit.batches.add(spec=task_pb2.TaskSpec(kind="good.kind", queue="served")).inputs.add(payload=b"in")

@@ -95,8 +95,8 @@ class Worker:
     async def _report(self, config: WorkerConfig) -> tuple[set[str], dict[str, str]]:
         device = CpuDevice()
         identity = wire.Identity(
-            worker_id="w", host="h", version="0", pid=1, device=device.info, labels={}, slots=1, window_tasks=64,
-            window_bytes=1 << 20,
+            worker_id="w", host="h", version="0", pid=1, process="p", device=device.info, labels={}, slots=1,
+            window_tasks=64, window_bytes=1 << 20,
         )  # fmt: skip
         found = catalog_of(config)
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models=dict(found.models))

@@ -44,8 +44,8 @@ class LocalAgent:
     async def _start(self) -> None:
         device = CpuDevice()
         identity = wire.Identity(
-            worker_id="w", host="h", version="0", pid=1, device=device.info, labels={}, slots=1, window_tasks=64,
-            window_bytes=1 << 20,
+            worker_id="w", host="h", version="0", pid=1, process="p", device=device.info, labels={}, slots=1,
+            window_tasks=64, window_bytes=1 << 20,
         )  # fmt: skip
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models={})
         self.agent = compose(WorkerConfig(), identity, device, settings, Scan)

@@ -38,6 +38,26 @@ def test_sigterm_ends_the_daemons_with_0_in_bounded_time(tmp_path: Path) -> None
         assert not fleet.faults()
 
 
+def test_a_second_process_with_a_workers_id_is_rejected_until_the_first_is_gone(fleet: Fleet, tmp_path: Path) -> None:
+    """The first one and the task that it runs are not affected. Both logs say why."""
+    gate = tmp_path / "gate"
+    (task_id,) = fleet.submit("trial.gate", str(gate).encode())
+    worker = until(lambda: fleet.get(task_id).worker_id)
+    first = fleet.workers[worker]
+    second = fleet.start_worker(worker)
+    try:
+        until(lambda: "another process has a session as worker" in second.log(), 60)
+        assert any(event["worker_id"] == worker for event in fleet.master.events("worker rejected"))
+        gate.touch()
+        outcome = fleet.outcome(task_id)
+        assert (outcome.result, outcome.attempts, outcome.worker_id) == (b"opened", 1, worker)
+        assert first.alive
+    finally:
+        first.kill()
+    until(lambda: second.events("session begins"), 30)
+    fleet.wait_for_workers()
+
+
 def test_a_master_that_stops_says_so_first(fleet: Fleet) -> None:
     watch = fleet.health.Watch(health_pb2.HealthCheckRequest(service="master"), timeout=20)
     assert next(watch).status == SERVING

@@ -184,8 +184,8 @@ STORE = (
     store(
         module="multigpu_master.journal.sqlite.reads",
         name="expired results are returned until they are deleted",
-        old="        if expire_time_s <= self._retention.now(outcome.cursor) and ",
-        new="        if not self._retention.now(outcome.cursor) and ",
+        old="            expire_time_s <= self._retention.now(outcome.cursor)\n",
+        new="            not self._retention.now(outcome.cursor)\n",
         breaks="whether a result is expired depends on when it is swept",
     ),
     store(

@@ -332,7 +332,10 @@ class SimWorker:
             for group in frame.reports:
                 self.reported = [*[r.lease.lease_id for r in group.reports], *self.reported[:5]]
                 self._up.send(reports_of(self._session, group))
-            partials = [ev.PartialOutput(p.lease.lease_id, p.index, p.data, p.content_type) for p in frame.partials]
+            partials = [
+                ev.PartialOutput(p.lease.lease_id, p.index, p.data, p.content_type, p.checkpoint or b"")
+                for p in frame.partials
+            ]
             if partials:
                 self._up.send(ev.Partials(self._session, partials))
 

@@ -314,8 +314,8 @@ def test_a_stats_file_has_whole_lines_and_a_limited_size(tmp_path: Path) -> None
 def test_the_stats_thread_survives_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     identity = Identity(
-        worker_id="w", host="h", version="0", pid=1, device=CpuDevice().info, labels={}, slots=1, window_tasks=1,
-        window_bytes=1,
+        worker_id="w", host="h", version="0", pid=1, process="p", device=CpuDevice().info, labels={}, slots=1,
+        window_tasks=1, window_bytes=1,
     )  # fmt: skip
     assert stats_file.record(identity, None, 0) is None
     path = tmp_path / "file" / "stats"

@@ -202,6 +202,24 @@ def test_checkpoints_are_sent_when_they_changed_and_before_a_failure() -> None:
     assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=True)} == {1: b"c1", 2: b"c2"}
 
 
+def test_a_partial_output_carries_the_checkpoint_that_was_saved_before_it() -> None:
+    session = connected()
+    (lease,) = grant(session, 1)
+    session.partial(lease, b"p0")
+    session.save(lease, b"after p0")
+    # The checkpoint must not reach the master before p0, which the next attempt would leave out.
+    assert [entry.checkpoint for entry in session.held(hello=False)] == [None]
+    session.partial(lease, b"p1")
+    session.partial(lease, b"p2")
+    assert [(p.data, p.checkpoint) for p in frame(session).partials] == [
+        (b"p0", None),
+        (b"p1", b"after p0"),
+        (b"p2", None),
+    ]
+    session.save(lease, b"after p2")
+    assert [entry.checkpoint for entry in session.held(hello=False)] == [b"after p2"]
+
+
 def test_checkpoints_that_are_too_many_for_one_heartbeat_go_with_the_next() -> None:
     session = connected()
     for lease in grant(session, *range(1, 41)):

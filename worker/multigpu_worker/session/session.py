@@ -144,6 +144,12 @@ class Partial:
     index: int
     data: bytes
     content_type: str
+    # Saved before this output, and not sent yet.
+    checkpoint: bytes | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data) + len(self.checkpoint or b"") + REPORT_BYTES
 
 
 @dataclass(slots=True)
@@ -286,7 +292,9 @@ class Session:
                 lease.partials = None
                 lease.partial_bytes = 0
         if self.connected:
-            self._push(Partial(lease, index, data, content_type))
+            saved = lease.saved if lease.saved_unsent else None
+            lease.saved_unsent = False
+            self._push(Partial(lease, index, data, content_type, saved))
         elif not lease.resumable:
             self.revoke(lease.lease_id)
             return False
@@ -319,10 +327,14 @@ class Session:
         leases += [report.lease for group in reported for report in group.reports]
         if hello:
             leases = [lease for lease in leases if lease.resumable]
+        # The next attempt would not make these outputs again. After a report it is too late for a checkpoint.
+        later = set() if hello else {entry.lease.lease_id for entry in self._outbox if isinstance(entry, Partial)}
+        later &= self.leases.keys()
         left_bytes = CHECKPOINT_BYTES_MAX
         listed = []
         for lease in leases:
-            checkpoint = lease.saved if hello or lease.saved_unsent else None
+            due = hello or (lease.saved_unsent and lease.lease_id not in later)
+            checkpoint = lease.saved if due else None
             if checkpoint is not None:
                 left_bytes -= len(checkpoint)
                 lease.saved_unsent = left_bytes < 0
@@ -349,7 +361,7 @@ class Session:
                 frame.reports.append(entry)
                 self._remember(entry, now_s)
             else:
-                size_bytes = len(entry.data) + REPORT_BYTES
+                size_bytes = entry.size_bytes
                 if frame_bytes and frame_bytes + size_bytes > bytes_max:
                     break
                 frame.partials.append(entry)
@@ -360,7 +372,7 @@ class Session:
 
     def _push(self, entry: Reports | Partial) -> None:
         self._outbox.append(entry)
-        self.unsent_bytes += entry.size_bytes if isinstance(entry, Reports) else len(entry.data) + REPORT_BYTES
+        self.unsent_bytes += entry.size_bytes
 
     def _resend_partials(self, lease: Lease) -> None:
         for index, part in enumerate(lease.partials or ()):

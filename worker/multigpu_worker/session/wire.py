@@ -37,6 +37,7 @@ class Identity:
     host: str
     version: str
     pid: int
+    process: str
     device: DeviceInfo
     labels: dict[str, str]
     slots: int
@@ -111,6 +112,7 @@ def hello(
             host=identity.host,
             version=identity.version,
             pid=identity.pid,
+            process=identity.process,
             device=device_message(identity.device),
             capabilities=[pb.Capability(kind=kind, models=names) for kind, names in offers],
             labels=identity.labels,
@@ -200,7 +202,13 @@ def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.S
     return pb.SessionRequest(
         report_batches=[batch for reports in frame.reports for batch in _report_batches(reports, lend)],
         partials=[
-            pb.PartialOutput(lease_id=p.lease.lease_id, index=p.index, data=p.data, content_type=p.content_type)
+            pb.PartialOutput(
+                lease_id=p.lease.lease_id,
+                index=p.index,
+                data=p.data,
+                content_type=p.content_type,
+                checkpoint=p.checkpoint,
+            )
             for p in frame.partials
         ],
     )

@@ -257,6 +257,8 @@ class Sessions:
                 self._attempts.take_back(lease, error, now)
                 continue
             self._ledger.add_partial(task, partial.data, partial.content_type, size)
+            if partial.checkpoint:
+                task.more().checkpoint = partial.checkpoint
             if task.streams:
                 forward = fresh.setdefault(task, ev.Forward(task))
                 forward.partials.append((partial.index, partial.data, partial.content_type))
