@@ -336,7 +336,7 @@ class NvmlDevice:
                 pynvml.nvmlInit()
             self._own, self._handle = handles(self.device_id)
         except pynvml.NVMLError as error:
-            code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "gpu_is_lost")
+            code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "driver_not_loaded")
             raise DeviceGoneError(code, f"the driver doesn't find {self.device_id}: {error}") from error
 
     def _ask(self, function: str, *arguments: Any) -> Any:
