@@ -177,6 +177,7 @@ __attribute__((visibility("default"))) const char *nvmlErrorString(int code) {
     case TIMEOUT: return "Timeout";
     case GPU_IS_LOST: return "GPU is lost";
     case 16: return "GPU requires reset";
+    case 18: return "RM has detected an NVML/RM version mismatch.";
     case VERSION_MISMATCH: return "Argument version mismatch";
     default: return "Unknown Error";
     }

@@ -54,6 +54,10 @@ def strike(host: Host, chance: random.Random, needing: dict[int, None]) -> str:
     return f"{what} GPU {i}"
 
 
+def reasons(host: Host, worker_id: str) -> list[str]:
+    return [reason.code for reason in host.workers()[worker_id].health.reasons]
+
+
 def wait_for_checks(host: Host, needing: dict[int, None]) -> None:
     """Wait until each of these GPUs was checked again. Lost ones and those with a recovery action are not checked."""
     checked = [i for i in needing if not (host.gpus.gpu(i).lost or host.gpus.gpu(i).recovery_action)]
@@ -90,6 +94,12 @@ def test_a_storm_costs_no_task_anything(tmp_path: Path) -> None:
         host.fleet.wait_for_workers()
         wait_for_checks(host, needing)
         assert names <= set(host.quarantined()), "a new process of the worker is no reset"
+        for i in needing:
+            host.gpus.recovery_action(i, 1)
+        until(
+            lambda: all("reset_required" in reasons(host, f"gpu{i}") for i in needing if not host.gpus.gpu(i).lost),
+            what="the driver's recovery action",
+        )
         for i in range(len(host.gpus)):
             host.gpus.return_(i, reset=True)
         until(lambda: not host.quarantined() and all(host.engines().values()), 300, "the recovery of all GPUs")

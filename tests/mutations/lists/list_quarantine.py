@@ -115,13 +115,13 @@ QUARANTINE = (
     ),
     reset(
         name="nothing wanted is a reset",
-        old="        if (self._wanted and wanted is False) or new < 0:\n",
-        new="        if wanted is False or new < 0:\n",
+        old="        if self._wanted and wanted is False:\n",
+        new="        if wanted is False:\n",
     ),
     reset(
         name="what is not known is not wanted",
-        old="(self._wanted and wanted is False)",
-        new="(self._wanted and not wanted)",
+        old="if self._wanted and wanted is False:",
+        new="if self._wanted and not wanted:",
     ),
     reset(
         name="the next process does not know of a reset that is needed",
@@ -133,9 +133,9 @@ QUARANTINE = (
         new='            if values["boot_id"]:\n',
     ),
     reset(
-        name="a reset doesn't show in the count of errors",
-        old=" or new < 0:\n",
-        new=":\n",
+        name="an error count that falls is a reset",
+        old="        if self._wanted and wanted is False:\n",
+        new="        if (self._wanted and wanted is False) or new < 0:\n",
     ),
     start(
         name="a rejected start is no error",

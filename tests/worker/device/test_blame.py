@@ -73,6 +73,8 @@ async def test_an_error_of_the_devices_memory_is_not_charged_to_the_task(
     (word,) = await stream.reported(1)
     assert (word.state, broke(stream, 1)) == (RETURNED, False)
     await stream.until(lambda: any("ecc_uncorrected" in [r.code for r in b.health.reasons] for b in stream.heartbeats))
+    gpus.recovery_action(0, 1)
+    await stream.until(lambda: "reset_required" in codes(stream))
     gpus.return_(0, reset=True)
     await stream.until(lambda: is_(stream, HEALTHY))
 
@@ -159,6 +161,8 @@ async def test_a_worker_on_a_mig_instance_ignores_xids_of_other_instances(
     # An XID of the whole GPU concerns every instance, and so does a reset.
     gpus.xid(0, 119)
     await stream.until(lambda: "xid_119" in codes(stream))
+    gpus.recovery_action(0, 1)
+    await stream.until(lambda: "reset_required" in codes(stream))
     gpus.return_(0, reset=True)
     await stream.until(lambda: is_(stream, DEGRADED), 30)
     assert codes(stream) == ["xid_92"]

@@ -115,6 +115,31 @@ def test_a_gpu_in_mig_mode_is_rejected_with_its_instances_uuids(gpus: SimulatedG
         ask(gpus, "MIG-1")
 
 
+def test_auto_is_the_first_visible_device(gpus: SimulatedGpus) -> None:
+    assert ask(gpus, "auto", CUDA_VISIBLE_DEVICES="3,1")[0]["device_id"] == gpus.uuid(3)
+    assert ask(gpus, "auto", CUDA_VISIBLE_DEVICES=f" {gpus.uuid(5)},0")[0]["device_id"] == gpus.uuid(5)
+    assert ask(gpus, "cuda:2", CUDA_VISIBLE_DEVICES="3")[0]["device_id"] == gpus.uuid(2)
+    for nothing in ("", "-1"):  # CUDA's way to hide all
+        assert ask(gpus, "auto", CUDA_VISIBLE_DEVICES=nothing)[0]["device_id"] == "cpu"
+    for wrong in ("9", "GPU-0", "MIG-GPU-0/1/2"):
+        with pytest.raises(AssertionError, match=r"DeviceError: CUDA_VISIBLE_DEVICES names .* there is no"):
+            ask(gpus, "auto", CUDA_VISIBLE_DEVICES=wrong)
+
+
+def test_a_driver_that_cannot_be_used_is_an_error_and_not_a_cpu(gpus: SimulatedGpus) -> None:
+    gpus.fail("nvmlInitWithFlags", code=18)
+    with pytest.raises(AssertionError, match=r"DeviceError: .*version mismatch.*restart the host.*--device cpu"):
+        ask(gpus, "auto")
+    assert ask(gpus, "cpu")[0]["device_id"] == "cpu"
+    gpus.mend()
+    gpus.fail("nvmlInitWithFlags", code=4)
+    with pytest.raises(AssertionError, match=r"DeviceError: .*Insufficient Permissions.*nvidia-smi.*--device cpu"):
+        ask(gpus, "auto")
+    gpus.mend()
+    gpus.fail("nvmlInitWithFlags", code=9)  # the driver is not loaded: there are no GPUs
+    assert ask(gpus, "auto")[0]["device_id"] == "cpu"
+
+
 def test_values_that_a_device_does_not_report_are_absent(gpus: SimulatedGpus) -> None:
     for function in (
         "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from multigpu.v1 import device_pb2 as device
@@ -16,6 +17,7 @@ from multigpu_worker.engines.common import self_test
 
 from tests.worker.device.conftest import Begin
 from tests.worker.device.reports import HEALTHY, SICK, codes, health, is_, until
+from tests.worker.processes.test_cuda_errors import CORPUS
 from tests.worker.scripted_master import ScriptedMaster
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -62,6 +64,36 @@ async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_sel
     os.kill(worker.engine_pids()[0], signal.SIGSEGV)
     await stream.until(lambda: is_(stream, SICK))
     assert codes(stream) == ["canary_wrong"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "passed"),
+    [("occupied", None), ("elsewhere", None), ("lost", False), ("hardware", False), ("survives", False)],
+)
+def test_a_full_or_exclusively_used_device_is_not_sick(
+    kind: str, passed: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device raises in the self-test, by the classes of cuda_error_texts.toml."""
+    for text in CORPUS[kind]:
+
+        def product(torch: Any, device: str, size: int, text: str = text) -> Any:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(self_test, "product", product)
+        monkeypatch.setattr(self_test, "load", lambda: None)
+        monkeypatch.setattr(self_test, "shortage", lambda *_: "")
+        result, message = self_test.attempt("cuda:0", lambda: None)
+        assert result is passed, text
+        assert text in message
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+async def test_a_worker_on_a_full_gpu_stays_healthy(tmp_path: Path, master: ScriptedMaster, begin: Begin) -> None:
+    raised = tmp_path / "raised"
+    raised.write_text("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_WRONG_FILE=str(raised))
+    await until(lambda: worker.log.count("no self-test") >= 2 or is_(stream, SICK), "the self-test to be tried")
+    assert {beat.health.state for beat in stream.heartbeats} == {HEALTHY}
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from multigpu_worker.mps.daemon import MpsLimits
 from multigpu_worker.mps.engines import FORCE_TIMEOUT_S, Fault, Mps
 from multigpu_worker.mps.setup import clients_max, open_mps, pipe_dir
 from multigpu_worker.processes.batch import EngineBatch
-from multigpu_worker.processes.blame.cuda_errors import context_is_lost, mps_rejected
 from multigpu_worker.processes.blame.evidence import Evidence
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.ipc.slots import SlotState
@@ -100,20 +99,6 @@ async def test_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("cuda", "contexts"), [("12.9", 48), ("13.0", 48), ("13.1", 60), ("14.0", 60), ("", 48)])
 def test_the_limit_on_client_contexts(cuda: str, contexts: int) -> None:
     assert clients_max(cuda) == contexts
-
-
-@pytest.mark.parametrize(
-    ("text", "lost", "rejected"),
-    [
-        ("CUDA error: an illegal memory access was encountered", True, False),
-        ("CUDA error: the MPS server is not ready to accept new MPS client requests", True, True),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB", False, False),
-        ("CUDA error: invalid argument", False, False),
-        ("the file is misaligned, address space and all", False, False),
-    ],
-)
-def test_errors_of_a_lost_context_and_of_a_rejected_client(text: str, lost: bool, rejected: bool) -> None:
-    assert (context_is_lost(text), mps_rejected(text)) == (lost, rejected)
 
 
 async def test_mps_is_rejected_on_a_cpu_and_with_a_long_path() -> None:

@@ -22,7 +22,7 @@ from multigpu_worker.device.health import Gravity, Health, Reason
 from multigpu_worker.device.interface import Device
 from multigpu_worker.device.reset_watch import ResetNote, ResetWatch
 from multigpu_worker.device.sampler import Sample, Sampler
-from multigpu_worker.device.self_test import SelfTest, SelfTestResult
+from multigpu_worker.device.self_test import SelfTest
 from multigpu_worker.device.xids import REMEDIES, XidClass, xid_of
 from multigpu_worker.processes.pool import EnginePool
 
@@ -226,6 +226,8 @@ class HealthMonitor:
         if self._events is not None and not sample.gone:
             self._events.device_answers()
         wanted = True if sample.gone or action else None if action is None else False
+        if sample.gone_code == "driver_not_loaded":  # a reload of the driver resets no GPU
+            wanted = None
         needed = self._reset.needed
         errors = self._reset.look(wanted=wanted, ecc_uncorrected=sample.telemetry.ecc_uncorrected)
         if needed is not None and self._reset.needed is None:
@@ -267,7 +269,6 @@ class HealthMonitor:
             pass
         elif wrong is None:
             health.pass_check(self._now())
-            self._reset.done()
             self.checks_passed = asked
             self._self_test_s = time.monotonic()
         else:
@@ -280,6 +281,10 @@ class HealthMonitor:
 
     async def _examine(self) -> Reason | None:
         """Run the steps of a check. Returns the fault found; None: there is none, or the check was voided meanwhile."""
+        if self._reset.needed is not None:
+            code, message = self._reset.needed
+            after = f"no reset was seen since: after the reset delete {self._note.path} and restart this worker"
+            return Reason(code, f"{message}; {after}", Gravity.UNUSABLE)
         if self._events is not None:
             asked_ns = time.time_ns()
             sample = await self._sampler.sample(ANSWER_TIMEOUT_S)
@@ -296,14 +301,9 @@ class HealthMonitor:
                 self._look()
                 if not self.health.checking:
                     return None
-            result = await self._run_self_test()
+            result = await self.self_test.run(self._look)
             if not result.interrupted:
                 break
-        if result.failure is None and self._reset.needed is not None:
-            code, message = self._reset.needed
-            unseen = "no reset was seen since, and the self-test, which needs torch, did not run"
-            after = f"after the reset delete {self._note.path} and restart this worker"
-            return Reason(code, f"{message}; {unseen}: {after}", Gravity.UNUSABLE)
         return result.failure
 
     async def _test_when_idle(self) -> None:
@@ -311,12 +311,6 @@ class HealthMonitor:
         if not interval_s or time.monotonic() - self._self_test_s < interval_s or not self._pool.idle:
             return
         self._self_test_s = time.monotonic()
-        failure = (await self._run_self_test()).failure
+        failure = (await self.self_test.run(self._look)).failure
         if failure is not None:
             self._happen(failure.code, failure.message, failure.gravity)
-
-    async def _run_self_test(self) -> SelfTestResult:
-        result = await self.self_test.run(self._look)
-        if result.passed:
-            self._reset.done()
-        return result

@@ -45,6 +45,10 @@ THROTTLE_REASONS = {
 # nvmlReturn_t.
 GONE = {9: "driver_not_loaded", 15: "gpu_is_lost", 16: "reset_required"}
 NOT_FOUND = 6
+# Driver not loaded, library not found: a host without GPUs.
+NO_DRIVER = (9, 12)
+# The driver was updated, and its new kernel modules are not loaded.
+MISMATCH = 18
 # Functions that take a MIG instance's handle; all others take its GPU's.
 OF_INSTANCE = frozenset(
     (
@@ -65,14 +69,20 @@ REOPEN_S = 2.0
 
 
 def count() -> tuple[int, str]:
-    """The number of NVIDIA devices, and why there are none. Opens NVML, so it must be called first."""
+    """The number of NVIDIA devices, and why there are none. Opens NVML, so it must be called first.
+
+    Raises DeviceError if there is a driver that cannot be used.
+    """
     if pynvml is None:
         return 0, "nvidia-ml-py is not installed, it comes with multigpu[worker]"
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetCount(), "none is visible to the driver"
     except pynvml.NVMLError as error:
-        return 0, str(error)
+        if error.value in NO_DRIVER:
+            return 0, str(error)
+        remedy = "restart the host, which loads it" if error.value == MISMATCH else "look into it with nvidia-smi"
+        raise DeviceError(f"the NVIDIA driver can't be used ({error}): {remedy}, or choose --device cpu") from error
 
 
 def index_of(device_id: str) -> int | None:
@@ -326,7 +336,7 @@ class NvmlDevice:
                 pynvml.nvmlInit()
             self._own, self._handle = handles(self.device_id)
         except pynvml.NVMLError as error:
-            code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "gpu_is_lost")
+            code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "driver_not_loaded")
             raise DeviceGoneError(code, f"the driver doesn't find {self.device_id}: {error}") from error
 
     def _ask(self, function: str, *arguments: Any) -> Any:

@@ -1,9 +1,9 @@
 """Detects whether a device that needs a reset (or a restart of its host) has had one.
 
 An event reports once that a reset is needed; not every driver repeats it later or reports the reset. A reset has
-happened if the driver had lost the device or required a recovery action and no longer does, or if the count of errors
-since the last reset has fallen. The health monitor also accepts a passed self-test. The state is kept in a file for the
-next process of the worker; a restart of the host makes it void.
+happened if the driver had lost the device or required a recovery action and no longer does. A correct self-test proves
+nothing, nor does an error count of 0, which a reload of the driver causes. The state is kept in a file for the next
+process of the worker; a restart of the host makes it void.
 """
 
 import json
@@ -24,7 +24,7 @@ class ResetState:
     needed: tuple[str, str] | None = None
     # The device was gone, or its driver required a recovery action.
     wanted: bool = False
-    # Uncorrectable errors since the last reset; None: never reported.
+    # Uncorrectable errors since the driver was loaded; None: never reported.
     errors: int | None = None
 
 
@@ -43,9 +43,6 @@ class ResetWatch:
         if self.needed is None:
             self.needed = code, message
 
-    def done(self) -> None:
-        self.needed = None
-
     def look(self, *, wanted: bool | None, ecc_uncorrected: int | None) -> int:
         """Update from a sample; returns the number of new uncorrectable errors.
 
@@ -53,8 +50,8 @@ class ResetWatch:
         """
         before, now = self._errors, ecc_uncorrected
         new = 0 if before is None or now is None else now - before
-        if (self._wanted and wanted is False) or new < 0:
-            self.done()
+        if self._wanted and wanted is False:
+            self.needed = None
         self._wanted = self._wanted if wanted is None else wanted
         self._errors = before if now is None else now
         return max(0, new)

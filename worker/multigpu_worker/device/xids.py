@@ -76,7 +76,7 @@ XIDS: dict[int, Xid] = {
 XIDS.update({code: Xid("NVLink error", N) for code in range(144, 151)})
 
 REMEDIES = {
-    XidClass.RESET: "run nvidia-smi --gpu-reset (this worker has released the GPU), or restart the host",
+    XidClass.RESET: "stop this host's workers and run nvidia-smi --gpu-reset, or restart the host",
     XidClass.REBOOT: "restart the host; if it happens again, have the hardware examined",
     XidClass.PERSON: "examine the host's hardware, or contact NVIDIA's support",
     XidClass.NOTICE: "watch it",

@@ -55,7 +55,7 @@ ENGINES = (
     ),
     evidence(
         name="MPS rejections are charged",
-        old="if not mps_rejected(error.message)}",
+        old="if not caused_elsewhere(error.message)}",
         new="}",
         breaks="a task is charged for the state of the MPS server",
     ),

@@ -18,6 +18,7 @@ from typing import Any
 
 from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.processes.blame.cuda_errors import caused_elsewhere, device_is_occupied
 
 CPU_SIZE, GPU_SIZE = 256, 2048
 CHECKSUMS = {CPU_SIZE: 0xD74D3C83, GPU_SIZE: 0x30BC3C98}
@@ -40,7 +41,7 @@ def loaded() -> bool:
 
 
 def run_in_subprocess(device: str) -> tuple[bool | None, str]:
-    """As `run`, in a subprocess, which frees everything that torch takes. Raises nothing."""
+    """As `attempt`, in a subprocess, which frees everything that torch takes. Raises nothing."""
     with tempfile.NamedTemporaryFile() as begun:
         try:
             right, message = subprocess_call(f"{__name__}:answer", {"device": device, "begun": begun.name}, gpu=True)
@@ -56,7 +57,7 @@ def answer(*, device: str, begun: str) -> tuple[bool | None, str]:
 
 
 def attempt(device: str, begun: Callable[[], object]) -> tuple[bool | None, str]:
-    """As `run`, but raises nothing. Calls `begun` before it uses the device."""
+    """As `run`, but raises nothing; None: not tested. Calls `begun` before it uses the device."""
     try:
         torch = load()
         message = shortage(torch, device)
@@ -67,8 +68,13 @@ def attempt(device: str, begun: Callable[[], object]) -> tuple[bool | None, str]
     begun()
     try:
         return run(torch, device)
-    except Exception as error:  # noqa: BLE001  whatever torch raises, the device is not well
-        return False, f"it raised {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  whatever else torch raises, the device is not well
+        text = str(error)
+        if isinstance(error, MemoryError) or _CPU_MEMORY_ERROR in text:
+            return None, f"no memory for it: {text}"
+        if device_is_occupied(text) or caused_elsewhere(text):
+            return None, f"the device has no memory or no place for it: {text}"
+        return False, f"it raised {type(error).__name__}: {text}"
 
 
 def load() -> Any:
@@ -101,14 +107,9 @@ def checksum(answer: Any) -> int:
 
 
 def run(torch: Any, device: str) -> tuple[bool | None, str]:
-    """Whether the device computes right, and what is wrong. None: not tested. Raises what torch raises."""
+    """Whether the device computes right, and what is wrong. Raises what torch raises."""
     size = CPU_SIZE if device == "cpu" else GPU_SIZE
-    try:
-        found = checksum(product(torch, device, size))
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY_ERROR in str(error):
-            return None, f"no memory for it: {error}"
-        raise
+    found = checksum(product(torch, device, size))
     if found == CHECKSUMS[size]:
         return True, ""
     return False, f"a product of {size} x {size} has checksum {found:#010x}, and it must be {CHECKSUMS[size]:#010x}"

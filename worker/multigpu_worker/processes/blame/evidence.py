@@ -18,7 +18,7 @@ from multigpu_worker.processes.blame.charge import (
     suspects_of_lost_context,
     suspects_of_slots,
 )
-from multigpu_worker.processes.blame.cuda_errors import context_is_lost, hardware_failed, mps_rejected
+from multigpu_worker.processes.blame.cuda_errors import caused_elsewhere, context_is_lost, hardware_failed
 from multigpu_worker.processes.blame.limits import Violation
 from multigpu_worker.processes.death import Death
 from multigpu_worker.session.session import Lease, Report, ReportState, TaskError
@@ -106,7 +106,7 @@ class Evidence:
 
     def _charge(self, death: Death, batches: Mapping[int, EngineBatch], died: TaskError) -> Charges:
         lost = self._context_errors
-        reported = {lease_id: error for lease_id, error in lost.items() if not mps_rejected(error.message)}
+        reported = {lease_id: error for lease_id, error in lost.items() if not caused_elsewhere(error.message)}
         if death.fault is not None:
             fault = TaskError(type="MpsFault", message=death.fault.message, retryable=True)
             if not death.fault.ours:
