@@ -241,6 +241,7 @@ class Worker:
 
     info: WorkerInfo
     kinds: dict[str, list[Capability]] = field(default_factory=dict)  # its capabilities, by kind
+    token_id: str = ""  # of its last session; "": none, or before the master started
     # The session.
     session: int = 0  # 0: lost
     frame: int = 0  # frames with leases sent in this session
