@@ -70,8 +70,8 @@ class Fleet:
         self.members_changed(worker)
 
     def make_room(self, worker_id: str, token_id: str = "") -> Worker | None:
-        """Before a new worker joins: forgets the worker that was lost longest ago if there are too many lost ones, in all
-        or with its token, and returns it. Cordoned ones stay: they would come back and take work.
+        """Before a new worker joins: if too many are lost, of all or of its token, forgets the one lost first, and
+        returns it. Cordoned ones stay: they would come back and take work.
         """
         if worker_id in self.workers:
             return None
