@@ -18,7 +18,6 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import Entry, JournalError, Recovered
-from multigpu_master.journal.retention import SAVE_S
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
@@ -45,7 +44,7 @@ DESCRIPTORS_KEPT = 256
 # Interval of checks whether the host's clock was set.
 CLOCK_CHECK_S = 1.0
 # A difference between the clock and the journal's last time that is logged at the start.
-CLOCK_DIFFERS_S = 60.0 + SAVE_S
+CLOCK_DIFFERS_S = 60.0
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
 
 
