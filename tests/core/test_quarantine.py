@@ -3,7 +3,7 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import Limits
-from multigpu_master.core.model import OutcomeState, Spec, Task, Worker
+from multigpu_master.core.model import OutcomeState, Spec, Task, TaskError, Worker
 from multigpu_master.core.workers.info import (
     HEALTHY,
     Capability,
@@ -93,6 +93,25 @@ def test_a_quarantine_survives_a_reconnect_until_the_worker_says_otherwise() -> 
     assert task.lease is None
     fleet.says("w0", HEALTHY)
     assert task.lease is not None
+
+
+def test_a_task_under_which_one_device_after_the_other_falls_sick_is_charged_after_two() -> None:
+    """A kernel that hangs the GPU (XID 109, 46 or 119) would make the whole fleet unusable."""
+    fleet = Fleet().gpus(8)
+    (task,) = fleet.submit()
+    devices: list[str] = []
+    while task.outcome is None:
+        fleet.wait(0.5)
+        lease = lease_of(task)
+        devices.append(lease.worker.worker_id)
+        held = ev.HeldLease(lease.lease_id, task.task_id, lease.attempt, running=True)
+        fleet.handle(ev.Heartbeat(lease.worker.session, [held], 1 << 30, Telemetry(), health=SICK))
+        error = TaskError("DeviceFailed", "the device can't be used")
+        fleet.handle(ev.Reports(lease.worker.session, failures=[ev.Failure(lease.lease_id, error, returned=True)]))
+        assert task.attempts - (task.lease is not None) == max(0, len(devices) - 2)
+    assert task.outcome.state is OutcomeState.DEAD_LETTERED
+    assert "fell sick 5 times" in str(task.outcome.error)
+    assert len(set(devices)) == 2 + task.spec.attempts_max
 
 
 # --- sick device or poison task --------------------------------------------------------------------------------------

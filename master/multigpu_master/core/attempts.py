@@ -16,6 +16,8 @@ from multigpu_master.core.timers import Due
 
 # Times a task may be in the window of a lost worker without having run, before it is suspected of killing workers.
 LOSSES_MAX = 16
+# Times that a device may fall sick while it runs a task, before the task is suspected of it.
+SICK_RETURNS_MAX = 2
 # Why a lease is revoked that its worker did not begin within the run_timeout.
 NOT_BEGUN = "it was not begun in time"
 
@@ -49,10 +51,16 @@ class Attempts:
 
     def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
         """The lease is not charged: its task is requeued, up to LOSSES_MAX times. A `sick` device's returns don't
-        count.
+        count, unless more than SICK_RETURNS_MAX devices fell sick while they ran the task.
         """
         task, worker = lease.task, lease.worker
         self._ledger.counters.requeued += 1
+        if sick and lease.running:
+            task.more().sick_returns += 1
+            if task.more().sick_returns > SICK_RETURNS_MAX:
+                what = f"devices fell sick {task.more().sick_returns} times while they ran this task"
+                self.failed(lease, TaskError("DeviceFellSick", what), lease.run_s, now, now)
+                return
         self._uncharge(lease)
         if sick:
             self._requeue(task, now, 0.0)

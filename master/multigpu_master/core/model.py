@@ -108,6 +108,7 @@ class Extra:
     last_error: TaskError | None = None
     not_before_s: float = 0.0
     losses: int = 0  # times that a worker was lost while the task waited in its window
+    sick_returns: int = 0  # times that a device fell sick while it ran the task
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
     avoids: str = ""  # device_key of its last failed attempt, or worker_id that its last lease was recalled from
     broke: tuple[str, ...] = ()  # devices believed healthy whose engine it broke

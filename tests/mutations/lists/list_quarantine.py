@@ -24,6 +24,12 @@ QUARANTINE = (
         module="multigpu_master.core.attempts",
         old="        if sick:\n            self._requeue(task, now, 0.0)\n            return\n",
     ),
+    Mutation(
+        name="a task under which every device falls sick is never charged",
+        module="multigpu_master.core.attempts",
+        old="task.more().sick_returns > SICK_RETURNS_MAX",
+        new="task.more().sick_returns > 1 << 30",
+    ),
     quarantine(
         name="a quarantine never ends",
         old="                self._set(worker, quarantined=False)\n",

@@ -1,8 +1,8 @@
 """What a lease that ended costs its task: the rules of attempts, losses and pauses, from events and commands alone.
 
 - A failed attempt, a run that was too long, and a run whose worker was lost are charged.
-- Any other end is not charged; it counts as a loss, and adoption takes one loss back. Leases returned by a sick device,
-  recalled leases, and leases taken from a worker that did not start them in time are no losses.
+- Any other end is not charged; it counts as a loss, and adoption takes one loss back. Leases returned by a sick device
+  (of running tasks, the first two), recalled leases, and leases that a worker did not start in time are no losses.
 - A charged task pauses, for longer each time, or has ended; a task that was lost pauses from its second loss on.
 """
 
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.attempts import LOSSES_MAX, NOT_BEGUN
+from multigpu_master.core.attempts import LOSSES_MAX, NOT_BEGUN, SICK_RETURNS_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Lease, OutcomeState, Task
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.workers.sessions import MAKES_ROOM, RECALLED
 
 from tests.sim.world import ViolationError, check
 
@@ -26,6 +27,7 @@ class Tally:
 
     attempts: int = 0
     losses: int = 0
+    sick_returns: int = 0
 
 
 class Attempts:
@@ -49,6 +51,11 @@ class Attempts:
                 self._tallies[lease.task].attempts -= self._tallies[lease.task].attempts == lease.attempt
             charge = charge or (why is not None and why.startswith("payloads and partial outputs exceed"))
             spared = isinstance(event, ev.Reports) and why is None and not lease.worker.health.fit
+            if spared and running and self._fell_sick(event, lease):
+                tally = self._tallies[lease.task]
+                tally.sick_returns += 1
+                if tally.sick_returns > SICK_RETURNS_MAX:
+                    charge, spared = True, False
             if why == NOT_BEGUN:
                 self._not_begun(lease, running, now)
                 charge, spared = False, True
@@ -78,6 +85,14 @@ class Attempts:
         if not isinstance(event, ev.Reports) or lease.lease_id not in self._recalled:
             return False
         return any(f.lease_id == lease.lease_id and f.error.type == "Recalled" for f in event.failures)
+
+    @staticmethod
+    def _fell_sick(event: ev.Event, lease: Lease) -> bool:
+        """Whether a worker with a sick device returns it, for no other reason."""
+        if not isinstance(event, ev.Reports):
+            return False
+        others = (MAKES_ROOM, RECALLED) if lease.recalled else (MAKES_ROOM,)
+        return any(f.lease_id == lease.lease_id and f.returned and f.error.type not in others for f in event.failures)
 
     def _charge(
         self, event: ev.Event | None, lease: Lease, running: bool, session: int, now: float
