@@ -24,7 +24,7 @@ QUARANTINE = (
         module="multigpu_master.core.attempts",
         old="        if sick:\n            self._requeue(task, now, 0.0)\n            return\n",
     ),
-    Mutation(
+    told(
         name="a task under which every device falls sick is never charged",
         module="multigpu_master.core.attempts",
         old="task.more().sick_returns > SICK_RETURNS_MAX",
