@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +113,16 @@ async def test_mps_is_rejected_on_a_cpu_and_with_a_long_path() -> None:
 
 
 @pytest.fixture
-def simulated_control(monkeypatch: pytest.MonkeyPatch) -> Iterator[MpsControl]:
+async def simulated_control(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MpsControl]:
     monkeypatch.setenv("PATH", f"{FAKE}:{Path(sys.executable).parent}:/usr/bin:/bin")
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
-        yield MpsControl("GPU-0", Path(folder, "m", "GPU-0"))
+        control = MpsControl("GPU-0", Path(folder, "m", "GPU-0"))
+        yield control
+        with socket.socket(socket.AF_UNIX) as peer:
+            left = peer.connect_ex(str(control.pipe_dir / "control")) == 0
+        if left:
+            os.kill(int(control.daemon_pid()), signal.SIGKILL)  # its server follows
+        assert not left, "the test has left its daemon running"
 
 
 async def test_errors_without_a_daemon_and_without_the_program(
@@ -152,18 +160,19 @@ async def test_processes_are_scanned_off_the_event_loop(
     engine = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         mps.started(engine.pid)
-        monkeypatch.setattr(os, "scandir", noted)
-        watching = asyncio.create_task(mps.watch(lambda: None))
-        while not threads:
-            await asyncio.sleep(0.05)
-        watching.cancel()
-        await mps.detach(engine.pid)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", noted)
+            watching = asyncio.create_task(mps.watch(lambda: None))
+            while not threads:
+                await asyncio.sleep(0.05)
+            watching.cancel()
+            await mps.detach(engine.pid)
     finally:
-        monkeypatch.undo()
         engine.kill()
         engine.wait()
+        mps.ended(engine.pid)
+        await mps.close()
     assert threads and threading.main_thread() not in threads
-    mps.ended(engine.pid)
 
 
 @pytest.mark.parametrize("which", ["base", "pipe_dir", "log"])
