@@ -252,6 +252,16 @@ class SimulatedGpus:
                 counters[0] = 0  # the volatile ones
         gpu.lost = 0
 
+    def reset(self, i: int) -> bool:
+        """`nvidia-smi --gpu-reset`: False if a process has opened the GPU."""
+        with Path(f"{self.path}.gpu{i}").open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            self.return_(i, reset=True)
+            return True
+
     def hang(self, i: int) -> None:
         """The driver doesn't answer calls on this GPU, until answer_()."""
         self.gpu(i).hangs = 1

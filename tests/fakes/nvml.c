@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -71,6 +72,7 @@ static State *state;
 static int users;
 static Handle wholes[GPUS], parts[GPUS][INSTANCES];
 static uint32_t generations[GPUS];
+static int opened[GPUS]; /* descriptors of the files that stand for /dev/nvidiaN, locked while this process has it open */
 static EventSet event_sets[EVENT_SETS];
 
 unsigned fake_nvml_state_size(void) { return sizeof(State); }
@@ -101,6 +103,18 @@ static int answer(const char *function, int gpu) {
     while (g->hangs) tick();
     if (g->lost || g->generation != generations[gpu]) return GPU_IS_LOST;
     return planned(function, gpu);
+}
+
+/* The driver opens a GPU for its first handle, and closes it with the last nvmlShutdown. */
+static void open_gpu(int gpu) {
+    char path[4096];
+    pthread_mutex_lock(&lock);
+    if (!opened[gpu]) {
+        snprintf(path, sizeof path, "%s.gpu%d", getenv("FAKE_NVML_STATE"), gpu);
+        opened[gpu] = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        flock(opened[gpu], LOCK_SH);
+    }
+    pthread_mutex_unlock(&lock);
 }
 
 static int is_handle(const Handle *h) {
@@ -160,7 +174,11 @@ API nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 /* The mapping stays: a thread may be inside. */
 API nvmlShutdown(void) {
     if (!users) return UNINITIALIZED;
-    users--;
+    pthread_mutex_lock(&lock);
+    if (!--users)
+        for (int i = 0; i < GPUS; i++)
+            if (opened[i]) { close(opened[i]); opened[i] = 0; }
+    pthread_mutex_unlock(&lock);
     return OK;
 }
 
@@ -198,6 +216,7 @@ API nvmlDeviceGetCount_v2(unsigned *out) { DRIVER *out = state->count; return OK
 API nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle **out) {
     DRIVER
     if (index >= state->count) return INVALID_ARGUMENT;
+    open_gpu((int)index);
     int code = answer(__func__, (int)index);
     if (!code) *out = &wholes[index];
     return code;
@@ -207,6 +226,7 @@ API nvmlDeviceGetHandleByUUID(const char *uuid, Handle **out) {
     DRIVER
     for (unsigned i = 0; i < state->count; i++) {
         Gpu *g = &state->gpus[i];
+        open_gpu((int)i); /* the search opens the GPUs before it, too */
         int code = answer(__func__, (int)i), whole = !strcmp(g->uuid, uuid);
         if (whole && code) return code;
         if (whole) { *out = &wholes[i]; return OK; }
@@ -220,6 +240,7 @@ API nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, Handle **out) {
     DRIVER
     for (unsigned i = 0; i < state->count; i++)
         if (!strcasecmp(state->gpus[i].bus_id, bus_id)) {
+            open_gpu((int)i);
             int code = answer(__func__, (int)i);
             if (!code) *out = &wholes[i];
             return code;

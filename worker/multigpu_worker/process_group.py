@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 
-def members(group: int) -> list[tuple[int, str]]:
-    """The processes of a group: pid and state letter of each."""
+def members(*groups: int) -> list[tuple[int, str]]:
+    """The processes of some groups: pid and state letter of each."""
     found = []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -17,14 +17,14 @@ def members(group: int) -> list[tuple[int, str]]:
             except OSError:
                 continue
             fields = stat.rpartition(") ")[2].split()
-            if int(fields[2]) == group:
+            if int(fields[2]) in groups:
                 found.append((int(entry.name), fields[0]))
     return found
 
 
-async def look_for_members(group: int) -> list[tuple[int, str]]:
+async def look_for_members(*groups: int) -> list[tuple[int, str]]:
     """`members` on another thread, because it takes long on a host with many processes."""
-    return await asyncio.to_thread(members, group)
+    return await asyncio.to_thread(members, *groups)
 
 
 async def stop_group(group: int) -> None:

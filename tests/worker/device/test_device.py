@@ -242,6 +242,9 @@ class BlockingDevice:
             raise DeviceGoneError("gpu_is_lost", "it is gone")
         return Telemetry(temperature_celsius=50.0)
 
+    def release(self) -> None:
+        self.answers.wait()
+
     def energy_joules(self) -> float | None:
         self.joules += 10.0
         return self.joules

@@ -137,6 +137,24 @@ async def test_neither_a_right_self_test_nor_a_reload_of_the_driver_is_a_reset(
     await stream.until(lambda: is_(stream, HEALTHY))
 
 
+async def test_an_unusable_gpu_is_closed_so_that_it_can_be_reset_while_workers_run(
+    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, start_worker: StartWorker
+) -> None:
+    _, stream = await begin(master)
+    await start_worker(master.address, "--device", gpus.uuid(7), env=gpus.env())
+    neighbour = await master.stream()
+    await neighbour.until(lambda: is_(neighbour, HEALTHY))
+    assert not gpus.reset(0), "a fit GPU is open"
+    gpus.recovery_action(0, 1)
+    gpus.xid(0, 95)
+    await stream.until(lambda: is_(stream, SICK))
+    await until(lambda: gpus.reset(0), "the driver to let the GPU be reset")
+    await stream.until(lambda: is_(stream, HEALTHY), 30)
+    assert not gpus.reset(0)
+    gpus.xid(0, 119)
+    await stream.until(lambda: "xid_119" in codes(stream))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "strike", "reset"),

@@ -2,19 +2,24 @@
 
 import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from multigpu.config.config import WorkerConfig
 from multigpu_worker.device.cpu import CpuDevice
+from multigpu_worker.mps import daemon, engines
 from multigpu_worker.mps.claims import Claim, Claims
-from multigpu_worker.mps.control import GpuFullError, MpsControl, MpsError, ServerLog
+from multigpu_worker.mps.control import GpuFullError, MpsControl, MpsError, MpsState, ServerLog
 from multigpu_worker.mps.daemon import MpsLimits
 from multigpu_worker.mps.engines import FORCE_TIMEOUT_S, Fault, Mps
 from multigpu_worker.mps.setup import clients_max, open_mps, pipe_dir
@@ -62,6 +67,7 @@ def test_a_missing_or_rotated_log(tmp_path: Path) -> None:
 DEAD = """
 import sys
 from pathlib import Path
+from multigpu_worker.mps import daemon, engines
 from multigpu_worker.mps.claims import Claim, Claims
 
 Claims(Path(sys.argv[1])).hold(Claim(worker_id="dead", engine_pid=1, pinned_bytes=1))
@@ -111,10 +117,16 @@ async def test_mps_is_rejected_on_a_cpu_and_with_a_long_path() -> None:
 
 
 @pytest.fixture
-def simulated_control(monkeypatch: pytest.MonkeyPatch) -> Iterator[MpsControl]:
+async def simulated_control(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MpsControl]:
     monkeypatch.setenv("PATH", f"{FAKE}:{Path(sys.executable).parent}:/usr/bin:/bin")
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
-        yield MpsControl("GPU-0", Path(folder, "m", "GPU-0"))
+        control = MpsControl("GPU-0", Path(folder, "m", "GPU-0"))
+        yield control
+        with socket.socket(socket.AF_UNIX) as peer:
+            left = peer.connect_ex(str(control.pipe_dir / "control")) == 0
+        if left:
+            os.kill(int(control.daemon_pid()), signal.SIGKILL)  # its server follows
+        assert not left, "the test has left its daemon running"
 
 
 async def test_errors_without_a_daemon_and_without_the_program(
@@ -137,6 +149,88 @@ async def test_a_daemon_with_answers_in_an_unknown_format_is_not_used(simulated_
     first.daemon.claims.release()
 
 
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("exit 1", "failed: exit code 1"),
+        ("[ $1 ]", "the MPS daemon does not come up"),
+        ("echo servers: none", "in a format that this worker doesn't know"),
+        ("", "server is not ready"),
+        ("read c; case $c in get_server_list) echo 77;; get_server_status*) echo INITIALIZING;; esac", "is not ready"),
+        ("read c; case $c in start*) rm -r $CUDA_MPS_PIPE_DIRECTORY;; esac", "No such file"),
+    ],
+    ids=["rejects", "no_daemon", "unknown_answers", "no_server", "no_server_without_clients", "folder_removed"],
+)
+async def test_whatever_fails_at_the_start_a_worker_runs_without_mps_and_says_why_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
+) -> None:
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(f"#!/bin/sh\n{program}\n")
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(daemon, "READY_TIMEOUT_S", 0.3)
+    device = CpuDevice()
+    device.info = replace(device.info, device_id="GPU-0", compute_capability="9.0")
+    with structlog.testing.capture_logs() as entries:
+        mps, status = await open_mps(WorkerConfig(mps_pipe_dir=str(tmp_path / "m")), device, "w")
+    assert mps is None and status is not None and status.state is MpsState.OFF
+    assert reason in status.message
+    assert [entry["reason"] for entry in entries if entry["event"] == "running without MPS"] == [status.message]
+    with pytest.raises(MpsError, match=reason):
+        await open_mps(WorkerConfig(mps="on", mps_pipe_dir=str(tmp_path / "on")), device, "w")
+
+
+async def test_a_daemon_that_does_not_answer_is_logged_once(simulated_control: MpsControl) -> None:
+    mps = Mps(simulated_control, "a", MpsLimits())
+    await mps.open()
+    await simulated_control.quit()
+    polls = 0
+
+    async def polled(server_pid: int) -> tuple[str, list[int]]:
+        nonlocal polls
+        polls += 1
+        return await MpsControl.look(simulated_control, server_pid)
+
+    with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as entries:
+        patch.setattr(engines, "POLL_S", 0.01)
+        patch.setattr(simulated_control, "look", polled)
+        watching = asyncio.create_task(mps.watch(lambda: None))
+        while polls < 4:
+            await asyncio.sleep(0.02)
+        watching.cancel()
+    assert len([entry for entry in entries if entry["log_level"] == "warning"]) == 1
+    await mps.close()
+
+
+async def test_one_scan_of_processes_serves_all_engines(
+    simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mps = Mps(simulated_control, "a", MpsLimits())
+    await mps.open()
+    running = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(3)]
+    scans = 0
+    scandir = os.scandir
+
+    def counted(path: str) -> Any:
+        nonlocal scans
+        scans += 1
+        return scandir(path)
+
+    try:
+        for engine in running:
+            mps.started(engine.pid)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", counted)
+            await mps._has_fault()
+    finally:
+        for engine in running:
+            engine.kill()
+            engine.wait()
+            mps.ended(engine.pid)
+        await mps.close()
+    assert scans == 1
+
+
 async def test_processes_are_scanned_off_the_event_loop(
     simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,18 +246,19 @@ async def test_processes_are_scanned_off_the_event_loop(
     engine = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         mps.started(engine.pid)
-        monkeypatch.setattr(os, "scandir", noted)
-        watching = asyncio.create_task(mps.watch(lambda: None))
-        while not threads:
-            await asyncio.sleep(0.05)
-        watching.cancel()
-        await mps.detach(engine.pid)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", noted)
+            watching = asyncio.create_task(mps.watch(lambda: None))
+            while not threads:
+                await asyncio.sleep(0.05)
+            watching.cancel()
+            await mps.detach(engine.pid)
     finally:
-        monkeypatch.undo()
         engine.kill()
         engine.wait()
+        mps.ended(engine.pid)
+        await mps.close()
     assert threads and threading.main_thread() not in threads
-    mps.ended(engine.pid)
 
 
 @pytest.mark.parametrize("which", ["base", "pipe_dir", "log"])

@@ -41,6 +41,9 @@ class CpuDevice:
             energy_joules=joules,
         )
 
+    def release(self) -> None:
+        """A CPU has no driver."""
+
     def energy_joules(self) -> float | None:
         """Energy of all processors since the worker started."""
         if not self._packages:

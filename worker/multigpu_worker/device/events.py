@@ -2,7 +2,8 @@
 
 A thread waits on NVML's event set, so that an event is known within milliseconds, and reads NVML's recovery action in
 between. When the device is lost its event set becomes useless: the thread releases the driver, which may have to be
-opened again, and waits until the device answers. It is a daemon thread: a process can end while a call hangs.
+opened again, and waits until the device answers. While the device is parked, it opens the driver for one reading at an
+interval, so that the device can be reset. It is a daemon thread: a process can end while a call hangs.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ from typing import Any
 
 import structlog
 
+from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.device.nvml import handles
+from multigpu_worker.device.sampler import PARKED_INTERVAL_S
 
 try:
     import pynvml
@@ -47,11 +50,12 @@ class DeviceEvent:
 class DeviceEvents:
     """`report` is called on the thread."""
 
-    def __init__(self, device_id: str, report: Callable[[DeviceEvent], None]) -> None:
-        self._device_id = device_id
+    def __init__(self, device: DeviceInfo, report: Callable[[DeviceEvent], None]) -> None:
+        self._device = device
         self._report = report
         self._stopped = threading.Event()
         self._answers = threading.Event()
+        self._parked = False
         # In our context, so that its log lines have a worker_id.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="device-events", daemon=True)
@@ -72,13 +76,19 @@ class DeviceEvents:
         """The device can be sampled."""
         self._answers.set()
 
+    def park(self, parked: bool) -> None:
+        self._parked = parked
+        self._answers.set()
+
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         logged = False
         while not self._stopped.is_set():
             try:
+                self._answers.clear()
                 self._listen()
+                self._answers.wait(PARKED_INTERVAL_S)
             except pynvml.NVMLError as error:
                 if self._stopped.is_set():
                     return
@@ -99,8 +109,16 @@ class DeviceEvents:
                 return
 
     def _listen(self) -> None:
-        """Report events until stopped. Raises NVMLError."""
-        own, handle = handles(self._device_id)
+        """Report events until stopped or parked. Raises NVMLError."""
+        pynvml.nvmlInit()
+        try:
+            self._listen_opened()
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+
+    def _listen_opened(self) -> None:
+        own, handle = handles(self._device)
         if own is not handle:
             self._instance = pynvml.nvmlDeviceGetGpuInstanceId(own), pynvml.nvmlDeviceGetComputeInstanceId(own)
         wanted = (
@@ -117,6 +135,8 @@ class DeviceEvents:
             pynvml.nvmlDeviceRegisterEvents(handle, wanted, events)
             while not self._stopped.is_set():
                 self._read_recovery_action(handle)
+                if self._parked:
+                    return
                 try:
                     data = pynvml.nvmlEventSetWait_v2(events, WAIT_MS)
                 except pynvml.NVMLError as error:

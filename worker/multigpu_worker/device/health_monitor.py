@@ -73,9 +73,9 @@ class HealthMonitor:
         self._checks_asked = 0
         self._events: DeviceEvents | None = None
         if device.info.device_id != "cpu":
-            self._events = DeviceEvents(device.info.device_id, self._received)
-        # The last sample that was checked for a reset.
-        self._seen: Sample | None = None
+            self._events = DeviceEvents(device.info, self._received)
+        # The last sample and recovery action that were checked for a reset.
+        self._seen: tuple[Sample, int | None] | None = None
         self._note = ResetNote(Path(artifacts) / "device.resets" / f"{device.info.device_id}.json")
         self._reset = ResetWatch(self._note.read())
         # When the last XID of class CONTAINED arrived, on the monotonic clock.
@@ -214,8 +214,8 @@ class HealthMonitor:
         if sample is not None:
             action = None if self._events is None else self._events.recovery_action
             found += findings(sample, action)
-            if sample is not self._seen:
-                self._seen = sample
+            if (sample, action) != self._seen:
+                self._seen = sample, action
                 self._look_for_reset(sample, action)
         self._note.keep(self._reset.state)
         self.health.find(found, self._now())
@@ -254,7 +254,7 @@ class HealthMonitor:
         self._dispatcher.want_heartbeat()
         if health.barred and not barred:
             self._dispatcher.give_back(f"the device can't be used: {why}", running=True)
-            self._pool.park()
+            self._park()
         elif (not health.fit and fit) or (health.unusable and not unusable):
             self._dispatcher.give_back(f"the device is sick: {why}", running=False)
 
@@ -276,8 +276,15 @@ class HealthMonitor:
         if health.fit and self._checks_asked > asked:  # the master asked again meanwhile
             health.happen("tasks_fail", "different tasks broke their engine on it", Gravity.SICK, self._now())
         if health.barred:  # end the engine that was started for the check
-            self._pool.park()
+            self._park()
         self._follow()
+
+    def _park(self) -> None:
+        """Close the device in all processes of this worker, so that it can be reset."""
+        self._pool.park()
+        self._sampler.parked = True
+        if self._events is not None:
+            self._events.park(True)
 
     async def _examine(self) -> Reason | None:
         """Run the steps of a check. Returns the fault found; None: there is none, or the check was voided meanwhile."""
@@ -285,7 +292,9 @@ class HealthMonitor:
             code, message = self._reset.needed
             after = f"no reset was seen since: after the reset delete {self._note.path} and restart this worker"
             return Reason(code, f"{message}; {after}", Gravity.UNUSABLE)
+        self._sampler.parked = False
         if self._events is not None:
+            self._events.park(False)
             asked_ns = time.time_ns()
             sample = await self._sampler.sample(ANSWER_TIMEOUT_S)
             if sample is None or sample.time_ns < asked_ns:

@@ -114,6 +114,9 @@ class Device(Protocol):
     def sample(self) -> Telemetry:
         """Read the sensors. Raises DeviceGoneError."""
 
+    def release(self) -> None:
+        """Close the driver until the next sample, so that the device can be reset."""
+
     def energy_joules(self) -> float | None:
         """Energy used since a fixed moment in the past. None: no energy counter."""
 

@@ -63,9 +63,6 @@ PROCESSES_MAX = 256
 PCIE_INTERVAL_S = 10.0
 # Time without computing after which a process is idle. The driver samples utilization every 1/6 to 1 s.
 IDLE_S = 2.0
-# After a reset the driver may find a device only once it was opened again. While the device is gone, the driver is
-# reopened at this interval, which leaves the thread of events.py time to release it.
-REOPEN_S = 2.0
 
 
 def count() -> tuple[int, str]:
@@ -88,17 +85,28 @@ def count() -> tuple[int, str]:
 def index_of(device_id: str) -> int | None:
     """The index of the GPU with this UUID or with this MIG instance; None if there is none."""
     try:
-        return int(pynvml.nvmlDeviceGetIndex(handles(device_id)[1]))
+        device = pynvml.nvmlDeviceGetHandleByUUID(device_id)
+        if device_id.startswith("MIG-"):
+            device = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
+        return int(pynvml.nvmlDeviceGetIndex(device))
     except pynvml.NVMLError:
         return None
 
 
-def handles(device_id: str) -> tuple[Any, Any]:
-    """The handles of a device and of its GPU; they differ for a MIG instance. Raises NVMLError."""
-    device = pynvml.nvmlDeviceGetHandleByUUID(device_id)
-    if device_id.startswith("MIG-"):
-        return device, pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
-    return device, device
+def handles(info: DeviceInfo) -> tuple[Any, Any]:
+    """The handles of a device and of its GPU; they differ for a MIG instance. Raises NVMLError.
+
+    By PCI address, because a search by UUID opens other GPUs, which then cannot be reset.
+    """
+    gpu = pynvml.nvmlDeviceGetHandleByPciBusId(info.pci_bus_id)
+    if not info.device_id.startswith("MIG-"):
+        return gpu, gpu
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        with contextlib.suppress(pynvml.NVMLError):  # indexes may have gaps
+            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
+            if pynvml.nvmlDeviceGetUUID(instance) == info.device_id:
+                return instance, gpu
+    raise pynvml.NVMLError(NOT_FOUND)
 
 
 def open_at(index: int, instance: str = "") -> "NvmlDevice":
@@ -126,30 +134,33 @@ class NvmlDevice:
     def __init__(self, index: int, instance: str = "") -> None:
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         self.device_id: str = instance or pynvml.nvmlDeviceGetUUID(self._handle)
-        self._own = handles(instance)[0] if instance else self._handle
+        self._own = pynvml.nvmlDeviceGetHandleByUUID(instance) if instance else self._handle
         self.info = self._identity(index)
         self.visible_devices = self.device_id
         # A simulated driver has no CUDA: engines compute on the CPU.
         self.engine_name = "cpu" if self.info.simulated else "cuda:0"
         self.compute_prohibited = self._ask("nvmlDeviceGetComputeMode") == pynvml.NVML_COMPUTEMODE_PROHIBITED
-        # The last sample failed with DeviceGoneError.
-        self._gone = False
-        # When the driver was opened or last answered, on the monotonic clock.
-        self._opened_s = 0.0
         self._pcie_read: tuple[float | None, float | None] = (None, None)
         self._pcie_due_s = 0.0
+        # Close the other GPUs, which the search for peers has opened.
+        self._released = False
+        self.release()
+        self._reopen()
 
     def sample(self) -> Telemetry:
-        if self._gone:
-            self._reopen()
         try:
-            telemetry = self._telemetry()
-        except DeviceGoneError:
-            self._gone = True
+            if self._released:
+                self._reopen()
+            return self._telemetry()
+        except DeviceGoneError:  # after a reset the driver may find the device only once it was opened again
+            self.release()
             raise
-        self._gone = False
-        self._opened_s = time.monotonic()
-        return telemetry
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
 
     def energy_joules(self) -> float | None:
         millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption")
@@ -327,14 +338,11 @@ class NvmlDevice:
     # --- the driver --------------------------------------------------------------------------------------------------
 
     def _reopen(self) -> None:
-        """Find a device again that was gone. Raises DeviceGoneError."""
+        """Raises DeviceGoneError."""
         try:
-            if time.monotonic() - self._opened_s > REOPEN_S:
-                self._opened_s = time.monotonic()
-                with contextlib.suppress(pynvml.NVMLError):
-                    pynvml.nvmlShutdown()
-                pynvml.nvmlInit()
-            self._own, self._handle = handles(self.device_id)
+            pynvml.nvmlInit()
+            self._released = False
+            self._own, self._handle = handles(self.info)
         except pynvml.NVMLError as error:
             code = "gpu_is_lost" if error.value == NOT_FOUND else GONE.get(error.value, "driver_not_loaded")
             raise DeviceGoneError(code, f"the driver doesn't find {self.device_id}: {error}") from error

@@ -18,6 +18,9 @@ from multigpu_worker.device.interface import Device, DeviceGoneError, Telemetry
 
 log = structlog.get_logger()
 
+# While the device is parked, the driver is opened for one sample at this interval.
+PARKED_INTERVAL_S = 2.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -39,6 +42,10 @@ class Sampler:
         self.meter: EnergyMeter | None = None
         # Concurrent batches; 0: the device has no work.
         self.running = 0
+        # The driver is closed between samples, so that the device can be reset.
+        self.parked = False
+        # When it was last closed, on the monotonic clock.
+        self._released_s = 0.0
         self._wake = threading.Event()
         self._stopped = False
         # When the current driver call began, on the monotonic clock; 0.0: there is none.
@@ -124,6 +131,8 @@ class Sampler:
                     _settle(loop, future)
 
     def _sample(self) -> None:
+        if self.parked and time.monotonic() - self._released_s < PARKED_INTERVAL_S:
+            return
         self._asked_s = time.monotonic()
         now_ns = time.time_ns()
         try:
@@ -133,6 +142,9 @@ class Sampler:
         except Exception:
             log.exception("the device's sensors can't be read")
         finally:
+            if self.parked:
+                self.device.release()
+                self._released_s = time.monotonic()
             self._asked_s = 0.0
 
     def _find_meter(self) -> EnergyMeter | None:

@@ -21,7 +21,8 @@ from multigpu_worker.process_group import look_for_members, signal_group, stop_g
 
 log = structlog.get_logger()
 
-POLL_S = 1.0
+# A poll runs the control program and scans all processes. Engines report most faults before it.
+POLL_S = 5.0
 FORCE_TIMEOUT_S = 30.0
 # A fault may kill its client before the server reports it.
 _FAULT_LOOKS = 3
@@ -240,6 +241,7 @@ class Mps:
 
     async def watch(self, faulty: Callable[[], Any]) -> None:
         """Poll the server until cancelled. Calls `faulty` at each poll while a fault has stopped it."""
+        answers = True
         while True:
             await asyncio.sleep(POLL_S)
             if self._blaming:
@@ -247,10 +249,13 @@ class Mps:
             try:
                 if await self._has_fault():
                     faulty()
+                answers = True
             except UnknownAnswerError as error:
                 self._log_unknown(error)
             except MpsError as error:
-                log.warning("MPS doesn't tell how it is", error=str(error))
+                if answers:
+                    log.warning("MPS does not answer", error=str(error))
+                answers = False
 
     async def _has_fault(self) -> bool:
         size = self._log.size()
@@ -258,7 +263,7 @@ class Mps:
         if not state and not self._connected and (servers := await self.control.servers()):
             self._server_pid = servers[0]  # it was replaced while no engine of ours used it
             state, clients = await self.control.look(self._server_pid)
-        states = {pid: state for group in list(self._engine_pids) for pid, state in await look_for_members(group)}
+        states = dict(await look_for_members(*self._engine_pids))
         self._ours |= states.keys() & set(clients)
         self._connected |= bool(states.keys() & set(clients))
         self._strangers = sum(client not in self._ours for client in clients)

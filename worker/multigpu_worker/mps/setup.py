@@ -71,9 +71,9 @@ async def open_mps(config: WorkerConfig, device: Device, worker_id: str) -> tupl
         await mps.open()
     except GpuFullError:
         raise
-    except MpsError as error:
+    except (MpsError, OSError) as error:
         if config.mps == "on":
-            raise
+            raise MpsError(str(error)) from error
         log.warning("running without MPS", reason=str(error))
         return None, MpsStatus(state=MpsState.OFF, message=str(error))
     return mps, None

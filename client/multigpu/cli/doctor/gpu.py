@@ -71,7 +71,12 @@ def cuda(host: Host) -> list[Finding]:
             raise SkipCheck("torch is not installed here: no worker runs models here") from None
         remedy = "pip install 'multigpu[worker]', unless no worker runs here"
         return warn("cuda", "torch is not installed", remedy)
-    return judge_cuda(torch, torch_cuda, str(host.nvml.get("cuda", "")) if host.gpus else "")
+    findings = judge_cuda(torch, torch_cuda, str(host.nvml.get("cuda", "")) if host.gpus else "")
+    onnx_cuda = _cuda_in("onnxruntime", "capi/build_and_package_info.py")
+    if torch_cuda and onnx_cuda and torch_cuda.partition(".")[0] != onnx_cuda.partition(".")[0]:
+        found = f"onnxruntime-gpu needs libraries of CUDA {onnx_cuda}, and torch has brought those of CUDA {torch_cuda}"
+        findings += warn("cuda", found, "install both for the same major version of CUDA, or use no engine onnx")
+    return findings
 
 
 def judge_cuda(torch: str, torch_cuda: str, driver_cuda: str) -> list[Finding]:
@@ -94,14 +99,18 @@ def judge_cuda(torch: str, torch_cuda: str, driver_cuda: str) -> list[Finding]:
 
 def installed_torch_cuda() -> str:
     """The CUDA version that torch was built for, without importing it, which takes seconds. Empty: none."""
-    spec = importlib.util.find_spec("torch")
+    return _cuda_in("torch", "version.py")
+
+
+def _cuda_in(package: str, file: str) -> str:
+    spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return ""
     try:
-        text = Path(spec.origin).with_name("version.py").read_text("utf-8")
+        text = Path(spec.origin).parent.joinpath(file).read_text("utf-8")
     except OSError:
         return ""
-    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    match = re.search(r"^cuda(?:_version)?\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return match.group(1) if match else ""
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,41 @@ def test_no_gpu_and_a_gpu_without_a_driver(tmp_path: Path) -> None:
 )
 def test_cuda(torch: str, driver: str, verdict: str) -> None:
     assert one(doctor_gpu.judge_cuda("2.13.0", torch, driver)).verdict.value == verdict
+
+
+@pytest.mark.parametrize(
+    ("torch", "onnxruntime", "verdicts"),
+    [
+        ("13.0", "12.8", ["ok", "warn"]),
+        ("12.6", "12.8", ["ok"]),
+        ("12.6", "", ["ok"]),
+        ("12.6", "none", ["ok"]),
+    ],
+)
+def test_an_onnxruntime_for_another_cuda_than_torchs_is_a_warning(
+    tmp_path: Path, monkeypatch: Any, torch: str, onnxruntime: str, verdicts: list[str]
+) -> None:
+    files = {"torch/version.py": f"cuda: Optional[str] = '{torch}'\n"}
+    if onnxruntime != "none":
+        cuda = f"cuda_version = '{onnxruntime}'\n" if onnxruntime else ""
+        files["onnxruntime/capi/build_and_package_info.py"] = f"package_name = 'onnxruntime-gpu'\n{cuda}"
+        files["onnxruntime/__init__.py"] = "raise AssertionError('doctor imports no engine')\n"
+    for name, text in {
+        **files,
+        "torch/__init__.py": "",
+        "torch-2.13.0.dist-info/METADATA": "Name: torch\nVersion: 2.13.0\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for module in [name for name in sys.modules if name.partition(".")[0] in ("torch", "onnxruntime")]:
+        monkeypatch.delitem(sys.modules, module)
+    host = SimpleNamespace(gpus=[{"index": 0}], nvml={"cuda": "13.0"})
+    findings = doctor_gpu.cuda(host)  # type: ignore[arg-type]
+    assert [finding.verdict.value for finding in findings] == verdicts
+    if "warn" in verdicts:
+        assert "CUDA 12.8" in findings[1].message and "CUDA 13.0" in findings[1].message
 
 
 def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
