@@ -213,6 +213,8 @@ async def run_fleet(fleet: Fleet) -> int:
     names = ["master", "up", *fleet.workers]
     log = FleetLog(as_json=fleet.log_json, names=names, file=fleet.data_dir / LOG_NAME)
 
+    log.event("up", f"the journal and the log of this fleet are in {fleet.data_dir}")
+
     def on_event(name: str, text: str) -> None:
         if name != READY_PROBE:
             log.event(name, text)
