@@ -123,7 +123,11 @@ _DURATIONS = {
     "result_ttl_s": "result_ttl",
 }
 # Options that are no task's, but of a kind's own method.
-_OF_METHODS = {"classify": ("top_k",), "embed": ("chunk",), "generate": generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name}
+_OF_METHODS = {
+    "classify": ("top_k",),
+    "embed": ("chunk",),
+    "generate": generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name,
+}
 _OWN = ("request_id", "partition_key", "units")
 _UNITS_MAX = (1 << 32) - 1
 

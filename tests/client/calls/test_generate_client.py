@@ -136,6 +136,7 @@ async def test_wrong_prompts_and_options_are_not_sent() -> None:
     ],
 )
 async def test_an_unknown_option_gets_a_hint_at_those_of_its_kind(kind: str, name: str, hint: str) -> None:
+    options: dict[str, Any] = {name: 1}
     async with multigpu.AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match=f"^there is no task option '{name}'; .*{re.escape(hint)}"):
-            await client.run(kind, b"", **{name: 1})
+            await client.run(kind, b"", **options)

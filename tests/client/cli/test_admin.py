@@ -222,6 +222,14 @@ def test_a_group_that_lists_by_default_takes_json(master: UnaryMaster, run: Run,
     assert "write it after 'list'" in misplaced.stderr
 
 
+def test_reload_of_all_handlers_needs_a_worker_with_handlers(master: UnaryMaster, run: Run) -> None:
+    knows(master, worker("box-1"))
+    for words in ((), ("--json",)):
+        result = run("handlers", "reload", "--all", *words)
+        assert (result.exit_code, result.stdout) == (4, "")
+        assert "no connected worker has handlers" in result.stderr
+
+
 def test_line_breaks_in_names_do_not_break_a_table(master: UnaryMaster, run: Run) -> None:
     spec = task_pb2.TaskSpec(kind="echo", queue="two\nlines")
     master.answers["List"] = service.ListResponse(tasks=[task_pb2.Task(task_id=17, spec=spec)])
