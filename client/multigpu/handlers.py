@@ -26,7 +26,6 @@ from typing import Any, Protocol, TypeVar, get_origin
 KIND_BYTES_MAX = 128
 # Kinds that multigpu's own engines serve.
 RESERVED_KINDS = frozenset({"classify", "echo", "embed", "fail", "generate", "infer", "sleep"})
-
 _JSON_TYPES = frozenset({"bool", "dict", "float", "int", "list", "str"})
 
 F = TypeVar("F", bound=Callable[..., Any])

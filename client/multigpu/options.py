@@ -123,11 +123,8 @@ _DURATIONS = {
     "result_ttl_s": "result_ttl",
 }
 # Options that are no task's, but of a kind's own method.
-_OF_METHODS = {
-    "classify": ("top_k",),
-    "embed": ("chunk",),
-    "generate": generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name,
-}
+_GENERATE = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
+_OF_METHODS = {"classify": ("top_k",), "embed": ("chunk",), "generate": tuple(_GENERATE)}
 _OWN = ("request_id", "partition_key", "units")
 _UNITS_MAX = (1 << 32) - 1
 
@@ -146,7 +143,8 @@ class SpecCache:
         try:
             spec = self._specs.get(key)
         except TypeError:  # not hashable: parameters and labels are dicts
-            key = (kind, content_type, *((name, _hashable(value)) for name, value in options.items()))
+            pairs = ((n, tuple(v.items()) if isinstance(v, Mapping) else v) for n, v in options.items())
+            key = (kind, content_type, *pairs)
             try:
                 spec = self._specs.get(key)
             except TypeError:
@@ -184,10 +182,6 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptio
     """The options of a single task, and those that tasks share."""
     shared = dict(options)
     return own_fields(shared), cast("SpecOptions", shared)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value.items()) if isinstance(value, Mapping) else value
 
 
 def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
@@ -240,11 +234,8 @@ def _check_name(name: str, kind: str) -> None:
             f"{name} belongs to one task: give it with each payload, as multigpu.Input(payload=…, {name}=…)"
         )
     if name not in known:
-        methods = {
-            **dict.fromkeys(MapOptions.__annotations__, " of a map"),
-            **dict.fromkeys(_OF_METHODS.get(kind, ()), f" of the client's method {kind}"),
-            **dict.fromkeys(known, ""),
-        }
+        methods = dict.fromkeys(MapOptions.__annotations__, " of a map") | dict.fromkeys(known, "")
+        methods |= dict.fromkeys(_OF_METHODS.get(kind, ()), f" of the client's method {kind}")
         near = [name] if name in methods else difflib.get_close_matches(name, methods, n=1)
         hint = f"did you mean {near[0]!r}{methods[near[0]]}?" if near else f"there are {', '.join(methods)}"
         raise TypeError(f"there is no task option {name!r}; {hint}")

@@ -20,7 +20,7 @@ from multigpu._calls.timeouts import pop_timeout, within
 from multigpu._transport import forks
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu._transport.credentials import Credentials
-from multigpu._transport.run_state import Answer
+from multigpu._transport.run_state import Answer, Call
 from multigpu._transport.run_stream import RunStream
 from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
@@ -65,11 +65,14 @@ class Core:
         timeout_s = pop_timeout(options)
         call = self.calls.one(FutureCall, kind, payload, options, traceparent)
         try:
-            answer: Answer = await within(timeout_s, self._answer(call), partial(self.stream.rejection, call.__eq__))
+            answer: Answer = await within(timeout_s, self._answer(call), partial(self._rejection, call))
         finally:
             if not call.done:
                 self.stream.withdraw(call)
         return outcome(answer)
+
+    def _rejection(self, call: Call) -> str:
+        return self.stream.rejection(lambda each: each is call)
 
     async def _answer(self, call: FutureCall) -> Answer:
         if not self.stream.try_start(call):
@@ -84,7 +87,7 @@ class Core:
         timeout_s = pop_timeout(options)
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
         try:
-            rejection = partial(self.stream.rejection, call.__eq__)
+            rejection = partial(self._rejection, call)
             await within(timeout_s, self.stream.start((call,)), rejection)
             while isinstance(item := await within(timeout_s, call.next_item(), rejection), Part):
                 yield item

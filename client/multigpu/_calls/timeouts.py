@@ -24,9 +24,7 @@ def pop_timeout(options: Any) -> float | None:
 
 
 async def within(timeout_s: float | None, awaitable: Awaitable[T], rejection: Callable[[], str]) -> T:
-    """The result of an awaitable. Raises CallTimeoutError after `timeout_s`; None: no limit. `rejection`: why the
-    master does not accept the task for now, or "".
-    """
+    """The result of an awaitable. Raises timed_out(timeout_s, rejection()) after `timeout_s`; None: no limit."""
     if timeout_s is None:
         return await awaitable
     try:
@@ -39,7 +37,7 @@ async def within(timeout_s: float | None, awaitable: Awaitable[T], rejection: Ca
 
 
 def timed_out(timeout_s: float, rejection: str) -> CallTimeoutError:
-    """The error of a call that has reached its `timeout`."""
+    """The error of a call that has reached its `timeout`. `rejection`: why the master accepts no task now, or ""."""
     if rejection:
         return CallTimeoutError(f"the master accepted no task within {timeout_s:g} s (timeout): {rejection}")
     return CallTimeoutError(

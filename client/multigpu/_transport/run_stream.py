@@ -216,22 +216,19 @@ class RunStream:
             if not self._confirmed.done():
                 self._confirmed.set_result(None)
             self._confirmed = None
-        if later:
-            self._note_rejections({rejection.request_id: rejection.message for rejection in response.rejected}, later)
         for delay_s, calls in later.items():
+            messages = {rejection.request_id: rejection.message for rejection in response.rejected}
+            self._rejected |= {call: messages[call.request_id] for call in calls}
+            if time.monotonic() >= self._warned_at + _WARNING_S:
+                self._warned_at = time.monotonic()
+                why = self._rejected[calls[0]]
+                log.warning("the master rejects tasks for now; they are sent again until it accepts them: %s", why)
             asyncio.get_running_loop().call_later(jittered_s(delay_s), self._retry, calls)
 
     def _report(self) -> None:
         self._report_timer = None
         self._report_now = True
         self._wake()
-
-    def _note_rejections(self, messages: dict[str, str], later: dict[float, list[Call]]) -> None:
-        self._rejected |= {call: messages[call.request_id] for calls in later.values() for call in calls}
-        if time.monotonic() >= self._warned_at + _WARNING_S:
-            self._warned_at = time.monotonic()
-            first = next(iter(messages.values()))
-            log.warning("the master rejects tasks for now, and they are sent again until it accepts them: %s", first)
 
     def rejection(self, condition: Callable[[Call], bool]) -> str:
         """Why the master rejected a call that fulfils the condition and waits to be sent again; "": there is none."""

@@ -1,5 +1,6 @@
 """The option `timeout`, errors in the middle of calls, and wrong arguments."""
 
+import asyncio
 import math
 import re
 import time
@@ -61,6 +62,18 @@ def test_a_timeout_at_a_full_queue_says_so(name: str, caplog: pytest.LogCaptureF
             CALLS[name](client)
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "multigpu"]
     assert warning.endswith("until it accepts them: queue 'q' is full")
+
+
+async def test_a_timeout_does_not_give_the_reason_of_another_call() -> None:
+    def answer(spec: Spec, task: Task) -> Reply:
+        return None if int(task.payload) == 2 else only_first(spec, task)
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        rejected = asyncio.create_task(client.run("echo", 1, timeout=2 * SECONDS))
+        with pytest.raises(multigpu.CallTimeoutError, match="^no answer within"):
+            await client.run("echo", 2, timeout=SECONDS)
+        with pytest.raises(multigpu.CallTimeoutError, match=r"queue 'q' is full$"):
+            await rejected
 
 
 async def test_timeouts_of_the_asynchronous_client() -> None:

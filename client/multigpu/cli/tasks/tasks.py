@@ -238,13 +238,7 @@ def cancel(task_ids: tuple[int, ...], request_ids: tuple[str, ...], reason: str,
         raise NotFound(f"the master doesn't know {', '.join(answer.unknown)}")
 
 
-@tasks.command(
-    "explain",
-    examples=(
-        ("mgpuctl tasks explain 17", "Why it waits, or why it runs where it runs."),
-        ("mgpuctl tasks explain --request-id order-4711", "By the id that its client gave it."),
-    ),
-)
+@tasks.command("explain", examples=(("mgpuctl tasks explain 17", "Why it waits, or why it runs where it runs."),))
 @task_ids_argument
 @request_ids_option
 @connected

@@ -18,8 +18,7 @@ from multigpu_worker.models.folders import ModelFolderError, read_object
 
 # Tokens of the longest text, if neither the tokenizer nor the model names a limit.
 TOKENS_PER_TEXT_MAX = 32_768
-# A text is cut at this many characters for each token that the model takes. The tokenizer would process and store all
-# of the text before it truncates. English has 4 to 5 characters per token.
+# A text is cut at this many characters per token of the limit: the tokenizer truncates only what it has processed.
 CHARACTERS_PER_TOKEN_MAX = 64
 TOKENIZER_FILE = "tokenizer.json"
 RULES_FILE = "text.json"
@@ -54,7 +53,9 @@ class TextInput:
         """The tokens that AutoTokenizer gives, with special tokens, truncated at tokens_per_text_max."""
         if self.prompt:
             texts = [self.prompt + text for text in texts]
-        texts = self._cut(texts)
+        characters = CHARACTERS_PER_TOKEN_MAX * self.tokens_per_text_max
+        side = self.tokenizer.truncation["direction"] if self.is_fast else self.tokenizer.truncation_side
+        texts = [text[-characters:] if side == "left" else text[:characters] for text in texts]
         if not self.is_fast:
             encoded = self.tokenizer(list(texts), truncation=True, max_length=self.tokens_per_text_max, padding=False)
             return Tokens(columns={name: encoded[name] for name in self.inputs})
@@ -64,11 +65,6 @@ class TextInput:
         if "token_type_ids" in self.inputs:
             columns["token_type_ids"] = [encoding.type_ids for encoding in encodings]
         return Tokens(columns=columns)
-
-    def _cut(self, texts: Sequence[str]) -> list[str]:
-        characters = CHARACTERS_PER_TOKEN_MAX * self.tokens_per_text_max
-        side = self.tokenizer.truncation["direction"] if self.is_fast else self.tokenizer.truncation_side
-        return [text[-characters:] if side == "left" else text[:characters] for text in texts]
 
     def pad(self, tokens: Tokens, rows: Sequence[int]) -> Inputs:
         """The model's inputs for the texts `rows`: int64 [rows, longest], with the attention mask.

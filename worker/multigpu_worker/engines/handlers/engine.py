@@ -85,10 +85,8 @@ class HandlerEngine:
             except ValueError as error:
                 raise BadInputError(f"the payload is not JSON, though its content type says so: {error}") from error
         elif handler.json_type:
-            raise BadInputError(
-                f"the handler takes a {handler.json_type}, and the payload is bytes: send a JSON value "
-                f"(from Python no bytes, in `mgpuctl submit` --parse-json, else content type {JSON})"
-            )
+            why = f"the handler takes a {handler.json_type}, and the payload is bytes"
+            raise BadInputError(f"{why}: send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)")
         returned: Any
         if handler.takes_context:
             returned = handler.function(value, HandlerContext(item, batch.parameters, reporter))

@@ -53,9 +53,8 @@ def parse(payload: bytes, content_type: str, forward: Forward) -> Request:
         takes = "; ".join(map(str, forward.inputs))
         raise BadInputError(f"{error}. The model takes {takes}") from error
     sizes = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
-    if not any(array.size for array in inputs.values()):
-        sizes = {0}
-    return Request(inputs=inputs, outputs=outputs, examples=sizes.pop() if len(sizes) == 1 else 0)
+    counted = len(sizes) == 1 and any(array.size for array in inputs.values())
+    return Request(inputs=inputs, outputs=outputs, examples=sizes.pop() if counted else 0)
 
 
 def _from_proto(payload: bytes, forward: Forward) -> tuple[Arrays, tuple[str, ...]]:
@@ -98,10 +97,8 @@ def _check(inputs: Arrays, outputs: tuple[str, ...], forward: Forward) -> None:
         raise ValueError(f"the input {missing[0]!r} is missing")
     for name, array in inputs.items():
         if not array.size and math.prod(size for size in array.shape if size) > EMPTY_ARRAY_MAX:
-            raise ValueError(
-                f"the input {name!r} has no elements and the shape {list(array.shape)}: "
-                f"the product of its other dimensions is more than {EMPTY_ARRAY_MAX:,}"
-            )
+            why = f"the product of its other dimensions is more than {EMPTY_ARRAY_MAX:,}"
+            raise ValueError(f"the input {name!r} has no elements and the shape {list(array.shape)}: {why}")
         wanted = specs[name].dtype
         if array.dtype.kind in "iu" and wanted.startswith("float"):
             with np.errstate(invalid="ignore", over="ignore"):
