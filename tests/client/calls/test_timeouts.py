@@ -70,7 +70,7 @@ async def test_a_timeout_does_not_give_the_reason_of_another_call() -> None:
 
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
         rejected = asyncio.create_task(client.run("echo", 1, timeout=2 * SECONDS))
-        with pytest.raises(multigpu.CallTimeoutError, match="^no answer within"):
+        with pytest.raises(multigpu.CallTimeoutError, match=r"^no answer within"):
             await client.run("echo", 2, timeout=SECONDS)
         with pytest.raises(multigpu.CallTimeoutError, match=r"queue 'q' is full$"):
             await rejected
