@@ -47,8 +47,10 @@ class EmbedOptions(TypedDict, total=False):
     result_ttl_s: float
     # Queue the task even if no known worker could ever take it.
     wait_for_worker: bool
+    # Run the request_id again if its task ended without success; the payload may differ. Default: return its error.
+    retry_failed: bool
     # Limit of the call in seconds; in a map or a stream, of the wait for each result. After it the call raises
-    # CallTimeoutError and cancels its tasks, even if other calls wait for the same request_ids. Default: no limit.
+    # CallTimeoutError and cancels its tasks, but for those that another call had submitted. Default: no limit.
     # In a submit it limits each request to the master (default: 60 s), and nothing is cancelled: the master may have
     # accepted the tasks.
     timeout: float
@@ -113,6 +115,7 @@ _PLAIN = {
     "attempts_max": "attempts_max",
     "device_memory_bytes": "required_device_memory_bytes",
     "wait_for_worker": "wait_for_worker",
+    "retry_failed": "retry_failed",
 }
 _MAPS = {"parameters": "parameters", "labels": "required_labels"}
 _DURATIONS = {

@@ -8,8 +8,9 @@ import asyncio
 import functools
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import grpc
 import structlog
@@ -194,10 +195,11 @@ class Driver:
 
     def submit(
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
-        deleted_dead_letters: Sequence[int] = (), *, deferred: bool = False,
+        replaces: Mapping[str, int] = MappingProxyType({}), *, deferred: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """Hands tasks to the core. `done` is called when the accepted ones are durable, or with an error, and then they
-        are gone. The caller must not acknowledge them before that, and with `deferred` not at all.
+        are gone. The caller must not acknowledge them before that, and with `deferred` not at all. `replaces`: the dead
+        letters, by request_id, that are deleted when their tasks are durable.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -208,8 +210,8 @@ class Driver:
         if spec.durable:
             # Not before the leases of these tasks are on their way.
             fresh = submitted.fresh
-            letters = deleted_dead_letters if fresh else ()
-            if deferred:
+            letters = [replaces[task.request_id] for task in fresh if task.request_id in replaces]
+            if deferred and not letters:
                 self._loop.call_soon(self.journaling.submits_deferred, fresh, done)
             else:
                 self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
@@ -220,7 +222,7 @@ class Driver:
     async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
         """Submits one task in place of a dead letter, and returns when both are on the disk."""
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
-        answer = self.submit(spec, [task], 0, tell(future), (replaces,))[0]
+        answer = self.submit(spec, [task], 0, tell(future), {task.request_id: replaces})[0]
         error = await future
         return answer if error is None else ev.Rejection(8, str(error), 1.0)
 

@@ -13,12 +13,11 @@ from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
 from multigpu_master import VERSION, settings
-from multigpu_master.clock import Clock, SavedSkew
+from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import Entry, JournalError, Recovered
-from multigpu_master.journal.retention import SAVE_S
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
@@ -45,7 +44,7 @@ DESCRIPTORS_KEPT = 256
 # Interval of checks whether the host's clock was set.
 CLOCK_CHECK_S = 1.0
 # A difference between the clock and the journal's last time that is logged at the start.
-CLOCK_DIFFERS_S = 60.0 + SAVE_S
+CLOCK_DIFFERS_S = 60.0
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
 
 
@@ -97,9 +96,8 @@ class Master:
             raise SettingError(str(error)) from error
         strategies, strategy = self._load_strategies()
         try:
-            recovered = self.journal.open(self._on_commit)
-            self._resume_clock(settings.saved_skew(recovered.settings))
-            self._count_downtime()
+            recovered = self.journal.open(self._on_commit, self._resume_clock)
+            self._warn_of_downtime(recovered.downtime_s)
             core = Core(strategies, self._limits(), recovered.incarnations[-1].first_id, random.random, strategy)
             driver = self._make_driver(core, recovered)
             tasks_recovered, workers_expected = self._recover(driver, recovered)
@@ -167,19 +165,17 @@ class Master:
         driver.handle(ev.Recover(tasks, now + self.config.reconnect_grace_s if expected else now))
         return len(tasks), expected
 
-    def _resume_clock(self, saved: SavedSkew | None) -> None:
-        """Runs right after the journal is opened: nothing has been recovered, and its sweeper waits SWEEP_AFTER_S."""
-        if saved is not None:
+    def _resume_clock(self, saved_settings: dict[str, bytes]) -> None:
+        if (saved := settings.saved_skew(saved_settings)) is not None:
             self._clock.resume(saved)
             log.warning("the host's clock was set: the master's follows slowly", ahead_s=round(self._clock.skew(), 3))
 
-    def _count_downtime(self) -> None:
-        difference_s = self.journal.count_downtime()
-        if abs(difference_s) > CLOCK_DIFFERS_S:
+    def _warn_of_downtime(self, downtime_s: float) -> None:
+        if abs(downtime_s) > CLOCK_DIFFERS_S:
             log.warning(
                 "the clock differs from the last time in the journal: no master ran for that long, or the host's clock "
                 "is wrong; results of before are kept for longer by the difference",
-                ahead_s=round(difference_s), host_time=datetime.now(UTC).isoformat(timespec="seconds"),
+                ahead_s=round(downtime_s), host_time=datetime.now(UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
 
     async def _save_skew(self) -> None:

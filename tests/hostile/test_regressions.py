@@ -26,7 +26,7 @@ from multigpu_master import settings
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.core.workers.fleet import LOST_WORKERS_MAX, Fleet
+from multigpu_master.core.workers.fleet import LOST_WORKERS_MAX, LOST_WORKERS_TOKEN_MAX, Fleet
 from multigpu_master.core.workers.info import WorkerInfo
 from multigpu_master.core.workers.pace import PACES_MAX
 from multigpu_master.journal.protocol import JournalError
@@ -303,6 +303,18 @@ def test_the_oldest_lost_worker_is_forgotten_by_the_journal_too() -> None:
         gone += [c.worker.worker_id for c in commands if isinstance(c, ev.WorkerChanged) and c.gone and c.remember]
         core.handle(ev.SessionClosed(n + 1), 100.0 + n)
     assert gone == ["w0", "w1", "w2", "w3", "w4"]
+
+
+def test_a_token_that_invents_workers_pushes_out_its_own_only() -> None:
+    core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
+    for n in range(3):
+        core.handle(ev.Hello(n + 1, WorkerInfo(worker_id=f"real{n}"), [], token_id="real"), 100.0)
+        core.handle(ev.SessionClosed(n + 1), 100.0)
+    for n in range(10, LOST_WORKERS_MAX + 100):
+        core.handle(ev.Hello(n, WorkerInfo(worker_id=f"w{n}"), [], token_id="inventor"), 100.0 + n)
+        core.handle(ev.SessionClosed(n), 100.0 + n)
+    assert {"real0", "real1", "real2"} <= core.fleet.workers.keys()
+    assert len(core.fleet.workers) == LOST_WORKERS_TOKEN_MAX + 3
 
 
 def test_a_cordoned_worker_is_not_forgotten_to_make_room() -> None:

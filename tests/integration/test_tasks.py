@@ -9,6 +9,7 @@ import grpc
 import multigpu
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.fleet import Fleet, rejected, until
@@ -140,6 +141,22 @@ def test_a_run_that_times_out_leaves_a_submitted_task_that_it_joined(fleet: Flee
         client.run("trial.gate", gate, request_id="acknowledged", timeout=0.5)
     (tmp_path / "gate").touch()
     assert fleet.outcome(task_id).result == b"opened"
+
+
+def test_get_without_a_key_says_that_one_is_missing(fleet: Fleet) -> None:
+    for request in (task_service_pb2.GetRequest(), task_service_pb2.GetRequest(task_id=0)):
+        with rejected(grpc.StatusCode.INVALID_ARGUMENT, "names no task"):
+            fleet.tasks.Get(request, timeout=30)
+
+
+@pytest.mark.parametrize("message", ["EmbedPayload", "InferPayload", "ClassifyPayload", "GeneratePayload"])
+def test_reflection_knows_the_messages_of_payloads(fleet: Fleet, message: str) -> None:
+    symbol = f"multigpu.v1.{message}"
+    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
+    stub = reflection_pb2_grpc.ServerReflectionStub(fleet.channel)
+    (answer,) = stub.ServerReflectionInfo(iter([request]), timeout=30)
+    assert not answer.HasField("error_response"), answer.error_response.error_message
+    assert message.encode() in b"".join(answer.file_descriptor_response.file_descriptor_proto)
 
 
 def test_cancel_says_what_it_ended_what_had_ended_and_what_is_unknown(fleet: Fleet, tmp_path: Path) -> None:

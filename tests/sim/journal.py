@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from multigpu_master import ids
+from multigpu_master.core.identity import FREE
 from multigpu_master.journal import request_filter as known_requests
 from multigpu_master.journal.protocol import CommitCallback, Entry, JournalFullError, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite.room import frees
@@ -61,6 +63,10 @@ class Rows:
                 self.settings[key] = value
         for task_id in entry.deleted_dead_letters:
             self.dead.pop(task_id, None)
+            if task_id in self.outcomes:
+                freed = self.outcomes[task_id] = replace(self.outcomes[task_id], fingerprint=FREE)
+                if self.by_request.get(freed.request_id, freed).task_id == task_id and freed.request_id:
+                    self.by_request[freed.request_id] = freed
             if entry.submits:
                 self.reborn.setdefault(task_id, []).extend([r.task_id for r in entry.submits])
         self.epoch = entry.epoch or self.epoch

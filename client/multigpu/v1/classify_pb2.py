@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amultigpu/v1/classify.proto\x12\x0bmultigpu.v1\"J\n\x0f\x43lassifyPayload\x12\x0f\n\x05image\x18\x01 \x01(\x0cH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\r\n\x05top_k\x18\x03 \x01(\rB\x07\n\x05input\":\n\x0e\x43lassifyResult\x12(\n\x07\x63lasses\x18\x01 \x03(\x0b\x32\x17.multigpu.v1.ClassScore\"9\n\nClassScore\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05label\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amultigpu/v1/classify.proto\x12\x0bmultigpu.v1\"J\n\x0f\x43lassifyPayload\x12\x0f\n\x05image\x18\x01 \x01(\x0cH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\r\n\x05top_k\x18\x03 \x01(\rB\x07\n\x05input\":\n\x0e\x43lassifyResult\x12(\n\x07\x63lasses\x18\x01 \x03(\x0b\x32\x17.multigpu.v1.ClassScore\"9\n\nClassScore\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05label\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x02\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'multigpu.v1.classify_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\026multigpu/v1;multigpuv1'
   _globals['_CLASSIFYPAYLOAD']._serialized_start=43
   _globals['_CLASSIFYPAYLOAD']._serialized_end=117
   _globals['_CLASSIFYRESULT']._serialized_start=119

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/embed.proto\x12\x0bmultigpu.v1\"\x1d\n\x0c\x45mbedPayload\x12\r\n\x05texts\x18\x01 \x03(\t\"0\n\x0b\x45mbedResult\x12\x11\n\tdimension\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/embed.proto\x12\x0bmultigpu.v1\"\x1d\n\x0c\x45mbedPayload\x12\r\n\x05texts\x18\x01 \x03(\t\"0\n\x0b\x45mbedResult\x12\x11\n\tdimension\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'multigpu.v1.embed_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\026multigpu/v1;multigpuv1'
   _globals['_EMBEDPAYLOAD']._serialized_start=40
   _globals['_EMBEDPAYLOAD']._serialized_end=69
   _globals['_EMBEDRESULT']._serialized_start=71

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/infer.proto\x12\x0bmultigpu.v1\"B\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"D\n\x0cInferPayload\x12#\n\x06inputs\x18\x01 \x03(\x0b\x32\x13.multigpu.v1.Tensor\x12\x0f\n\x07outputs\x18\x02 \x03(\t\"3\n\x0bInferResult\x12$\n\x07outputs\x18\x01 \x03(\x0b\x32\x13.multigpu.v1.Tensorb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/infer.proto\x12\x0bmultigpu.v1\"B\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"D\n\x0cInferPayload\x12#\n\x06inputs\x18\x01 \x03(\x0b\x32\x13.multigpu.v1.Tensor\x12\x0f\n\x07outputs\x18\x02 \x03(\t\"3\n\x0bInferResult\x12$\n\x07outputs\x18\x01 \x03(\x0b\x32\x13.multigpu.v1.TensorB\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'multigpu.v1.infer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\026multigpu/v1;multigpuv1'
   _globals['_TENSOR']._serialized_start=40
   _globals['_TENSOR']._serialized_end=106
   _globals['_INFERPAYLOAD']._serialized_start=108

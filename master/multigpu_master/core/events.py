@@ -122,6 +122,7 @@ class Hello:
     info: WorkerInfo
     leases: Sequence[HeldLease] = ()
     ids_end: int = 1 << 53
+    token_id: str = ""  # of the session's token; "": it has none
 
 
 @dataclass(slots=True)

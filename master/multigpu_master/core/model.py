@@ -70,6 +70,7 @@ class Spec:
     durable: bool = True
     result_ttl_s: float = 86_400.0
     wait_for_worker: bool = False
+    retry_failed: bool = False
     identity: int = 0  # 31 bits of a CRC of kind, model, content type and parameters; see identity.py
     wire: bytes = b""  # the serialized TaskSpec, for the journal and the workers
 
@@ -240,6 +241,7 @@ class Worker:
 
     info: WorkerInfo
     kinds: dict[str, list[Capability]] = field(default_factory=dict)  # its capabilities, by kind
+    token_id: str = ""  # of its last session; "": none, or before the master started
     # The session.
     session: int = 0  # 0: lost
     frame: int = 0  # frames with leases sent in this session

@@ -7,7 +7,9 @@ from multigpu_master.core.model import Lease, Task, Worker
 
 
 class Outbox:
-    """Collects what an event brings about, in order. `take` ends the event."""
+    """Collects the commands of an event, in order; the tasks that it settled come last, in one command. `take` ends the
+    event.
+    """
 
     def __init__(self) -> None:
         self._commands: list[ev.Command] = []

@@ -11,7 +11,7 @@ from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full, rejection
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.identity import conflict, fingerprint
 from multigpu_master.core.ledger import Counters, Ledger, Limits
-from multigpu_master.core.model import WITHDRAWN, OutcomeState, Queue, Task, TaskError, partition_of
+from multigpu_master.core.model import WITHDRAWN, Outcome, OutcomeState, Queue, Spec, Task, TaskError, partition_of
 from multigpu_master.core.operators import Operators
 from multigpu_master.core.outbox import Outbox
 from multigpu_master.core.placement.dispatch import Dispatcher
@@ -148,7 +148,7 @@ class Core:
         streams = (event.stream,) if event.stream else ()
         for task in event.tasks:
             known = ledger.requests.get(task.request_id) if task.request_id else None
-            if known is not None and not (known.outcome is not None and known.outcome.withdrawn):
+            if known is not None and not _is_free(known.outcome, spec):
                 followed = event.stream in known.streams
                 results.append(self._join(known, task, event.stream))
                 pending += not followed and event.stream in known.streams and known.outcome is None
@@ -220,3 +220,10 @@ class Core:
         for task in event.tasks:
             assert task.outcome is not None, "only outcomes are committed"
             self.state.ledger.committed(task)
+
+
+def _is_free(outcome: Outcome | None, spec: Spec) -> bool:
+    """Whether a new task of this spec may have the request_id of a task with this outcome."""
+    if outcome is None:
+        return False
+    return outcome.withdrawn or (spec.retry_failed and outcome.state is not OutcomeState.SUCCEEDED)

@@ -13,7 +13,9 @@ from multigpu_master.core.workers.fleet import Fleet
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Policies (attempts, dispatch, sessions, operators) decide, and call methods of the owner to change state."""
+    """Policies (attempts, dispatch, sessions, operators) decide. They change tasks, leases and workers themselves, and
+    sums and indexes through methods of the owner.
+    """
 
     limits: Limits
     ids: IdRange

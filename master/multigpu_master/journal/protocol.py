@@ -136,6 +136,7 @@ class Recovered:
     incarnations: Sequence[Incarnation]  # the last one is this opening
     last_cursor: int  # of the newest outcome; 0 if there was none
     lease_key: bytes  # of ids.LeaseProofs
+    downtime_s: float  # by which the clock is ahead of the last time in the journal; 0: there was none
 
 
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]

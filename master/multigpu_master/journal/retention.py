@@ -8,7 +8,7 @@ the next master's first time is added to the lifetime of all older outcomes.
 import json
 from collections.abc import Callable
 
-SAVE_S = 60.0
+SAVE_S = 30.0
 _DOWNTIMES_MAX = 1000
 
 

@@ -8,7 +8,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import conflict
-from multigpu_master.core.model import Task
+from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import JournalError, SettledTask, StoredOutcome
 from multigpu_master.payloads.messages import Peer
@@ -73,14 +73,18 @@ class Intake:
             return [rejection] * count
         candidates = tasks_of(spec, batch, self._payload_bytes_max, peer)
         known = driver.known(request_ids)
+        replaces: dict[str, int] = {}
         if caller is not None and caller.queues is not None:
             candidates = [self._check_request_id(c, known, caller) for c in candidates]
+        if spec.retry_failed:
+            failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
+            replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
             driver.soon(done)
             results: Sequence[Answer] = ()
         else:
-            results = driver.submit(spec, tasks, stream, done, deferred=deferred)
+            results = driver.submit(spec, tasks, stream, done, replaces, deferred=deferred)
         if len(tasks) == count:
             return list(results)
         rest = iter(results)

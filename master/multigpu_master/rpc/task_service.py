@@ -126,6 +126,8 @@ class TaskService:
             await context.write(response)
 
     async def Get(self, request: Any, context: Any) -> task_service_pb2.GetResponse:
+        if not (request.task_id or request.request_id):
+            raise InvalidArgumentError("the request names no task; give its task_id or its request_id")
         found = await self._find(request)
         if not queries.may_see(found):
             found = None

@@ -66,13 +66,15 @@ class WorkerService:
             why = IN_USE.format(worker_id=info.worker_id)
             log.warning("worker rejected", worker_id=info.worker_id, host=info.host, pid=info.pid, reason=why)
             raise CallError(why, grpc.StatusCode.ALREADY_EXISTS)
+        caller = current_caller()
+        token_id = caller.token_id if caller is not None else ""
         session = next(self._sessions)
         outbox = self._driver.workers.open(session, hello.process)
         self._fill_welcome(outbox.room_for(256).welcome, session)
         try:
             held = held_leases(hello, self._driver.proofs)
             ids_end = self._driver.incarnations.ids_end(hello.incarnation)
-            commands = self._driver.handle(ev.Hello(session, info, held, ids_end))
+            commands = self._driver.handle(ev.Hello(session, info, held, ids_end, token_id))
             # A hello also lists recently reported leases; the adopted ones are those that the worker still holds.
             leases = sum(len(c.adopted) for c in commands if isinstance(c, ev.Welcome))
             log.info("worker joined", worker_id=info.worker_id, session=session, leases=leases)

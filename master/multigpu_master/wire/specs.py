@@ -146,6 +146,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         durable=durable,
         result_ttl_s=_timeout(m, "result_ttl") or (DURABLE_TTL_S if durable else EPHEMERAL_TTL_S),
         wait_for_worker=m.wait_for_worker,
+        retry_failed=m.retry_failed,
         identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
         wire=wire,
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import multigpu
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -189,6 +190,73 @@ def test_dead_letters_are_listed_requeued_and_deleted(fleet: Fleet) -> None:
     until(lambda: letters(fleet, queue) == sorted(answer.task_ids, reverse=True))
     assert fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(queue=queue), timeout=30).deleted == 4
     assert letters(fleet, queue) == []
+
+
+@pytest.mark.parametrize("state", ["DEAD_LETTERED", "FAILED", "CANCELLED", "EXPIRED"])
+@pytest.mark.parametrize("call", ["run", "submit", "map"])
+def test_a_task_that_did_not_succeed_is_run_again_under_its_request_id(fleet: Fleet, state: str, call: str) -> None:
+    """With `retry_failed`, also with another payload. Otherwise the first failure is the answer, and another payload an
+    error.
+    """
+    name, queue = f"{call} after {state}", f"queue of {call} after {state}"
+    kind = {"DEAD_LETTERED": "fail", "FAILED": "trial.wrong_type"}.get(state, "sleep")
+    timeout: Any = {"deadline": from_now(1.0)} if state == "EXPIRED" else {}
+    (first,) = fleet.submit(kind, b"60", request_ids=[name], queue=queue, attempts_max=1, **timeout)
+    if state == "CANCELLED":
+        fleet.tasks.Cancel(task_service_pb2.CancelRequest(task_ids=[first]), timeout=30)
+    assert task_pb2.OutcomeState.Name(fleet.outcome(first).state) == f"OUTCOME_STATE_{state}"
+    options: Any = {"queue": queue}
+    with fleet.client() as client:
+        assert client.submit(kind, b"60", request_id=name) == first
+        with pytest.raises(multigpu.AlreadyExistsError):
+            client.submit("echo", b"better", request_id=name)
+        if call == "run":
+            assert client.run("echo", b"better", request_id=name, retry_failed=True, **options) == b"better"
+            again = client.get(name).task_id
+        elif call == "map":
+            item = multigpu.Input(payload=b"better", request_id=name)
+            (outcome,) = client.map_outcomes("echo", [item], retry_failed=True, **options)
+            again = outcome.task_id
+        else:
+            again = client.submit("echo", b"better", request_id=name, retry_failed=True, **options)
+        assert again != first
+        assert fleet.outcome(again).result == b"better"
+        assert client.get(name).task_id == again
+        # What has succeeded is not run again, and the first task keeps its own outcome.
+        assert client.submit("echo", b"better", request_id=name, retry_failed=True) == again
+        assert fleet.outcome(first).state != SUCCEEDED
+    assert letters(fleet, queue) == []
+    fleet.restart_master()
+    fleet.wait_for_workers()
+    assert fleet.submit("echo", b"better", request_ids=[name]) == [again]
+
+
+def test_a_dead_letter_that_is_requeued_keeps_its_request_id_and_one_that_is_deleted_frees_it(fleet: Fleet) -> None:
+    queue = "request ids of letters"
+    first, other = fleet.submit("fail", b"a", b"b", queue=queue, attempts_max=1, request_ids=["requeued", "deleted"])
+    for task_id in (first, other):
+        fleet.outcome(task_id)
+    until(lambda: len(letters(fleet, queue)) == 2)
+    (again,) = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[first]), timeout=30).task_ids
+    assert fleet.submit("fail", b"a", queue=queue, attempts_max=1, request_ids=["requeued"]) == [again]
+    assert fleet.outcome(again).state == DEAD_LETTERED
+    fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[other]), timeout=30)
+    (new,) = fleet.submit("echo", b"corrected", request_ids=["deleted"])
+    assert fleet.outcome(new).result == b"corrected"
+
+
+def test_a_dead_letter_whose_request_id_runs_again_is_not_requeued_besides(fleet: Fleet, tmp_path: Path) -> None:
+    """The letter is deleted with the commit of the new task."""
+    (first,) = fleet.submit("fail", b"a", attempts_max=1, request_ids=["again"], queue="again")
+    fleet.outcome(first)
+    until(lambda: letters(fleet, "again") == [first])
+    gate = tmp_path / "gate"
+    with fleet.client() as client:
+        again = client.submit("trial.gate", str(gate).encode(), request_id="again", retry_failed=True)
+    answer = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[first]), timeout=30)
+    assert (list(answer.task_ids), list(answer.unknown_task_ids)) == ([], [first])
+    gate.touch()
+    assert fleet.outcome(again).result == b"opened"
 
 
 def test_a_queue_is_listed_while_it_has_tasks_or_dead_letters_and_a_requeued_one_counts_once(fleet: Fleet) -> None:

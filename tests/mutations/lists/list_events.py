@@ -40,7 +40,7 @@ EVENTS = (
     ),
     scheduler(
         name="a withdrawn request_id stays taken",
-        old=" and not (known.outcome is not None and known.outcome.withdrawn):",
+        old=" and not _is_free(known.outcome, spec):",
         new=":",
         checker="stories",
     ),

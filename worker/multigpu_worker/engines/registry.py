@@ -1,6 +1,7 @@
 """Which engine runs which kind.
 
-An engine's module is imported for its first batch, so a worker that only echoes never imports torch.
+An engine's module is imported for its first batch, or when its model is loaded, so a worker that only echoes never
+imports torch.
 """
 
 import contextlib

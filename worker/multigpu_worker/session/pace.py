@@ -5,7 +5,7 @@ answers before they send more would form three groups: one runs, one is prepared
 it is needed, the next batch includes all that has come until then: two groups, in larger batches.
 """
 
-# Preparing a batch takes at most this long, or this share of what the batch before it takes to run.
+# Time allowed to prepare a batch: LEAD_S, and this share of the run time of the batch before it.
 LEAD_S = 0.01
 LEAD_SHARE = 0.1
 

@@ -22,7 +22,7 @@ BATCH_TASKS = 1_000
 # Flags that are options of the SDK under the same name.
 SDK_OPTIONS = (
     *("model", "queue", "priority", "device_memory_bytes", "queue_timeout_s", "run_timeout_s", "result_ttl_s"),
-    *("attempts_max", "ephemeral", "wait_for_worker"),
+    *("attempts_max", "ephemeral", "wait_for_worker", "retry_failed"),
 )
 
 
@@ -62,6 +62,7 @@ SDK_OPTIONS = (
     "--partition-key", default="", metavar="KEY", help="For strategy static_partition: one worker for each KEY."
 )
 @click.option("--request-id", default="", metavar="ID", help="Idempotency key: the same ID is the same task.")
+@click.option("--retry-failed", is_flag=True, help="Run the task of --request-id again if it did not succeed.")
 @master_option
 @json_option
 def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:

@@ -25,6 +25,7 @@ UNIT_S = 0.01
 LATE = 1.25
 CHANGES_MAX = 8192
 LOST_WORKERS_MAX = 1000
+LOST_WORKERS_TOKEN_MAX = 500  # whose last session had the same token
 
 
 class Fleet:
@@ -68,14 +69,17 @@ class Fleet:
         self._measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
         self.members_changed(worker)
 
-    def make_room(self, worker_id: str) -> Worker | None:
-        """Before a new worker joins: forgets the worker that was lost longest ago if there are too many lost ones, and
+    def make_room(self, worker_id: str, token_id: str = "") -> Worker | None:
+        """Before a new worker joins: if too many are lost, of all or of its token, forgets the one lost first, and
         returns it. Cordoned ones stay: they would come back and take work.
         """
         if worker_id in self.workers:
             return None
         lost = [w for w in self.workers.values() if not (w.session or w.cordon)]
-        if len(lost) < LOST_WORKERS_MAX:
+        own = [w for w in lost if w.token_id == token_id]
+        if token_id and len(own) >= LOST_WORKERS_TOKEN_MAX:
+            lost = own
+        elif len(lost) < LOST_WORKERS_MAX:
             return None
         gone = min(lost, key=lambda w: w.heard_s)
         del self.workers[gone.worker_id]

@@ -50,9 +50,10 @@ class Sessions:
         if worker is not None and worker.session:
             outbox.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
-        if (gone := fleet.make_room(event.info.worker_id)) is not None:
+        if (gone := fleet.make_room(event.info.worker_id, event.token_id)) is not None:
             outbox.worker_changed(gone, remember=True, gone=True)
         worker = fleet.register(event.info)
+        worker.token_id = event.token_id
         fleet.open_session(worker, event.session, now)
         adopted = [lease.lease_id for lease in worker.leases.values()]
         for held in ours:

@@ -30,7 +30,7 @@ from multigpu_master.journal.sqlite.sweep import Sweeper
 RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two looks at what may be forgotten
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for forgetting
-SWEEP_AFTER_S = 5.0  # once it is open: the clock learns its skew first, and the tasks are recovered
+SWEEP_AFTER_S = 5.0  # once it is open: the tasks are recovered first
 _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
@@ -81,7 +81,10 @@ class SqliteJournal(JournalReads):
         late = busy_since_s > 0 and time.monotonic() - busy_since_s > within_s
         return self._thread is not None and self._thread.is_alive() and not late
 
-    def open(self, on_commit: CommitCallback) -> Recovered:
+    def open(
+        self, on_commit: CommitCallback, resume_clock: Callable[[dict[str, bytes]], None] = lambda _settings: None
+    ) -> Recovered:
+        """`resume_clock` makes the clock right, with the settings, before anything expires."""
         assert self._thread is None, "a journal is opened once"
         try:
             epoch, incarnations, lease_key = self._open()
@@ -90,6 +93,8 @@ class SqliteJournal(JournalReads):
                 raise
             epoch, incarnations, lease_key = self._open()
         settings = self.settings()
+        resume_clock(settings)
+        downtime_s = self._retention.resume(self._last_cursor + 1)
         try:
             connections.empty_log(self._writer)  # so that the database says that the journal is open
             self._reserve.make()
@@ -108,7 +113,7 @@ class SqliteJournal(JournalReads):
         self._sweep_at_s = time.monotonic() + SWEEP_AFTER_S
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
-        return Recovered(self.recover_tasks(), settings, epoch, incarnations, self._last_cursor, lease_key)
+        return Recovered(self.recover_tasks(), settings, epoch, incarnations, self._last_cursor, lease_key, downtime_s)
 
     def _open(self) -> tuple[int, list[Incarnation], bytes]:
         """Locks, checks and opens the files, and begins an incarnation."""
@@ -165,12 +170,6 @@ class SqliteJournal(JournalReads):
     def removed_cursor(self) -> int:
         """The newest cursor whose outcome is deleted: a reader that stands before it may have missed some."""
         return self._sweeper.removed_cursor
-
-    def count_downtime(self) -> float:
-        """Call it once the clock is right, before anything can expire. Returns by how many seconds the clock differs
-        from the last time in the journal.
-        """
-        return self._retention.resume(self._last_cursor + 1)
 
     def _run(self) -> None:
         try:

@@ -18,6 +18,7 @@ from multigpu_master.security.auth import caller_queues
 
 LETTERS_MAX = 10_000  # named in one request
 QUEUE_LETTERS_MAX = 1000  # of a queue in one call
+RUNS_AGAIN = "its request_id {request_id!r} is that of task {task_id}, which ran instead; delete this dead letter"
 BATCH = 16  # read and written together: their payloads are in memory
 
 
@@ -93,5 +94,9 @@ class DeadLetterCalls:
 
     async def _requeue(self, letter: SubmitRecord) -> Task | ev.Rejection:
         spec = self._driver.specs.restore(letter.spec)
-        task = Task(spec, "", letter.payload, letter.partition_key, letter.units)
+        request_id = letter.request_id
+        known = self._driver.core.requests.get(request_id) or self._driver.known([request_id]).get(request_id)
+        if known is not None and known.task_id != letter.task_id:
+            return ev.Rejection(9, RUNS_AGAIN.format(request_id=request_id, task_id=known.task_id))
+        task = Task(spec, request_id, letter.payload, letter.partition_key, letter.units)
         return await self._driver.submit_durably(spec, task, replaces=letter.task_id)

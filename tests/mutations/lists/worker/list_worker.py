@@ -179,8 +179,8 @@ WORKER = (
     ),
     session(
         name="a checkpoint is sent with every heartbeat",
-        old="checkpoint = lease.saved if hello or lease.saved_unsent else None",
-        new="checkpoint = lease.saved",
+        old="due = hello or (lease.saved_unsent and ",
+        new="due = hello or (",
         breaks="P10: every heartbeat carries every checkpoint",
         checker="stories",
         seeds=1,

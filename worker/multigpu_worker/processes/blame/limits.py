@@ -1,6 +1,6 @@
 """When an engine process must be ended: run timeout, no progress, a cancelled call that goes on.
 
-Pure. The agent samples what each slot runs (processes/slots.py) and calls `Limits.check`.
+Pure. The agent samples what each slot runs (processes/ipc/slots.py) and calls `Limits.check`.
 """
 
 from collections.abc import Mapping
