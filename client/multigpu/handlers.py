@@ -7,7 +7,8 @@
 
 A worker started with `--handlers my_module` imports the module in its engine process and serves every kind that the
 module registers. The function takes the task's value, and a `Context` if it has a second parameter. The value is bytes,
-or the parsed JSON if the task's content type is "application/json".
+or the parsed JSON if the task's content type is "application/json". If the parameter is annotated as bool, dict, float,
+int, list or str, bytes fail the task.
 
 It may be a function, an async function, a generator or an async generator. Values that a generator yields are the
 task's partial outputs, delivered at once; the value that it returns is the result. A result or a yielded value is
@@ -20,11 +21,12 @@ An exception fails the attempt, and the task is tried again, unless the exceptio
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_origin
 
 KIND_BYTES_MAX = 128
 # Kinds that multigpu's own engines serve.
 RESERVED_KINDS = frozenset({"classify", "echo", "embed", "fail", "generate", "infer", "sleep"})
+_JSON_TYPES = frozenset({"bool", "dict", "float", "int", "list", "str"})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,6 +75,8 @@ class Handler:
     kind: str
     function: Callable[..., Any]
     takes_context: bool
+    # The annotation of the task's value, if it is a type of JSON values; else "".
+    json_type: str
 
 
 _handlers: dict[str, Handler] = {}
@@ -98,7 +102,8 @@ def handler(kind: str) -> Callable[[F], F]:
         ):
             where = f"{earlier.function.__module__}.{earlier.function.__qualname__}"
             raise ValueError(f"the kind {kind!r} is already handled by {where}; give one of the two another kind")
-        _handlers[kind] = Handler(kind=kind, function=function, takes_context=_takes_context(function))
+        takes_context, json_type = _parameters(function)
+        _handlers[kind] = Handler(kind=kind, function=function, takes_context=takes_context, json_type=json_type)
         return function
 
     return register
@@ -109,7 +114,8 @@ def registered_handlers() -> dict[str, Handler]:
     return dict(_handlers)
 
 
-def _takes_context(function: Callable[..., Any]) -> bool:
+def _parameters(function: Callable[..., Any]) -> tuple[bool, str]:
+    """Whether a function takes a context, and the json_type of its value."""
     positional = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -121,4 +127,9 @@ def _takes_context(function: Callable[..., Any]) -> bool:
         raise ValueError(
             f"the handler {name} must take the task's value, and may take a context: f(value) or f(value, ctx)"
         )
-    return len(positional) >= 2 and (len(required) == 2 or positional[1].name in {"ctx", "context"})
+    takes_context = len(positional) >= 2 and (len(required) == 2 or positional[1].name in {"ctx", "context"})
+    annotation = positional[0].annotation
+    # As text if its module postpones the evaluation of annotations.
+    named = annotation if isinstance(annotation, str) else getattr(get_origin(annotation) or annotation, "__name__", "")
+    name = named.partition("[")[0]
+    return takes_context, name if name in _JSON_TYPES else ""

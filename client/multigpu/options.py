@@ -14,7 +14,7 @@ from typing import Any, TypedDict, cast
 from google.protobuf.duration_pb2 import Duration
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
-from multigpu.v1 import task_pb2
+from multigpu.v1 import generate_pb2, task_pb2
 
 # Limit of specs in the cache; beyond it the oldest is removed.
 _SPECS_MAX = 256
@@ -125,6 +125,9 @@ _DURATIONS = {
     "backoff_max_s": "backoff_max",
     "result_ttl_s": "result_ttl",
 }
+# Options that are no task's, but of a kind's own method.
+_GENERATE = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
+_OF_METHODS = {"classify": ("top_k",), "embed": ("chunk",), "generate": tuple(_GENERATE)}
 _OWN = ("request_id", "partition_key", "units")
 _UNITS_MAX = (1 << 32) - 1
 
@@ -143,7 +146,8 @@ class SpecCache:
         try:
             spec = self._specs.get(key)
         except TypeError:  # not hashable: parameters and labels are dicts
-            key = (kind, content_type, *((name, _hashable(value)) for name, value in options.items()))
+            pairs = ((n, tuple(v.items()) if isinstance(v, Mapping) else v) for n, v in options.items())
+            key = (kind, content_type, *pairs)
             try:
                 spec = self._specs.get(key)
             except TypeError:
@@ -183,10 +187,6 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptio
     return own_fields(shared), cast("SpecOptions", shared)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value.items()) if isinstance(value, Mapping) else value
-
-
 def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
     if not isinstance(kind, str):
         raise TypeError(f"a task's kind is a str, not {type(kind).__name__}")
@@ -197,7 +197,7 @@ def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2
     except ValueError as error:
         raise InvalidTaskError(INVALID_ARGUMENT, f"the kind is not text: {error}") from error
     for name, value in options.items():
-        _check_name(name)
+        _check_name(name, kind)
         try:
             _set(spec, name, value)
         except TypeError as error:  # protobuf's message doesn't name the expected type
@@ -230,15 +230,17 @@ def _set(spec: task_pb2.TaskSpec, name: str, value: Any) -> None:
         spec.durability = task_pb2.DURABILITY_EPHEMERAL if value else task_pb2.DURABILITY_DURABLE
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: str, kind: str) -> None:
     known = TaskOptions.__annotations__
     if name in _OWN:
         raise TypeError(
             f"{name} belongs to one task: give it with each payload, as multigpu.Input(payload=…, {name}=…)"
         )
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        methods = dict.fromkeys(MapOptions.__annotations__, " of a map") | dict.fromkeys(known, "")
+        methods |= dict.fromkeys(_OF_METHODS.get(kind, ()), f" of the client's method {kind}")
+        near = [name] if name in methods else difflib.get_close_matches(name, methods, n=1)
+        hint = f"did you mean {near[0]!r}{methods[near[0]]}?" if near else f"there are {', '.join(methods)}"
         raise TypeError(f"there is no task option {name!r}; {hint}")
 
 

@@ -81,7 +81,11 @@ CALLS: dict[str, str] = {
 }  # fmt: skip
 # Those that may end otherwise than with 0 though the master answered, and the words that tell: the worker is
 # connected; this host is not fit for everything.
-ANSWERED = {"forget": "worker 'w2' is connected", "doctor": r"ok +master  .* version"}
+ANSWERED = {
+    "forget": "worker 'w2' is connected",
+    "doctor": r"ok +master  .* version",
+    "handlers reload": "no connected worker has handlers",
+}
 
 
 def leaves(command: click.Command, context: click.Context, words: str = "") -> Iterator[str]:

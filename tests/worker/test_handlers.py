@@ -49,6 +49,16 @@ async def test_values_and_results(start_handlers: Start) -> None:
     }
 
 
+@pytest.mark.parametrize(("kind", "name"), [("t.dict", "dict"), ("t.quoted_list", "list")])
+async def test_bytes_for_a_handler_of_json_values(start_handlers: Start, kind: str, name: str) -> None:
+    _, stream = await start_handlers()
+    (parsed,) = await run(stream, kind, b'{"a": 1}', content_type="application/json")
+    assert json.loads(parsed.result) in (["a"], 1)
+    (raw,) = await run(stream, kind, b'{"a": 1}')
+    assert (raw.error.type, raw.error.retryable) == ("BadInput", False)
+    assert raw.error.message.startswith(f"the handler takes a {name}, and the payload is bytes: send a JSON value")
+
+
 async def test_async_handlers_share_an_event_loop(start_handlers: Start) -> None:
     _, stream = await start_handlers("--slots", "4")
     reports = [json.loads(report.result) for report in await run(stream, "t.async", *[b""] * 16)]
@@ -103,6 +113,9 @@ async def test_exceptions(start_handlers: Start) -> None:
     for kind, verdict in expected.items():
         (report,) = await run(stream, kind, b"")
         assert (report.error.type, report.error.retryable) == verdict
+    (report,) = await run(stream, "t.nan", b"")
+    assert "NaN and Infinity are no JSON" in report.error.message
+    assert "what json.dumps takes" not in report.error.message
     await still_works(stream)
 
 
@@ -355,6 +368,8 @@ async def test_broken_handlers_module(start_worker: StartWorker, tmp_path: Path,
         ("broken_handlers", "nothing_of_this_name"),
         ("empty_handlers", "registers no handler"),
         ("missing_handlers", "No module named"),
+        ("empty_handlers.py", "give the module's name: empty_handlers"),
+        (f"{tmp_path}/empty_handlers.py", "give the module's name: empty_handlers"),
     ]:
         process = await start_worker(master.address, "--handlers", module, pythonpath=tmp_path)
         assert await process.wait() == 3

@@ -9,6 +9,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from multigpu._calls import watching
@@ -19,12 +20,12 @@ from multigpu._calls.timeouts import pop_timeout, within
 from multigpu._transport import forks
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu._transport.credentials import Credentials
-from multigpu._transport.run_state import Answer
+from multigpu._transport.run_state import Answer, Call
 from multigpu._transport.run_stream import RunStream
 from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
-from multigpu.errors import TaskError
+from multigpu.errors import NotFoundError, TaskError
 from multigpu.options import duration
 from multigpu.outcome import Outcome, Task
 from multigpu.v1 import task_service_pb2
@@ -64,11 +65,14 @@ class Core:
         timeout_s = pop_timeout(options)
         call = self.calls.one(FutureCall, kind, payload, options, traceparent)
         try:
-            answer: Answer = await (self._answer(call) if timeout_s is None else within(timeout_s, self._answer(call)))
+            answer: Answer = await within(timeout_s, self._answer(call), partial(self._rejection, call))
         finally:
             if not call.done:
                 self.stream.withdraw(call)
         return outcome(answer)
+
+    def _rejection(self, call: Call) -> str:
+        return self.stream.rejection(lambda each: each is call)
 
     async def _answer(self, call: FutureCall) -> Answer:
         if not self.stream.try_start(call):
@@ -83,8 +87,9 @@ class Core:
         timeout_s = pop_timeout(options)
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
         try:
-            await within(timeout_s, self.stream.start((call,)))
-            while isinstance(item := await within(timeout_s, call.next_item()), Part):
+            rejection = partial(self._rejection, call)
+            await within(timeout_s, self.stream.start((call,)), rejection)
+            while isinstance(item := await within(timeout_s, call.next_item(), rejection), Part):
                 yield item
             yield item
         finally:
@@ -125,7 +130,12 @@ class Core:
         while True:
             left_s = max(0.0, min(give_up - time.monotonic(), _GET_WAIT_S))
             request.wait.CopyFrom(duration(left_s))
-            response = await self.connection.unary("Get", request, UNARY_TIMEOUT_S + left_s)
+            try:
+                response = await self.connection.unary("Get", request, UNARY_TIMEOUT_S + left_s)
+            except NotFoundError as error:
+                if isinstance(task, str) and task.isdecimal():
+                    raise NotFoundError(f"{error}. A str is a request_id; a task_id is an int: {task}") from error
+                raise
             found = Task(response.task)
             if found.outcome is not None or time.monotonic() >= give_up:
                 return found

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from multigpu._calls.timeouts import timed_out, within
@@ -226,7 +227,7 @@ class AsyncMap:
         self._buffer.waiting = True
         if self._buffer.has_answer() or (feeder.done() and self._buffer.finished):
             self._wake_taker()
-        await within(self._buffer.timeout_s, self._taker)
+        await within(self._buffer.timeout_s, self._taker, partial(self._stream.rejection, self._buffer.owns))
 
     def _wake_taker(self) -> None:
         taker, self._taker = self._taker, None
@@ -297,7 +298,7 @@ class SyncMap:
         can_feed = starting is not None and starting.done()
         if not can_feed and not buffer.has_answer() and not self._event.wait(buffer.timeout_s):
             assert buffer.timeout_s is not None, "without a timeout wait() returns True"
-            raise timed_out(buffer.timeout_s)
+            raise timed_out(buffer.timeout_s, self._stream.rejection(buffer.owns))
         buffer.waiting = False
 
     def _withdraw(self) -> None:

@@ -1,7 +1,7 @@
 """The option `timeout` of a call."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -23,8 +23,8 @@ def pop_timeout(options: Any) -> float | None:
     raise InvalidTaskError(INVALID_ARGUMENT, f"timeout={value!r}: give seconds, 0 or more, or None for no limit")
 
 
-async def within(timeout_s: float | None, awaitable: Awaitable[T]) -> T:
-    """The result of an awaitable. Raises CallTimeoutError after `timeout_s`; None: no limit."""
+async def within(timeout_s: float | None, awaitable: Awaitable[T], rejection: Callable[[], str]) -> T:
+    """The result of an awaitable. Raises timed_out(timeout_s, rejection()) after `timeout_s`; None: no limit."""
     if timeout_s is None:
         return await awaitable
     try:
@@ -33,11 +33,13 @@ async def within(timeout_s: float | None, awaitable: Awaitable[T]) -> T:
     except TimeoutError:
         if not limit.expired():  # the awaitable raised it
             raise
-        raise timed_out(timeout_s) from None
+        raise timed_out(timeout_s, rejection()) from None
 
 
-def timed_out(timeout_s: float) -> CallTimeoutError:
-    """The error of a call that has reached its `timeout`."""
+def timed_out(timeout_s: float, rejection: str) -> CallTimeoutError:
+    """The error of a call that has reached its `timeout`. `rejection`: why the master accepts no task now, or ""."""
+    if rejection:
+        return CallTimeoutError(f"the master accepted no task within {timeout_s:g} s (timeout): {rejection}")
     return CallTimeoutError(
         f"no answer within {timeout_s:g} s (timeout); the tasks of the call are cancelled. Give it more time, or ask "
         "`mgpuctl tasks explain` why one waits"

@@ -37,6 +37,8 @@ _CANCEL_TIMEOUT_S = 2.0
 _REPORT_DELAY_S = 0.1
 # A master that shares no directory may send its metadata with its first frame only.
 _OFFER_TIMEOUT_S = 0.1
+# At most one warning in this time that the master rejects tasks for now.
+_WARNING_S = 60.0
 
 
 class RunStream:
@@ -57,6 +59,9 @@ class RunStream:
         # Runs until a report of results taken is sent on its own.
         self._report_timer: asyncio.TimerHandle | None = None
         self._report_now = False
+        # Why the master rejected calls that wait to be sent again; and the instant of the last warning about it.
+        self._rejected: dict[Call, str] = {}
+        self._warned_at = float("-inf")
         # Consecutive streams that ended without a frame; and those of them that the master did not end by going away.
         self._failures = 0
         self._empty_streams = 0
@@ -212,6 +217,12 @@ class RunStream:
                 self._confirmed.set_result(None)
             self._confirmed = None
         for delay_s, calls in later.items():
+            messages = {rejection.request_id: rejection.message for rejection in response.rejected}
+            self._rejected |= {call: messages[call.request_id] for call in calls}
+            if time.monotonic() >= self._warned_at + _WARNING_S:
+                self._warned_at = time.monotonic()
+                why = self._rejected[calls[0]]
+                log.warning("the master rejects tasks for now; they are sent again until it accepts them: %s", why)
             asyncio.get_running_loop().call_later(jittered_s(delay_s), self._retry, calls)
 
     def _report(self) -> None:
@@ -219,7 +230,13 @@ class RunStream:
         self._report_now = True
         self._wake()
 
+    def rejection(self, condition: Callable[[Call], bool]) -> str:
+        """Why the master rejected a call that fulfils the condition and waits to be sent again; "": there is none."""
+        return next((why for call, why in list(self._rejected.items()) if condition(call)), "")
+
     def _retry(self, calls: list[Call]) -> None:
+        for call in calls:
+            self._rejected.pop(call, None)
         self._state.retry(calls)
         self._wake()
 

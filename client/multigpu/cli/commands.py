@@ -38,6 +38,14 @@ class Group(_WithExamples, click.Group):
     command_class = Command
 
 
+def list_by_default(context: click.Context, command: click.Command, *, as_json: bool) -> None:
+    """Runs a group's command `list` if the command line names none."""
+    if context.invoked_subcommand is None:
+        context.invoke(command, as_json=as_json)
+    elif as_json:
+        raise click.UsageError(f"--json belongs to the command: write it after {context.invoked_subcommand!r}")
+
+
 class LazyGroup(Group):
     """`entries`: each command's "module:name" and summary, in the order of --help."""
 

@@ -117,6 +117,8 @@ def test_errors() -> None:
         assert [type(value) for value in values] == [int, multigpu.TaskFailed, int]
         with pytest.raises(multigpu.NotFoundError):
             client.get(10**9)
+        with pytest.raises(multigpu.NotFoundError, match=r"A str is a request_id; a task_id is an int: 1004$"):
+            client.get("1004")
     with pytest.raises(multigpu.ClientClosedError):
         client.run("echo", 1)
     with pytest.raises(multigpu.ClientClosedError):

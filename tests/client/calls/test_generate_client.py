@@ -1,6 +1,7 @@
 """Client.generate and AsyncClient.generate: pieces of text, the whole at the end, and nothing left behind."""
 
 import asyncio
+import re
 from typing import Any
 
 import multigpu
@@ -121,3 +122,21 @@ async def test_wrong_prompts_and_options_are_not_sent() -> None:
     with pytest.raises(TypeError, match="temprature"):
         await anext(client.generate("a", temprature=1))  # type: ignore[call-arg]
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        ("generate", "max_tokens", "did you mean 'tokens_max' of the client's method generate?"),
+        ("generate", "tokens_max", "did you mean 'tokens_max' of the client's method generate?"),
+        ("classify", "topk", "did you mean 'top_k' of the client's method classify?"),
+        ("echo", "return_exception", "did you mean 'return_exceptions' of a map?"),
+        ("echo", "run_timeout", "did you mean 'run_timeout_s'?"),
+        ("generate", "xyz", "tokens_max"),
+    ],
+)
+async def test_an_unknown_option_gets_a_hint_at_those_of_its_kind(kind: str, name: str, hint: str) -> None:
+    options: dict[str, Any] = {name: 1}
+    async with multigpu.AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(TypeError, match=f"^there is no task option '{name}'; .*{re.escape(hint)}"):
+            await client.run(kind, b"", **options)

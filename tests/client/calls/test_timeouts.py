@@ -1,5 +1,6 @@
 """The option `timeout`, errors in the middle of calls, and wrong arguments."""
 
+import asyncio
 import math
 import re
 import time
@@ -10,7 +11,8 @@ from typing import Any
 import multigpu
 import numpy as np
 import pytest
-from multigpu.v1 import classify_pb2, infer_pb2, task_pb2
+from google.protobuf.duration_pb2 import Duration
+from multigpu.v1 import classify_pb2, infer_pb2, task_pb2, task_service_pb2
 
 from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, ThreadedMaster, echo
 
@@ -43,6 +45,35 @@ def test_a_timeout_ends_the_call_and_cancels_its_tasks(name: str) -> None:
         odd = {task.request_id for task in master.inputs if task.payload == b"1"}
         while not odd <= set(master.cancelled):
             time.sleep(0.01)
+
+
+def only_first(spec: Spec, task: Task) -> Reply:
+    """The queue has space for the task 0 alone."""
+    if int(task.payload) == 0:
+        return echo(spec, task)
+    return task_service_pb2.Rejection(code=8, message="queue 'q' is full", retry_delay=Duration(seconds=3600))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_timeout_at_a_full_queue_says_so(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ThreadedMaster(only_first) as master, multigpu.Client(master.address) as client:
+        assert client.run("echo", 0) == 0
+        with pytest.raises(multigpu.CallTimeoutError, match=f"accepted no task within {SECONDS:g} s.*'q' is full"):
+            CALLS[name](client)
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "multigpu"]
+    assert warning.endswith("until it accepts them: queue 'q' is full")
+
+
+async def test_a_timeout_does_not_give_the_reason_of_another_call() -> None:
+    def answer(spec: Spec, task: Task) -> Reply:
+        return None if int(task.payload) == 2 else only_first(spec, task)
+
+    async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
+        rejected = asyncio.create_task(client.run("echo", 1, timeout=2 * SECONDS))
+        with pytest.raises(multigpu.CallTimeoutError, match=r"^no answer within"):
+            await client.run("echo", 2, timeout=SECONDS)
+        with pytest.raises(multigpu.CallTimeoutError, match=r"queue 'q' is full$"):
+            await rejected
 
 
 async def test_timeouts_of_the_asynchronous_client() -> None:

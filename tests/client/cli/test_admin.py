@@ -212,6 +212,24 @@ def test_queues(master: UnaryMaster, run: Run) -> None:
     assert "not a size" in run("queues", "limits", "night", "--bytes-max", "much").stderr
 
 
+@pytest.mark.parametrize("group", ["queues", "models", "tokens"])
+def test_a_group_that_lists_by_default_takes_json(master: UnaryMaster, run: Run, group: str) -> None:
+    for message in (admin.ListQueuesResponse(), admin.ListModelsResponse(), admin.ListTokensResponse()):
+        master.answers[type(message).__name__.removesuffix("Response")] = message
+    assert json.loads(run(group, "--json").stdout) == json.loads(run(group, "list", "--json").stdout) == []
+    misplaced = run(group, "--json", "list")
+    assert misplaced.exit_code == 2
+    assert "write it after 'list'" in misplaced.stderr
+
+
+def test_reload_of_all_handlers_needs_a_worker_with_handlers(master: UnaryMaster, run: Run) -> None:
+    knows(master, worker("box-1"))
+    for words in ((), ("--json",)):
+        result = run("handlers", "reload", "--all", *words)
+        assert (result.exit_code, result.stdout) == (4, "")
+        assert "no connected worker has handlers" in result.stderr
+
+
 def test_line_breaks_in_names_do_not_break_a_table(master: UnaryMaster, run: Run) -> None:
     spec = task_pb2.TaskSpec(kind="echo", queue="two\nlines")
     master.answers["List"] = service.ListResponse(tasks=[task_pb2.Task(task_id=17, spec=spec)])

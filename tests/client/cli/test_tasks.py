@@ -140,6 +140,17 @@ def test_tasks_explain(master: UnaryMaster, run: Run) -> None:
     assert lines[-1].split(maxsplit=3) == ["w2", "-", "-", "cordoned; window full (64 of 64)"]
 
 
+def test_tasks_explain_by_request_id(master: UnaryMaster, run: Run) -> None:
+    master.answers["Get"] = service.GetResponse(task=task_pb2.Task(task_id=17, request_id="order-4711"))
+    master.answers["Explain"] = lambda request: admin.ExplainResponse(summary=f"task {request.task_id} waits")
+    assert run("tasks", "explain", "--request-id", "order-4711").output.startswith("task 17 waits\n")
+    assert [request.request_id for request in master.asked("Get")] == ["order-4711"]
+    for wrong in ((), ("17", "18"), ("17", "--request-id", "order-4711")):
+        result = run("tasks", "explain", *wrong)
+        assert result.exit_code == 2
+        assert "give one TASK_ID or one --request-id" in result.stderr
+
+
 def test_tasks_explain_of_a_settled_task_asks_no_worker(master: UnaryMaster, run: Run) -> None:
     master.answers["Explain"] = admin.ExplainResponse(summary="It SUCCEEDED.", task=failed_task(17), strategy="auto")
     result = run("tasks", "explain", "17")

@@ -27,6 +27,11 @@ def active(address: str) -> list[str]:
     return [each["worker_id"] for each in json.loads(done.stdout) if each["state"] == "ACTIVE"]
 
 
+def test_up_says_where_its_data_is(fleet: tuple[Up, str]) -> None:
+    up, _ = fleet
+    assert f"the journal and the log of this fleet are in {up.folder / 'data'}" in up.log.read_text()
+
+
 def test_one_task(fleet: tuple[Up, str]) -> None:
     _, address = fleet
     assert ok(address, "submit", "--kind", "echo", "--payload", "héllo", "--wait") == "héllo"

@@ -3,6 +3,7 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Spec, Task
+from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.workers.info import Telemetry
 
 from tests.core.stage import FAILED, SPEC, Stage, held_lease, lease_of
@@ -40,6 +41,19 @@ def stuck(stage: Stage, name: str = "w0", n: int = 2) -> list[Task]:
     stage.handle(ev.Heartbeat(running.worker.session, [held_lease(lease_of(t), running=t is tasks[0]) for t in tasks],
                               1 << 30, Telemetry()))  # fmt: skip
     return tasks
+
+
+def test_explain_says_that_the_limit_of_a_window_was_lowered(stage: Stage) -> None:
+    first, *_ = stuck(stage, n=4)
+    worker = lease_of(first).worker
+    (waiting,) = stage.submit(1)
+
+    def excluded_by() -> list[str]:
+        return explain(stage.core, waiting, stage.now).candidates[0].excluded_by
+
+    assert excluded_by() == ["window full (4 of 4 leases)"]
+    worker.pace.allowed = 2
+    assert excluded_by() == ["window full (4 leases; the limit was lowered to 2)"]
 
 
 def test_a_waiting_lease_is_recalled_for_a_worker_with_a_free_slot(stage: Stage) -> None:

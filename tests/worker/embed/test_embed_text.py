@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
 
 from multigpu_worker.engines.embed.model import load_model
+from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
 from sentence_transformers.sentence_transformer import modules as st_modules
 
@@ -60,6 +61,28 @@ def test_saved_tokenizer_needs_no_torch(plain: Path) -> None:
     assert set(found) == set(expected)
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_characters_beyond_the_limit_are_not_tokenised(plain: Path, side: str) -> None:
+    folder = compose(plain, st_modules.Pooling(32))
+    edit(folder / "tokenizer_config.json", lambda settings: settings.update(truncation_side=side))
+    text = load_model(folder, "cpu", "fp32").text
+    characters = CHARACTERS_PER_TOKEN_MAX * text.tokens_per_text_max
+    # The tokenizer drops blanks, so without the limit each word is a token.
+    first, last, both = ("cat" + " " * characters, " " * characters + "dog", "cat" + " " * characters + "dog")
+    kept, dropped = (first, last) if side == "right" else (last, first)
+    found = text.tokenise([both, kept, dropped, "cat" if side == "right" else "dog", ""]).columns["input_ids"]
+    assert found[0] == found[1] == found[3]
+    assert found[2] == found[4] != found[0]
+
+
+def test_long_text_keeps_its_tokens() -> None:
+    text = load_model(PACKAGED, "cpu", "fp32").text
+    long = " ".join(TEXTS) * 2000
+    assert len(long) > CHARACTERS_PER_TOKEN_MAX * text.tokens_per_text_max
+    expected = hf.AutoTokenizer.from_pretrained(PACKAGED)(long, truncation=True, max_length=256)["input_ids"]
+    assert text.tokenise([long]).columns["input_ids"] == [expected]
 
 
 def test_python_tokenizer_cannot_be_saved(tmp_path: Path) -> None:

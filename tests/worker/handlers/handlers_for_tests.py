@@ -35,6 +35,16 @@ def double(value: Any) -> Any:
     return {"twice": value["n"] * 2}
 
 
+@handler("t.dict")
+def keys(value: dict[str, Any]) -> Any:
+    return sorted(value)
+
+
+@handler("t.quoted_list")
+def length(value: "list[int]") -> Any:
+    return len(value)
+
+
 @handler("t.none")
 def none(value: Any) -> Any:
     return None

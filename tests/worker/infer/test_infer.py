@@ -175,6 +175,28 @@ def test_bad_items_fail_alone_with_a_description_of_the_inputs(make_engine: Make
     assert "The model takes x: any type; bias: any type, optional" in recorder.outcomes[2][1]
 
 
+def test_array_without_elements_goes_through_the_model_once(make_engine: MakeEngine, models: Any) -> None:
+    engine = make_engine("Scale")
+    acquaint(engine, models)
+    recorder = run(engine, batch_of([payload(x=np.zeros((7_000, 0, 4), np.float32))]))
+    assert answer(recorder, 0)["y"].shape == (7_000, 0, 4)
+    assert models.SEEN == [[7_000, 0, 4]]
+
+
+@pytest.mark.parametrize("shape", [(10**15, 0), (0, 10**15), (2**11, 0, 2**11)])
+def test_array_without_elements_has_bounded_dimensions(
+    make_engine: MakeEngine, models: Any, shape: tuple[int, ...]
+) -> None:
+    tensor = infer_pb2.Tensor(name="x", dtype="float32", shape=shape)
+    huge = infer_pb2.InferPayload(inputs=[tensor]).SerializeToString()
+    recorder = run(make_engine(), batch_of([huge, payload(x=rows(1))]))
+    error_type, message, retryable = recorder.outcomes[0]
+    assert (error_type, retryable) == ("BadInput", False)
+    assert message.startswith(f"the input 'x' has no elements and the shape {list(shape)}")
+    assert "1,048,576" in message
+    assert answer(recorder, 1)["y"].shape == (1, 4)
+
+
 def test_item_that_the_model_cannot_run_fails_alone(make_engine: MakeEngine) -> None:
     spoilt = rows(5)
     spoilt[4, 2] = 666

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 from multigpu.handlers import registered_handlers
@@ -47,6 +48,8 @@ def import_handlers(
     sys.meta_path.insert(0, finder)
     try:
         for module in modules:
+            if module.endswith(".py") or "/" in module:
+                raise ImportError(f"{module!r} is a file; give the module's name: {Path(module).stem}")
             kinds = set(registered_handlers())
             importlib.import_module(module)
             if set(registered_handlers()) == kinds:

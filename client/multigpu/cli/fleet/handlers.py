@@ -6,7 +6,7 @@ import click
 
 from multigpu.cli import show
 from multigpu.cli.commands import Group
-from multigpu.cli.failures import Failure
+from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.options import json_option
 from multigpu.cli.rpc import Master, complete_worker_id, connected
 from multigpu.cli.text import clean
@@ -50,6 +50,8 @@ def reload(worker_ids: tuple[str, ...], everywhere: bool, master: Master, as_jso
     if everywhere:
         lost = admin.WORKER_STATE_LOST
         found = [w.worker_id for w in master.list_workers() if w.HasField("handlers") and w.state != lost]
+        if not found:
+            raise NotFound("no connected worker has handlers; start workers with --handlers MODULE")
     reloaded: list[dict[str, str]] = []
     try:
         for worker_id in found:

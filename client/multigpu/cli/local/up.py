@@ -4,6 +4,7 @@ This module plans the fleet; supervisor.py keeps it alive.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -212,6 +213,7 @@ async def run_fleet(fleet: Fleet) -> int:
     """Runs the fleet until a signal or a process that can't run. Returns the exit code."""
     names = ["master", "up", *fleet.workers]
     log = FleetLog(as_json=fleet.log_json, names=names, file=fleet.data_dir / LOG_NAME)
+    log.event("up", f"the journal and the log of this fleet are in {fleet.data_dir}")
 
     def on_event(name: str, text: str) -> None:
         if name != READY_PROBE:
@@ -263,14 +265,8 @@ def announce(fleet: Fleet) -> None:
         fresh = fleet.ready_file.with_name(fleet.ready_file.name + ".new")
         fresh.write_text(text, "utf-8")
         fresh.replace(fleet.ready_file)
-    write_all(sys.stdout.fileno(), text)
-
-
-def write_all(fd: int, text: str) -> None:
-    try:
-        os.write(fd, text.encode())
-    except BrokenPipeError:
-        return  # the reader has gone; the fleet runs on
+    with contextlib.suppress(BrokenPipeError):  # the reader has gone; the fleet runs on
+        os.write(sys.stdout.fileno(), text.encode())
 
 
 def ask_to_stop_on_signals(supervisor: Supervisor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from multigpu.cli import messages, show, tables
-from multigpu.cli.commands import Group
+from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.models.verify import verify
 from multigpu.cli.options import F, Number, json_option
@@ -38,14 +38,14 @@ PLACES = (
 
 
 @click.group(cls=Group, invoke_without_command=True)
+@json_option
 @click.pass_context
-def models(context: click.Context) -> None:
+def models(context: click.Context, as_json: bool) -> None:
     """See, load, unload and verify models: what is loaded where. Without a command, lists them.
 
     The first task for a model loads it. A model that is loaded with `load` is pinned: it stays until `unload`.
     """
-    if context.invoked_subcommand is None:
-        context.invoke(list_)
+    list_by_default(context, list_, as_json=as_json)
 
 
 models.add_command(verify)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from multigpu.cli import messages, show, tables
-from multigpu.cli.commands import Group
+from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.failures import Failure
 from multigpu.cli.options import Number, json_option
 from multigpu.cli.rpc import PAGE_SIZE_MAX, Master, connected
@@ -51,15 +51,15 @@ def ttl(text: str) -> float:
 
 
 @click.group(cls=Group, invoke_without_command=True)
+@json_option
 @click.pass_context
-def tokens(context: click.Context) -> None:
+def tokens(context: click.Context, as_json: bool) -> None:
     """Make, list and revoke the access tokens of a master. Without a command, lists them.
 
     For a master that runs with --require-tokens. The first token is in the file admin.token of the master's data
     directory: name it with MGPU_TOKEN_FILE.
     """
-    if context.invoked_subcommand is None:
-        context.invoke(list_)
+    list_by_default(context, list_, as_json=as_json)
 
 
 @tokens.command(

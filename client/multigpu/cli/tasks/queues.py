@@ -3,7 +3,7 @@
 import click
 
 from multigpu.cli import messages, show, tables
-from multigpu.cli.commands import Group
+from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.options import json_option, size
 from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.rpc import Master, connected
@@ -26,11 +26,11 @@ EMPTY = "no queue has tasks or rules"
 
 
 @click.group(cls=Group, invoke_without_command=True)
+@json_option
 @click.pass_context
-def queues(context: click.Context) -> None:
+def queues(context: click.Context, as_json: bool) -> None:
     """See, pause, resume and limit queues. Without a command, lists them."""
-    if context.invoked_subcommand is None:
-        context.invoke(list_)
+    list_by_default(context, list_, as_json=as_json)
 
 
 @queues.command("list", examples=(("mgpuctl queues list", "All queues, and what waits in them."),))

@@ -10,7 +10,6 @@ from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.options import (
-    TASK_ID,
     Number,
     json_option,
     limit_option,
@@ -240,11 +239,16 @@ def cancel(task_ids: tuple[int, ...], request_ids: tuple[str, ...], reason: str,
 
 
 @tasks.command("explain", examples=(("mgpuctl tasks explain 17", "Why it waits, or why it runs where it runs."),))
-@click.argument("task_id", type=TASK_ID)
+@task_ids_argument
+@request_ids_option
 @connected
 @json_option
-def explain(task_id: int, master: Master, as_json: bool) -> None:
+def explain(task_ids: tuple[int, ...], request_ids: tuple[str, ...], master: Master, as_json: bool) -> None:
     """Why a task is where it is. Which workers could take it, and what excludes the others."""
+    if len(task_ids) + len(request_ids) != 1:
+        raise click.UsageError("give one TASK_ID or one --request-id; `mgpuctl tasks list` shows them")
+    requests = [service.GetRequest(request_id=request_id) for request_id in request_ids]
+    task_id = (*task_ids, *(master.call(master.tasks.Get, request).task.task_id for request in requests))[0]
     answer = master.call(master.admin.Explain, admin.ExplainRequest(task_id=task_id))
     if as_json:
         show.value(messages.as_dict(answer))

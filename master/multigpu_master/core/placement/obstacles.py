@@ -52,8 +52,11 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
         why.append("draining")
     if worker.stopping:
         why.append("stopping")
-    if len(worker.leases) >= worker.pace.allowed:
-        why.append(f"window full ({len(worker.leases)} of {worker.pace.allowed} leases)")
+    leases, allowed = len(worker.leases), worker.pace.allowed
+    if leases > allowed:
+        why.append(f"window full ({leases} leases; the limit was lowered to {allowed})")
+    elif leases == allowed:
+        why.append(f"window full ({leases} of {allowed} leases)")
     if worker.leased_bytes >= worker.info.window_bytes:
         why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
     if (free := short_of_memory(worker, shape)) is not None:

@@ -20,7 +20,7 @@ files = partial(Mutation, module="multigpu.repository.files", checker="repositor
 SDK = (
     options(
         name="an unknown task option is ignored",
-        old="        _check_name(name)\n        try:",
+        old="        _check_name(name, kind)\n        try:",
         new="        if name not in TaskOptions.__annotations__:\n            continue\n        try:",
         breaks="a misspelt option means the default",
     ),

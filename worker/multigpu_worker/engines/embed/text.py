@@ -18,6 +18,8 @@ from multigpu_worker.models.folders import ModelFolderError, read_object
 
 # Tokens of the longest text, if neither the tokenizer nor the model names a limit.
 TOKENS_PER_TEXT_MAX = 32_768
+# A text is cut at this many characters per token of the limit: the tokenizer truncates only what it has processed.
+CHARACTERS_PER_TOKEN_MAX = 64
 TOKENIZER_FILE = "tokenizer.json"
 RULES_FILE = "text.json"
 
@@ -51,6 +53,9 @@ class TextInput:
         """The tokens that AutoTokenizer gives, with special tokens, truncated at tokens_per_text_max."""
         if self.prompt:
             texts = [self.prompt + text for text in texts]
+        characters = CHARACTERS_PER_TOKEN_MAX * self.tokens_per_text_max
+        side = self.tokenizer.truncation["direction"] if self.is_fast else self.tokenizer.truncation_side
+        texts = [text[-characters:] if side == "left" else text[:characters] for text in texts]
         if not self.is_fast:
             encoded = self.tokenizer(list(texts), truncation=True, max_length=self.tokens_per_text_max, padding=False)
             return Tokens(columns={name: encoded[name] for name in self.inputs})

@@ -84,6 +84,9 @@ class HandlerEngine:
                 value = json.loads(item.payload)
             except ValueError as error:
                 raise BadInputError(f"the payload is not JSON, though its content type says so: {error}") from error
+        elif handler.json_type:
+            why = f"the handler takes a {handler.json_type}, and the payload is bytes"
+            raise BadInputError(f"{why}: send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)")
         returned: Any
         if handler.takes_context:
             returned = handler.function(value, HandlerContext(item, batch.parameters, reporter))
@@ -160,7 +163,7 @@ def _encode(value: Any) -> tuple[bytes, str]:
     except (TypeError, ValueError, RecursionError) as error:
         raise WrongResultTypeError(
             f"the handler gave a {type(value).__name__}, which is neither bytes nor JSON ({error}); "
-            "return bytes, None, or what json.dumps takes"
+            "return bytes, None or a JSON value. NaN and Infinity are no JSON"
         ) from error
 
 

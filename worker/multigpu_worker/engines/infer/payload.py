@@ -5,6 +5,7 @@ lists) and perhaps `outputs` (names). The result has the same form.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from multigpu_worker.engines.common.payloads import JSON, check_content_type, pa
 from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
 from multigpu_worker.engines.infer.backend import Forward
 
+# Limit of the product of the other dimensions of an array without elements: its payload does not limit them.
+EMPTY_ARRAY_MAX = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -25,7 +29,7 @@ class Request:
     inputs: Arrays
     # Empty: all.
     outputs: tuple[str, ...]
-    # The size of the first dimension of all inputs. 0: they have none, or differ.
+    # The size of the first dimension of all inputs. 0: they have none, or differ, or no input has elements.
     examples: int
 
     @property
@@ -49,7 +53,8 @@ def parse(payload: bytes, content_type: str, forward: Forward) -> Request:
         takes = "; ".join(map(str, forward.inputs))
         raise BadInputError(f"{error}. The model takes {takes}") from error
     sizes = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
-    return Request(inputs=inputs, outputs=outputs, examples=sizes.pop() if len(sizes) == 1 else 0)
+    counted = len(sizes) == 1 and any(array.size for array in inputs.values())
+    return Request(inputs=inputs, outputs=outputs, examples=sizes.pop() if counted else 0)
 
 
 def _from_proto(payload: bytes, forward: Forward) -> tuple[Arrays, tuple[str, ...]]:
@@ -91,6 +96,9 @@ def _check(inputs: Arrays, outputs: tuple[str, ...], forward: Forward) -> None:
     if missing := [name for name, spec in specs.items() if spec.required and name not in inputs]:
         raise ValueError(f"the input {missing[0]!r} is missing")
     for name, array in inputs.items():
+        if not array.size and math.prod(size for size in array.shape if size) > EMPTY_ARRAY_MAX:
+            why = f"the product of its other dimensions is more than {EMPTY_ARRAY_MAX:,}"
+            raise ValueError(f"the input {name!r} has no elements and the shape {list(array.shape)}: {why}")
         wanted = specs[name].dtype
         if array.dtype.kind in "iu" and wanted.startswith("float"):
             with np.errstate(invalid="ignore", over="ignore"):
