@@ -35,7 +35,7 @@ INCARNATIONS_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One start of a master, with its first id and cursor. The name "" stands for all masters of schema 1."""
+    """One start of a master, with its first id and cursor."""
 
     name: str
     first_id: int

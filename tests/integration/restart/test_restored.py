@@ -20,7 +20,6 @@ from tests.fleet import Fleet, rejected, until
 from tests.integration.restart.test_restart import watch
 from tests.integration.streams import Feed
 from tests.integration.test_bad_input import hello
-from tests.master.journal.test_journal_migrations import restore
 
 FIRST, SECOND = b"111", b"222"
 NAP = {"seconds": "1.5"}
@@ -131,18 +130,3 @@ def test_a_worker_takes_back_no_lease_that_it_was_not_granted(tmp_path: Path) ->
         session, frame = begin_session(fleet, held, welcome.incarnation)
         assert list(frame.adopted_lease_ids) == [own.lease_id]
         session.cancel()
-
-
-def test_an_upgrade_from_schema_1_keeps_cursors_and_runs_leases_without_a_proof_again(tmp_path: Path) -> None:
-    restore(1, tmp_path / "data")
-    queued = 8589934596
-    held = [worker_pb.HeldLease(lease_id=queued + 100, task_id=queued, attempt=1, running=True)]
-    with Fleet(tmp_path, workers=0) as fleet:
-        session, welcome = begin_session(fleet, held)
-        assert not welcome.adopted_lease_ids
-        session.cancel()
-        watched = fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor="v1.2"), timeout=20)
-        assert [o.task_id for o in next(f for f in watched if f.outcomes).outcomes] == [queued + 3, queued + 4]
-        watched.cancel()
-        with rejected(grpc.StatusCode.OUT_OF_RANGE, "another journal"):
-            next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor="v1.5"), timeout=30))

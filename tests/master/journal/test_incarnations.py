@@ -10,7 +10,6 @@ from multigpu_master.journal.protocol import Entry
 
 from tests.master.journal.journals import settle, submit
 from tests.master.journal.test_journal import Opened, opened
-from tests.master.journal.test_journal_migrations import restore
 from tests.master.test_ids import NOW_S
 
 
@@ -42,14 +41,6 @@ def test_an_epoch_that_a_running_master_began_is_not_begun_again(tmp_path: Path)
         assert it.recovered.epoch == first + 1
         it.write(Entry(epoch=first + 5))
     assert begin(tmp_path / "data", 0.0)[0] == first + 6
-
-
-def test_the_ids_of_schema_1_are_below_all_others(tmp_path: Path) -> None:
-    restore(1, tmp_path / "data")
-    with opened(tmp_path / "data", clock_s=0.0) as it:  # no help from the clock
-        # They were given out from 1 << 33 on, and perhaps, as nothing stopped it, past 2 << 33.
-        assert it.recovered.epoch == (3 << 33) // EPOCH_IDS
-        assert all(1 << 33 <= task.task_id < 2 << 33 for task in it.tasks)
 
 
 def test_a_journal_that_is_lost_and_replaced_within_a_second_repeats_no_id(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(small_disk
                 ballast.unlink()
                 until(lambda: journal.writable)
                 until(lambda: commits[-1] == ([], 1, None))  # the driver is told
-        journal.append(kept := Entry(settles=[settle(100, os.urandom(100_000))]))
+        journal.append(kept := Entry(settles=[settle(100, os.urandom(4 << 20))]))
     assert isinstance(answered(commits, kept), JournalFullError)
 
 

@@ -160,7 +160,6 @@ def salvage(data_dir: Path) -> Iterator[str]:
             sync_directory(data_dir)
             yield f"{what}; the log is kept as {kept}"
         with contextlib.closing(connections.connect_writer(path)) as writer:
-            schema.migrate(writer)
             schema.clear_open_flag(writer)
             connections.empty_log(writer)
             for table, key, what in list(_lost(data_dir)):

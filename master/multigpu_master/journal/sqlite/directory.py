@@ -20,7 +20,6 @@ from multigpu_master.journal.sqlite.files import sync_directory
 from multigpu_master.journal.sqlite.schema import (
     APPLICATION_ID,
     DATABASE_NAME,
-    OLDEST_VERSION,
     PAGE_BYTES,
     PART_NAME,
     SCHEMA,
@@ -125,7 +124,7 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
             f"The journal {path} has schema version {version}; this multigpu knows versions up to {SCHEMA_VERSION}. "
             "Start the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
         )
-    if version < OLDEST_VERSION:
+    if version < SCHEMA_VERSION:
         raise damaged(path, f"it has schema version {version}")
 
 

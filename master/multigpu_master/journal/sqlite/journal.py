@@ -122,7 +122,6 @@ class SqliteJournal(JournalReads):
         try:
             connections.secure_log(self._path)
             writer = self._writer = connections.connect_writer(self._path)
-            schema.migrate(self._writer)
             self.payloads.open()
             self._segments = Segments(self._data_dir, self.payloads, self._size_max_bytes)
             self._room = Room(self._path, self._writer, self._segments, self._reserve, self._size_max_bytes)

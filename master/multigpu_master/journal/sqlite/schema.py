@@ -1,4 +1,4 @@
-"""The journal's schema, its migrations, and the settings that the journal keeps for itself."""
+"""The journal's schema, and the settings that the journal keeps for itself."""
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
 
@@ -14,15 +14,13 @@ DATABASE_NAME = "journal.sqlite3"
 PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was broken off
 APPLICATION_ID = int.from_bytes(b"mgpu", "big")
 SCHEMA_VERSION = 2
-FLAGGED_SINCE_VERSION = 2  # with SETTING_OPEN, if a master of this release or a later one has opened the journal
 PAGE_BYTES = 8192
 BUSY_TIMEOUT_S = 30.0  # somebody's sqlite3 shell may hold the file for a moment
 
 SETTING_EPOCH = "journal.epoch"  # the last that was begun
 SETTING_PROBE = "journal.probe"
 SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
-# The incarnation that has the journal open, or ended without closing it: its log must be there. Older releases leave
-# it as it is, so it counts only if that incarnation is the newest one.
+# The incarnation that has the journal open, or ended without closing it: its log must be there.
 SETTING_OPEN = "journal.open"
 SETTING_REMOVED = "journal.removed"  # the newest cursor whose outcome the sweeper has deleted
 SETTING_TIME = "journal.time"  # of Retention
@@ -54,41 +52,6 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
-# After a migration `sqlite_master` equals that of a new database: what SQLite cannot alter in place is made anew and
-# copied. Version 1 is that of commit 2c701ac.
-OLDEST_VERSION = 1
-
-# Version n: the statements that bring a database of version n to version n + 1.
-_MIGRATIONS: dict[int, tuple[str, ...]] = {
-    1: (
-        *journal_specs.SCHEMA,
-        "ALTER TABLE outcome ADD COLUMN fingerprint INTEGER",
-        "DROP TRIGGER settle",
-        "CREATE TABLE incarnation (first_id INTEGER PRIMARY KEY, name TEXT NOT NULL, first_cursor INTEGER NOT NULL)",
-        # Masters of schema 1 sent no incarnation, and gave out ids from their epoch << 33: 512 epochs of ours each.
-        # One more is left out, as nothing kept the last of those masters from counting on into the next epoch.
-        "INSERT INTO incarnation VALUES (0, '', 0)",
-        "UPDATE setting SET value = (value + 2) * 512 - 1 WHERE key = 'journal.epoch'",
-    ),
-}
-
-
-def migrate(writer: sqlite3.Connection) -> None:
-    """Brings the database to the current schema, in one transaction. An error of SQLite changes nothing."""
-    ((version,),) = writer.execute("PRAGMA user_version").fetchall()
-    if version == SCHEMA_VERSION:
-        return
-    writer.execute("BEGIN IMMEDIATE")
-    try:
-        for before in range(version, SCHEMA_VERSION):
-            for statement in _MIGRATIONS[before]:
-                writer.execute(statement)
-        writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        writer.execute("COMMIT")
-    except sqlite3.Error:
-        writer.execute("ROLLBACK")
-        raise
-
 
 def begin_incarnation(
     writer: sqlite3.Connection, now_s: float, last_cursor: int
@@ -115,9 +78,6 @@ def begin_incarnation(
 
 def left_open(connection: sqlite3.Connection) -> bool:
     """Whether the newest master has not closed the journal."""
-    ((version,),) = connection.execute("PRAGMA user_version").fetchall()
-    if version < FLAGGED_SINCE_VERSION:
-        return False
     ((flagged,),) = connection.execute(_LEFT_OPEN).fetchall()
     return bool(flagged)
 
