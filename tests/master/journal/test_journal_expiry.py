@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from multigpu_master.journal.protocol import (
-    Entry,
-)
+from multigpu_master.journal.protocol import Entry, JournalError
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
 
 from tests.master.journal.journals import DEAD_LETTERED, SUCCEEDED, settle, submit
@@ -177,3 +175,16 @@ def test_the_newest_removed_cursor_is_kept_though_an_older_outcome_remains(tmp_p
         assert it.journal.removed_cursor == 5
     with opened(tmp_path / "data") as it:
         assert it.journal.removed_cursor == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("journal.time", b"{"), ("journal.time", b'{"time_s": []}'), ("journal.removed", b"x")]
+)
+def test_a_damaged_setting_of_the_journal_is_reported(tmp_path: Path, key: str, value: bytes) -> None:
+    with opened(tmp_path / "data"):
+        pass
+    with closing(sqlite3.connect(tmp_path / "data" / "journal.sqlite3", isolation_level=None)) as other:
+        other.execute("INSERT OR REPLACE INTO setting VALUES (?, ?)", (key, value))
+    for _ in range(2):  # the directory is not left locked
+        with pytest.raises(JournalError, match=r"journal\.sqlite3 can't be read"), opened(tmp_path / "data"):
+            pass

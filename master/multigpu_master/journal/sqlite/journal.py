@@ -132,7 +132,14 @@ class SqliteJournal(JournalReads):
                 self._retention.load(saved)
             self._sweeper = Sweeper(self._writer, self._segments, self._retention, self._dedupe_window_s)
             self._files = directory.OpenFiles(self._path)
-        except (sqlite3.Error, OSError, JournalError) as error:
+        except (
+            sqlite3.Error,
+            OSError,
+            JournalError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:  # or a damaged setting
             if writer is not None:
                 connections.close_keeping_log(self._path, writer)
             self._lock_file.release()
