@@ -41,6 +41,6 @@ def timed_out(timeout_s: float, rejection: str) -> CallTimeoutError:
     if rejection:
         return CallTimeoutError(f"the master accepted no task within {timeout_s:g} s (timeout): {rejection}")
     return CallTimeoutError(
-        f"no answer within {timeout_s:g} s (timeout); the tasks that the call submitted are cancelled. Give it more time, or "
-        "ask `mgpuctl tasks explain` why one waits"
+        f"no answer within {timeout_s:g} s (timeout); tasks that this call submitted are cancelled. Give it more time, "
+        "or ask `mgpuctl tasks explain` why one waits"
     )
