@@ -31,6 +31,7 @@ RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two looks at what may be forgotten
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for forgetting
 SWEEP_AFTER_S = 5.0  # once it is open: the tasks are recovered first
+_DAMAGE = (ValueError, LookupError, TypeError)  # of a setting
 _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
@@ -132,14 +133,7 @@ class SqliteJournal(JournalReads):
                 self._retention.load(saved)
             self._sweeper = Sweeper(self._writer, self._segments, self._retention, self._dedupe_window_s)
             self._files = directory.OpenFiles(self._path)
-        except (
-            sqlite3.Error,
-            OSError,
-            JournalError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:  # or a damaged setting
+        except (sqlite3.Error, OSError, JournalError, *_DAMAGE) as error:
             if writer is not None:
                 connections.close_keeping_log(self._path, writer)
             self._lock_file.release()

@@ -20,6 +20,7 @@ from typing import Any
 from multigpu._transport.payloads import Reference, is_transient
 from multigpu.v1 import task_pb2
 
+from multigpu_master.core.identity import FREE
 from multigpu_master.journal.protocol import (
     JournalDamagedError,
     JournalError,
@@ -47,6 +48,10 @@ _TASKS_ROWS = 4096
 _NO_FORMER_LETTER = (
     f"(o.state <> {task_pb2.OUTCOME_STATE_DEAD_LETTERED} "
     "OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id))"
+)
+# A dead letter that is gone has freed its request_id.
+_REQUEST_COLUMNS = _SETTLED_COLUMNS.replace(
+    "o.fingerprint", f"CASE WHEN {_NO_FORMER_LETTER} THEN o.fingerprint ELSE {FREE} END"
 )
 # The types of a row's columns. SQLite does not check them, and keeps no checksums.
 _TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float)
@@ -243,7 +248,7 @@ class JournalReads:
             chunk += chunk[-1:] * (size - len(chunk))
             # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
             sql = (
-                f"SELECT {_SETTLED_COLUMNS} FROM outcome o "
+                f"SELECT {_REQUEST_COLUMNS} FROM outcome o "
                 f"WHERE o.request_id IN ({','.join('?' * size)}) AND o.request_id <> '' ORDER BY o.cursor"
             )
             found |= {row[2]: self._settled(row) for row in self._rows(sql, chunk)}

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import cache
 from typing import Any
 
-from multigpu_master.core.identity import FREE
 from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.schema import SETTING_EPOCH
@@ -20,8 +19,6 @@ from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 TASK_FIELDS, OUTCOME_FIELDS = 7, 13
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
 _STATEMENT_BYTES = 1 << 20  # SQLite keeps what was last bound to a prepared statement: let it not be too much
-
-_FREE_REQUEST = "UPDATE outcome SET fingerprint = ? WHERE task_id = ?"
 
 Statement = tuple[str, Sequence[Any]]
 
@@ -102,7 +99,6 @@ def transaction(
     for entry in batch:
         statements += [setting(key, value) for key, value in entry.settings.items()]
         statements += [("DELETE FROM dead_letter WHERE task_id = ?", (i,)) for i in entry.deleted_dead_letters]
-        statements += [(_FREE_REQUEST, (FREE, i)) for i in entry.deleted_dead_letters]
         if entry.epoch:
             statements.append(setting(SETTING_EPOCH, b"%d" % entry.epoch))
     return statements, len(settles)
