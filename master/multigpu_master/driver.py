@@ -175,7 +175,7 @@ class Driver:
         """A new Run stream."""
         self._last_stream += 1
         outbox = RunOutbox(RunFrame, wire_large.Peer(self.journal.payloads))
-        outbox.client_id = f"stream {self._last_stream}"  # unless it says which client it is of
+        outbox.peer_id = f"stream {self._last_stream}"  # unless it says which client it is of
         self._streams[self._last_stream] = outbox
         self.handle(ev.StreamOpened(self._last_stream))
         return self._last_stream, outbox
@@ -206,7 +206,7 @@ class Driver:
         if (outbox := self._streams.get(stream)) is not None:
             outbox.add_pending(submitted.pending)
             for task in submitted.fresh:
-                task.client_id = outbox.client_id
+                task.client_id = outbox.peer_id
         if spec.durable:
             # Not before the leases of these tasks are on their way.
             fresh = submitted.fresh

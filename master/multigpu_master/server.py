@@ -174,7 +174,7 @@ class Master:
         if abs(downtime_s) > CLOCK_DIFFERS_S:
             log.warning(
                 "the clock differs from the last time in the journal: no master ran for that long, or the host's clock "
-                "is wrong; results of before are kept for longer by the difference",
+                "is wrong (set it). Results do not age by the difference",
                 ahead_s=round(downtime_s), host_time=datetime.now(UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
 

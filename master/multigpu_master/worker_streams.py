@@ -47,7 +47,7 @@ class WorkerStreams:
     def open(self, session: int, process: str) -> SessionOutbox:
         """`process`: the worker's, of its hello."""
         outbox = SessionOutbox(worker_service_pb2.SessionResponse, wire_large.Peer(self._payloads))
-        outbox.client_id = process
+        outbox.peer_id = process
         self._outboxes[session] = outbox
         return outbox
 
@@ -55,7 +55,7 @@ class WorkerStreams:
         """Whether another process than this one has a live session with that worker_id."""
         worker = self._fleet.workers.get(worker_id)
         outbox = self._outboxes.get(worker.session) if worker is not None else None
-        return outbox is not None and outbox.client_id != process
+        return outbox is not None and outbox.peer_id != process
 
     def close(self, session: int) -> None:
         self._outboxes.pop(session, None)

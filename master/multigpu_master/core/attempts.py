@@ -56,9 +56,10 @@ class Attempts:
         task, worker = lease.task, lease.worker
         self._ledger.counters.requeued += 1
         if sick and lease.running:
-            task.more().sick_returns += 1
-            if task.more().sick_returns > SICK_RETURNS_MAX:
-                what = f"devices fell sick {task.more().sick_returns} times while they ran this task"
+            extra = task.more()
+            extra.sick_returns += 1
+            if extra.sick_returns > SICK_RETURNS_MAX:
+                what = f"devices fell sick {extra.sick_returns} times while they ran this task"
                 self.failed(lease, TaskError("DeviceFellSick", what), lease.run_s, now, now)
                 return
         self._uncharge(lease)

@@ -38,7 +38,7 @@ class Outbox(Generic[F]):
         self.bytes = 0  # of all waiting items
         # By task_id, the first partial output to send: the peer has the ones before from an earlier master.
         self.partials_from: dict[int, int] = {}
-        self.client_id = ""  # the client, or the worker's process, at the other end
+        self.peer_id = ""  # names the client, or the worker's process, at the other end
         self.pending_outcomes = 0  # that the peer waits for
         self._none_pending = asyncio.Event()
 

@@ -53,7 +53,7 @@ class RunStream:
         frame = parse(task_service_pb2.RunRequest, data)
         self._check(frame)
         self._outcomes_only = self._outcomes_only or frame.outcomes_only
-        self._outbox.client_id = frame.client_id or self._outbox.client_id
+        self._outbox.peer_id = frame.client_id or self._outbox.peer_id
         if frame.results_taken:
             self._outbox.peer.taken(frame.results_taken)
         async for batch in queries.pausing(frame.batches):
@@ -162,7 +162,7 @@ class RunStream:
             task = requests.get(request_id)
             if not queries.may_see(task):
                 task = None
-            if task is not None and task.outcome is None and task.client_id != self._outbox.client_id:
+            if task is not None and task.outcome is None and task.client_id != self._outbox.peer_id:
                 self._detach(task)
                 self._reject(DETACHED, request_id)
                 continue

@@ -34,6 +34,7 @@ IN_USE = (
     "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "
     "host lost power, that session ends within session_timeout_s"
 )
+PROCESS_CHARS_MAX = 64
 LEASES = "leases in one frame of a worker's session"
 log = structlog.get_logger()
 
@@ -62,6 +63,7 @@ class WorkerService:
         hello = first.hello
         leases_max = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
         check_count(len(hello.leases), leases_max, LEASES)
+        check_count(len(hello.process), PROCESS_CHARS_MAX, "characters in process")
         if self._driver.workers.has_other_process(info.worker_id, hello.process):
             why = IN_USE.format(worker_id=info.worker_id)
             log.warning("worker rejected", worker_id=info.worker_id, host=info.host, pid=info.pid, reason=why)

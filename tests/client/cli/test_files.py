@@ -194,6 +194,10 @@ def test_json_lines_give_the_same_float32_again(tmp_path: Path) -> None:
         (["submit", "--kind", "echo", "--payload", "x", "--label", "nonsense"], "KEY=VALUE"),
         (["submit", "--kind", "echo", "--lines", "x", "--request-id", "y"], "single task"),
         (
+            ["submit", "--kind", "echo", "--payload", "x", "--retry-failed"],
+            "--retry-failed runs the task of a --request-id",
+        ),
+        (
             ["tasks", "get", "order-4711"],
             "not a valid task id; a client's own id goes with --request-id",
         ),

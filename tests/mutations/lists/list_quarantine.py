@@ -27,8 +27,8 @@ QUARANTINE = (
     told(
         name="a task under which every device falls sick is never charged",
         module="multigpu_master.core.attempts",
-        old="task.more().sick_returns > SICK_RETURNS_MAX",
-        new="task.more().sick_returns > 1 << 30",
+        old="extra.sick_returns > SICK_RETURNS_MAX",
+        new="extra.sick_returns > 1 << 30",
     ),
     quarantine(
         name="a quarantine never ends",

@@ -101,6 +101,8 @@ def _read_inputs(given: dict[str, Any]) -> Iterator[Input]:
         raise click.UsageError("give one of --payload, --file and --lines")
     if given["request_id"] and given["lines"] is not None:
         raise click.UsageError("a --request-id names a single task; --lines makes many")
+    if given["retry_failed"] and not given["request_id"]:
+        raise click.UsageError("--retry-failed runs the task of a --request-id again: give one")
     if given["lines"] is not None:
         return _line_inputs(given)
     if given["payload"] is not None:
