@@ -21,6 +21,8 @@ SECONDS = float(os.environ.get("STORM_SECONDS", "1"))
 # Hardware errors: they must cost no task an attempt.
 XIDS = (48, 63, 74, 79, 94, 95, 119)
 RESET_XIDS = (48, 74, 79, 95, 119)
+# What the driver says until a reset. Its end is the sign of the reset.
+SEEN = {"reset_required", "gpu_is_lost"}
 
 
 def strike(host: Host, chance: random.Random, needing: dict[int, None]) -> str:
@@ -37,14 +39,16 @@ def strike(host: Host, chance: random.Random, needing: dict[int, None]) -> str:
         gpus.lose(i, chance.choice((79, None)))
         needing.pop(i, None)  # its return counts as a reset
     elif what == "return":
+        if gpus.gpu(i).lost or gpus.gpu(i).recovery_action:
+            needing.pop(i, None)
         gpus.return_(i, reset=bool(gpus.gpu(i).lost) and chance.random() < 0.5)
-        needing.pop(i, None)
     elif what == "hang":
         gpus.hang(i)
     elif what == "answer":
         gpus.answer_(i)
     elif what == "ecc":
         gpus.ecc(i, uncorrected=1)
+        needing[i] = None
     elif what == "action":
         gpus.recovery_action(i, chance.randrange(1, 8))
         needing.pop(i, None)
@@ -94,11 +98,11 @@ def test_a_storm_costs_no_task_anything(tmp_path: Path) -> None:
         host.fleet.wait_for_workers()
         wait_for_checks(host, needing)
         assert names <= set(host.quarantined()), "a new process of the worker is no reset"
-        for i in needing:
+        for i in range(len(host.gpus)):
             host.gpus.recovery_action(i, 1)
         until(
-            lambda: all("reset_required" in reasons(host, f"gpu{i}") for i in needing if not host.gpus.gpu(i).lost),
-            what="the driver's recovery action",
+            lambda: all(SEEN & set(reasons(host, f"gpu{i}")) for i in range(len(host.gpus))),
+            what="the driver's recovery action, or the loss, of each GPU",
         )
         for i in range(len(host.gpus)):
             host.gpus.return_(i, reset=True)

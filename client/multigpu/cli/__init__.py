@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import warnings
 
 import click
 
@@ -90,6 +91,8 @@ def main() -> None:
     try:
         exit_code = cli.main(prog_name="mgpuctl", standalone_mode=False)
     except click.exceptions.Abort as error:
+        # The signal may have come before a coroutine that was just made could begin.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         sys.exit(TERMINATED if isinstance(error.__cause__, TerminatedError) else INTERRUPTED)
     except click.ClickException as error:
         error.show()

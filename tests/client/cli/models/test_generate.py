@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -111,6 +112,27 @@ def test_a_reader_that_closes_the_pipe_cancels_the_task(
     assert said.strip() == ""
     until(lambda: nothing_runs(address))
     assert counts(address)["cancelled"] == before + 1
+
+
+# A signal may come at any time: here it comes before the client has passed on the call that it just made.
+INTERRUPTED = """
+from multigpu.cli import main
+from multigpu.client import Client
+
+passed = Client._wait
+def _wait(self, coroutine):
+    if coroutine.__name__ != "_next":
+        return passed(self, coroutine)
+    raise KeyboardInterrupt
+Client._wait = _wait
+main()
+"""
+
+
+def test_a_call_that_never_began_is_not_reported(address: str) -> None:
+    argv = [sys.executable, "-c", INTERRUPTED, "generate", "Count", "--model", "counter", "--master", address]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=90)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
 
 
 @pytest.mark.parametrize("flags", [(), ("--json", "--tokens-max", "3")])
