@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core
 
+from tests.sim.actors import letters
 from tests.sim.actors.client import Client, Request
+from tests.sim.actors.master import Master
 from tests.sim.actors.restoring import STRATEGIES
 from tests.sim.actors.worker import SimWorker
 from tests.sim.journal import Rows
@@ -278,19 +280,19 @@ class Faults:
         self._operate(ev.SetStrategy(self._random.choice((*STRATEGIES, "", "")), self._random.choice(QUEUES)))
 
     def requeue_letter(self) -> None:
-        self._letter(self._master.requeue_letter)
+        self._letter(letters.requeue)
 
     def discard_letter(self) -> None:
-        self._letter(self._master.discard_letter)
+        self._letter(letters.discard)
 
-    def _letter(self, what: Callable[[int], None]) -> None:
+    def _letter(self, what: Callable[[Master, int], None]) -> None:
         master = self._master
-        letters = list(master.journal.dead)
-        if letters and master.core is not None:
-            letter = self._random.choice(letters)
-            master.when_awake(lambda: what(letter) if master.core is not None else None)
+        found = list(master.journal.dead)
+        if found and master.core is not None:
+            letter = self._random.choice(found)
+            master.when_awake(lambda: what(master, letter) if master.core is not None else None)
             if self._world.chance(0.2):  # two operators at once
-                master.when_awake(lambda: what(letter) if master.core is not None else None)
+                master.when_awake(lambda: what(master, letter) if master.core is not None else None)
 
 
 Faults.names = tuple(

@@ -9,7 +9,7 @@ is space again); test_journal_model.py passes the same entries to both and compa
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -36,11 +36,11 @@ class Rows:
 
     def __init__(self) -> None:
         self.tasks: dict[int, SubmitRecord] = {}
-        self.outcomes: dict[int, SettleRecord] = {}  # in order of their cursors
+        self.outcomes: list[SettleRecord] = []  # in order of their cursors
         self.by_request: dict[str, SettleRecord] = {}
         self.dead: dict[int, SubmitRecord] = {}
         self.settings: dict[str, bytes] = {}
-        self.reborn: dict[int, list[int]] = {}  # dead letter -> tasks submitted in the entry that deleted it
+        self.deleted: Counter[int] = Counter()  # how often a task was a dead letter and is none any more
         self.epoch = 0
         self.incarnations: list[ids.Incarnation] = []
 
@@ -51,7 +51,7 @@ class Rows:
         for settle in entry.settles:
             if settle.submitted:
                 self.tasks.pop(settle.task_id, None)
-            self.outcomes[settle.task_id] = settle
+            self.outcomes.append(settle)
             if settle.request_id:
                 self.by_request[settle.request_id] = settle
             if settle.dead is not None:
@@ -62,13 +62,11 @@ class Rows:
             else:
                 self.settings[key] = value
         for task_id in entry.deleted_dead_letters:
-            self.dead.pop(task_id, None)
-            if task_id in self.outcomes:
-                freed = self.outcomes[task_id] = replace(self.outcomes[task_id], fingerprint=FREE)
-                if self.by_request.get(freed.request_id, freed).task_id == task_id and freed.request_id:
-                    self.by_request[freed.request_id] = freed
-            if entry.submits:
-                self.reborn.setdefault(task_id, []).extend([r.task_id for r in entry.submits])
+            letter = self.dead.pop(task_id, None)
+            known = self.by_request.get(letter.request_id) if letter is not None else None
+            if known is not None and known.task_id == task_id:
+                self.by_request[known.request_id] = replace(known, fingerprint=FREE)
+            self.deleted[task_id] += letter is not None
         self.epoch = entry.epoch or self.epoch
 
     def backup(self) -> Rows:
@@ -79,9 +77,8 @@ class Rows:
 
     def restore(self, rows: Rows) -> None:
         """Replace the contents by a copy of `rows`."""
-        for name in ("tasks", "outcomes", "by_request", "dead", "settings", "epoch", "incarnations"):
+        for name in ("tasks", "outcomes", "by_request", "dead", "deleted", "settings", "epoch", "incarnations"):
             setattr(self, name, copy(getattr(rows, name)))
-        self.reborn = {task_id: list(born) for task_id, born in rows.reborn.items()}
 
     def begin_incarnation(self, name: str) -> None:
         """As schema.begin_incarnation, with a clock that stands still. That is the worst case: a master on an older

@@ -14,8 +14,9 @@ from random import Random
 from multigpu_master.core.model import Outcome, Spec
 from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.workers.info import Capability, Model, WorkerInfo
+from multigpu_master.journal.protocol import SettleRecord
 
-from tests.sim.actors.client import Client, Request
+from tests.sim.actors.client import Client, Request, repaired
 from tests.sim.actors.master import Master
 from tests.sim.actors.restoring import STRATEGIES
 from tests.sim.actors.worker import SimWorker
@@ -100,7 +101,7 @@ class Simulation:
         ]
         self.clients = [Client(world, self.master, f"c{i}") for i in range(random.choice(size.clients))]
         self.specs = [self._spec(i) for i in range(random.randint(1, 4))]
-        self.master.specs = {s.wire: s for s in self.specs}
+        self.master.specs = {s.wire: s for spec in self.specs for s in (spec, repaired(spec))}
         # Whether every worker must be back in the end, which takes longer.
         self._thorough = world.chance(0.1)
         self._healed_s = 0.0
@@ -313,20 +314,26 @@ class Simulation:
             raise ViolationError(f"{request.request_id} is a dead letter, although its error is not retryable")
 
     def _judge_letters(self) -> None:
-        """A dead letter is in the journal, was discarded, or was requeued as exactly one task."""
-        master = self.master
-        journal = master.journal
-        for letter, record in journal.outcomes.items():
-            if record.dead is None:
-                continue
-            reborn, answered = journal.reborn.get(letter, []), master.requeued.get(letter, [])
-            if letter in journal.dead:
-                if reborn or answered:
-                    raise ViolationError(f"dead letter {letter} was requeued, and is still in the journal")
-            elif not reborn and letter not in master.discarded:
-                raise ViolationError(f"dead letter {letter} is gone")
-            if len(reborn) > 1 or any(t not in reborn for t in answered):
-                raise ViolationError(f"dead letter {letter} became {reborn}; the answer was {answered}")
+        """A dead letter is in the journal, was discarded, gave way to another task with its request_id, or was requeued
+        and has one outcome more for each time.
+        """
+        master, journal = self.master, self.master.journal
+        ends: dict[int, list[SettleRecord]] = {}
+        for record in journal.outcomes:
+            ends.setdefault(record.task_id, []).append(record)
+        for task_id, records in ends.items():
+            *former, newest = records
+            if any(record.dead is None for record in former):
+                raise ViolationError(f"task {task_id} was run again, although it was no dead letter")
+            gone = newest.dead is not None and task_id not in journal.dead
+            replaced = newest.request_id and journal.by_request[newest.request_id].task_id != task_id
+            if gone and task_id not in master.discarded and not replaced:
+                raise ViolationError(f"dead letter {task_id} is gone")
+            if len(former) + gone != journal.deleted[task_id] or master.requeued[task_id] > len(former):
+                raise ViolationError(
+                    f"dead letter {task_id} was deleted {journal.deleted[task_id]} times, told of as requeued "
+                    f"{master.requeued[task_id]} times, and has ended {len(records)} times"
+                )
 
 
 def check(seed: int) -> None:

@@ -79,6 +79,7 @@ def test_everything_that_can_occur_does() -> None:
         "core: nothing dispatched for outcomes not written",
         "letter: requeued",
         "letter: discarded",
+        "client: a failed task with another payload",
     ]
     missing = [what for what in expected if what not in occurred]
     assert not missing, f"never occurred in {COVERAGE_SEEDS} seeds: {missing}"

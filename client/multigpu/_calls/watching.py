@@ -66,7 +66,7 @@ def _frame(
         raise TransportError("the master sent outcomes before a cursor: it speaks another protocol")
     for index, message in enumerate(outcomes, start=1):
         if skip:
-            skip = 0 if message.task_id == last_task_id else skip - 1
+            skip -= 1
             if not skip and message.task_id != last_task_id:
                 raise CursorExpiredError(_SKIPPED_ANOTHER)
             continue

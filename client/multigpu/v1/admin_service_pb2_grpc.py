@@ -260,7 +260,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RequeueDeadLetters(self, request, context):
-        """Submits dead letters again, as new tasks with the same input and all attempts.
+        """Runs dead letters again, with the same input and all attempts. A task keeps its task_id and request_id, and its new
+        outcome replaces the old one in every call; Watch sends both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -104,7 +104,7 @@ class Ledger:
 
     # --- from account to account -------------------------------------------------------------------------------------
 
-    def enter(self, task: Task, resource_class: ResourceClass) -> None:
+    def enter(self, task: Task, resource_class: ResourceClass, *, is_requeued: bool = False) -> None:
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
@@ -113,7 +113,7 @@ class Ledger:
         self.unsettled_bytes += size
         queue.queued += 1
         queue.queued_bytes += size
-        self._classes.add(resource_class, task)
+        (self._classes.put_back if is_requeued else self._classes.add)(resource_class, task)
         spec = task.spec
         if spec.deadline_s is not None:
             self.expiries.at(spec.deadline_s, task, Due.DEADLINE)

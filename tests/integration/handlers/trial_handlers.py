@@ -59,7 +59,9 @@ def gate(value: bytes, ctx: Context) -> Any:
 
 @handler("trial.raise")
 def raising(value: bytes) -> Any:
-    raise LookupError("not there: " + value.decode())
+    if not Path(value.decode()).is_file():
+        raise LookupError("not there: " + value.decode())
+    return b"there"
 
 
 @handler("trial.wrong_type")

@@ -196,8 +196,8 @@ JOURNAL = (
     ),
     statements(
         name="deleted dead letters stay",
-        old="(i,)) for i in entry.deleted_dead_letters]\n",
-        new="(i,)) for i in ()]\n",
+        old="(task_id,)) for task_id in requeued]\n",
+        new="(task_id,)) for task_id in ()]\n",
         breaks="a dead letter can be tried again twice",
     ),
     statements(

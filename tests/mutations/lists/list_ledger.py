@@ -17,6 +17,13 @@ LEDGER = (
         old="            lease.recalled = worker.session\n",
         new="            pass\n",
     ),
+    ledger(
+        name="a requeued dead letter stands behind younger tasks",
+        old="(self._classes.put_back if is_requeued else self._classes.add)",
+        new="self._classes.add",
+        breaks="tasks of one class run in the order of their ids",
+        seeds=20_000,
+    ),
     fleet(
         name="what runs long teaches nothing",
         old="            pace.allowed = min(pace.allowed, window)\n",

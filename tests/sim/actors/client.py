@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.identity import conflict
+from multigpu_master.core.identity import FREE, conflict
 from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
 
 from tests.sim.world import Inbox, Link, ViolationError, World
@@ -29,10 +29,16 @@ class Request:
     outcomes: list[tuple[int, int, Outcome]] = field(default_factory=list)  # (epoch, task_id, outcome)
     given_up: bool = False
     again: bool = False  # the client died, and the next one submits the same task
+    repaired: bool = False  # it has failed, and the next client submits another payload
 
     @property
     def open(self) -> bool:
         return (self.again or not self.outcomes) and not self.given_up
+
+
+def repaired(spec: Spec) -> Spec:
+    """That of a client which runs again what has failed."""
+    return replace(spec, retry_failed=True, wire=spec.wire + b" again") if not spec.retry_failed else spec
 
 
 def reuse_request_id(master: Master, request: Request) -> None:
@@ -43,6 +49,8 @@ def reuse_request_id(master: Master, request: Request) -> None:
     dice = zlib.crc32(
         f"{request.request_id} {core.state.ids.next_id}".encode()
     )  # the world's own dice are left as they are
+    if request.spec.retry_failed:
+        return  # what has failed may be another task
     if dice % 8 or (live is None and (stored is None or not request.spec.durable)):
         return
     spec, payload = request.spec, request.payload
@@ -75,6 +83,7 @@ class Client:
         self.requests: dict[str, Request] = {}
         self.paused_until = 0.0
         self.outcomes_only = world.chance(0.5)  # it does not ask for acceptances
+        self._repaired: dict[int, Spec] = {}  # by the id of the spec
         self._stream = 0
         self._down: Link
         self._inbox = Inbox(world, lambda: self.paused_until)
@@ -136,7 +145,19 @@ class Client:
         for request in self.requests.values():
             if request.spec.durable and not request.given_up:
                 request.again = True
+                failed = request.outcomes and request.outcomes[-1][2].state is not OutcomeState.SUCCEEDED
+                if failed and zlib.crc32(f"repair {request.request_id} {len(request.outcomes)}".encode()) % 2:
+                    self._repair(request)
         self.stream_broke()
+
+    def _repair(self, request: Request) -> None:
+        """The next program runs what has failed again, with another payload: it is another task for it."""
+        self._world.coverage["client: a failed task with another payload"] += 1
+        request_id, *_ = request.payload.decode().split()
+        spec = self._repaired.setdefault(id(request.spec), repaired(request.spec))
+        request.spec, request.payload = spec, f"{request_id} run 0.01 again".encode()
+        request.task_id = request.epoch = 0
+        request.outcomes, request.repaired = [], True
 
     # --- messages of the master ---------------------------------------------------------------------------------------
 
@@ -158,7 +179,8 @@ class Client:
 
     def _accepted(self, request_id: str, task_id: int, epoch: int) -> None:
         request = self.requests[request_id]
-        if self.promised(request) and request.task_id != task_id and not request.outcomes:
+        freed = self._master.journal.deleted[request.task_id] > 0
+        if self.promised(request) and request.task_id != task_id and not (request.outcomes or freed):
             raise ViolationError(f"{request_id} was accepted as {request.task_id}, now it is {task_id}")
         request.task_id, request.epoch = task_id, epoch
 
@@ -180,7 +202,15 @@ class Client:
         self._world.trace("%s has its outcome", request_id)
         if request.spec.durable and not journal.rejected_ever:
             stored = journal.by_request.get(request_id)
-            if stored is not None and (stored.task_id, stored.state) != (task_id, outcome.state):
+            again = journal.deleted[task_id] > 0  # it may have had another outcome since, or before
+            if stored is not None and request.repaired:  # it may be of the failed task, until the new one is written
+                again = again or stored.state != OutcomeState.SUCCEEDED
+            if (
+                stored is not None
+                and stored.fingerprint != FREE
+                and not again
+                and ((stored.task_id, stored.state) != (task_id, outcome.state))
+            ):
                 raise ViolationError(
                     f"{request_id} ended as {stored.task_id}; the client received {outcome} of {task_id}"
                 )
@@ -193,8 +223,10 @@ class Client:
                     raise ViolationError(f"{request_id} was cancelled, and ended {outcome}")
                 # Twins come from a master that died before it knew, and from a disk that had no room for the first.
                 same = old_id == task_id and old.state == outcome.state and old.result == outcome.result
-                if not same and old_epoch == epoch:
+                if not same and not again and not journal.deleted[old_id] and old_epoch == epoch:
                     raise ViolationError(f"{request_id} ended twice: {old} as {old_id}, {outcome} as {task_id}")
+        if outcome.state is OutcomeState.SUCCEEDED and request.repaired and not outcome.result.endswith(b" again"):
+            raise ViolationError(f"{request_id} has the result of the payload that failed: {outcome.result!r}")
         if outcome.state is OutcomeState.SUCCEEDED and not outcome.result.startswith(request_id.encode() + b" "):
             raise ViolationError(f"{request_id} has the result of another task: {outcome.result!r}")
         if request.again and request.outcomes:

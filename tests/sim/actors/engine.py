@@ -100,7 +100,7 @@ class SimEngine:
         elif "fail" in options or ("flaky" in options and lease.attempt == 1):
             error = ws.TaskError(type="RuntimeError", message="retryable", retryable=True)
         state = ws.ReportState.SUCCEEDED if error is None else ws.ReportState.FAILED
-        result = f"{options[0]} {lease.lease_id}".encode() if error is None else b""
+        result = f"{options[0]} {lease.lease_id} {options[-1]}".encode() if error is None else b""
         report = ws.Report(lease, state, result, error=error)
         skew_s, now_s = self._worker.skew_s, self._worker.world.now
         self._worker.held.report(int((began_s + skew_s) * 1e9), int((now_s + skew_s) * 1e9), [report])

@@ -7,16 +7,17 @@ as the real one's if the host's clock is set while no master runs. It never goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
-from multigpu_master.core.model import EPOCH_IDS, Spec, Task
+from multigpu_master.core.model import EPOCH_IDS, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import is_cancelled
-from multigpu_master.journal.protocol import JournalError, LargeBody
+from multigpu_master.journal.protocol import JournalError, LargeBody, SettleRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.write_buffer import Journaling
 from multigpu_master.wire import outcomes as wire_outcomes
@@ -53,7 +54,7 @@ class Master:
         self.incarnations: ids.Incarnations
         self.restored = 0  # the last life before the journal was lost, or an older copy of it restored
         self.cursors: list[tuple[str, list[int]]] = []  # each that a client may have: by whom, and what comes up to it
-        self.requeued: dict[int, list[int]] = {}  # dead letter -> the tasks told of, once durable
+        self.requeued: Counter[int] = Counter()  # how often an operator was told that a dead letter is
         self.discarded: dict[int, None] = {}
         self.invariants = Invariants(self)
         self._limits = limits
@@ -61,7 +62,7 @@ class Master:
         self._grace_s = grace_s  # how long a new master waits for the workers of the last one
         self._skew_s = 0.0
         self._loop: SimLoop
-        self._requeueing: dict[int, None] = {}
+        self.requeueing: dict[int, None] = {}
         self._withdrawn: dict[int, list[int]] = {}  # as the driver's
         self._inbox = Inbox(world, lambda: self.stalled_until)
         self._outcomes = wire_outcomes.OutcomeWriter()
@@ -83,7 +84,7 @@ class Master:
         self._skew_s = self.wall_skew_s
         self._tick_at = 0.0
         self._loop = SimLoop(world, self.when_awake)
-        self._requeueing = {}
+        self.requeueing = {}
         self._withdrawn = {}
         self.journal.begin_incarnation(f"life {self.epoch}")
         self.incarnations = ids.Incarnations(self.journal.incarnations)
@@ -109,7 +110,7 @@ class Master:
         self.world.trace("master %d is killed", self.epoch)
         self.tally()
         if not self.cursors or len(self.cursors[-1][1]) != len(self.journal.outcomes):
-            self.cursors.append((self.incarnations.current, list(self.journal.outcomes)))
+            self.cursors.append((self.incarnations.current, [r.task_id for r in self.journal.outcomes]))
         self.core = None
         self._loop.dead = True
         self._inbox.clear()
@@ -127,7 +128,7 @@ class Master:
         self.crash()
         self.journal.restore(rows)
         self.restored = self.epoch
-        self.requeued = {letter: ids for letter, ids in self.requeued.items() if letter in rows.reborn}
+        self.requeued &= rows.deleted
         self.invariants.forget(rows.by_request)
 
     def _first_id(self, epoch: int) -> int:
@@ -138,7 +139,7 @@ class Master:
         for name, before in self.cursors:
             if len(before) < self.incarnations.cursors_end(name):
                 self.world.coverage["cursor: accepted"] += 1
-                if list(self.journal.outcomes)[: len(before)] != before:
+                if [r.task_id for r in self.journal.outcomes[: len(before)]] != before:
                     raise ViolationError(f"a cursor of {name} after {before} skips outcomes")
             else:
                 self.world.coverage["cursor: out of range"] += 1
@@ -269,6 +270,11 @@ class Master:
             return
         request_ids = [t.request_id for t in tasks if t.request_id not in core.requests]
         known = self.journal.find_requests(self.journaling.perhaps_known(request_ids))
+        known = {r: stored for r, stored in known.items() if stored.fingerprint != identity.FREE}
+        failed: dict[str, SettleRecord] = {}
+        if spec.retry_failed:
+            failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
+        replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
         for task in [t for t in tasks if t.request_id in known]:
             stored = known[task.request_id]
             other = identity.conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task)
@@ -287,9 +293,11 @@ class Master:
                     client.send_accepted(stream, request_id, task.task_id, epoch)
 
         for task, answer in zip(
-            fresh, self._submit(spec, fresh, stream, done, (), patient=client.outcomes_only), strict=True
+            fresh, self.submit_tasks(spec, fresh, stream, done, replaces, patient=client.outcomes_only), strict=True
         ):
             if isinstance(answer, ev.Rejection):
+                if task.request_id in failed and answer.code == identity.ALREADY_EXISTS:
+                    raise ViolationError(f"{task.request_id} has failed, and is not run again: {answer.message}")
                 client.send_rejected(stream, task.request_id, answer)
             elif (streams := self._withdrawn.get(answer.task_id)) is not None:
                 streams.append(stream)
@@ -298,15 +306,15 @@ class Master:
             else:
                 accepted.append((task.request_id, answer))
 
-    def _submit(
+    def submit_tasks(
         self, spec: Spec, tasks: list[Task], stream: int, done: Callable[[JournalError | None], None],
-        replaces: Sequence[int], *, patient: bool = False,
+        replaces: Mapping[str, int], *, patient: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """As the driver does."""
         answer = next(c for c in self.handle(ev.Submit(spec, tasks, stream)) if isinstance(c, ev.Submitted))
         if spec.durable:
-            letters = replaces if answer.fresh else ()
-            if patient:
+            letters = [replaces[task.request_id] for task in answer.fresh if task.request_id in replaces]
+            if patient and not letters:
                 self._loop.call_soon(self.journaling.submits_deferred, answer.fresh, done)
             else:
                 self._loop.call_soon(self.journaling.submits, answer.fresh, done, letters, not stream)
@@ -370,30 +378,3 @@ class Master:
                 answered()
                 return
         self.journaling.remember(setting, lambda error: answered() if error is None else None)
-
-    def requeue_letter(self, task_id: int) -> None:
-        """As RequeueDeadLetters does: the letter goes and its task comes in one transaction; until then no other call
-        finds it.
-        """
-        letter = self.journal.dead.get(task_id)
-        if letter is None or task_id in self._requeueing:
-            return
-        self._requeueing[task_id] = None
-        assert isinstance(letter.payload, bytes), "simulated payloads are small"
-        spec = self.specs[letter.spec]
-        task = Task(spec, "", letter.payload, letter.partition_key, letter.units)
-
-        def done(error: JournalError | None) -> None:
-            del self._requeueing[task_id]
-            if error is None and task.task_id:
-                self.world.coverage["letter: requeued"] += 1
-                self.requeued.setdefault(task_id, []).append(task.task_id)
-
-        self._submit(spec, [task], 0, done, (task_id,))
-
-    def discard_letter(self, task_id: int) -> None:
-        """As DeleteDeadLetters does."""
-        if task_id in self.journal.dead:
-            self.world.coverage["letter: discarded"] += 1
-            self.discarded[task_id] = None
-            self.journaling.remember({}, None, (task_id,))

@@ -7,7 +7,6 @@ run is the same with and without it.
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import NOT_BEGUN
@@ -23,27 +22,21 @@ from tests.sim.invariants.attempts import Attempts
 from tests.sim.invariants.inputs import Inputs
 from tests.sim.invariants.notices import Notices
 from tests.sim.invariants.placement import Placement
+from tests.sim.invariants.requests import Disk, Requests
 from tests.sim.invariants.time import Time
 from tests.sim.invariants.windows import Windows
 from tests.sim.world import ViolationError, check
 
 
-class Clock(Protocol):
-    """The master's."""
-
-    @property
-    def now(self) -> float: ...
-
-
 class Invariants:
     """Watches one core after another, as masters come and go."""
 
-    def __init__(self, world: Clock) -> None:
+    def __init__(self, world: Disk) -> None:
         self._world = world
         self._granted: dict[int, Task] = {}  # every lease that was ever granted
         # (lease, worker, task, attempt) of every grant, also by masters of a journal that was lost.
         self._grants: dict[tuple[int, str, int, int], None] = {}
-        self._answered: dict[str, int] = {}  # request_ids of which the journal has the outcome, and their tasks
+        self._requests = Requests(world)
         self._core: Core
         self.checks = 0
 
@@ -70,7 +63,7 @@ class Invariants:
         """The journal is another one: of the requests answered so far it knows only these. And while the clock stands
         still, ids come again that the other journal gave out.
         """
-        self._answered = {request: task for request, task in self._answered.items() if request in known}
+        self._requests.forget(known)
         self._granted = {}
 
     # --- around each event -------------------------------------------------------------------------------------------
@@ -93,7 +86,7 @@ class Invariants:
                 check(task in self._uncommitted, "task %s was committed and had not settled", task.task_id)
                 del self._uncommitted[task]
                 if task.request_id and task not in self._rejected:
-                    self._answered[task.request_id] = task.task_id
+                    self._requests.answered[task.request_id] = task.task_id
         elif isinstance(event, ev.SubmitFailed):
             self._rejected.update(dict.fromkeys(event.tasks))
         elif isinstance(event, ev.Recover):
@@ -114,8 +107,7 @@ class Invariants:
                 self._settle(event, command)
             elif isinstance(command, ev.Submitted):
                 for task in command.fresh:
-                    old = self._answered.get(task.request_id)
-                    check(old is None, "request %s was task %s, and is taken again", task.request_id, old)
+                    self._requests.taken(task)
             elif isinstance(command, ev.Revoke):
                 not_begun |= {*command.lease_ids} if command.reason == NOT_BEGUN else set()
                 self._revoke(event, command, not_begun, now)

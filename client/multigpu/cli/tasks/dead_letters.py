@@ -74,7 +74,7 @@ def chosen(command: F) -> F:
 @connected
 @json_option
 def requeue(task_ids: tuple[int, ...], queue: str, master: Master, as_json: bool) -> None:
-    """Queue dead letters again, as new tasks. Prints the new ids."""
+    """Run dead letters again, under their ids, with all attempts. Prints the ids."""
     request = admin.RequeueDeadLettersRequest(task_ids=task_ids, queue=queue)
     answer = _apply(master, master.admin.RequeueDeadLetters, request, admin.RequeueDeadLettersResponse())
     if as_json:

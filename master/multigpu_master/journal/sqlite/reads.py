@@ -44,10 +44,12 @@ _OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
 _TASKS_ROWS = 4096
+# A task has an outcome for each time that it was requeued as a dead letter. The newest counts.
+_NEWEST = "NOT EXISTS (SELECT 1 FROM outcome newer WHERE newer.task_id = o.task_id AND newer.cursor > o.cursor)"
 # Requeued and deleted dead letters are neither listed nor counted; get_outcome still finds them.
 _NO_FORMER_LETTER = (
     f"(o.state <> {task_pb2.OUTCOME_STATE_DEAD_LETTERED} "
-    "OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id))"
+    f"OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id) AND {_NEWEST})"
 )
 # A dead letter that is gone has freed its request_id.
 _REQUEST_COLUMNS = _SETTLED_COLUMNS.replace(
@@ -351,7 +353,7 @@ class JournalReads:
         """Dead letters below this task_id (0: all), newest first. queues: None for all."""
         sql = (
             f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
-            "WHERE (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) "
+            f"WHERE {_NEWEST} AND (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) "
             "AND (?4 IS NULL OR o.queue IN (SELECT value FROM json_each(?4))) ORDER BY d.task_id DESC LIMIT ?3"
         )
         own = None if queues is None else json.dumps(list(queues))

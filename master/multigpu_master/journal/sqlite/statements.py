@@ -85,7 +85,9 @@ def transaction(
         submits = [record for record in submits if record.task_id not in settled]
     large = segments if bytes_total >= LARGE_BYTES else None
     specs = dict[str, bytes]()
-    statements = list(inserts("task", TASK_FIELDS, task_values(submits, large, specs), bytes_total))
+    requeued = [task_id for entry in batch for task_id in entry.deleted_dead_letters]  # they may be letters again
+    statements: list[Statement] = [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in requeued]
+    statements += inserts("task", TASK_FIELDS, task_values(submits, large, specs), bytes_total)
     outcomes = outcome_values(settles, first_cursor, large)
     statements += inserts("outcome", OUTCOME_FIELDS, outcomes, bytes_total)
     if ended := [record.task_id for record in settles if record.submitted]:
@@ -98,7 +100,6 @@ def transaction(
     statements += [(journal_specs.INSERT, each) for each in specs.items()]
     for entry in batch:
         statements += [setting(key, value) for key, value in entry.settings.items()]
-        statements += [("DELETE FROM dead_letter WHERE task_id = ?", (i,)) for i in entry.deleted_dead_letters]
         if entry.epoch:
             statements.append(setting(SETTING_EPOCH, b"%d" % entry.epoch))
     return statements, len(settles)

@@ -10,6 +10,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import SubmitRecord
+from multigpu_master.journal.write_buffer import DURABLE_S
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.errors import PreconditionError
@@ -98,5 +99,8 @@ class DeadLetterCalls:
         known = self._driver.core.requests.get(request_id) or self._driver.known([request_id]).get(request_id)
         if known is not None and known.task_id != letter.task_id:
             return ev.Rejection(9, RUNS_AGAIN.format(request_id=request_id, task_id=known.task_id))
+        while letter.task_id in self._driver.core.tasks:  # the core learns of the commit after its readers
+            await self._driver.settled(letter.task_id, DURABLE_S)
         task = Task(spec, request_id, letter.payload, letter.partition_key, letter.units)
+        task.task_id = letter.task_id
         return await self._driver.submit_durably(spec, task, replaces=letter.task_id)
