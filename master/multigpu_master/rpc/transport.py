@@ -22,8 +22,9 @@ STREAM_BYTES_MAX = 128 << 10
 # Of one connection; a client that opens more waits until a stream ends. At least token_calls_max: a Get may wait for an
 # hour, and a Cancel must not wait for it.
 STREAMS_MAX = 512
-# Calls of one method that wait to be taken, on all connections. gRPC ends others as CANCELLED. One connection cannot reach
-# this: its streams beyond STREAMS_MAX wait or are refused (UNAVAILABLE). A call may hold megabytes, see docs/security.md.
+# Calls of one method that wait to be taken, on all connections. gRPC ends others as CANCELLED. One connection alone
+# cannot cause that: its further streams wait or are refused (UNAVAILABLE). A call may hold megabytes of metadata, see
+# docs/security.md.
 WAITING_MAX = STREAMS_MAX
 METADATA_BYTES_MAX = 16 << 10
 # Both ends ping an idle connection every 10 s and give up after 5; the server must then allow pings that often.
