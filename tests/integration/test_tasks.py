@@ -212,6 +212,28 @@ def test_list_pages_newest_first_and_count_agrees(fleet: Fleet) -> None:
         fleet.tasks.List(task_service_pb2.ListRequest(page_token="junk"), timeout=30)
 
 
+def test_the_spec_of_a_settled_durable_task_is_its_kind_model_and_queue(fleet: Fleet) -> None:
+    spec: dict[str, Any] = {"queue": "kept", "priority": 2, "parameters": {"seconds": "0"}}
+    (settled,) = fleet.submit("trial.nap", b"abc", **spec)
+    assert fleet.outcome(settled).state == SUCCEEDED
+    task = until(lambda: t if not (t := fleet.get(settled)).spec.priority else None)
+    assert task.spec == task_pb2.TaskSpec(kind="trial.nap", queue="kept")
+    assert (task.partition_key, task.payload_bytes) == ("", 0)
+    (letter,) = fleet.submit("trial.raise", b"abc", attempts_max=1, **spec)
+    assert fleet.outcome(letter).state == task_pb2.OUTCOME_STATE_DEAD_LETTERED
+    task = fleet.get(letter)
+    assert (task.spec.priority, task.spec.parameters["seconds"], task.payload_bytes) == (2, "0", 3)
+
+
+def test_partial_outputs_of_a_task_that_ended_before_a_resumption_are_in_its_outcome(fleet: Fleet) -> None:
+    (task_id,) = fleet.submit("trial.stream", b"p", request_ids=["resumed"], parameters={"count": "3"})
+    assert fleet.outcome(task_id).state == SUCCEEDED
+    frame = run_frame("trial.stream", ("resumed", b"p"), received=1, parameters={"count": "3"})
+    heard = collect(fleet.tasks.Run(iter([frame]), timeout=30))
+    assert not heard.partials
+    assert [list(o.partials) for o in heard.outcomes] == [[b"p-0", b"p-1", b"p-2"]]
+
+
 def test_one_request_id_is_one_task_while_it_runs_and_after(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     (first,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["once"])

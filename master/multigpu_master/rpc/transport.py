@@ -22,9 +22,10 @@ STREAM_BYTES_MAX = 128 << 10
 # Of one connection; a client that opens more waits until a stream ends. At least token_calls_max: a Get may wait for an
 # hour, and a Cancel must not wait for it.
 STREAMS_MAX = 512
-# Calls of one method that wait to be taken, on all connections. gRPC ends some calls beyond the first number and all
-# beyond the second as CANCELLED: each may hold megabytes of metadata, see docs/security.md.
-WAITING_SOFT_MAX, WAITING_MAX = 128, 256
+# Calls of one method that wait to be taken, on all connections. gRPC ends others as CANCELLED. One connection alone
+# cannot cause that: its further streams wait or are refused (UNAVAILABLE). A call may hold megabytes of metadata, see
+# docs/security.md.
+WAITING_MAX = STREAMS_MAX
 METADATA_BYTES_MAX = 16 << 10
 # Both ends ping an idle connection every 10 s and give up after 5; the server must then allow pings that often.
 OPTIONS = [
@@ -45,7 +46,7 @@ OPTIONS = [
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.http2.settings_timeout", 10_000),
     ("grpc.max_concurrent_streams", STREAMS_MAX),
-    ("grpc.server.max_pending_requests", WAITING_SOFT_MAX),
+    ("grpc.server.max_pending_requests", WAITING_MAX),
     ("grpc.server.max_pending_requests_hard_limit", WAITING_MAX),
     # Bit 0 is "identity": compressed calls end as UNIMPLEMENTED before a message is read.
     ("grpc.compression_enabled_algorithms_bitset", 1),
