@@ -13,9 +13,9 @@ import torch
 from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.common.payloads import JSON
+from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.engines.generate import cache as generate_cache
 from multigpu_worker.engines.generate.cache import BlockPool, CacheShape, PagedCache, Piece, make_step, prompt_attention
-from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.engines.generate.payload import decode, encode, read_request
 from multigpu_worker.engines.generate.sample import Sampling, choose, draw, penalised, uniform
 from multigpu_worker.engines.generate.text import TextStream
