@@ -36,6 +36,7 @@ class World:
         self.events = 0
         self.lines: list[str] = []
         self.coverage: Counter[str] = Counter()
+        self.sickened: Counter[int] = Counter()  # by task_id, how often it made a device sick
         self.tracing = trace
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._tickets = 0
