@@ -152,8 +152,8 @@ def check_safetensors(path: Path) -> None:
 
 
 def reject_links(folder: Path, root: Path) -> None:
-    """ModelFolderError: a link anywhere in a model's folder leads out of the repository, or to a folder, which could have
-    links of its own. Every file counts, since libraries read more files than `loaded_files` knows.
+    """ModelFolderError: a link anywhere in a model's folder leads out of the repository, or to a folder, which could
+    have links of its own. Every file counts, since libraries read more files than `loaded_files` knows.
     """
     reject_outside(folder, root)
     for at, folders, files in os.walk(folder):

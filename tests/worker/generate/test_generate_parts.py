@@ -270,7 +270,7 @@ def test_step_has_places_masks_and_positions() -> None:
 class Words:
     """A tokenizer of words, which knows nothing of chats."""
 
-    chat_template = None
+    chat_template: str | None = None
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         return {"input_ids": [len(word) for word in text.split()]}
