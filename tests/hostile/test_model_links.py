@@ -1,5 +1,6 @@
 """Links in model folders: what leaves the repository is rejected, whatever reads it later; links inside it work."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,3 +102,22 @@ def test_links_inside_the_repository_are_followed(tmp_path: Path, worker: Worker
     (tmp_path / "two/additional_chat_templates/x.jinja").symlink_to("../../one/additional_chat_templates/x.jinja")
     names, errors = worker.report(tmp_path)
     assert {"one", "two"} <= names, errors
+
+
+@pytest.mark.parametrize("part", ["", "0_Transformer/"])
+def test_a_tokenizer_outside_the_folder_hides_it(tmp_path: Path, worker: Worker, part: str) -> None:
+    """transformers opens the path, with which it would look for the tokenizer of its version."""
+    root = tmp_path / "models"
+    settings = {"fast_tokenizer_files": ["tokenizer.1.0.json/../../../secret"]}
+    put(root / "bad", {part + name: content for name, content in language_model().items()})
+    put(root / "bad", {f"{part}tokenizer_config.json": json.dumps(settings).encode(), f"{part}tokenizer.1.0.json/x": b""})
+    if part:
+        modules = b'[{"type": "a.Transformer", "path": "0_Transformer"}]'
+        put(root / "bad", {"modules.json": modules})
+    assert "tokenizer_config.json has a path in fast_tokenizer_files" in rejected(worker, root)
+
+
+def test_a_tokenizer_in_the_folder_is_served(tmp_path: Path, worker: Worker) -> None:
+    settings = {"fast_tokenizer_files": ["tokenizer.1.0.json", "tokenizer.json"], "chat_template": "a/b"}
+    put(tmp_path / "one", language_model() | {"tokenizer_config.json": json.dumps(settings).encode()})
+    assert "one" in worker.report(tmp_path)[0]
