@@ -108,12 +108,11 @@ def test_links_inside_the_repository_are_followed(tmp_path: Path, worker: Worker
 def test_a_tokenizer_outside_the_folder_hides_it(tmp_path: Path, worker: Worker, part: str) -> None:
     """transformers opens the path, with which it would look for the tokenizer of its version."""
     root = tmp_path / "models"
-    settings = {"fast_tokenizer_files": ["tokenizer.1.0.json/../../../secret"]}
-    put(root / "bad", {part + name: content for name, content in language_model().items()})
-    put(root / "bad", {f"{part}tokenizer_config.json": json.dumps(settings).encode(), f"{part}tokenizer.1.0.json/x": b""})
+    settings = json.dumps({"fast_tokenizer_files": ["tokenizer.1.0.json/../../../secret"]}).encode()
+    files = language_model() | {"tokenizer_config.json": settings, "tokenizer.1.0.json/x": b""}
+    put(root / "bad", {part + name: content for name, content in files.items()})
     if part:
-        modules = b'[{"type": "a.Transformer", "path": "0_Transformer"}]'
-        put(root / "bad", {"modules.json": modules})
+        put(root / "bad", {"modules.json": b'[{"type": "a.Transformer", "path": "0_Transformer"}]'})
     assert "tokenizer_config.json has a path in fast_tokenizer_files" in rejected(worker, root)
 
 
