@@ -116,6 +116,14 @@ def test_a_tokenizer_outside_the_folder_hides_it(tmp_path: Path, worker: Worker,
     assert "tokenizer_config.json has a path in fast_tokenizer_files" in rejected(worker, root)
 
 
+def test_a_tokenizer_outside_the_folder_of_a_gguf_file_hides_it(tmp_path: Path, worker: Worker) -> None:
+    """transformers reads tokenizer_config.json beside the file."""
+    root = tmp_path / "models"
+    settings = json.dumps({"fast_tokenizer_files": ["tokenizer.1.0.json/../../../secret"]}).encode()
+    put(root / "bad", {"m.gguf": gguf(), "tokenizer_config.json": settings, "tokenizer.1.0.json/x": b""})
+    assert "tokenizer_config.json has a path in fast_tokenizer_files" in rejected(worker, root)
+
+
 def test_a_tokenizer_in_the_folder_is_served(tmp_path: Path, worker: Worker) -> None:
     settings = {"fast_tokenizer_files": ["tokenizer.1.0.json", "tokenizer.json"], "chat_template": "a/b"}
     put(tmp_path / "one", language_model() | {"tokenizer_config.json": json.dumps(settings).encode()})

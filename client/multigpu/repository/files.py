@@ -45,7 +45,7 @@ class Problem:
 def loaded_files(spec: ModelSpec) -> list[str]:
     """The files that loading the model reads, by their path in its folder, sorted. Raises ModelFolderError."""
     if spec.source == "gguf":
-        return [spec.file]
+        return sorted({spec.file, *(e.name for e in _entries(spec.folder) if e.name.endswith(SIDE_SUFFIXES))})
     if spec.source not in LAYOUT_SOURCES:
         return sorted(_everything(spec.folder))
     files: set[str] = set()
