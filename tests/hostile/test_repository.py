@@ -108,3 +108,18 @@ def test_the_error_of_a_folder_is_listed_under_a_name_that_can_be_shown(tmp_path
     assert r"\x1b[2J\x3ax" in errors
     assert all(text.isprintable() for text in (*errors, *errors.values()))
     assert any(name.startswith("yyy") for name in errors)
+
+
+@pytest.mark.parametrize(
+    "model", [{"model.toml": b""}, {"m.onnx": b""}, language_model()], ids=["none", "ONNX", "llama"]
+)
+def test_python_in_a_folder_does_not_run(tmp_path: Path, worker: Worker, model: dict[str, bytes]) -> None:
+    put_good(tmp_path)
+    code = f"import pathlib; pathlib.Path({str(tmp_path / 'told')!r}).touch()".encode()
+    put(tmp_path / "bad", model | dict.fromkeys(("engine.py", "modeling.py", "__init__.py", "torch.py"), code))
+    names, errors = worker.report(tmp_path)
+    if "model.toml" in model:
+        assert 'has custom code: name its class in model.toml: engine = "module:Class"' in errors["bad"]
+    else:
+        assert "bad" in names
+    assert not (tmp_path / "told").exists()

@@ -26,6 +26,11 @@ from tests.sim.world import ViolationError, World
 
 REST_S = 900.0
 EVENTS_MAX = 90_000  # in which no task ends
+# The faults of worlds in which tasks make devices sick: the master learns of each run, and why it ended.
+GENTLE = frozenset({
+    "client crash", "client pause", "client break", "duplicate", "attach", "cancel", "disk slow", "disk full",
+    "pause", "limits", "strategy", "queue strategy", "reset breaker", "requeue letter", "discard letter",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +84,9 @@ class Simulation:
         self.planned = self.models_dice.random() < 0.4
         # Whether a worker stops starting its tasks.
         self._inert_dice = Random(f"inert {seed}")
+        # Whether some tasks make the device of their worker sick.
+        self._sicken_dice = Random(f"sicken {seed}")
+        self.sickening = self._sicken_dice.random() < 0.04
         self.heartbeat_s = size.heartbeat_s
         self.ids_dice = Random(f"ids {seed}")
         limits = Limits(
@@ -92,7 +100,7 @@ class Simulation:
         if self.ids_dice.random() < 0.1:
             self.master.ids_left = self.ids_dice.randint(2, 60)
         # Each seed has its own mix of faults, so that rare combinations occur.
-        self.faults = [f for f in Faults.names if random.random() < 0.3]
+        self.faults = [f for f in Faults.names if random.random() < 0.3 and (f in GENTLE or not self.sickening)]
         self._faults = Faults(self)
         self.breaker_dice = Random(f"breaker {seed}")
         self.master.on_trip = self._tripped
@@ -159,6 +167,8 @@ class Simulation:
                 extra = "poison"
             elif spec.run_timeout_s is not None and world.chance(0.2):
                 extra = random.choice(("stuck", "stuck", "stuck", "deaf"))
+            if self.sickening:
+                extra = f"sicken {spec.attempts_max}" if self._sicken_dice.random() < 0.3 else "innocent"
             run_s = random.choice((0.0005, 0.005, 0.02, 0.1, 0.4)) * world.between(0.5, 1.5) * self.timeout_s
             key = random.choice(("", "", "a", "b", "c"))
             requests.append(Request(request_id, spec, f"{request_id} run {run_s:.4f} {extra}".encode(), key))
@@ -170,7 +180,7 @@ class Simulation:
 
     def _tripped(self) -> None:
         """Half of the time the master dies soon after its breaker trips, and the next one has to restore it."""
-        if not self._healed_s and self.breaker_dice.random() < 0.5:
+        if not self._healed_s and not self.sickening and self.breaker_dice.random() < 0.5:
             self.world.after(self.breaker_dice.random() * self.timeout_s, self._crash_master)
 
     def _crash_master(self) -> None:
@@ -196,11 +206,11 @@ class Simulation:
         if self.faults:
             for _ in range(random.choice(size.faults)):
                 world.after(world.between(0.0, size.faults_s), self._fault)
-        if self._inert_dice.random() < 0.15:
+        if self._inert_dice.random() < 0.15 and not self.sickening:
             world.after(self._inert_dice.random() * size.faults_s, self._inert_dice.choice(self.workers).stall)
             self._inert_s = self._inert_dice.choice((0.5, 10.0)) * self.timeout_s
             world.coverage["fault: worker begins nothing"] += 1
-        if self.ids_dice.random() < 0.15:
+        if self.ids_dice.random() < 0.15 and not self.sickening:
             self._faults.lose_data(self.ids_dice)
         world.after(size.faults_s + 0.01, self._heal)
         while not self._at_rest():
@@ -307,7 +317,7 @@ class Simulation:
     def _judge_outcomes(self, request: Request, outcomes: list[Outcome]) -> None:
         states = {o.state.name for o in outcomes}
         options = request.payload.decode().split()[3:]
-        if "SUCCEEDED" in states and not {"fail", "fatal", "stuck", "deaf", "poison"}.isdisjoint(options):
+        if "SUCCEEDED" in states and not {"fail", "fatal", "stuck", "deaf", "poison", "sicken"}.isdisjoint(options):
             raise ViolationError(f"{request.request_id} succeeded, which is impossible")
         errors = {o.error.type for o in outcomes if o.error is not None}
         if "fatal" in options and "DEAD_LETTERED" in states and errors.isdisjoint(("WorkerLost", "RunTimeout")):

@@ -5,6 +5,7 @@ import re
 from typing import cast, get_args
 
 import pytest
+from multigpu_master.core import attempts
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.journal.sqlite.journal import SqliteJournal
@@ -14,6 +15,7 @@ from tests.commands import run_module
 from tests.sim import sim
 from tests.sim.actors.engine import SimEngine
 from tests.sim.faults import Faults
+from tests.sim.invariants import attempts as sim_attempts
 from tests.sim.journal import SimJournal, SimLoop
 from tests.sim.run import silence_log
 from tests.sim.sim import Simulation
@@ -72,6 +74,7 @@ def test_everything_that_can_occur_does() -> None:
         "worker: taken over",
         "worker: went on from a checkpoint",
         "worker: yielded on after a resume",
+        "worker: a task made its device sick",
         "core: adopted leases",
         "core: classes left for the next event",
         "core: requeued",
@@ -92,6 +95,22 @@ def test_the_core_at_scale_settles_all() -> None:
     done = run_module("tests.sim.scale", "--workers-max", "10", "--tasks-max", "1000")
     assert done.returncode == 0, done.stdout
     assert "drained" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("seed", "most", "words"),
+    [(40, 1 << 30, "made devices sick 6 times, and 5 is the most"), (177, -1, "is charged for devices that others")],
+)
+def test_a_task_that_makes_devices_sick_is_charged_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch, seed: int, most: int, words: str
+) -> None:
+    """Without the rule, or with one that charges every task. The invariants of attempts follow the changed rule."""
+    silence_log()
+    Simulation(seed).run()
+    for module in (attempts, sim_attempts):
+        monkeypatch.setattr(module, "SICK_RETURNS_MAX", most)
+    with pytest.raises(ViolationError, match=words):
+        Simulation(seed).run()
 
 
 def test_a_world_may_take_many_events_while_its_tasks_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class World:
         self.events = 0
         self.lines: list[str] = []
         self.coverage: Counter[str] = Counter()
+        self.fell_sick: Counter[int] = Counter()  # by task_id, how often a device was made sick while it ran there
         self.tracing = trace
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._tickets = 0

@@ -45,7 +45,7 @@ class Problem:
 def loaded_files(spec: ModelSpec) -> list[str]:
     """The files that loading the model reads, by their path in its folder, sorted. Raises ModelFolderError."""
     if spec.source == "gguf":
-        return [spec.file]
+        return sorted({spec.file, *(e.name for e in _entries(spec.folder) if e.name.endswith(SIDE_SUFFIXES))})
     if spec.source not in LAYOUT_SOURCES:
         return sorted(_everything(spec.folder))
     files: set[str] = set()
@@ -99,14 +99,12 @@ def pickle_rejection(path: Path, name: str) -> str:
     )
 
 
-def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
-    """Checks that the loaded files exist, inside the repository, and are no pickles that weren't allowed.
+def check_files(spec: ModelSpec) -> tuple[int, int]:
+    """Checks that the loaded files exist and are no pickles that weren't allowed.
 
-    Returns its bytes, and when the newest file was changed. `root` None: links may lead anywhere, because the folder
-    was configured by name. Raises ModelFolderError.
+    Returns its bytes, and when the newest file was changed. Raises ModelFolderError.
     """
     size_bytes = changed_ns = 0
-    inside = os.path.realpath(root) if root is not None else None
     for name in loaded_files(spec):
         path = spec.folder / name
         # In the layouts of Hugging Face `weight_files` has checked them.
@@ -115,14 +113,15 @@ def check_files(spec: ModelSpec, root: Path | None) -> tuple[int, int]:
         )
         if pickled and spec.source != "onnx" and name not in spec.allow_pickle:
             raise ModelFolderError(pickle_rejection(path, name))
-        if inside is not None:
-            reject_outside(path, inside)
         try:
             status = path.stat()
         except OSError as error:
             raise ModelFolderError(f"{path} can't be read ({error.strerror}): copy the complete folder") from error
         if not stat.S_ISREG(status.st_mode):
             raise ModelFolderError(f"{path} is no file: copy the complete model folder")
+        # transformers opens such a path, wherever it leads.
+        if path.name == "tokenizer_config.json" and "/" in str(read_json(path).get("fast_tokenizer_files")):
+            raise ModelFolderError(f"{path} has a path in fast_tokenizer_files: leave it out")
         size_bytes += status.st_size
         changed_ns = max(changed_ns, status.st_mtime_ns)
         if name.endswith(".safetensors"):
@@ -155,9 +154,22 @@ def check_safetensors(path: Path) -> None:
         raise ModelFolderError(f"{path} has {size} bytes and should have {8 + header_bytes + end}: copy it again")
 
 
-def reject_outside(path: Path, inside: str) -> None:
-    """ModelFolderError: the path leads out of the repository, whose real path is `inside`."""
-    real = os.path.realpath(path)
+def reject_links(folder: Path, root: Path) -> None:
+    """ModelFolderError: a link anywhere in a model's folder leads out of the repository, or to a folder, which could
+    have links of its own. Every file counts, since libraries read more files than `loaded_files` knows.
+    """
+    reject_outside(folder, root)
+    for at, folders, files in os.walk(folder):
+        for path in (Path(at, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                reject_outside(path, root)
+                if path.is_dir():
+                    raise ModelFolderError(f"{path} is a link to a folder: copy the files there instead")
+
+
+def reject_outside(path: Path, root: Path) -> None:
+    """ModelFolderError: the path leads out of the repository."""
+    real, inside = os.path.realpath(path), os.path.realpath(root)
     if real != inside and not real.startswith(inside.rstrip("/") + "/"):
         raise ModelFolderError(
             f"{path} is a link out of the repository, to {real}: copy what it links to there, or serve that folder by "

@@ -19,6 +19,7 @@ from multigpu.repository.files import (
     check_files,
     module_folders,
     read_json,
+    reject_links,
     reject_outside,
     weight_files,
 )
@@ -69,7 +70,6 @@ def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
     current: dict[str, str] = {}
     for name, folder in model_folders(root, "", errors):
         try:
-            reject_outside(folder, os.path.realpath(root))
             specs, broken = read_model(folder, name, root, check=check)
         except ModelFolderError as error:
             errors[name] = str(error)
@@ -103,6 +103,8 @@ def read_model(
     folder = folder.absolute()
     _check_name(name)
     with _as_folder_error(folder):
+        if root is not None:
+            reject_outside(folder / FILE_NAME, root)
         values = read_toml(folder)
     wanted = "all" if every_version else values.pop("versions", "latest")
     values.pop("versions", None)
@@ -171,6 +173,8 @@ def _as_folder_error(folder: Path) -> Iterator[None]:
 def _read_version(folder: Path, name: str, version: str, values: dict[str, Any], root: Path | None) -> ModelSpec:
     if version and (folder / FILE_NAME).exists():
         raise ModelFolderError(f"{folder / FILE_NAME} does not belong there: the one above is for all versions")
+    if root is not None:
+        reject_links(folder, root)
     source, file = _source(folder, values)
     engines = SINGLE_FILES[source][1] if source in SINGLE_FILES else None
     engine = values.get("engine", "auto")
@@ -191,13 +195,11 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         )
     read = {"source": source, "file": file, "kind": kind}
     spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))
-    size_bytes, changed_ns = check_files(spec, root)
+    size_bytes, changed_ns = check_files(spec)
     for key in ("calibration", "held_out"):
         data = getattr(spec.gate, key)
         if data and not (folder / data).is_file():
             raise ModelFolderError(f"{folder / data} is missing: {FILE_NAME} names it in [gate] {key}")
-        if data and root is not None:
-            reject_outside(folder / data, os.path.realpath(root))
     return dataclasses.replace(spec, files_bytes=size_bytes, changed_ns=changed_ns)
 
 

@@ -30,6 +30,13 @@ QUARANTINE = (
         old="extra.sick_returns > SICK_RETURNS_MAX",
         new="extra.sick_returns > 1 << 30",
     ),
+    Mutation(
+        name="a task makes the devices of all workers sick",
+        module="multigpu_master.core.attempts",
+        old="            if extra.sick_returns > SICK_RETURNS_MAX:",
+        new="            if False:",
+        seeds=1000,
+    ),
     quarantine(
         name="a quarantine never ends",
         old="                self._set(worker, quarantined=False)\n",

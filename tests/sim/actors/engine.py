@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from multigpu_master.core import events as ev
+from multigpu_master.core.attempts import SICK_RETURNS_MAX
 from multigpu_master.core.model import TaskError
 from multigpu_worker.session import session as ws
 
@@ -57,6 +58,10 @@ class SimEngine:
         assert isinstance(lease.payload, bytes), "simulated payloads are small"
         options = lease.payload.decode().split()
         run_s = float(options[options.index("run") + 1])
+        if "innocent" in options and not self.run_timeouts_s[lease.lease_id]:
+            beside = self._worker.world.fell_sick[lease.task_id]
+            most = 1 + max(0, beside - SICK_RETURNS_MAX)
+            check(lease.attempt <= most, "task %s is charged for devices that others made sick", lease.task_id)
         began_s, life = self._worker.world.now, self._worker.life
         if "stream" in options and lease.partials_received:
             self._worker.world.coverage["worker: yielded on after a resume"] += 1
@@ -89,6 +94,9 @@ class SimEngine:
         if "poison" in options:
             self._worker.crash(self._worker.world.between(0.1, 0.5))
             return
+        if "sicken" in options:
+            self._sicken(lease, int(options[options.index("sicken") + 1]))
+            return
         del self.running[lease.lease_id]
         if "stream" in options and lease.partials_received + lease.partials_made < 2:
             self._worker.held.partial(lease, b"p1")
@@ -109,6 +117,15 @@ class SimEngine:
             self._worker.world.after(0.02, self._flush_when_awake)
         else:
             self._worker.flush()
+
+    def _sicken(self, lease: ws.Lease, attempts_max: int) -> None:
+        """The task is returned with all others, as after an XID that needs a reset."""
+        world = self._worker.world
+        world.fell_sick.update(each.task_id for each in self.running.values())
+        count, most = world.fell_sick[lease.task_id], SICK_RETURNS_MAX + attempts_max
+        world.coverage["worker: a task made its device sick"] += 1
+        check(count <= most, "task %s made devices sick %s times, and %s is the most", lease.task_id, count, most)
+        self._worker.fall_sick(unusable=True, well_after_s=world.between(0.05, 0.5))
 
     def _flush_when_awake(self) -> None:
         if self._worker.awake(self._flush_when_awake):

@@ -3,7 +3,8 @@
 A payload is a list of options: `run 0.5` takes half a second, `fail` raises, `fatal` fails without retry, `poison`
 kills the worker, `flaky` fails on its first attempt, `stream` yields two partial outputs first, `save` stores a
 checkpoint halfway, `stuck` runs until its run_timeout, `deaf` beyond it: only the master can end that one. `stuck` and
-`deaf` go on for a while after they are cancelled, and occupy their slot.
+`deaf` go on for a while after they are cancelled, and occupy their slot. `sicken N`, a task of N attempts, makes the
+device sick.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Models that the generate engine runs, and models that it rejects at load."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("transformers", reason="the extra `worker` is not installed")
 
 import transformers
+from multigpu_worker.engines.generate import model as under_test
 from multigpu_worker.engines.generate.engine import GenerateEngine
 from multigpu_worker.models.folders import ModelFolderError
 
 from tests.worker.generate.generating import Plain, ask, run_all, settings_of
 from tests.worker.generate.test_generate import check, folder
-from tests.worker.generate.tiny_llama import save_tiny_llama
+from tests.worker.generate.tiny_llama import CHAT_TEMPLATE, save_tiny_llama
 
 __all__ = ["folder"]
 
@@ -58,3 +60,21 @@ def test_half_precision_and_a_configured_context(folder: Path) -> None:
     assert len(short.result.token_ids) == 20
     assert long.outcome is not None and "context is 64 tokens" in long.outcome[1]
     engine.close()
+
+
+def test_a_dequantised_file_is_not_shared_with_a_folder_of_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers reads the chat template beside a GGUF file. A Hugging Face folder stands in for the content."""
+    pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    monkeypatch.setattr(under_test, "_from_gguf", lambda spec, dtype: under_test._from_folder(spec.folder, dtype))
+    save_tiny_llama(tmp_path / "one")
+    (tmp_path / "one/m.gguf").write_bytes(b"GGUF")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    (tmp_path / "two/chat_template.jinja").write_text("another")
+    templates = []
+    for name in ("one", "two"):
+        settings = settings_of(tmp_path / name, artifacts=str(tmp_path / "kept"), source="gguf", file="m.gguf")
+        spec = next(iter(settings.models.values()))
+        templates.append(under_test.load_model(spec, settings, "fp32").tokenizer.chat_template)
+    assert templates == [CHAT_TEMPLATE, "another"]

@@ -13,6 +13,7 @@ import torch
 from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.common.payloads import JSON
+from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.engines.generate import cache as generate_cache
 from multigpu_worker.engines.generate.cache import BlockPool, CacheShape, PagedCache, Piece, make_step, prompt_attention
 from multigpu_worker.engines.generate.payload import decode, encode, read_request
@@ -269,7 +270,7 @@ def test_step_has_places_masks_and_positions() -> None:
 class Words:
     """A tokenizer of words, which knows nothing of chats."""
 
-    chat_template = None
+    chat_template: str | None = None
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         return {"input_ids": [len(word) for word in text.split()]}
@@ -300,6 +301,27 @@ def test_invalid_payload_is_rejected(fields: dict[str, object], words: str) -> N
     payload = pb.GeneratePayload(**fields).SerializeToString()  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match=words):
         read_request(payload, "", Words(), 10, 1)
+
+
+class Chat(Words):
+    chat_template = "{{ messages[0].content }}"
+
+    def apply_chat_template(self, said: list[dict[str, str]], **_: object) -> str:
+        return said[0]["content"]
+
+
+def test_characters_beyond_the_context_are_not_tokenised() -> None:
+    """The tokenizer drops blanks, so without the limit each of these prompts is one token."""
+    characters = CHARACTERS_PER_TOKEN_MAX * 10
+    for fits, text in ((True, "a".ljust(characters)), (False, "a".ljust(characters + 1))):
+        said = [pb.ChatMessage(role="user", content=text)]
+        for message in (pb.GeneratePayload(prompt=text), pb.GeneratePayload(messages=said)):
+            payload = message.SerializeToString()
+            if fits:
+                assert read_request(payload, "", Chat(), 10, 1).prompt_ids == [1]
+            else:
+                with pytest.raises(BadInputError, match=r"has 641 characters, and .* 10 tokens.*shorten the prompt"):
+                    read_request(payload, "", Chat(), 10, 1)
 
 
 def test_omitted_fields_get_defaults() -> None:

@@ -38,13 +38,18 @@ def nptype(kind: Any) -> Any:
 class Runtime:
     def __init__(self, logger: Any) -> None:
         self.logger = logger
+        self.engine_host_code_allowed = False
 
     def deserialize_cuda_engine(self, plan: bytes) -> "Engine | None":
         try:
-            return Engine(self.logger, **json.loads(plan))
+            values = json.loads(plan)
         except ValueError:
             self.logger.log(ILogger.Severity.ERROR, "it is malformed")
             return None
+        if values.pop("host_code", False) and not self.engine_host_code_allowed:
+            self.logger.log(ILogger.Severity.ERROR, "it has host code, which is not allowed")
+            return None
+        return Engine(self.logger, **values)
 
 
 class Engine:

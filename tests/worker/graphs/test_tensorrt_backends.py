@@ -1,6 +1,7 @@
 """The back ends on TensorRT: the first back end serves until the plan does."""
 
 import dataclasses
+import json
 import re
 import threading
 from pathlib import Path
@@ -233,6 +234,16 @@ def test_plan_file_is_loaded_as_it_is(tmp_path: Path, fake_gpu: threading.Event)
     forward, facts = load_infer(spec, settings, Variant(engine="tensorrt", precision="fp32"))
     assert (forward({"x": np.ones((2, 2), np.float32)})["y"] == 2).all()
     assert (facts["plan"], facts["precision"]) == ("as it came", "as it was built")
+
+
+def test_plan_with_host_code_is_not_loaded(tmp_path: Path, fake_gpu: threading.Event) -> None:
+    """Such as plugin libraries, which TensorRT would run."""
+    spec, settings = doubling(tmp_path, source="tensorrt-plan", file="model.plan")
+    fake_plan(spec.folder / "double.onnx", PROFILES, spec.folder / "model.plan")
+    plan = spec.folder / "model.plan"
+    plan.write_text(json.dumps(json.loads(plan.read_bytes()) | {"host_code": True}))
+    with pytest.raises(ModelFolderError, match=r"model\.plan can't be loaded by"):
+        load_infer(spec, settings, Variant(engine="tensorrt", precision="fp32"))
 
 
 def test_plan_with_other_numbers_never_serves(tmp_path: Path, fake_gpu: threading.Event) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
@@ -34,6 +35,7 @@ from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
 
 from tests.worker.graphs import small_graphs
+from tests.worker.infer.test_infer_onnx import with_external_data
 
 MIB = 1 << 20
 PROFILES = profiles_for(Limits(rows_max=16, width_max=128, tokens_max=512))
@@ -246,3 +248,30 @@ def test_old_or_broken_module_is_skipped(fake_module: Path, monkeypatch: pytest.
     monkeypatch.setattr("multigpu_worker.engines.tensorrt.module.MODULES", ("tensorrt",))
     with pytest.raises(EngineUnavailableError, match=r"install multigpu\[gpu\].*libnvonnxparser"):
         installed()
+
+
+@pytest.mark.parametrize("location", ["{outside}/w", "../outside/w", "w"])
+def test_a_plan_reads_external_data_only_in_the_folder(tmp_path: Path, location: str) -> None:
+    for folder in (tmp_path / "outside", tmp_path / "m"):
+        folder.mkdir()
+        (folder / "w").write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    graph = tmp_path / "m" / with_external_data(tmp_path / "m", location.format(outside=tmp_path / "outside")).file
+    plan = tmp_path / PLAN_FILE
+
+    def make() -> None:
+        build(
+            graph=str(graph),
+            plan=str(plan),
+            precision="fp32",
+            profiles=PROFILES,
+            module="tensorrt_rtx",
+            capability=[8, 9],
+        )
+
+    if location == "w":
+        make()
+        assert plan.stat().st_size
+    else:
+        with pytest.raises(ModelFolderError, match=r"can't read .*model\.onnx"):
+            make()
+        assert not plan.exists()

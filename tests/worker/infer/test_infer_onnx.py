@@ -120,3 +120,46 @@ def test_unsupported_models_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"\x00" * 64)
     with pytest.raises(ModelFolderError, match="can't be loaded by ONNX Runtime"):
         infer_onnx.load(spec, SETTINGS, "fp32")
+
+
+def with_external_data(folder: Path, location: str, offset: int = 0) -> ModelSpec:
+    """y = x + w, with w in another file."""
+    spec = write(folder, [helper.make_node("Add", ["x", "w"], ["y"])], {"x": (TensorProto.FLOAT, ["batch", 4])}, "y")
+    model = onnx.load(folder / spec.file)
+    w = model.graph.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[4])
+    w.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", "16")):
+        w.external_data.add(key=key, value=value)
+    (folder / spec.file).write_bytes(model.SerializeToString())
+    return spec
+
+
+def test_external_data_in_the_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/w").write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    forward, _ = infer_onnx.load(with_external_data(tmp_path, "deep/w"), SETTINGS, "fp32")
+    np.testing.assert_array_equal(forward({"x": np.ones((1, 4), np.float32)})["y"], [[1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("location", "words"),
+    [
+        ("{outside}/secret", "Absolute path not allowed"),
+        ("../outside/secret", "escapes model directory"),
+        ("link", "escapes model directory"),
+        ("folder/secret", "escapes model directory"),
+        # ONNX Runtime's own name for data at an address of the process.
+        ("*/_ORT_MEM_ADDR_/*", "can't be loaded by ONNX Runtime"),
+    ],
+)
+def test_external_data_outside_the_folder_is_rejected(tmp_path: Path, location: str, words: str) -> None:
+    """The folder is not in a repository, so the scan does not reject the links."""
+    outside, folder = tmp_path / "outside", tmp_path / "m"
+    outside.mkdir()
+    folder.mkdir()
+    (outside / "secret").write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    (folder / "link").symlink_to(outside / "secret")
+    (folder / "folder").symlink_to(outside)
+    spec = with_external_data(folder, location.format(outside=outside), offset=4096 if "*" in location else 0)
+    with pytest.raises(ModelFolderError, match=words):
+        infer_onnx.load(spec, SETTINGS, "fp32")

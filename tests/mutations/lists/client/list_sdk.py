@@ -4,6 +4,8 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
+LINKS = "hostile/test_model_links.py::"
+
 options = partial(Mutation, module="multigpu.options", checker="calls", seeds=1)
 making = partial(Mutation, module="multigpu._calls.calls", checker="calls", seeds=1)
 core = partial(Mutation, module="multigpu._calls.core", checker="calls", seeds=1)
@@ -305,6 +307,27 @@ SDK = (
         old='real.startswith(inside.rstrip("/") + "/")',
         new="real.startswith(inside)",
         breaks="a link serves files that were not to be served",
+    ),
+    files(
+        name="links in a model folder are not looked at",
+        old="            if path.is_symlink():\n",
+        new="            if False:\n",
+        breaks="a chat template or hidden external data is any file that the worker can read",
+        checker=LINKS + "test_a_link_out_of_the_repository_hides_its_folder",
+    ),
+    files(
+        name="a link to a folder in a model folder is followed",
+        old="                if path.is_dir():\n",
+        new="                if False:\n",
+        breaks="a link in that folder leads out of the repository",
+        checker=LINKS + "test_a_linked_folder_hides_the_folder_of_its_model",
+    ),
+    files(
+        name="model.toml may be a link out of the repository",
+        module="multigpu.repository.scan",
+        old="        if root is not None:\n            reject_outside(folder / FILE_NAME, root)\n",
+        breaks="its error messages quote a file outside",
+        checker=LINKS + "test_a_link_out_of_the_repository_hides_its_folder",
     ),
     files(
         name="a safetensors file may be too short",

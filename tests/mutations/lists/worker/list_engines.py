@@ -203,4 +203,12 @@ ENGINES = (
         new="                    pass\n",
         breaks="a GPU is full of workers that have died",
     ),
+    Mutation(
+        name="generate tokenises any prompt",
+        module="multigpu_worker.engines.generate.payload",
+        old="    if len(text) > CHARACTERS_PER_TOKEN_MAX * context:\n",
+        new="    if False:\n",
+        breaks="a prompt of 20 MB takes gigabytes",
+        checker="worker/generate/test_generate_parts.py::test_characters_beyond_the_context_are_not_tokenised",
+    ),
 )

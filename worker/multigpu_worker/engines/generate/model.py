@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 import torch
 from multigpu.config.values import from_text
-from multigpu.repository.files import file_hash
+from multigpu.repository.files import digest
 from multigpu.repository.model import ModelSpec
 from torch import Tensor
 
@@ -165,7 +165,7 @@ def _dequantised(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) 
     """The content of a GGUF file as a model folder of transformers, from the artifact cache."""
     path = spec.folder / spec.file
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
-    key = {"sha256": file_hash(path), "dtype": str(dtype), **versions}
+    key = {"sha256": digest(spec), "dtype": str(dtype), **versions}
 
     def build(folder: Path) -> dict[str, str]:
         log.info("dequantising a GGUF file, which is done once", file=str(path))

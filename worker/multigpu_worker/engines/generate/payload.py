@@ -14,6 +14,7 @@ from multigpu.v1 import generate_pb2 as pb
 
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.common.payloads import JSON, check_content_type
+from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.engines.generate.sample import Sampling
 
 TOKENS_MAX = 256
@@ -79,7 +80,7 @@ def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int
     """Parse and check a payload. `context`: the most tokens of a sequence. Raises BadInputError."""
     message = decode(pb.GeneratePayload, payload, content_type)
     _check(message)
-    prompt_ids = _prompt_ids(message, tokenizer)
+    prompt_ids = _prompt_ids(message, tokenizer, context)
     if not prompt_ids:
         raise BadInputError("the prompt has no tokens: write something that the model can go on from")
     room = context - len(prompt_ids)
@@ -133,16 +134,25 @@ def _check(message: pb.GeneratePayload) -> None:
             raise BadInputError(f"role {said.role!r} is none of {', '.join(ROLES)}")
 
 
-def _prompt_ids(message: pb.GeneratePayload, tokenizer: Any) -> list[int]:
-    if not message.messages:
-        return [int(token) for token in tokenizer(message.prompt)["input_ids"]]
+def _prompt_ids(message: pb.GeneratePayload, tokenizer: Any, context: int) -> list[int]:
+    text = _chat(message, tokenizer) if message.messages else message.prompt
+    if len(text) > CHARACTERS_PER_TOKEN_MAX * context:
+        # The tokenizer would hold a hundred bytes and more for each character.
+        raise BadInputError(
+            f"the prompt has {len(text)} characters, and the model's context is {context} tokens, for which at most "
+            f"{CHARACTERS_PER_TOKEN_MAX * context} characters are accepted: shorten the prompt"
+        )
+    # A chat template adds the special tokens.
+    return [int(token) for token in tokenizer(text, add_special_tokens=not message.messages)["input_ids"]]
+
+
+def _chat(message: pb.GeneratePayload, tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         raise BadInputError("the model has no chat template: send a prompt in place of messages")
     said = [{"role": each.role, "content": each.content} for each in message.messages]
     try:
-        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        text: str = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
     except Exception as error:
         # The template is a program that comes with the model and may raise anything.
         raise BadInputError(f"the model's chat template rejects these messages: {error}") from error
-    # The template adds the special tokens.
-    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return text
