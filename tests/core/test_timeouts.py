@@ -2,7 +2,7 @@
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import OutcomeState, Spec
+from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
@@ -64,6 +64,25 @@ def test_a_task_that_no_worker_begins_expires_at_its_queue_timeout() -> None:
     for _ in range(100):
         beat(1.0)
     assert runs.lease is not None
+
+
+def test_the_queue_timeout_of_a_requeued_dead_letter_begins_anew() -> None:
+    """Under the same task_id, with which its first instants were noted (simulator seed 38691)."""
+    stage = Stage()
+    stage.worker()
+    spec = Spec(kind="run", queue_timeout_s=5.0, attempts_max=1, wait_for_worker=True)
+    (first,) = stage.submit(spec=spec)
+    stage.fail(lease_of(first), after_s=1.0)
+    assert state_of(first) is OutcomeState.DEAD_LETTERED
+    stage.handle(ev.SettlesCommitted([first]))
+    stage.handle(ev.SessionClosed(stage.sessions), 1.0)
+    again = Task(spec, "", b"payload")
+    again.task_id = first.task_id
+    assert stage.submitted([again]).fresh == [again]
+    stage.handle(ev.Tick(), 4.0)
+    assert again.outcome is None
+    stage.handle(ev.Tick(), 1.1)
+    assert state_of(again) is OutcomeState.EXPIRED
 
 
 def test_a_drain_that_is_overruled_or_long_over_revokes_what_it_should() -> None:

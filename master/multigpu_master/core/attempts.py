@@ -173,6 +173,8 @@ class Attempts:
         lease, timeout_s = task.lease, task.spec.queue_timeout_s
         if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
             return
+        if now < task.submit_s + timeout_s:
+            return  # the instant is of the task's first life: it was a dead letter since
         due_s = task.submit_s + timeout_s + self._state.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:

@@ -152,8 +152,8 @@ def test_the_outcome_of_a_requeued_dead_letter_replaces_the_old_one_in_every_cal
         assert client.submit("trial.raise", str(gate).encode(), request_id=name) == task_id
         ends = [(DEAD_LETTERED, task_id), (DEAD_LETTERED, task_id), (SUCCEEDED, task_id)]
         watched: list[tuple[Any, str]] = []
-        for outcome, cursor in client.watch(queue=queue):
-            watched.append((outcome, cursor))
+        for ended, cursor in client.watch(queue=queue):
+            watched.append((ended, cursor))
             if len(watched) == 4:
                 break
         assert [(o.state, o.task_id) for o, _ in watched] == [(SUCCEEDED, other), *ends]
