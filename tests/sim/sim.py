@@ -29,7 +29,7 @@ EVENTS_MAX = 90_000  # in which no task ends
 # The faults of worlds in which tasks make devices sick: the master learns of each run, and why it ended.
 GENTLE = frozenset({
     "client crash", "client pause", "client break", "duplicate", "attach", "cancel", "disk slow", "disk full",
-    "pause", "limits", "strategy", "queue strategy", "reset breaker", "requeue letter", "discard letter",
+    "pause", "limits", "strategy", "queue strategy", "reset breaker", "discard letter",
 })  # fmt: skip
 
 

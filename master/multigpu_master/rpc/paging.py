@@ -7,20 +7,17 @@ from multigpu_master.rpc.errors import InvalidArgumentError
 
 T = TypeVar("T")
 
-PAGE_PREFIX = "v1."
-# Of a Watch cursor, before the name of the incarnation that issued it. Older cursors look like page tokens.
-CURSOR_PREFIX = "v2."
+PAGE_PREFIX = "p."
+CURSOR_PREFIX = "w."  # of a Watch cursor, before the name of the incarnation that issued it
 PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
 
 
-def read_token(token: str, name: str) -> int:
-    """The number in a page token or cursor; 0 for an empty one. InvalidArgumentError: this service did not issue it."""
-    if not token:
-        return 0
-    number = token.removeprefix(PAGE_PREFIX)
-    if number == token or not number.isascii() or not number.isdigit() or len(number) > 18:
+def read_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
+    """The number in a page token; 0 for an empty one. InvalidArgumentError: this service did not issue it."""
+    number = token.removeprefix(prefix)
+    if token and (number == token or not number.isascii() or not number.isdigit() or len(number) > 18):
         raise InvalidArgumentError(f"{name} is not one that this service gave out")
-    return int(number)
+    return int(number or 0)
 
 
 def make_token(number: int) -> str:
@@ -35,10 +32,8 @@ def make_cursor(incarnation: str, number: int) -> str:
 
 def read_cursor(cursor: str) -> tuple[str, int]:
     """The incarnation that issued a Watch cursor, and its number. InvalidArgumentError: as for tokens."""
-    name, dot, number = cursor.removeprefix(CURSOR_PREFIX).partition(".")
-    if not (cursor.startswith(CURSOR_PREFIX) and dot):
-        return "", read_token(cursor, "cursor")
-    return name, read_token(PAGE_PREFIX + number, "cursor")
+    name, _, _ = cursor.removeprefix(CURSOR_PREFIX).partition(".")
+    return name, read_token(cursor, "cursor", f"{CURSOR_PREFIX}{name}.")
 
 
 def check_count(count: int, limit: int, items: str) -> None:

@@ -23,8 +23,7 @@ from multigpu_master.wire.times import duration, seconds_of
 from multigpu_master.wire.workers import heartbeat, worker_info
 from multigpu_master.worker_streams import SessionOutbox
 
-# The versions of workers that the master accepts. It is upgraded before its workers.
-PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 2, 2
+PROTOCOL_VERSION = 2
 # Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
 # Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus reported ones that a hello
@@ -103,7 +102,7 @@ class WorkerService:
         hello = first.hello
         if not first.HasField("hello"):
             raise PreconditionError("the first frame of a session must carry hello")
-        if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
+        if hello.protocol_version != PROTOCOL_VERSION:
             older = "worker" if hello.protocol_version < PROTOCOL_VERSION else "master"
             raise PreconditionError(
                 f"the worker speaks protocol {hello.protocol_version}, this master {PROTOCOL_VERSION}; upgrade the "

@@ -151,7 +151,7 @@ MESSAGES = (
              "not caller.worker_ids:",
              "a worker takes the id of another"),
     sessions(BAD_INPUT + "an_invalid_hello_is_rejected",
-             "if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:",
+             "if hello.protocol_version != PROTOCOL_VERSION:",
              "if hello.protocol_version > PROTOCOL_VERSION:", "a worker of an older protocol joins"),
     sessions(REGRESSIONS + "a_worker_lists_no_more_leases_than_it_can_hold",
              "check_count(len(frame.heartbeat.leases), self._leases_max, LEASES)", "pass",

@@ -17,7 +17,7 @@ import click
 
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
-from multigpu.cli.local.fleet_log import LOG_NAME, FleetLog
+from multigpu.cli.local.fleet_log import FleetLog
 from multigpu.cli.local.gpus import usable_gpus
 from multigpu.cli.local.supervisor import ChildSpec, Supervisor
 from multigpu.cli.options import Number, config_option, load_config
@@ -212,7 +212,7 @@ def choose_addresses(listen: str) -> tuple[str, str]:
 async def run_fleet(fleet: Fleet) -> int:
     """Runs the fleet until a signal or a process that can't run. Returns the exit code."""
     names = ["master", "up", *fleet.workers]
-    log = FleetLog(as_json=fleet.log_json, names=names, file=fleet.data_dir / LOG_NAME)
+    log = FleetLog(as_json=fleet.log_json, names=names)
     log.event("up", f"the journal and the log of this fleet are in {fleet.data_dir}")
 
     def on_event(name: str, text: str) -> None:
