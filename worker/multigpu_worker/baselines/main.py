@@ -1,8 +1,8 @@
 """The process that `mgpuctl bench` compares a fleet with: baseline loops (loops.py) without a fleet.
 
 Requests are pickled dicts on standard input. Each gets a pickled dict on standard output, with `error` if it failed.
-{"settings": {"device", "threads", "pid"}, "variant", "payloads" to warm up with} loads a loop;
-{"payloads", "times" to repeat them} runs it and gets {"seconds", "tokens" or None}, and once also {"results"}.
+{"settings": {"device", "threads", "pid"}, "task": {"kind", "model", "content_type"}, "payloads" to warm up with} loads
+a loop; {"payloads", "times" to repeat them} runs it and gets {"seconds", "tokens" or None}.
 """
 
 import functools
@@ -40,14 +40,13 @@ class Baselines:
             artifacts_bytes_max=config.config.artifacts_bytes_max,
         )
 
-    def load(self, *, model: str, kind: str, engine: str, precision: str, content_type: str) -> Loop:
-        parameters = {name: each for name, each in (("engine", engine), ("precision", precision)) if each != "auto"}
+    def load(self, *, model: str, kind: str, content_type: str) -> Loop:
         if not model:
-            batch_of = functools.partial(Batch, kind, model, parameters, content_type)
+            batch_of = functools.partial(Batch, kind, model, {}, content_type)
             return EngineLoop(load_handlers(kind, self._settings), batch_of)
         if model not in self._specs:
             raise ValueError(f"no model {model!r} is configured here")
-        return load_model(kind, self._specs[model], self._settings, parameters, content_type)
+        return load_model(kind, self._specs[model], self._settings, {}, content_type)
 
 
 def of_worker(pid: int) -> tuple[dict[str, str], str | None, dict[str, Any]] | None:
@@ -80,23 +79,21 @@ def main() -> None:
             return
         answer: dict[str, Any] = {}
         try:
-            if "variant" in request:
+            if "task" in request:
                 threads = request["settings"]["threads"]
                 if threads:
                     # The libraries read these at their first use.
                     os.environ["OMP_NUM_THREADS"] = os.environ["RAYON_NUM_THREADS"] = str(threads)
                 baselines = baselines or Baselines(**request["settings"])
                 loop = None  # frees its memory
-                loop = baselines.load(**request["variant"])
+                loop = baselines.load(**request["task"])
                 loop.warm_up(loop.read(request["payloads"]))
             else:
                 assert loop is not None
                 examples = loop.read(request["payloads"] * request["times"])
                 began = time.perf_counter()
-                results = loop.run(examples)
+                loop.run(examples)
                 answer = {"seconds": time.perf_counter() - began, "tokens": loop.tokens}
-                if request["times"] == 1:
-                    answer["results"] = results
         except Exception as error:  # noqa: BLE001  any library's; the next request may succeed
             answer["error"] = f"{type(error).__name__}: {error}"
         pickle.dump(answer, answers)

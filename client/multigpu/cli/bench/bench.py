@@ -1,7 +1,7 @@
-"""`mgpuctl bench`: speed and accuracy of a fleet with a model, for each engine, precision, batch size and load.
+"""`mgpuctl bench`: speed of a fleet with a model, next to a plain loop, for each batch size and load.
 
-run.py measures; this module turns the command line into what is measured, and the rows into a table, JSON, CSV and a
-plot. docs/bench.md explains every column.
+run.py measures; this module turns the command line into what is measured, and the rows into a table, JSON and a plot.
+docs/bench.md explains every column.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from multigpu._transport.encoding import JSON, RAW, encode
 from multigpu.cli import show, tables
 from multigpu.cli.bench import plot
 from multigpu.cli.bench.baseline import Baseline
-from multigpu.cli.bench.rows import COLUMNS, to_csv
+from multigpu.cli.bench.rows import COLUMNS
 from multigpu.cli.bench.run import Bench, Grid, Serving, serving
 from multigpu.cli.bench.source import Arrays, Singles, Source, Texts, read_pictures, read_texts, to_classify
 from multigpu.cli.commands import Command
-from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed, TerminatedError, WrongUsage
+from multigpu.cli.failures import EXIT_CODES, Failure, TerminatedError, WrongUsage
 from multigpu.cli.kinds.infer import read_inputs
 from multigpu.cli.kinds.vectors import File
 from multigpu.cli.options import client_config, json_option, master_option
@@ -36,7 +36,6 @@ from multigpu.cli.tasks.lines import read_lines
 from multigpu.cli.tasks.submit import parse
 from multigpu.cli.text import plural
 from multigpu.errors import MultigpuError
-from multigpu.repository.model import ENGINES, PRECISIONS
 from multigpu.v1 import admin_service_pb2 as admin
 
 # The examples of each kind; of any other kind, HANDLER.
@@ -56,19 +55,6 @@ FLAGS = {
 BATCH_SIZES = (1, 32)
 
 
-def one_of(known: Sequence[str]) -> Any:
-    """Comma-separated words of `known`. For `click.option(callback=…)`."""
-
-    def check(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-        words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
-        for word in words:
-            if word not in known:
-                raise click.BadParameter(f"{word!r} is none of {', '.join(known)}", context, parameter)
-        return words
-
-    return check
-
-
 def numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     """Comma-separated whole numbers from 1. For `click.option(callback=…)`."""
     if value is None:
@@ -85,20 +71,14 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.command(
     cls=Command,
     examples=(
-        ("mgpuctl bench --engine torch,onnx --concurrency 1,64", "Two engines, one caller and many."),
-        ("mgpuctl bench m --precision fp32,bf16 --json", "Two precisions, for programs."),
+        ("mgpuctl bench m --concurrency 1,64 --plot bench.png", "One caller and many, and a picture of both."),
         ("mgpuctl bench vit --input pixels=@batch.npy", "A model that takes arrays."),
         ("mgpuctl bench vision --pictures photos/", "A model that classifies."),
         ("mgpuctl bench --kind my.kind --lines in.txt", "A handler of your own."),
-        ("mgpuctl bench --csv bench.csv --plot bench.png", "All results, and a plot of them."),
     ),
     exits=EXIT_CODES,
 )
-@click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--engine", "engines", default="auto", callback=one_of(ENGINES), metavar="E,…", show_default=True)
-@click.option(
-    "--precision", "precisions", default="auto", callback=one_of(PRECISIONS), metavar="P,…", show_default=True
-)
+@click.argument("model", default="", metavar="[MODEL]")
 @click.option("--batch-size", "batch_sizes", callback=numbers, metavar="N,…", help="Items in a task.  [default: 1,32]")
 @click.option(
     "--concurrency",
@@ -134,21 +114,14 @@ def numbers(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option(
     "--plain/--no-plain", "with_baseline", default=True, help="Compare with a baseline: a plain loop in one process."
 )
-@click.option(
-    "--plain-threads",
-    type=click.IntRange(1),
-    help="Threads of the baseline.  [default: all cores, as `mgpuctl up` has]",
-)
-@click.option("--csv", "csv_file", metavar="FILE", help="Write all results to this file.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw the results into this PNG file.")
 @master_option
 @json_option
 def bench(address: str, as_json: bool, **options: Any) -> None:
-    """Measure a fleet with each MODEL: speed and accuracy.
+    """Measure a fleet with MODEL, and compare it with a plain loop.
 
-    Every combination of the given engines, precisions, batch sizes and numbers of callers. Rounds of the fleet and of a
-    baseline in one process alternate, so that both see the same machine. A combination that can't be run is reported,
-    and the others continue. After Ctrl-C the table has the complete rows. docs/bench.md explains every column.
+    Every batch size with every number of callers. Rounds of the fleet and of a baseline in one process alternate, so
+    that both see the same machine. After Ctrl-C the table has the complete rows. docs/bench.md explains every column.
     """
     if options["plot_file"]:
         plot.require()
@@ -156,11 +129,7 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
     with sdk_failures():
         with contextlib.ExitStack() as files:
             # Opened before hours of measuring, not after.
-            outputs = [
-                (files.enter_context(File(Path(options[name]))), content)
-                for name, content in (("csv_file", to_csv), ("plot_file", plot.plot))
-                if options[name]
-            ]
+            picture = files.enter_context(File(Path(options["plot_file"]))) if options["plot_file"] else None
             with _prepared(address, options, quiet=as_json) as measured:
                 try:
                     _run(measured.run())
@@ -168,13 +137,11 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
                     if not measured.rows:
                         raise
                     problem = error
-            for output, content in outputs:
-                output.write(content(measured.rows))
+            if picture is not None:
+                picture.write(plot.plot(measured.rows))
         _print(measured, as_json=as_json, complete=problem is None)
         if problem is not None:
             raise problem
-    if failed := [row for row in measured.rows if row.error]:
-        raise TasksFailed(f"{len(failed)} of {len(measured.rows)} combinations could not be run")
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
@@ -207,7 +174,7 @@ def _prepared(address: str, options: dict[str, Any], *, quiet: bool) -> Iterator
     source = _source(options, grid)
     no_baseline = _why_no_baseline(options, found)
     with contextlib.ExitStack() as stack:
-        baseline = None if no_baseline else stack.enter_context(_baseline(options["plain_threads"], found))
+        baseline = None if no_baseline else stack.enter_context(_baseline(found))
         progress = stack.enter_context(Progress("items", grid.items_in_all, quiet=quiet))
         progress.begin()
         yield Bench(
@@ -227,13 +194,10 @@ def _kind(options: dict[str, Any], workers: Sequence[admin.Worker]) -> str:
     if options["kind"]:
         return str(options["kind"])
     kinds = {name: found.kind for worker in workers for found in worker.capabilities for name in found.models}
-    if unknown := [name for name in options["models"] if name not in kinds]:
-        raise WrongUsage(f"no worker serves the model {unknown[0]!r}; there are: {', '.join(sorted(kinds)) or 'none'}")
-    chosen = {kinds[name]: name for name in options["models"]}
-    if len(chosen) > 1:
-        models = " and ".join(f"{name} is for {kind}" for kind, name in chosen.items())
-        raise WrongUsage(f"{models}: measure one kind at a time")
-    return next(iter(chosen), embedding.KIND)
+    model = options["model"]
+    if model and model not in kinds:
+        raise WrongUsage(f"no worker serves the model {model!r}; there are: {', '.join(sorted(kinds)) or 'none'}")
+    return kinds[model] if model else embedding.KIND
 
 
 def _check_examples(kind: str, options: dict[str, Any]) -> None:
@@ -253,16 +217,14 @@ def _check_examples(kind: str, options: dict[str, Any]) -> None:
 
 
 def _grid(options: dict[str, Any], found: Serving, kind: str) -> Grid:
-    """The combinations to measure; without a MODEL, with the workers' default."""
-    models = options["models"] or found.models[:1] or ("",)
-    if unknown := [name for name in models if name and name not in found.models]:
+    """What to measure; without a MODEL, with the workers' default."""
+    model = options["model"] or next(iter(found.models), "")
+    if model and model not in found.models:
         there = f"; there are: {', '.join(found.models)}" if found.models else ", nor does it need one"
-        raise WrongUsage(f"no worker serves the model {unknown[0]!r} for {kind}{there}")
-    chosen = {name: options[name] for name in ("engines", "precisions", "concurrencies", "items", "rounds")}
-    if not models[0] and (options["engines"], options["precisions"]) != (("auto",), ("auto",)):
-        raise WrongUsage(f"{kind} has neither engines nor precisions: omit --engine and --precision")
+        raise WrongUsage(f"no worker serves the model {model!r} for {kind}{there}")
+    chosen = {name: options[name] for name in ("concurrencies", "items", "rounds")}
     sizes = options["batch_sizes"] or (BATCH_SIZES if kind in (embedding.KIND, inference.KIND) else (1,))
-    return Grid(kind=kind, models=tuple(dict.fromkeys(models)), batch_sizes=sizes, **chosen)
+    return Grid(kind=kind, model=model, batch_sizes=sizes, **chosen)
 
 
 def _source(options: dict[str, Any], grid: Grid) -> Source:
@@ -292,11 +254,13 @@ def _why_no_baseline(options: dict[str, Any], found: Serving) -> str:
     return ""
 
 
-def _baseline(threads: int | None, found: Serving) -> Baseline:
-    if not threads and found.device == "cpu":
+def _baseline(found: Serving) -> Baseline:
+    """With the threads that `mgpuctl up` gives its workers."""
+    threads = 0
+    if found.device == "cpu":
         workers, cores = len(found.worker_ids), len(os.sched_getaffinity(0))
         threads = max(1, cores // workers) * workers
-    return Baseline(device=found.device, threads=threads or 0, pid=found.pid)
+    return Baseline(device=found.device, threads=threads, pid=found.pid)
 
 
 def _print(measured: Bench, *, as_json: bool, complete: bool) -> None:
@@ -308,10 +272,7 @@ def _print(measured: Bench, *, as_json: bool, complete: bool) -> None:
     else:
         show.note(f"{plural(len(found.worker_ids), 'worker')} on {', '.join(found.products)}")
         tables.show_rows(rows, COLUMNS)
-    reasons = [(row, row.error) for row in rows]
-    reasons += [(row, f"no baseline: {row.plain_error}") for row in rows if row.plain_error not in ("", "--no-plain")]
-    remarks = (f"{row.model or row.kind}, {row.engine}, {row.precision}: {reason}" for row, reason in reasons if reason)
-    for remark in dict.fromkeys(remarks):
-        show.note(remark)
+    if measured.no_baseline not in ("", "--no-plain"):
+        show.note(f"no baseline: {measured.no_baseline}")
     if not complete:
-        show.note(f"mgpuctl: ended early, with {len(rows)} of {measured.grid.combinations} combinations measured")
+        show.note(f"mgpuctl: ended early, with {len(rows)} of {len(measured.grid.shapes)} rows measured")

@@ -1,4 +1,4 @@
-"""The plot of `mgpuctl bench`: items a second and latency by callers, a line for each variant and batch size."""
+"""The plot of `mgpuctl bench`: items a second and latency by callers, a line for each batch size."""
 
 import importlib.util
 import io
@@ -16,19 +16,18 @@ def require() -> None:
 
 
 def plot(rows: Sequence[Row]) -> bytes:
-    """A PNG of all rows with results."""
+    """A PNG."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (an extra, and slow to import)
 
-    lines: dict[tuple[str, str, str, int], list[Row]] = {}
+    lines: dict[int, list[Row]] = {}
     for row in rows:
-        if not row.error:
-            lines.setdefault((row.model or row.kind, row.engine, row.precision, row.batch_size), []).append(row)
+        lines.setdefault(row.batch_size, []).append(row)
     # Not pyplot: it needs a display.
     figure = Figure(figsize=(11, 5), layout="constrained")
     rates, times = figure.subplots(1, 2)
     counts = sorted({row.concurrency for row in rows})
-    for key, points in lines.items():
-        _draw(rates, times, key, sorted(points, key=lambda row: row.concurrency))
+    for points in lines.values():
+        _draw(rates, times, sorted(points, key=lambda row: row.concurrency))
     for axes, title in ((rates, "items / s"), (times, "latency of a task, ms: p50, and to p99")):
         axes.set(xlabel="callers", title=title, ylim=(0, None))
         axes.set_xscale("log", base=2)
@@ -36,17 +35,15 @@ def plot(rows: Sequence[Row]) -> bytes:
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.minorticks_off()
         axes.grid(visible=True, alpha=0.3)
-    if lines:
-        rates.legend(fontsize="small")
+    rates.legend(fontsize="small")
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=120)
     return out.getvalue()
 
 
-def _draw(rates: Any, times: Any, key: tuple[str, str, str, int], points: list[Row]) -> None:
-    model, engine, precision, batch_size = key
+def _draw(rates: Any, times: Any, points: list[Row]) -> None:
     callers = [row.concurrency for row in points]
-    label = f"{model}, {engine}, {precision}, batches of {batch_size}"
+    label = f"{points[0].model or points[0].kind}, batches of {points[0].batch_size}"
     (line,) = rates.plot(callers, [row.items_per_s for row in points], marker="o", label=label)
     plain = [row.plain_items_per_s for row in points]
     if None not in plain:

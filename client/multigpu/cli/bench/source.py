@@ -18,12 +18,8 @@ from multigpu.cli.failures import Failure
 from multigpu.cli.tasks.lines import open_input, read_lines
 from multigpu.v1 import embed_pb2
 
-# Examples whose answers are compared.
-JUDGED_EXAMPLES = 64
-# Classes of a classifier whose answers are compared.
-CLASSES_MAX = 1 << 16
-
-Rows = NDArray[np.float32]
+# Examples that load and warm up a model.
+FIRST_EXAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +40,8 @@ class Portion:
 class Texts:
     # Of all payloads: empty for raw bytes, "application/json" for JSON values.
     content_type = ""
-    # Items and batch size of the examples whose answers are compared.
-    judged = (JUDGED_EXAMPLES, JUDGED_EXAMPLES)
+    # Items and batch size of the examples that load a model.
+    first = (FIRST_EXAMPLES, FIRST_EXAMPLES)
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._endless: Iterator[str] = itertools.cycle(texts)
@@ -56,11 +52,6 @@ class Texts:
         parts = [texts[at : at + batch_size] for at in range(0, len(texts), batch_size)]
         payloads = [embed_pb2.EmbedPayload(texts=part).SerializeToString() for part in parts]
         return Portion(payloads=payloads, sizes=[len(part) for part in parts])
-
-    def rows(self, results: Sequence[bytes]) -> Rows:
-        """The answers to tasks, a row for each example."""
-        parsed = [embed_pb2.EmbedResult.FromString(result) for result in results]
-        return np.concatenate([np.frombuffer(found.values, "<f4").reshape(-1, found.dimension) for found in parsed])
 
 
 class Arrays:
@@ -73,20 +64,12 @@ class Arrays:
                 "all inputs must have the same first dimension, the number of examples, and at least one example"
             )
         self._inputs = inputs
-        self.judged = (*lengths, *lengths)
+        self.first = (*lengths, *lengths)
 
     def portion(self, items: int, batch_size: int) -> Portion:
         batch = {name: np.resize(array, (batch_size, *array.shape[1:])) for name, array in self._inputs.items()}
         payload, _ = inference.input_of(batch, ())
         return Portion(payloads=[payload], sizes=[batch_size], times=max(1, items // batch_size))
-
-    def rows(self, results: Sequence[bytes]) -> Rows:
-        (result,) = results
-        outputs = inference.arrays_of(result)
-        # One row, because an output need not have a row for each example.
-        return np.concatenate(
-            [np.asarray(outputs[name], np.float32).reshape(1, -1) for name in sorted(outputs)], axis=1
-        )
 
 
 class Singles:
@@ -94,21 +77,12 @@ class Singles:
 
     def __init__(self, payloads: Sequence[bytes], content_type: str = "") -> None:
         self.content_type = content_type
-        self.judged = (min(JUDGED_EXAMPLES, len(payloads)), 1)
+        self.first = (min(FIRST_EXAMPLES, len(payloads)), 1)
         self._endless: Iterator[bytes] = itertools.cycle(payloads)
 
     def portion(self, items: int, batch_size: int) -> Portion:
         assert batch_size == 1
         return Portion(payloads=list(itertools.islice(self._endless, items)), sizes=[1] * items)
-
-    def rows(self, results: Sequence[bytes]) -> Rows:
-        found = [classification.labels_of(result) for result in results]
-        rows = np.zeros((len(found), CLASSES_MAX), np.float32)
-        for row, labels in zip(rows, found, strict=True):
-            for label in labels:
-                if label.index < CLASSES_MAX:
-                    row[label.index] = label.score
-        return rows
 
 
 Source = Texts | Arrays | Singles

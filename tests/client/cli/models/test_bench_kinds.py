@@ -33,7 +33,7 @@ def stuck(value, context):
     while calls[value] > 8 and not context.cancelled:
         time.sleep(0.01)
 """
-SHORT = ("--items", "16", "--rounds", "2", "--concurrency", "2", "--plain-threads", "1")
+SHORT = ("--items", "16", "--rounds", "2", "--concurrency", "2")
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +75,16 @@ def test_a_custom_engine_and_its_baseline(address: str, folder: Path) -> None:
     flags = ("doubler", "--input", "x=[[1,2],[3,4]]", "--batch-size", "4")
     row = row_of(address, folder, *flags)
     assert (row["kind"], row["tasks"], row["items"]) == ("infer", 8, 32)
-    assert row["cosine"] == pytest.approx(1)
 
 
 def test_a_classifier_and_its_baseline(address: str, folder: Path) -> None:
     row = row_of(address, folder, "letters", "--texts", "lines.txt")
-    assert (row["kind"], row["batch_size"], row["top1"]) == ("classify", 1, 1)
+    assert (row["kind"], row["batch_size"]) == ("classify", 1)
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
-        (["letters", "doubler"], 2, "letters is for classify and doubler is for infer"),
         (["doubler"], 2, "infer takes arrays"),
         (["letters", "--batch-size", "4"], 2, "one example"),
         (
@@ -95,7 +93,6 @@ def test_a_classifier_and_its_baseline(address: str, folder: Path) -> None:
             "the kind classify takes no --input, but --texts, --pictures",
         ),
         (["--kind", "my.double"], 2, "my.double needs an input"),
-        (["--kind", "my.double", "--lines", "/dev/null", "--engine", "torch"], 2, "neither engines nor precisions"),
         (["letters", "--kind", "my.double", "--lines", "/dev/null"], 2, "nor does it need one"),
         (["--kind", "nothing", "--lines", "/dev/null"], 1, "no connected worker serves nothing; they serve: classify"),
         (["letters", "--texts", "/dev/null"], 1, "has no texts"),
@@ -131,12 +128,12 @@ def test_results_before_an_interrupt_is_reported(
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=env) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "my.stuck, auto, auto: loading\n"
+        assert process.stderr.readline() == "my.stuck: loading\n"
         assert "1 caller: " in process.stderr.readline()
         process.send_signal(number)
         said, remarks = process.communicate(timeout=60)
     assert process.returncode == status, remarks
-    assert "ended early, with 1 of 2 combinations measured" in remarks
+    assert "ended early, with 1 of 2 rows measured" in remarks
     assert "Traceback" not in remarks
     found = json.loads(said)
     assert (found["complete"], [row["tasks"] for row in found["rows"]]) == (False, [4])
