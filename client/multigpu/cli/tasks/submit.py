@@ -156,7 +156,9 @@ class _Lines:
         """Prints what a run that ends early leaves, and the command that continues it."""
         left = f"{done:,} lines submitted, and their tasks go on"
         if wait:
-            left = f"{self.read:,} lines read, {done:,} results printed; unfinished tasks of this run are cancelled"
+            left = (
+                f"{self.read:,} lines read, {done:,} results printed; pending tasks are cancelled if the master answers"
+            )
         argv = ["mgpuctl", *sys.argv[1:], *(() if self._given["request_id"] else ("--request-id", self._request_id))]
         show.note(f"mgpuctl: ended early: {left}; with the same input, this continues: {shlex.join(argv)}")
 
