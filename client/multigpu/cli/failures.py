@@ -20,6 +20,7 @@ EXIT_CODES: tuple[tuple[str, str], ...] = (
     ("5", "Some tasks failed, were cancelled or expired."),
     ("6", "`doctor`: no check fails, and there are warnings."),
     ("130", "Interrupted by Ctrl-C."),
+    ("143", "Ended by SIGTERM."),
 )
 
 

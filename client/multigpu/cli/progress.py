@@ -73,5 +73,6 @@ def _bar(unit: str, total: int | None) -> tuple[Any, Any]:
         Rate(),
         progress.TimeRemainingColumn() if total is not None else progress.TimeElapsedColumn(),
     )
-    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+    # rich's redirection would send the command's output to stderr.
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
     return bar, bar.add_task(unit, total=total)

@@ -39,7 +39,10 @@ class Up:
         """Module of each direct child -> pid; workers by their id."""
         found = {}
         for pid in children_of(self.process.pid):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                continue
             if "--worker-id" in words:
                 found[words[words.index("--worker-id") + 1]] = pid
             elif len(words) > 2:

@@ -192,7 +192,7 @@ def test_json_lines_give_the_same_float32_again(tmp_path: Path) -> None:
         (["submit", "--kind", "echo", "--payload", "x", "--file", "y"], "one of --payload"),
         (["submit", "--kind", "echo", "--payload", "x", "--priority", "9"], "--priority"),
         (["submit", "--kind", "echo", "--payload", "x", "--label", "nonsense"], "KEY=VALUE"),
-        (["submit", "--kind", "echo", "--lines", "x", "--request-id", "y"], "single task"),
+        (["submit", "--kind", "echo", "--lines", "x", "--retry-failed"], "give one"),
         (
             ["submit", "--kind", "echo", "--payload", "x", "--retry-failed"],
             "--retry-failed runs the task of a --request-id",

@@ -72,8 +72,8 @@ def embed(
     """Embed lines of text: one vector for each line, in order.
 
     Blank lines count too. Without FILEs, or for "-", reads standard input. Continues through restarts of the master and
-    of workers. If it ends early, the vectors so far stay in FILE.part, and --resume continues there. A summary tells
-    the speed and how many lines each worker did; --json prints it as one value.
+    of workers. If it ends early, or a task fails, the vectors so far stay in FILE.part; --resume continues there, and
+    runs failed tasks again. A summary tells the speed and how many lines each worker did; --json prints it as a value.
     """
     paths = files or (STDIN,)
     if output is not None and (same := next((path for path in paths if _is_same_file(path, output)), None)):

@@ -2,6 +2,9 @@
 
 import datetime as dt
 import json
+import shlex
+import sys
+import uuid
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
@@ -14,8 +17,9 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
 from multigpu.cli.options import json_option, key_values, master_option, queue_option, seconds_option, size
 from multigpu.cli.presence import check_takes_model
+from multigpu.cli.progress import Progress
 from multigpu.cli.sdk import cancelled_at_end, sdk_failures, with_flags
-from multigpu.cli.tasks.lines import STDIN, open_input, read_lines
+from multigpu.cli.tasks.lines import STDIN, count_lines, open_input, read_lines
 
 # Ids are printed after each batch, so that a pipe of any length needs bounded memory.
 BATCH_TASKS = 1_000
@@ -31,6 +35,7 @@ SDK_OPTIONS = (
     examples=(
         ("mgpuctl submit --kind echo --payload hi --wait", "Prints hi."),
         ("mgpuctl submit --kind my.kind --lines inputs.txt", "One task a line; prints their ids."),
+        ("mgpuctl submit --kind my.kind --lines in.txt --request-id night", "Run again, it continues."),
         ("mgpuctl submit --kind my.kind --parse-json --payload '{\"n\": 3}' --wait", "The handler gets a dict."),
         ("mgpuctl submit --kind sleep --payload 60 --request-id once", "Repeated, it names the same task."),
         ("cat image.png | mgpuctl submit --kind thumbnail --wait > small.png", "Bytes in, bytes out."),
@@ -61,8 +66,13 @@ SDK_OPTIONS = (
 @click.option(
     "--partition-key", default="", metavar="KEY", help="For strategy static_partition: one worker for each KEY."
 )
-@click.option("--request-id", default="", metavar="ID", help="Idempotency key: the same ID is the same task.")
-@click.option("--retry-failed", is_flag=True, help="Run the task of --request-id again if it did not succeed.")
+@click.option(
+    "--request-id",
+    default="",
+    metavar="ID",
+    help="Idempotency key: the same ID is the same task. With --lines, line N has the request_id ID:N.",
+)
+@click.option("--retry-failed", is_flag=True, help="Run tasks of --request-id again that did not succeed.")
 @master_option
 @json_option
 def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
@@ -71,17 +81,30 @@ def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
     Prints the ids of the tasks, once they are safe on the master's disk; with --wait, what they return. With --lines
     and --wait, line N of the output belongs to line N of the input: it is empty for a task that did not succeed, and
     for a result with a line break, which --json shows.
+
+    Ctrl-C and SIGTERM cancel the tasks that --wait waits for. The same command with the same --request-id and input
+    continues, also after kill -9: it prints all lines, and tasks that ended in the last 24 hours or still run are not
+    run again. Without --request-id, an ID is chosen, and a message names it if the command ends early.
     """
     inputs = _read_inputs(given)
     options = _task_options(given)
     if given["model"]:
         check_takes_model(address, given["kind"])
-    with sdk_failures(), Client(address) as client:
-        if wait:
-            with cancelled_at_end(client.map_outcomes(given["kind"], inputs, **options)) as outcomes:
-                _print_results(outcomes, many=given["lines"] is not None, as_json=as_json)
-        else:
-            _print_ids(client, given["kind"], inputs, options, as_json=as_json)
+    lines = inputs if isinstance(inputs, _Lines) else None
+    # Output on a terminal shows the progress itself.
+    progress = Progress("lines", count_lines([given["lines"]]) if lines else 1, quiet=not lines or sys.stdout.isatty())
+    try:
+        with progress, sdk_failures(), Client(address) as client:
+            if wait:
+                with cancelled_at_end(client.map_outcomes(given["kind"], inputs, **options)) as outcomes:
+                    _print_results(outcomes, progress, many=lines is not None, as_json=as_json)
+            else:
+                _print_ids(client, given["kind"], inputs, options, progress, as_json=as_json)
+    except (KeyboardInterrupt, Failure) as error:
+        # TasksFailed comes after the last line.
+        if lines and (lines.read if wait else progress.done) and not isinstance(error, TasksFailed):
+            lines.report(progress.done, wait=wait)
+        raise
 
 
 def _task_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -95,30 +118,49 @@ def _task_options(given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _read_inputs(given: dict[str, Any]) -> Iterator[Input]:
+def _read_inputs(given: dict[str, Any]) -> "_Lines | list[Input]":
     """The tasks' inputs, read as they are needed."""
     if sum(given[name] is not None for name in ("payload", "file", "lines")) > 1:
         raise click.UsageError("give one of --payload, --file and --lines")
-    if given["request_id"] and given["lines"] is not None:
-        raise click.UsageError("a --request-id names a single task; --lines makes many")
     if given["retry_failed"] and not given["request_id"]:
         raise click.UsageError("--retry-failed runs the task of a --request-id again: give one")
     if given["lines"] is not None:
-        return _line_inputs(given)
+        return _Lines(given)
     if given["payload"] is not None:
         data = given["payload"].encode()
     else:
         with open_input(given["file"] or STDIN) as file:
             data = file.read()
     payload = parse(data) if given["parse_json"] else data
-    return iter([Input(payload=payload, partition_key=given["partition_key"], request_id=given["request_id"])])
+    return [Input(payload=payload, partition_key=given["partition_key"], request_id=given["request_id"])]
 
 
-def _line_inputs(given: dict[str, Any]) -> Iterator[Input]:
-    name = "standard input" if given["lines"] == STDIN else given["lines"]
-    for number, line in enumerate(read_lines([given["lines"]]), 1):
-        payload = parse(line.encode(), f"{name}, line {number}: ") if given["parse_json"] else line.encode()
-        yield Input(payload=payload, partition_key=given["partition_key"])
+class _Lines:
+    """The lines of a file as inputs. Line N has the request_id ID:N, so another run joins this one's tasks."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+        self._request_id = given["request_id"] or uuid.uuid4().hex
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Input]:
+        path, key = self._given["lines"], self._given["partition_key"]
+        name = "standard input" if path == STDIN else path
+        for number, line in enumerate(read_lines([path]), 1):
+            data = line.encode()
+            payload = parse(data, f"{name}, line {number}: ") if self._given["parse_json"] else data
+            self.read = number
+            yield Input(payload=payload, partition_key=key, request_id=f"{self._request_id}:{number}")
+
+    def report(self, done: int, *, wait: bool) -> None:
+        """Prints what a run that ends early leaves, and the command that continues it."""
+        left = f"{done:,} lines submitted, and their tasks go on"
+        if wait:
+            left = (
+                f"{self.read:,} lines read, {done:,} results printed; pending tasks are cancelled if the master answers"
+            )
+        argv = ["mgpuctl", *sys.argv[1:], *(() if self._given["request_id"] else ("--request-id", self._request_id))]
+        show.note(f"mgpuctl: ended early: {left}; with the same input, this continues: {shlex.join(argv)}")
 
 
 def parse(data: bytes, where: str = "") -> Any:
@@ -134,13 +176,17 @@ def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON has no {name}")
 
 
-def _print_ids(client: Client, kind: str, inputs: Iterator[Input], options: dict[str, Any], *, as_json: bool) -> None:
+def _print_ids(
+    client: Client, kind: str, inputs: Iterable[Input], options: dict[str, Any], progress: Progress, *, as_json: bool
+) -> None:
     """Submits the tasks and prints their ids in order. A rejected task is reported, and the others go on."""
     taken = rejected = 0
-    while batch := list(islice(inputs, BATCH_TASKS)):
+    iterator = iter(inputs)
+    while batch := list(islice(iterator, BATCH_TASKS)):
         for answer in client.submit_many(kind, batch, **options):
             if not isinstance(answer, RejectedError):
                 taken += 1
+                progress.add(1)
                 show.line(show.as_json({"task_id": answer}) if as_json else str(answer))
                 continue
             rejected += 1
@@ -155,7 +201,7 @@ def _print_ids(client: Client, kind: str, inputs: Iterator[Input], options: dict
         raise failure(f"{rejected:,} of {taken + rejected:,} tasks were rejected")
 
 
-def _print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) -> None:
+def _print_results(outcomes: Iterable[Outcome], progress: Progress, *, many: bool, as_json: bool) -> None:
     """Prints results in the order of the inputs: unchanged, or as JSON lines with the whole outcome."""
     done = failed = broken = 0
     for outcome in outcomes:
@@ -175,6 +221,7 @@ def _print_results(outcomes: Iterable[Outcome], *, many: bool, as_json: bool) ->
             show.raw(outcome.result + b"\n")
         else:
             show.result(outcome.result)
+        progress.add(1)
     if failed or broken:
         faults = {"did not succeed": failed, "have a result with a line break": broken}
         texts = [f"{number:,} of {done:,} tasks {fault}" for fault, number in faults.items() if number]

@@ -127,6 +127,29 @@ def test_a_signal_cancels_and_resume_goes_on(
 
 
 @pytest.mark.slow
+def test_resume_embeds_the_lines_of_a_failed_task_again(fleet: tuple[Up, str], tmp_path: Path) -> None:
+    _, address = fleet
+    texts = some_lines(96)
+    file, out = tmp_path / "lines.txt", tmp_path / "out.npy"
+    file.write_text("\n".join(texts) + "\n")
+    ok(address, "queues", "pause", "fails")
+    argv = ["embed", str(file), "-o", str(out), "--queue", "fails"]
+    env = {**os.environ, "MGPU_MASTER": address}
+    with subprocess.Popen([*MGPUCTL, *argv], env=env, stderr=subprocess.PIPE, text=True) as process:
+        listed = ("tasks", "list", "--queue", "fails", "--json")
+        tasks = until(lambda: found if len(found := json.loads(ok(address, *listed))) == 3 else None)
+        ids = sorted(task["task_id"] for task in tasks)
+        ok(address, "tasks", "cancel", str(ids[1]))  # not withdrawn: for the client it failed
+        ok(address, "queues", "resume", "fails")
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "32 are in" in said
+    summary = json.loads(ok(address, *argv, "--resume", "--json"))
+    assert (summary["lines"], summary["resumed_lines"]) == (96, 32)
+    np.testing.assert_allclose(np.load(out), direct(texts), atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "arguments", "words"),
     [
