@@ -1,6 +1,7 @@
 """Checks of the fleet, and the whole command."""
 
 import json
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -226,3 +227,32 @@ def test_the_master_keeps_a_bounded_number_of_rejections_that_can_be_displayed(t
         assert [r.worker_id[:12] for r in (kept[0], kept[-1])] == ["w2\\x1b[31mxx", "w101\\x1b[31m"]
         assert len(kept) == 100
         assert max(len(r.worker_id) for r in kept) == 128
+
+
+def test_a_worker_whose_heartbeat_is_invalid_counts_as_rejected_but_a_takeover_does_not(tmp_path: Path) -> None:
+    session = worker_service_pb2.SessionRequest
+
+    def hello(worker_id: str) -> worker_service_pb2.SessionRequest:
+        kinds = [worker_service_pb2.Capability(kind="k")]
+        return session(
+            hello=worker_service_pb2.Hello(
+                protocol_version=2, worker_id=worker_id, slots=1, process="p", capabilities=kinds
+            )
+        )
+
+    with Fleet(tmp_path, workers=0) as fleet:
+        beat = session(heartbeat=worker_service_pb2.Heartbeat(catalog=worker_service_pb2.Catalog()))
+        with rejected(grpc.StatusCode.INVALID_ARGUMENT, "capabilities are missing"):
+            list(fleet.sessions.Session(iter([hello("beats"), beat]), timeout=20))
+        waits: queue.SimpleQueue[worker_service_pb2.SessionRequest] = queue.SimpleQueue()
+        waits.put(hello("moves"))
+        first = fleet.sessions.Session(iter(waits.get, None), timeout=20)
+        assert next(first).HasField("welcome")
+        second = fleet.sessions.Session(iter([hello("moves")]), timeout=20)
+        assert next(second).HasField("welcome")
+        with rejected(grpc.StatusCode.ABORTED):
+            list(first)
+        (kept,) = fleet.stats().worker_rejections
+        assert (kept.worker_id, "capabilities are missing" in kept.reason) == ("beats", True)
+        first.cancel()
+        second.cancel()
