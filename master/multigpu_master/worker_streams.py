@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import grpc
 from multigpu.v1 import worker_service_pb2
+from multigpu.v1.admin_service_pb2 import WorkerRejection
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease
@@ -40,6 +41,8 @@ class WorkerStreams:
         self._outboxes: dict[int, SessionOutbox] = {}
         # Why the master ended sessions whose streams are not closed yet.
         self.end_reasons: dict[int, str] = {}
+        # By worker_id, oldest first. WorkerService fills it.
+        self.rejections: dict[str, WorkerRejection] = {}
 
     def __len__(self) -> int:
         return len(self._outboxes)

@@ -1,8 +1,8 @@
 """The faults of a chaos run, drawn from a seed, and their repair.
 
-Killed processes are started again, at once or a moment later. Stopped ones (SIGSTOP) continue after up to twice the
-session timeout: a worker that is lost and returns, while its engine went on working, reports too late. Network faults
-end after a while.
+Killed processes are started again, at once or a moment later, and a master perhaps with a wall clock that is wrong.
+Stopped ones (SIGSTOP) continue after up to twice the session timeout: a worker that is lost and returns, while its
+engine went on working, reports too late. Network faults end after a while.
 """
 
 import contextlib
@@ -22,8 +22,10 @@ from tests.chaos.records.history import CLIENTS, History
 # How often each kind is chosen.
 KINDS = {
     "master": 2, "worker": 4, "engine": 4, "pause": 3, "client": 2, "watcher": 1, "failpoint": 3, "network": 3,
-    "handlers": 2,
+    "handlers": 2, "clock": 2,
 }  # fmt: skip
+# By how much the master's wall clock is ahead after a restart; it may also be right again.
+CLOCK_STEPS_S = (-3600, 3600, -25 * 3600, 25 * 3600, 10 * 86400, 0)
 STOPPED_S = (1.2, 2.2)  # the session timeout is 1 s
 NETWORK_S = (0.3, 2.5)
 
@@ -50,12 +52,13 @@ class Faults:
         """Begins a fault; how many processes were killed or stopped, or places disconnected."""
         kind = self._random.choices(self.kinds, [KINDS[k] for k in self.kinds])[0]
         worker = self._random.choice(sorted(self._fleet.workers))
+        step_s = self._random.choice(CLOCK_STEPS_S)
         strikes: dict[str, Callable[[], int]] = {
             "master": self._kill_master, "worker": lambda: self._kill_worker(worker),
             "engine": lambda: self._kill_engine(worker), "pause": lambda: self._pause(worker),
             "client": lambda: self._kill_client("work"), "watcher": lambda: self._kill_client("watch"),
             "failpoint": lambda: self._arm(worker), "network": lambda: self._break_network(worker),
-            "handlers": lambda: self._break_handlers(worker),
+            "handlers": lambda: self._break_handlers(worker), "clock": lambda: self.set_clock(step_s),
         }  # fmt: skip
         return strikes[kind]()
 
@@ -81,6 +84,14 @@ class Faults:
             return 0
         self.kill("master", back_s=self._later_s())
         return 1
+
+    def set_clock(self, step_s: int) -> int:
+        """Kills the master, and the next one's wall clock is ahead by this."""
+        killed = self._kill_master()
+        if killed:
+            self._fleet.set_clock(step_s)
+            self._history.add("clock", step_s=step_s)
+        return killed
 
     def _kill_worker(self, name: str) -> int:
         if not self._fleet.workers[name].alive:

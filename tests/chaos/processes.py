@@ -9,10 +9,12 @@ from tests.chaos.client import durable_names, names_of
 from tests.chaos.failpoints import ON_PURPOSE
 from tests.chaos.network import Network
 from tests.chaos.records.history import CLIENTS, History, records_of
+from tests.disk import layer
 from tests.fleet import QUICK, Daemon, Fleet
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HANDLERS = Path(__file__).resolve().parent / "handlers"
+WALL_CLOCK = ROOT / "tests" / "integration" / "restart" / "wall_clock.c"
 PORT = 50051
 
 
@@ -34,6 +36,8 @@ class ChaosFleet(Fleet):
         self.env = self._env
         self._history = history
         self.network = network
+        # By how many seconds the wall clock of the master's process is ahead.
+        self._step = folder / "step"
         self.armed: dict[str, dict[str, str]] = {}  # by name: environment variables of its next process
         if network is not None:
             self.address = f"{network.address('master')}:{PORT}"
@@ -41,11 +45,17 @@ class ChaosFleet(Fleet):
     def faults(self) -> list[str]:
         return [line for line in super().faults() if ON_PURPOSE not in line]
 
+    def set_clock(self, step_s: int) -> None:
+        """The next process of the master has a wall clock that is ahead by this. Call it while none runs."""
+        self._step.write_text(str(step_s))
+
     def launch(self, name: str, module: str, arguments: Sequence[str]) -> Daemon:
         arguments = [*arguments, "--log-format", "json"]
         variable = self.armed.pop(name, {})
         if variable:
             module, arguments = "tests.chaos.failpoints", [module, *arguments]
+        if name == "master" and self._step.exists():
+            variable = {**variable, "LD_PRELOAD": str(layer.build(WALL_CLOCK)), "CLOCK_STEP": str(self._step)}
         prefix = self.network.prefix(name) if self.network is not None else []
         log = self.folder / f"{name}.log"
         daemon = Daemon(module, arguments, log, {**self._env, **variable}, prefix)

@@ -13,6 +13,7 @@ from typing import Self
 
 from multigpu.v1 import task_service_pb2
 from multigpu.v1.admin_service_pb2 import WORKER_STATE_ACTIVE
+from multigpu_master.journal.sqlite.journal import SWEEP_AFTER_S
 
 from tests.chaos import failpoints
 from tests.chaos.client import durable_names, names_of
@@ -21,6 +22,7 @@ from tests.chaos.faults import KINDS, Faults, places
 from tests.chaos.network import Network, NotAllowedError
 from tests.chaos.processes import ChaosFleet, ClientProcess, Seen
 from tests.chaos.records.history import History, Record, load
+from tests.disk import layer
 from tests.waiting import until
 
 WORKERS = 3
@@ -29,6 +31,8 @@ PAUSE_MAX_S = 0.8  # between two strikes
 DRAIN_TIMEOUT_S = 120.0
 # How long the watch may take to deliver outcomes that the clients have already.
 WATCH_LAG_S = 5.0
+# The wall clock of the last master, which reads all outcomes: more than any result_ttl.
+AHEAD_S = 10 * 86400
 REACH_TIMEOUT_S = 60.0  # for a failpoint: with the traffic of a round, each is passed many times a second
 
 Tell = Callable[[str], None]
@@ -54,6 +58,8 @@ class Chaos:
             except NotAllowedError as error:
                 self.no_network = str(error)
                 kinds = [k for k in kinds or KINDS if k != "network"]
+        if layer.missing():
+            kinds = [k for k in kinds or KINDS if k != "clock"]
         self.fleet = ChaosFleet(folder / "fleet", self.history, workers=WORKERS, network=self.network)
         self.faults = Faults(self.fleet, self.history, self.folder, self._random.getrandbits(32), kinds or list(KINDS))
         self._round = 0
@@ -209,6 +215,10 @@ class Chaos:
         if self.network is not None:
             self.network.heal()
         until(lambda: self.faults.mended() and self.whole(), DRAIN_TIMEOUT_S, "the fleet to be whole again")
+        if "clock" in self.faults.kinds:
+            self.faults.set_clock(AHEAD_S)
+            until(lambda: self.faults.mended() and self.whole(), DRAIN_TIMEOUT_S, "the last master")
+            time.sleep(SWEEP_AFTER_S + 2)  # it has begun to delete what it considers expired
 
         def zero() -> bool:
             left = fleet.tasks.Count(task_service_pb2.CountRequest(), timeout=10)

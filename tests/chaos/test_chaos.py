@@ -15,6 +15,7 @@ from tests.chaos.network import Way
 from tests.chaos.records.checker import check
 from tests.chaos.records.report import Report, report
 from tests.chaos.rounds import Chaos
+from tests.disk import layer
 from tests.waiting import until
 
 # Both ends ping an idle connection every 10 s and wait 5 s for the answer; 10 s more for a busy machine.
@@ -53,6 +54,14 @@ def test_nothing_acknowledged_is_lost_while_everything_breaks(tmp_path: Path) ->
 def test_nothing_is_lost_when_a_process_dies_at_any_failpoint(tmp_path: Path) -> None:
     result = run(tmp_path, lambda chaos: chaos.sweep(FAILPOINTS))
     assert sum(n for kind, n in result.by_kind.items() if "at a failpoint" in kind) == len(FAILPOINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(layer.missing()), reason=layer.missing())
+def test_nothing_is_lost_when_the_master_restarts_with_a_wrong_clock(tmp_path: Path) -> None:
+    result = run(tmp_path, lambda chaos: chaos.random_rounds(2), ["clock", "worker"])
+    assert result.by_kind["clock set between two masters"]
 
 
 def cut_one_way(chaos: Chaos) -> None:

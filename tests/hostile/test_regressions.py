@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu._transport.names import MODELS_MAX
 from multigpu._transport.payload_sharing import Sharing
 from multigpu._transport.payloads import read_file
 from multigpu.cli.failures import Failure
@@ -131,7 +132,7 @@ def test_a_large_hello_is_rejected() -> None:
         wire_workers.worker_info(hello(labels={"l": "x" * (1 << 20)}).hello)
     found = [model_pb2.ModelResidency(model=f"m{n}" * 999) for n in range(2000)]
     beat = worker_pb.Heartbeat(models=found)
-    assert len(wire_models.residents(beat)) == wire_models.MODELS_MAX
+    assert len(wire_models.residents(beat)) == MODELS_MAX
 
 
 def test_a_worker_forgotten_while_its_cordon_is_written(local: LocalMaster) -> None:

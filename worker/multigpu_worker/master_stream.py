@@ -12,7 +12,7 @@ from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.models.loader import ModelLoader
-from multigpu_worker.models.messages import Offers, fitting, model_messages, residency_messages
+from multigpu_worker.models.messages import LEFT_OUT, Offers, fitting, model_messages, residency_messages
 from multigpu_worker.models.model_sizes import slots_max
 from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.processes.pool import EnginePool
@@ -47,8 +47,8 @@ class MasterStream:
     welcomed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     heartbeat_s: float = 1.0
     _last_frame: int = 0
-    # Models that did not fit into the last hello or catalog.
-    _left_out: int = 0
+    # About the models that did not fit into the last hello or catalog.
+    _left_out: str = ""
     # The master must be sent the key of the directory for large payloads.
     _key_due: bool = False
 
@@ -147,15 +147,10 @@ class MasterStream:
 
     def _catalog(self) -> tuple[Offers, list[model_pb2.Model]]:
         """The offers and models that fit into a message."""
-        found = model_messages(self.loader.routes)
-        offers, models = fitting(self.dispatcher.offers(), found)
-        left_out = len(found) - len(models)
+        offers, models = fitting(self.dispatcher.offers(), model_messages(self.loader.routes))
+        left_out = next((model.error for model in models if model.name == LEFT_OUT), "")
         if left_out and left_out != self._left_out:
-            log.warning(
-                "some models are not offered: a worker can describe no more; divide its model repository",
-                offered=len(models),
-                left_out=left_out,
-            )
+            log.warning("some models are left out", reason=left_out)
         self._left_out = left_out
         return offers, models
 

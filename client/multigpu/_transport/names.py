@@ -4,8 +4,8 @@ import re
 
 # Bytes of a model's id, of its name and of its version.
 MODEL_BYTES_MAX = 256
-# Total size of a worker's hello without its leases, and of its catalog.
-HELLO_BYTES_MAX = 128 << 10
+# Total size of a worker's hello without its leases, and of its catalog; number of models in one.
+HELLO_BYTES_MAX, MODELS_MAX = 128 << 10, 1000
 # Control characters, characters that are invisible or change how the text around them is displayed, and surrogates,
 # which no message can hold.
 UNPRINTABLE = re.compile(

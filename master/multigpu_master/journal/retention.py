@@ -1,7 +1,7 @@
 """The age of outcomes: the time that passed on the clocks of running masters since an outcome was written.
 
 Time during which no master ran does not count. It cannot be told from a host's clock that was set while no master ran,
-and such a clock must not delete results. The journal saves the time every SAVE_S; the difference between that time and
+and such a clock must not delete results. The journal saves the time at its start and every SAVE_S; the difference to
 the next master's first time is added to the lifetime of all older outcomes.
 """
 
@@ -40,7 +40,7 @@ class Retention:
         self._downtimes = [(int(cursor), float(seconds)) for cursor, seconds in fields["downtimes"]]
 
     def resume(self, next_cursor: int) -> float:
-        """Counts the downtime before this master. Returns by how much its clock differs from the saved time."""
+        """Counts the downtime before this master. Returns the difference to the saved time. Save at once."""
         difference_s = self.clock() - self._saved_s if self._saved_s else 0.0
         if difference_s > 0:
             downtimes = [*self._downtimes, (next_cursor, difference_s)]
@@ -48,7 +48,6 @@ class Retention:
                 (_, first_s), (cursor, second_s), *downtimes = downtimes
                 downtimes.insert(0, (cursor, first_s + second_s))
             self._downtimes = downtimes
-        self._saved_s = 0.0  # save soon
         return difference_s
 
     def due(self) -> bool:

@@ -1,25 +1,29 @@
 """WorkerService: the sessions of workers."""
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import structlog
+from multigpu._transport.names import escaped
 from multigpu.v1 import worker_service_pb2
+from multigpu.v1.admin_service_pb2 import WorkerRejection
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.workers.info import WorkerInfo
 from multigpu_master.driver import Driver
 from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.errors import CallError, DeniedError, InvalidArgumentError, PreconditionError
+from multigpu_master.rpc.errors import CallError, DeniedError, InvalidArgumentError, PreconditionError, call_error
 from multigpu_master.rpc.outbox import serve_stream
 from multigpu_master.rpc.paging import check_count
 from multigpu_master.rpc.parsing import parse
 from multigpu_master.security.auth import current_caller
 from multigpu_master.wire.leases import held_leases, partial_outputs, reports_of
-from multigpu_master.wire.times import duration, seconds_of
+from multigpu_master.wire.times import duration, seconds_of, timestamp
+from multigpu_master.wire.validation import NAME_BYTES_MAX, InvalidMessageError
 from multigpu_master.wire.workers import heartbeat, worker_info
 from multigpu_master.worker_streams import SessionOutbox
 
@@ -33,7 +37,7 @@ IN_USE = (
     "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "
     "host lost power, that session ends within session_timeout_s"
 )
-PROCESS_CHARS_MAX = 64
+PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100
 LEASES = "leases in one frame of a worker's session"
 log = structlog.get_logger()
 
@@ -58,15 +62,28 @@ class WorkerService:
         if data is grpc.aio.EOF:
             return
         first = parse(worker_service_pb2.SessionRequest, data)
+        try:
+            await self._serve(first, context)
+        except (CallError, InvalidMessageError) as error:
+            failure = call_error(error, "Session")
+            if failure.code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):  # these end a good session
+                worker_id, rejections = escaped(first.hello.worker_id)[:NAME_BYTES_MAX], self._driver.workers.rejections
+                seen = {"worker_id": worker_id, "peer": context.peer(), "reason": str(failure)}
+                log.warning("worker rejected", pid=first.hello.pid, **seen)
+                rejections.pop(worker_id, None)
+                rejections[worker_id] = WorkerRejection(reject_time=timestamp(time.time()), **seen)
+                if len(rejections) > REJECTIONS_MAX:
+                    del rejections[next(iter(rejections))]
+            raise failure from None
+
+    async def _serve(self, first: Any, context: Any) -> None:
         info = self._check_hello(first)
         hello = first.hello
         leases_max = 2 * min(info.window_tasks, WINDOW_TASKS_MAX) + REPORTED_MAX
         check_count(len(hello.leases), leases_max, LEASES)
         check_count(len(hello.process), PROCESS_CHARS_MAX, "characters in process")
         if self._driver.workers.has_other_process(info.worker_id, hello.process):
-            why = IN_USE.format(worker_id=info.worker_id)
-            log.warning("worker rejected", worker_id=info.worker_id, host=info.host, pid=info.pid, reason=why)
-            raise CallError(why, grpc.StatusCode.ALREADY_EXISTS)
+            raise CallError(IN_USE.format(worker_id=info.worker_id), grpc.StatusCode.ALREADY_EXISTS)
         caller = current_caller()
         token_id = caller.token_id if caller is not None else ""
         session = next(self._sessions)
@@ -78,6 +95,7 @@ class WorkerService:
             commands = self._driver.handle(ev.Hello(session, info, held, ids_end, token_id))
             # A hello also lists recently reported leases; the adopted ones are those that the worker still holds.
             leases = sum(len(c.adopted) for c in commands if isinstance(c, ev.Welcome))
+            self._driver.workers.rejections.pop(info.worker_id, None)
             log.info("worker joined", worker_id=info.worker_id, session=session, leases=leases)
             reader = SessionReader(self._driver, session, outbox, leases_max)
             await reader.read(first)

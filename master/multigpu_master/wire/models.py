@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
+from multigpu._transport.names import MODELS_MAX
 from multigpu.v1 import model_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
@@ -16,7 +17,6 @@ from multigpu_master.wire.validation import (
     check_printable,
 )
 
-MODELS_MAX = 1000
 # Fields with the same name in a message and in Model. The sizes of a hello and a catalog limit their texts.
 _SAME_FIELDS = ("name", "version", "current", "files_bytes", "memory_bytes", "error")
 _RESIDENT_FIELDS = ("memory_bytes", "loads", "pinned")

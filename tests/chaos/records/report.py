@@ -38,6 +38,8 @@ def report(records: list[Record], findings: Findings) -> Report:
                 kinds[f"network {r['how']}"] += 1
             case "handlers":
                 kinds["handlers broken"] += 1
+            case "clock":
+                kinds["clock set between two masters"] += 1
             case "armed":
                 kinds["failpoints armed"] += 1
     return Report(

@@ -4,6 +4,7 @@ import json
 from typing import Any, cast
 
 import pytest
+from multigpu._transport.names import MODELS_MAX
 from multigpu.v1 import model_pb2, worker_service_pb2
 from multigpu_master import settings
 from multigpu_master.core import events as ev
@@ -262,7 +263,7 @@ def test_invalid_reports_are_rejected_or_truncated() -> None:
     with pytest.raises(wire_validation.InvalidMessageError, match="capabilities are missing"):
         wire_models.catalog(worker_service_pb2.Catalog())
     many = wire_models.models_of(model_pb2.Model(name=f"m{n}") for n in range(2000))
-    assert len(many) == wire_models.MODELS_MAX
+    assert len(many) == MODELS_MAX
     large = worker_service_pb2.Catalog(models=[model_pb2.Model(name="m", facts={"f": "x" * (1 << 18)})])
     large.capabilities.add(kind="k")
     with pytest.raises(wire_validation.InvalidMessageError, match="at most 131072"):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from multigpu import Client, MultigpuError, UnplaceableError
-from multigpu.v1 import task_pb2
+from multigpu.v1 import admin_service_pb2, task_pb2
+from multigpu_worker.models.messages import LEFT_OUT
 
 from benchmarks.engines.models import MODELS, drive, judge
 from tests.fleet import QUICK, Fleet, until
@@ -75,3 +76,21 @@ def test_a_task_for_a_model_that_is_broken_is_rejected_with_the_reason(tmp_path:
             pytest.raises(UnplaceableError, match=r"'broken' can't be loaded on w0: .*engin"),
         ):
             client.run("infer", b"x", model="broken")
+
+
+def test_models_that_a_worker_cannot_report_are_counted_in_its_log_and_by_the_master(tmp_path: Path) -> None:
+    shop = Shop(tmp_path / "models")
+    shop.add("served")
+    for number in range(500):
+        (shop.folder / f"empty-{number:0180}").mkdir()
+    with Fleet(tmp_path / "fleet", workers=1, worker_flags=shop.flags) as fleet:
+        (warning,) = fleet.workers["w0"].events("some models are left out")
+        request = admin_service_pb2.ListModelsRequest(page_size=1000)
+        entries = fleet.admin.ListModels(request, timeout=20).models
+        (left_out,) = [entry for entry in entries if entry.model.name == LEFT_OUT]
+        assert left_out.model.error == warning["reason"]
+        assert left_out.worker_ids == ["w0"]
+        folders = {entry.model.name for entry in entries if entry.model.name.startswith("empty-")}
+        assert warning["reason"].startswith(f"{500 - len(folders)} models are not offered")
+        with fleet.client() as client:
+            assert Answer.of(bytes(client.run("infer", b"x", model="served"))).words == "I am served"

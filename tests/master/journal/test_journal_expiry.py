@@ -139,6 +139,15 @@ def test_a_start_with_a_clock_that_is_ahead_deletes_no_result(tmp_path: Path) ->
             assert [o.body for o in it.journal.read_outcomes(0, 2, 10**9)] == [b"out", b"out"]
 
 
+def test_results_of_a_master_that_soon_died_survive_a_start_with_a_clock_that_is_ahead(tmp_path: Path) -> None:
+    """Each master dies before it deletes anything: after a start with a wrong clock, one with the right clock."""
+    for clock_s in (900_000.0, 3000.0):
+        with opened(tmp_path / "data", clock_s=clock_s) as it:
+            it.write(Entry(settles=[settle(int(clock_s), expire_time_s=clock_s + 50.0)]))
+    with opened(tmp_path / "data", clock_s=900_100.0) as it:
+        assert [o.body for o in it.journal.read_outcomes(0, 2, 10**9)] == [b"out", b"out"]
+
+
 @pytest.mark.usefixtures("sweeping")
 def test_outcomes_age_while_masters_run(tmp_path: Path) -> None:
     with opened(tmp_path / "data", clock_s=3000.0) as it:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from multigpu._transport.names import HELLO_BYTES_MAX
+from multigpu._transport.names import HELLO_BYTES_MAX, MODELS_MAX
 from multigpu.v1 import model_pb2
 
 from multigpu_worker.models import catalog as catalogs
@@ -12,6 +12,8 @@ from multigpu_worker.models.routes import ModelRoutes
 # The rest of a hello is for the worker's own description.
 CATALOG_BYTES_MAX = HELLO_BYTES_MAX - (32 << 10)
 SHORT_ERROR_CHARS = 100
+# The name of an entry about models that did not fit. No model can have it. It names the first few.
+LEFT_OUT, NAMED_MAX = "(left out)", 5
 # Tag and length of a field.
 _FRAMING_BYTES = 4
 
@@ -22,9 +24,9 @@ def fitting(offers: Offers, models: Sequence[model_pb2.Model]) -> tuple[Offers, 
     """The offers and models that fit into CATALOG_BYTES_MAX.
 
     If not all do, facts are left out, errors cut, and then models left out: the first model of each kind stays, and
-    small models stay before large ones, so that a large one displaces no other.
+    small models stay before large ones, so that a large one displaces no other. The model LEFT_OUT tells operators.
     """
-    if sum(map(_cost_bytes, models)) <= CATALOG_BYTES_MAX:
+    if len(models) <= MODELS_MAX and sum(map(_cost_bytes, models)) <= CATALOG_BYTES_MAX:
         return offers, list(models)
     for model in models:
         model.ClearField("facts")
@@ -33,11 +35,14 @@ def fitting(offers: Offers, models: Sequence[model_pb2.Model]) -> tuple[Offers, 
     room_bytes = CATALOG_BYTES_MAX
     kept: list[model_pb2.Model] = []
     for model in sorted(models, key=lambda m: (not m.kind, first.isdisjoint(_names_of(m)), _cost_bytes(m))):
-        if _cost_bytes(model) <= room_bytes:
+        if _cost_bytes(model) <= room_bytes and len(kept) < MODELS_MAX - 1:
             room_bytes -= _cost_bytes(model)
             kept.append(model)
     names = {name for model in kept for name in _names_of(model)}
     known = [(kind, [name for name in offered if name in names], not offered) for kind, offered in offers]
+    if left_out := [f"{_names_of(m)[0]} {m.error}".strip() for m in models if _names_of(m)[0] not in names]:
+        text = f"{len(left_out)} models are not offered, because a worker can describe no more: divide its repository. "
+        kept.append(model_pb2.Model(name=LEFT_OUT, error=f"{text}The first: {', '.join(left_out[:NAMED_MAX])}"))
     return [(kind, offered) for kind, offered, empty in known if offered or empty], kept
 
 

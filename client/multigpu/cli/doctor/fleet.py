@@ -7,7 +7,8 @@ from multigpu.cli import show
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, warn
 from multigpu.cli.failures import Failure, Unreachable
 from multigpu.cli.fleet import device_columns
-from multigpu.cli.text import age, duration, seconds_of, size
+from multigpu.cli.models.models import all_models, id_of
+from multigpu.cli.text import age, duration, plural, seconds_of, size
 from multigpu.handlers import RESERVED_KINDS
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -15,6 +16,7 @@ CLOCK_ROUNDS = 3
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 # A sample is taken shortly before its heartbeat: an older one means a wrong clock or a driver that hangs.
 SAMPLE_AGE_WARN_S = 15.0
+REJECTED_RECENTLY_S, MODELS_MAX = 3600.0, 20
 
 
 def master(host: Host) -> list[Finding]:
@@ -137,6 +139,26 @@ def workers(host: Host) -> list[Finding]:
     return findings or ok("workers", device_columns.summary(host.workers))
 
 
+def rejected_workers(host: Host) -> list[Finding]:
+    """The master rejected no worker recently that has not joined since."""
+    since_s = seconds_of(host.stats.server_time) - REJECTED_RECENTLY_S
+    recent = [r for r in host.stats.worker_rejections if seconds_of(r.reject_time) > since_s]
+    text = "\n".join(f"{r.worker_id} ({r.peer}), {age(r, 'reject_time')} ago: {r.reason}" for r in recent)
+    remedy = "correct this on their hosts, and start the workers again if they have ended"
+    return fail("rejected workers", text, remedy) if text else ok("rejected workers", "none within the last hour")
+
+
+def models(host: Host) -> list[Finding]:
+    """Every folder of the workers' model repositories is a model that can be served."""
+    assert host.stats is not None
+    assert not isinstance(host.master, Failure)
+    broken = [e for e in all_models(host.master) if e.model.error]
+    texts = [f"{id_of(e.model)} on {', '.join(e.worker_ids)}: {e.model.error}" for e in broken[:MODELS_MAX]]
+    message = f"{plural(len(broken), 'model')} can't be served\n" + "\n".join(texts)
+    remedy = "repair or remove their folders; `mgpuctl models` lists all"
+    return warn("models", message, remedy) if broken else ok("models", "no worker reports an error")
+
+
 def model_memory(host: Host) -> list[Finding]:
     """The limits of workers that share a device are not larger together than its memory."""
     sharing: dict[tuple[str, str], list[admin.Worker]] = {}
@@ -173,4 +195,5 @@ def breaker(host: Host) -> list[Finding]:
     return fail("breaker", message, remedy)
 
 
-CHECKS = (master, journal, clock, worker_clocks, fleet_versions, handlers, workers, model_memory, breaker)
+CHECKS = (master, journal, clock, worker_clocks, fleet_versions, handlers, workers, rejected_workers, models,
+          model_memory, breaker)  # fmt: skip

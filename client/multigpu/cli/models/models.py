@@ -56,7 +56,7 @@ models.add_command(verify)
 @json_option
 def list_(master: Master, as_json: bool) -> None:
     """All models that workers offer, by name."""
-    entries = _all_models(master)
+    entries = all_models(master)
     empty = "no worker offers a model; give workers a --model-repository"
     tables.show_rows(entries, _columns(entries), as_json=as_json, empty=empty)
 
@@ -186,21 +186,21 @@ def _await(
         time.sleep(POLL_S)
 
 
-def _all_models(master: Master) -> list[admin.ModelEntry]:
+def all_models(master: Master) -> list[admin.ModelEntry]:
     request = admin.ListModelsRequest(page_size=PAGE_SIZE_MAX)
     return [entry for page in master.pages(master.admin.ListModels, request) for entry in page.models]
 
 
 def _found(master: Master, model: str) -> list[admin.ModelEntry]:
     """The entries of a model: all its versions, or the one named."""
-    return [e for e in _all_models(master) if model in (e.model.name, id_of(e.model))]
+    return [e for e in all_models(master) if model in (e.model.name, id_of(e.model))]
 
 
 def _known(master: Master, model: str) -> list[admin.ModelEntry]:
     """As `_found`. Raises NotFound if there is none."""
     entries = _found(master, model)
     if not entries:
-        names = {name for e in _all_models(master) for name in (e.model.name, id_of(e.model))}
+        names = {name for e in all_models(master) for name in (e.model.name, id_of(e.model))}
         raise NotFound(f"no worker offers model {model!r}{suggestion(model, names)}")
     return entries
 

@@ -98,6 +98,7 @@ class SqliteJournal(JournalReads):
         downtime_s = self._retention.resume(self._last_cursor + 1)
         try:
             connections.empty_log(self._writer)  # so that the database says that the journal is open
+            self._sweeper.save_time()  # before outcomes are written that the next master must not take for older ones
             self._reserve.make()
             self._over = self._room.is_over()
             if self._over:

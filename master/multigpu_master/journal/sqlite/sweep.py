@@ -78,8 +78,7 @@ class Sweeper:
         files is returned to it.
         """
         if self._retention.due():
-            ((oldest,),) = self._writer.execute("SELECT min(cursor) FROM outcome").fetchall()
-            self._writer.execute(*setting(SETTING_TIME, self._retention.save(oldest or 0)))
+            self.save_time()
         return (
             self._sweep_zone()
             or self._sweep_specs()
@@ -87,6 +86,10 @@ class Sweeper:
             or (full and self._segments.punch_next(self._writer))
             or self._cut_file(full)
         )
+
+    def save_time(self) -> None:
+        ((oldest,),) = self._writer.execute("SELECT min(cursor) FROM outcome").fetchall()
+        self._writer.execute(*setting(SETTING_TIME, self._retention.save(oldest or 0)))
 
     def _sweep_zone(self) -> bool:
         now = self._now()

@@ -259,6 +259,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, OutcomeFilter())).values()
             ),
             breaker=self._breaker(),
+            worker_rejections=self._driver.workers.rejections.values(),
             # Last: the count above takes time.
             server_time=timestamp(time.time()),
         )

@@ -1,6 +1,7 @@
 """Checks of the fleet, and the whole command."""
 
 import json
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from multigpu.cli.doctor import doctor
 from multigpu.cli.doctor import fleet as doctor_fleet
 from multigpu.cli.doctor.base import Finding, Host, Verdict, fail, ok, warn
 from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.v1 import worker_service_pb2
 from multigpu.v1.device_pb2 import DeviceTelemetry
 
 from tests.client.cli.doctor.checks import checked, host_of, one, stats, verdicts
 from tests.client.cli.fleet.fleet_samples import DEGRADED, SICK, ago, cpu_worker, gpu_worker
 from tests.client.cli.unary_master import RejectionError, UnaryMaster, unary_master
-from tests.fleet import Fleet
+from tests.fleet import Fleet, rejected, until
 
 
 @pytest.fixture
@@ -174,3 +176,83 @@ def test_the_whole_command_on_a_real_fleet(tmp_path: Path, monkeypatch: pytest.M
         text = CliRunner().invoke(cli, [argv[0], *argv[2:]], env=listen)
         assert text.exit_code == result.exit_code
         assert text.output.splitlines()[0].startswith(("ok    driver", "skip  driver"))
+
+
+def doctor_checks(fleet: Fleet) -> dict[str, dict[str, str]]:
+    environment = {"MGPU_MASTER_LISTEN": fleet.address, "MGPU_MASTER": fleet.address}
+    result = CliRunner().invoke(cli, ["doctor", "--json", "--data-dir", str(fleet.data_dir)], env=environment)
+    return {check["check"]: check for check in json.loads(result.output)["checks"]}
+
+
+def test_doctor_names_the_model_folders_that_a_worker_cannot_serve(tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    (repository / "empty").mkdir(parents=True)
+    (repository / "bad").mkdir()
+    (repository / "bad" / "model.toml").write_text("engin = 'x'\n")
+    with Fleet(tmp_path / "fleet", workers=1, worker_flags=["--model-repository", str(repository)]) as fleet:
+        found = doctor_checks(fleet)["models"]
+        assert found["verdict"] == "warn"
+        assert found["message"].startswith("2 models can't be served\nbad on w0: ")
+        assert "unknown" in found["message"]
+        assert f"empty on w0: {repository}/empty holds no model" in found["message"]
+
+
+def test_doctor_says_why_a_worker_was_rejected_until_it_joins(tmp_path: Path) -> None:
+    with Fleet(tmp_path, workers=1) as fleet:
+        assert doctor_checks(fleet)["rejected workers"]["verdict"] == "ok"
+        second = fleet.start_worker("w0")
+        until(lambda: "another process has a session as worker" in second.log(), 60)
+        found = doctor_checks(fleet)["rejected workers"]
+        assert found["verdict"] == "fail"
+        assert found["message"].startswith("w0 (ipv4:127.0.0.1:")
+        assert "ago: another process has a session as worker 'w0'; stop one of them" in found["message"]
+        second.kill()
+
+        hello = worker_service_pb2.Hello(protocol_version=1, worker_id="old")
+        with rejected(grpc.StatusCode.FAILED_PRECONDITION, "upgrade the worker"):
+            list(fleet.sessions.Session(iter([worker_service_pb2.SessionRequest(hello=hello)]), timeout=20))
+        assert "upgrade the worker" in doctor_checks(fleet)["rejected workers"]["message"]
+        fleet.start_worker("old")
+        fleet.wait_for_workers("old")
+        assert "old (" not in doctor_checks(fleet)["rejected workers"]["message"]
+
+
+def test_the_master_keeps_a_bounded_number_of_rejections_that_can_be_displayed(tmp_path: Path) -> None:
+    with Fleet(tmp_path, workers=0) as fleet:
+        for number in range(102):
+            hello = worker_service_pb2.Hello(protocol_version=2, worker_id=f"w{number}\x1b[31m" + 200 * "x")
+            with rejected(grpc.StatusCode.INVALID_ARGUMENT, "worker_id"):
+                list(fleet.sessions.Session(iter([worker_service_pb2.SessionRequest(hello=hello)]), timeout=20))
+        kept = fleet.stats().worker_rejections
+        assert [r.worker_id[:12] for r in (kept[0], kept[-1])] == ["w2\\x1b[31mxx", "w101\\x1b[31m"]
+        assert len(kept) == 100
+        assert max(len(r.worker_id) for r in kept) == 128
+
+
+def test_a_worker_whose_heartbeat_is_invalid_counts_as_rejected_but_a_takeover_does_not(tmp_path: Path) -> None:
+    session = worker_service_pb2.SessionRequest
+
+    def hello(worker_id: str) -> worker_service_pb2.SessionRequest:
+        kinds = [worker_service_pb2.Capability(kind="k")]
+        return session(
+            hello=worker_service_pb2.Hello(
+                protocol_version=2, worker_id=worker_id, slots=1, process="p", capabilities=kinds
+            )
+        )
+
+    with Fleet(tmp_path, workers=0) as fleet:
+        beat = session(heartbeat=worker_service_pb2.Heartbeat(catalog=worker_service_pb2.Catalog()))
+        with rejected(grpc.StatusCode.INVALID_ARGUMENT, "capabilities are missing"):
+            list(fleet.sessions.Session(iter([hello("beats"), beat]), timeout=20))
+        waits: queue.SimpleQueue[worker_service_pb2.SessionRequest] = queue.SimpleQueue()
+        waits.put(hello("moves"))
+        first = fleet.sessions.Session(iter(waits.get, None), timeout=20)
+        assert next(first).HasField("welcome")
+        second = fleet.sessions.Session(iter([hello("moves")]), timeout=20)
+        assert next(second).HasField("welcome")
+        with rejected(grpc.StatusCode.ABORTED):
+            list(first)
+        (kept,) = fleet.stats().worker_rejections
+        assert (kept.worker_id, "capabilities are missing" in kept.reason) == ("beats", True)
+        first.cancel()
+        second.cancel()
