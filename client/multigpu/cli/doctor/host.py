@@ -4,6 +4,7 @@ import errno
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -114,7 +115,8 @@ def file_system(folder: Path, mountinfo: str) -> str:
     best, kind = "", "unknown"
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
-        point = before.split()[4].encode().decode("unicode_escape")
+        # The kernel escapes white space and backslashes.
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
         if Path(point) in (folder, *folder.parents) and len(point) >= len(best):
             best, kind = point, after.split()[0]
     return kind

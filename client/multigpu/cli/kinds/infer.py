@@ -6,6 +6,7 @@ Arrays are .npy and .npz files; nothing in them is ever unpickled.
 import functools
 import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,10 @@ def check_whole(array: NDArray[Any], limits: "np.iinfo[Any]") -> None:
 def write(arrays: dict[str, NDArray[Any]], out: str) -> None:
     """Writes a .npz atomically."""
     data = io.BytesIO()
-    np.savez(data, allow_pickle=False, **arrays)
+    with zipfile.ZipFile(data, "w") as archive:  # numpy.savez takes no array named "file"
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
     if out == STDIN:
         show.raw(data.getvalue())
         return

@@ -86,6 +86,8 @@ def test_file_systems() -> None:
     lines = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / /mnt/with\\040space rw - nfs4 server:/ rw\n"
     assert doctor_host.file_system(Path("/mnt/with space/data"), lines) == "nfs4"
     assert doctor_host.file_system(Path("/mnt/with"), lines) == "ext4"
+    lines += "3 1 0:6 / /mnt/dépôt\\134x rw - nfs rw\n"
+    assert doctor_host.file_system(Path("/mnt/dépôt\\x/data"), lines) == "nfs"
 
 
 def test_ports() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import multigpu
 import numpy as np
 import pytest
-from multigpu.cli.kinds.infer import read_inputs
+from multigpu.cli.kinds.infer import read_inputs, write
 
 from tests.client.cli.fleet_up import MGPUCTL, mgpuctl, ok, running
 
@@ -78,6 +78,14 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         models += ["--model", f"{name}={folder / name}"]
     with running(folder, "--workers", "1", *models) as up:
         yield up.address
+
+
+def test_outputs_may_have_any_name(tmp_path: Path) -> None:
+    """numpy.savez has parameters of its own, and takes no arrays of those names."""
+    arrays = {name: np.arange(n) for n, name in enumerate(("file", "allow_pickle", "a/b", "x"))}
+    write(arrays, str(tmp_path / "out.npz"))
+    with np.load(tmp_path / "out.npz") as found:
+        assert {name: len(found[name]) for name in found} == {"file": 0, "allow_pickle": 1, "a/b": 2, "x": 3}
 
 
 @pytest.mark.slow
