@@ -5,7 +5,7 @@
     embeddings = MultiGpuEmbeddings()          # was: HuggingFaceEmbeddings(model_name=…), say
 
 Documents are sent in tasks of `batch_size` texts, spread over all workers; a query is one task, served before waiting
-documents. The first call connects; so does the first one of a pickled copy, and of each event loop. A child forked
+documents. Connections are made lazily, one for each event loop; pickled copies reconnect. A child forked
 after the first call can't be used: gRPC does not survive a fork.
 
 Needs langchain-core: pip install 'multigpu[langchain]'.

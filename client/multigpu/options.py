@@ -1,6 +1,6 @@
 """The options of a task, beside its kind and payload, and the TaskSpec that is built from them.
 
-Tasks with the same options share one TaskSpec object: a frame carries it once for consecutive tasks.
+Tasks with the same options share one TaskSpec object; consecutive tasks of a frame share one copy.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class TaskOptions(SpecOptions, total=False):
 
 
 class MapOptions(EmbedOptions, total=False):
-    """Options of maps with a parameter `model`."""
+    """Options of maps whose method has a positional parameter `model`."""
 
     # Results in the order of the payloads (the default), or as they complete.
     ordered: bool

@@ -86,7 +86,7 @@ class Reader(Generic[T]):
 
     @property
     def outcome(self) -> Outcome:
-        """Of a task that SUCCEEDED; its `value()` is what the handler returned. RuntimeError: not read to the end."""
+        """The outcome of the task, which SUCCEEDED. RuntimeError: the iterator is not at its end yet."""
         if self._outcome is None:
             raise RuntimeError("the task has not ended: read the iterator to its end first")
         return self._outcome

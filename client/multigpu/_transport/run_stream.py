@@ -4,8 +4,8 @@ The writer sends what has accumulated while its last write was in flight; it del
 passes each frame to the RunState. When the stream ends, for whatever reason, the supervisor opens another, and the
 RunState sends every unsettled task again: no task waits on a stream that is gone.
 
-A client that was never connected to its master gives up after `connect_timeout_s`. One that was tries for ever: the
-master will be back.
+A client that was never connected gives up after `connect_timeout_s`. After the first successful connection it retries
+forever.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from multigpu.v1 import task_service_pb2
 
 log = logging.getLogger("multigpu")
 
-# Consecutive streams that a reachable master ends before a first frame. Past it the cause is in our frames, and
-# sending them again would not help.
+# Consecutive streams that a reachable master ends before a first frame. Beyond this we assume that our own frames are
+# at fault, and sending them again would not help.
 _EMPTY_STREAMS_MAX = 8
 # How long closing waits for the master to confirm withdrawals.
 _CANCEL_TIMEOUT_S = 2.0
-# How long a report of results taken may wait for others.
+# Maximum delay before results taken from shared files are acknowledged.
 _REPORT_DELAY_S = 0.1
-# A master that shares no directory may send its metadata with its first frame only.
+# Without a shared directory, the initial metadata may come with the first response only.
 _OFFER_TIMEOUT_S = 0.1
 # At most one warning in this time that the master rejects tasks for now.
 _WARNING_S = 60.0
@@ -62,7 +62,7 @@ class RunStream:
         # Why the master rejected calls that wait to be sent again; and the instant of the last warning about it.
         self._rejected: dict[Call, str] = {}
         self._warned_at = float("-inf")
-        # Consecutive streams that ended without a frame; and those of them that the master did not end by going away.
+        # Consecutive streams that ended without a frame; the subset whose status was not UNAVAILABLE.
         self._failures = 0
         self._empty_streams = 0
 
@@ -243,7 +243,7 @@ class RunStream:
     async def _recover(self, code: grpc.StatusCode, details: str) -> None:
         """Waits until another stream can be opened. Fails all calls if that makes no sense."""
         self._failures += 1
-        # A master that restarts is UNAVAILABLE, or INTERNAL once: so gRPC reports a write that was cut off.
+        # A restarting master yields UNAVAILABLE, or once INTERNAL if a write was interrupted.
         self._empty_streams = 0 if code is grpc.StatusCode.UNAVAILABLE else self._empty_streams + 1
         if code not in BREAKS or self._empty_streams >= _EMPTY_STREAMS_MAX:
             self._give_up(code, details)

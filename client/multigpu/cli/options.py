@@ -154,7 +154,7 @@ def wait_for_worker_option(default_text: str, default: float | None = None) -> C
 
 def wait_option(command: F) -> F:
     """--queue, --priority and --wait-for-worker."""
-    wait = wait_for_worker_option("60; 0 if workers serve other kinds or models")
+    wait = wait_for_worker_option("60 s; fails at once if workers are connected, and none serves this")
     return queue_option(priority_option(wait(command)))
 
 

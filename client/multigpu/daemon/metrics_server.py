@@ -21,8 +21,8 @@ CONNECTIONS_MAX = 32
 
 
 class MetricsServer:
-    """Serves a WSGI application on a thread until closed. `tls`: files of a certificate, its key and the authority of
-    peers. OSError: the address is not available, or the files are invalid (SSLError).
+    """Serves a WSGI application on a thread until closed. `tls`: paths of the certificate, its key and the
+    CA of clients (mTLS). OSError: the address is not available, or the files are invalid (SSLError).
     """
 
     def __init__(self, host: str, port: int, app: Any, tls: tuple[str, str, str] | None) -> None:

@@ -179,7 +179,8 @@ class Client:
 
     def _accepted(self, request_id: str, task_id: int, epoch: int) -> None:
         request = self.requests[request_id]
-        freed = self._master.journal.deleted[request.task_id] > 0
+        # A repaired request runs again whenever it has failed, although the client may not have learned of that.
+        freed = request.repaired or self._master.journal.deleted[request.task_id] > 0
         if self.promised(request) and request.task_id != task_id and not (request.outcomes or freed):
             raise ViolationError(f"{request_id} was accepted as {request.task_id}, now it is {task_id}")
         request.task_id, request.epoch = task_id, epoch
@@ -218,6 +219,8 @@ class Client:
             if outcome.state is withdrawn and stored is None and epoch == self._master.epoch:
                 raise ViolationError(f"{request_id} was reported as cancelled before that was on the disk")
             for old_epoch, old_id, old in request.outcomes:
+                if request.repaired and old.state is not OutcomeState.SUCCEEDED:
+                    continue  # it runs again whenever it has failed
                 kept = old_epoch > self._master.restored  # else that it was cancelled may be lost
                 if kept and old.state is withdrawn and outcome.state is not withdrawn:
                     raise ViolationError(f"{request_id} was cancelled, and ended {outcome}")

@@ -39,7 +39,7 @@ def journal(host: Host) -> list[Finding]:
 
 
 def clock(host: Host) -> list[Finding]:
-    """The host's clock against the master's, halfway through the round trip; the quickest of a few rounds."""
+    """The clock skew to the master, by the fastest of a few round trips."""
     if not host.stats.HasField("server_time"):
         raise SkipCheck(f"a master of version {host.stats.version} doesn't report its time")
     rounds = []
@@ -100,7 +100,7 @@ def handlers(host: Host) -> list[Finding]:
         if worker.handlers.version:
             for kind in {c.kind for c in worker.capabilities} - RESERVED_KINDS:
                 versions.setdefault(kind, {}).setdefault(worker.handlers.version, []).append(worker.worker_id)
-    # Kinds that differ in the same way are reported once.
+    # Kinds with the same map of versions are reported once.
     differing = {str(sorted(found.items())): kind for kind, found in sorted(versions.items()) if len(found) > 1}
     if not versions:
         raise SkipCheck("none")
@@ -160,7 +160,7 @@ def models(host: Host) -> list[Finding]:
 
 
 def model_memory(host: Host) -> list[Finding]:
-    """The limits of workers that share a device are not larger together than its memory."""
+    """The sum of the model_memory_bytes of workers that share a device fits into its memory."""
     sharing: dict[tuple[str, str], list[admin.Worker]] = {}
     for worker in host.connected:
         if worker.model_memory_bytes:
@@ -180,7 +180,9 @@ def model_memory(host: Host) -> list[Finding]:
                 f"{who}: models may take {size(allowed)} of the {total} that {device.name} has",
                 f"set device_workers = {len(together)} for each worker there, or lower its model_memory_bytes",
             )
-    return findings or ok("model memory", f"{len(sharing)} devices have as much as their workers may take for models")
+    return findings or ok(
+        "model memory", f"the limits of models fit into the memory of {plural(len(sharing), 'device')}"
+    )
 
 
 def breaker(host: Host) -> list[Finding]:

@@ -52,7 +52,7 @@ def limits(_: Host) -> list[Finding]:
     processes, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
     files_text = f"{files:,} open files" if files != resource.RLIM_INFINITY else "any number of open files"
     message = f"{files_text}, {processes:,} processes" if processes != resource.RLIM_INFINITY else files_text
-    remedy = "`ulimit -n 65536`, or LimitNOFILE=65536 in the unit: each client and worker needs one"
+    remedy = "`ulimit -n 65536`, or LimitNOFILE=65536 in the unit: each client and worker uses one descriptor"
     if files != resource.RLIM_INFINITY and files < FILES_WARN:
         return (fail if files < FILES_FAIL else warn)("limits", message, remedy)
     if processes != resource.RLIM_INFINITY and processes < PROCESSES_WARN:

@@ -155,7 +155,7 @@ def of_file(path: str) -> NDArray[Any]:
 
 
 def of_json(name: str, text: str, dtype: str = "") -> NDArray[Any]:
-    """An array. Floats for an integer `dtype` stay Python's own numbers: numpy would round large ones."""
+    """An array. Python numbers are kept when floats are cast to an integer `dtype`: float64 would round large ones."""
     try:
         value = json.loads(text)
         array = np.asarray(value)

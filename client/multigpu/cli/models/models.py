@@ -162,7 +162,7 @@ def _await(
     give_up_at = time.monotonic() + timeout_s
     left = list(worker_ids)
     while True:
-        # Loading a name loads its current version; unloading it, all of them.
+        # `load NAME` means its current version, `unload NAME` all of its versions.
         entries = [e for e in _found(master, model) if not loaded or e.model.current or id_of(e.model) == model]
         for worker_id in list(left):
             places = [p for e in entries for p in e.places if p.worker_id == worker_id]
@@ -173,8 +173,8 @@ def _await(
             error = next((e.model.error for e in entries if worker_id in e.worker_ids and e.model.error), "")
             if loaded and error and not places:
                 raise Failure(
-                    f"{model} can't be loaded on {worker_id}: {error}; it is tried again until "
-                    f"`mgpuctl models unload {model}` ends that"
+                    f"{model} can't be loaded on {worker_id}: {error}; the worker retries until "
+                    f"`mgpuctl models unload {model}`"
                 )
         if not left:
             return
@@ -221,7 +221,7 @@ def _columns(entries: list[admin.ModelEntry]) -> tuple[Column, ...]:
     ids = Counter(id_of(e.model) for e in entries)
 
     def workers(entry: admin.ModelEntry) -> str:
-        # Entries of one model differ if its workers report different facts: then it matters which.
+        # A model has several entries if its workers report different facts: then list the workers.
         return str(len(entry.worker_ids)) if ids[id_of(entry.model)] == 1 else ", ".join(entry.worker_ids)
 
     return (

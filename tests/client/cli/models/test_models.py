@@ -80,7 +80,7 @@ def test_a_model_that_cannot_be_loaded_says_why(run: Run) -> None:
     failed = run("load", "broken", "--wait", "--timeout", "30")
     assert failed.exit_code == 1
     assert "another world" in failed.stderr
-    assert "tried again until `mgpuctl models unload broken` ends that" in failed.stderr
+    assert "the worker retries until `mgpuctl models unload broken`" in failed.stderr
     assert run("unload", "broken").exit_code == 0
 
 
