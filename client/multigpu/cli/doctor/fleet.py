@@ -118,7 +118,7 @@ def handlers(host: Host) -> list[Finding]:
 def workers(host: Host) -> list[Finding]:
     """Every worker is connected and its device is healthy."""
     if not host.workers:
-        remedy = "`mgpuctl up` or `systemctl start mgpu-worker@0` starts one"
+        remedy = "`mgpuctl up` or `systemctl start mgpu-worker@cuda:0` starts one"
         return warn("workers", "no worker has connected yet", remedy)
     findings: list[Finding] = []
     names = device_columns.short_names([worker.worker_id for worker in host.workers])

@@ -20,7 +20,7 @@ SYSTEMCTL_TIMEOUT_S = 10.0
     examples=(
         ("mgpuctl logs -f", "Everything, as it comes."),
         ("mgpuctl logs master -n 20", "The last lines of the master."),
-        ("mgpuctl logs 0", "The service mgpu-worker@0."),
+        ("mgpuctl logs GPU-5", "Services of workers whose GPU's UUID begins with that."),
     ),
 )
 @click.argument("name", metavar="[master|worker|mps|NAME]", default="")
