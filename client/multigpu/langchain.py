@@ -39,7 +39,7 @@ class MultiGpuEmbeddings(Embeddings):
     """Embeds documents and queries with a model of the fleet. Safe to share between threads and event loops.
 
     `model`: a name that workers serve (`mgpuctl workers` lists them); default, the workers' own. `master`: HOST:PORT,
-    as for Client. `batch_size`: documents in one task, 1 to 10,000. `precision`: fp32, bf16 or fp16; default: the model's.
+    as for Client. `batch_size`: documents in one task, 1 to 10,000. `precision`: fp32, bf16 or fp16 (the model's).
     `query_priority`: 1 (served first) to 5. Any other option of a task, such as `labels`, `queue` or `run_timeout_s`,
     holds for documents and queries. Every call raises as Client.embed.
     """
