@@ -220,7 +220,7 @@ def test_silent_metrics_connections_are_limited_and_end(monkeypatch: pytest.Monk
                 silent = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
             assert threading.active_count() <= threads + metrics_server.CONNECTIONS_MAX
             assert silent.recv(1) == b"", "it is closed: there are too many"
-            until(lambda: threading.active_count() == threads, what="the end of the silent ones")
+            until(lambda: threading.active_count() <= threads, what="the end of the silent ones")
             assert b"mgpu_settled_total" in urllib.request.urlopen(url, timeout=10).read()
     finally:
         server.close()
