@@ -110,8 +110,18 @@ def test_the_error_of_a_folder_is_listed_under_a_name_that_can_be_shown(tmp_path
     assert any(name.startswith("yyy") for name in errors)
 
 
+def test_a_folder_that_is_not_there_and_an_empty_file_are_errors(tmp_path: Path, worker: Worker) -> None:
+    put_good(tmp_path)
+    (tmp_path / "away").symlink_to(tmp_path / "not mounted")
+    put(tmp_path / "empty", {"m.onnx": b""})
+    names, errors = worker.report(tmp_path)
+    assert names.isdisjoint({"away", "empty"})
+    assert "which is not there: is a disk not mounted?" in errors["away"]
+    assert "is empty: copy it again" in errors["empty"]
+
+
 @pytest.mark.parametrize(
-    "model", [{"model.toml": b""}, {"m.onnx": b""}, language_model()], ids=["none", "ONNX", "llama"]
+    "model", [{"model.toml": b""}, {"m.onnx": b"x"}, language_model()], ids=["none", "ONNX", "llama"]
 )
 def test_python_in_a_folder_does_not_run(tmp_path: Path, worker: Worker, model: dict[str, bytes]) -> None:
     put_good(tmp_path)

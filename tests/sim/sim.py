@@ -337,6 +337,8 @@ class Simulation:
                 raise ViolationError(f"task {task_id} was run again, although it was no dead letter")
             gone = newest.dead is not None and task_id not in journal.dead
             replaced = newest.request_id and journal.by_request[newest.request_id].task_id != task_id
+            if replaced and task_id in journal.dead:
+                raise ViolationError(f"task {task_id} is still a dead letter, although {newest.request_id} ran again")
             if gone and task_id not in master.discarded and not replaced:
                 raise ViolationError(f"dead letter {task_id} is gone")
             if len(former) + gone != journal.deleted[task_id] or master.requeued[task_id] > len(former):

@@ -141,8 +141,10 @@ class Story:
                 record = self.letters.pop(random.choice(list(self.letters)))
                 self.open[record.task_id] = record
                 return Entry(submits=[record], deleted_dead_letters=(record.task_id,))
-            case "discard" if self.letters:
-                return Entry(deleted_dead_letters=(self.letters.popitem()[0],))
+            case "discard" if self.letters or self.letters_sent:
+                # One that is not written yet gives way to another task with its request_id.
+                found = random.choice([each for each in (self.letters, self.letters_sent) if each])
+                return Entry(deleted_dead_letters=(found.popitem()[0],))
             case "setting":
                 value = random.choice((None, b"1", b"2"))
                 return Entry(settings={random.choice(("s1", "s2")): value})

@@ -119,6 +119,8 @@ def check_files(spec: ModelSpec) -> tuple[int, int]:
             raise ModelFolderError(f"{path} can't be read ({error.strerror}): copy the complete folder") from error
         if not stat.S_ISREG(status.st_mode):
             raise ModelFolderError(f"{path} is no file: copy the complete model folder")
+        if not status.st_size and name == spec.file:
+            raise ModelFolderError(f"{path} is empty: copy it again")
         # transformers opens such a path, wherever it leads.
         if path.name == "tokenizer_config.json" and "/" in str(read_json(path).get("fast_tokenizer_files")):
             raise ModelFolderError(f"{path} has a path in fast_tokenizer_files: leave it out")

@@ -146,10 +146,13 @@ def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int 
     for entry in entries:
         name, path = prefix + entry.name, Path(entry.path)
         try:
-            if not entry.is_dir() or entry.name == "lost+found":
+            dangling = entry.is_symlink() and not path.exists()
+            if not (entry.is_dir() or dangling) or entry.name == "lost+found":
                 continue
             _check_name(name)
-            if is_model(path):
+            if dangling:
+                errors[name] = f"{path} is a link to {path.readlink()}, which is not there: is a disk not mounted?"
+            elif is_model(path):
                 yield name, path
             elif not entry.is_symlink() and depth < DEPTH_MAX and any(e.is_dir() for e in os.scandir(path)):
                 yield from model_folders(path, name + "/", errors, depth + 1)

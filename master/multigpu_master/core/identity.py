@@ -37,18 +37,19 @@ def fingerprint(task: Task) -> int | None:
 
 
 def conflict(
-    task_id: int, kind: str, model: str, known: int | None, again: Task, *, durable: bool = True
+    task_id: int, kind: str, model: str, known: int | None, again: Task, state: int | None, *, durable: bool = True
 ) -> ev.Rejection | None:
-    """Why `again` can't stand for the task with its request_id, which has these."""
+    """Why `again` can't stand for the task with its request_id, which has these; `state`: of its outcome, if any."""
     other = _difference(kind, model, known, again)
     if again.spec.durable and not durable:
         other = "durability EPHEMERAL, not DURABLE"
     if not other:
         return None
-    return ev.Rejection(
-        ALREADY_EXISTS,
-        f"this request_id is that of task {task_id}, which has {other}: a request_id stands for one task; use another",
-    )
+    advice = "use another request_id"
+    if state not in (None, OutcomeState.SUCCEEDED):
+        advice = f"that one did not succeed, so retry_failed runs this one in its place; or {advice}"
+    name = f"request_id {again.request_id!r} is that of task {task_id}"
+    return ev.Rejection(ALREADY_EXISTS, f"{name}, which has {other}: it stands for one task; {advice}")
 
 
 def _difference(kind: str, model: str, known: int | None, again: Task) -> str:

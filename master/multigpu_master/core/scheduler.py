@@ -173,7 +173,8 @@ class Core:
     def _join(self, known: Task, again: Task, stream: int) -> Task | ev.Rejection:
         """The answer to a task whose request_id is known. `stream` follows the known task from now on."""
         spec = known.spec
-        other = conflict(known.task_id, spec.kind, spec.model, fingerprint(known), again, durable=spec.durable)
+        state = known.outcome.state if known.outcome is not None else None
+        other = conflict(known.task_id, spec.kind, spec.model, fingerprint(known), again, state, durable=spec.durable)
         if other is not None:
             return other
         if stream and stream not in known.streams:

@@ -79,6 +79,10 @@ class Intake:
         if spec.retry_failed:
             failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
             replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
+            for r in request_ids:
+                live = driver.core.requests.get(r)
+                if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
+                    replaces[r] = live.task_id  # it is still to be written, and is deleted after that
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
             driver.soon(done)
@@ -93,7 +97,7 @@ class Intake:
             if not isinstance(candidate, Task):
                 answers.append(candidate)
             elif (stored := known.get(candidate.request_id)) is not None:
-                other = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, candidate)
+                other = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, candidate, stored.state)
                 answers.append(other or stored)
             else:
                 answers.append(next(rest))

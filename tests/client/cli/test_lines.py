@@ -148,6 +148,7 @@ def test_retry_failed_runs_the_failed_lines_again_and_no_others(address: str, tm
     assert failed.returncode == 5
     assert "5 of 40 tasks did not succeed" in failed.stderr
     assert "ended early" not in failed.stderr
+    assert f"this runs them again: {shlex.join(['mgpuctl', *argv, '--retry-failed'])}" in failed.stderr
     (tmp_path / "repaired").touch()
     assert mgpuctl(address, *argv).stdout == failed.stdout
     assert runs(tmp_path) == Counter(TEXT.split())
@@ -164,7 +165,9 @@ def test_a_line_that_changed_is_rejected(address: str, tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("one\nanother\n")
     changed = mgpuctl(address, *argv)
     assert changed.returncode == 1
+    assert "--request-id 'changed:2' is that of task" in changed.stderr
     assert "which has another payload" in changed.stderr
+    assert "this continues" not in changed.stderr
 
 
 def test_lines_that_were_all_rejected_are_no_early_end(address: str, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_loaded_files(tmp_path: Path) -> None:
         "tokenizer.json",
     ]
     assert spec.files_bytes == sum((tmp_path / "m" / name).stat().st_size for name in loaded_files(spec))
-    put(tmp_path, under("net", {"net.onnx": "", "deep/data": "", ".git/x": "", "model.toml": ""}))
+    put(tmp_path, under("net", {"net.onnx": "x", "deep/data": "", ".git/x": "", "model.toml": ""}))
     assert loaded_files(scan(tmp_path).models["net"]) == ["deep/data", "net.onnx"]
 
 

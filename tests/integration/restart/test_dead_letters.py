@@ -190,6 +190,17 @@ def test_a_dead_letter_whose_request_id_runs_again_is_not_requeued_besides(fleet
     assert fleet.outcome(again).result == b"opened"
 
 
+def test_a_dead_letter_that_is_retried_at_once_leaves_none(fleet: Fleet) -> None:
+    """The letter is on its way to the disk when the next task takes its request_id."""
+    with fleet.client() as client:
+        for n in range(20):
+            with pytest.raises(multigpu.TaskError):
+                client.run("fail", b"", request_id=f"at once {n}", attempts_max=1, queue="at once")
+            assert client.run("echo", b"x", request_id=f"at once {n}", retry_failed=True, queue="at once") == b"x"
+        until(lambda: client.count(task_service_pb2.TaskFilter(queue="at once")).succeeded == 20)
+    assert letters(fleet, "at once") == []
+
+
 def test_a_dead_letter_is_not_requeued_while_another_task_has_its_request_id(fleet: Fleet) -> None:
     """An ephemeral one, which replaces no durable letter."""
     (letter,) = fleet.submit("fail", b"a", attempts_max=1, request_ids=["ephemeral"], queue="ephemeral")

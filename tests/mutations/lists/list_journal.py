@@ -196,9 +196,16 @@ JOURNAL = (
     ),
     statements(
         name="deleted dead letters stay",
-        old="(task_id,)) for task_id in requeued]\n",
+        old="(task_id,)) for task_id in written]\n",
         new="(task_id,)) for task_id in ()]\n",
         breaks="a dead letter can be tried again twice",
+    ),
+    statements(
+        name="a dead letter that is deleted before it is written stays",
+        old="if letters.pop(task_id, None) is None]",
+        new="if task_id not in letters]",
+        checker="tests/sim/test_journal_model.py::test_the_simulated_journal_is_a_model_of_the_real_one",
+        breaks="a task that was retried at once leaves its dead letter",
     ),
     statements(
         name="settings are not written",

@@ -67,7 +67,7 @@ def reuse_request_id(master: Master, request: Request) -> None:
         answer = submitted[0].results[0]
     else:
         assert stored is not None, "one of the two"
-        answer = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task) or task
+        answer = conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task, stored.state) or task
     if not isinstance(answer, ev.Rejection):
         raise ViolationError(f"{request.request_id} was used for another task, and task {answer.task_id} was given")
     master.world.coverage[f"another task with a known request_id: {'live' if live else 'stored'}"] += 1

@@ -275,9 +275,13 @@ class Master:
         if spec.retry_failed:
             failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
         replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
+        live = [core.requests[t.request_id] for t in tasks if t.request_id in core.requests and spec.retry_failed]
+        replaces |= {
+            t.request_id: t.task_id for t in live if t.outcome and t.outcome.state is OutcomeState.DEAD_LETTERED
+        }
         for task in [t for t in tasks if t.request_id in known]:
             stored = known[task.request_id]
-            other = identity.conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task)
+            other = identity.conflict(stored.task_id, stored.kind, stored.model, stored.fingerprint, task, stored.state)
             if other is not None:
                 client.send_rejected(stream, task.request_id, other)
             else:

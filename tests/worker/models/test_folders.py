@@ -59,7 +59,7 @@ def test_configured_models_come_first_and_the_first_is_the_default(
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("a", "m"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.gguf").touch()
+        (tmp_path / name / "model.gguf").write_bytes(b"x")
     models = find_models(WorkerConfig(models=(f"mine = {tmp_path / 'a'}", "home=~/m"))).models
     assert list(models) == ["mine", "home", PACKAGED_MODEL]
     assert models["mine"].folder == tmp_path / "a"

@@ -135,6 +135,7 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
                     _run(measured.run())
                 except (KeyboardInterrupt, MultigpuError, Failure) as error:
                     if not measured.rows:
+                        _print(measured, as_json=as_json, complete=False)
                         raise
                     problem = error
             if picture is not None:

@@ -17,6 +17,7 @@ SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 # A sample is taken shortly before its heartbeat: an older one means a wrong clock or a driver that hangs.
 SAMPLE_AGE_WARN_S = 15.0
 REJECTED_RECENTLY_S, MODELS_MAX = 3600.0, 20
+RETRIED_S = 30.0  # a worker that is rejected tries again within seconds
 
 
 def master(host: Host) -> list[Finding]:
@@ -143,9 +144,13 @@ def rejected_workers(host: Host) -> list[Finding]:
     """The master rejected no worker recently that has not joined since."""
     since_s = seconds_of(host.stats.server_time) - REJECTED_RECENTLY_S
     recent = [r for r in host.stats.worker_rejections if seconds_of(r.reject_time) > since_s]
-    text = "\n".join(f"{r.worker_id} ({r.peer}), {age(r, 'reject_time')} ago: {r.reason}" for r in recent)
+    text = "\n".join(
+        f"{r.worker_id or '(no worker_id)'} ({r.peer}), {age(r, 'reject_time')} ago: {r.reason}" for r in recent
+    )
     remedy = "correct this on their hosts, and start the workers again if they have ended"
-    return fail("rejected workers", text, remedy) if text else ok("rejected workers", "none within the last hour")
+    if any(seconds_of(r.reject_time) > since_s + REJECTED_RECENTLY_S - RETRIED_S for r in recent):
+        return fail("rejected workers", text, remedy)
+    return warn("rejected workers", text, remedy) if text else ok("rejected workers", "none within the last hour")
 
 
 def models(host: Host) -> list[Finding]:

@@ -1,6 +1,7 @@
 """The log of `mgpuctl up`: the lines of its children, with their names, and the supervisor's events.
 
-It goes to stderr: JSON lines unchanged, others behind the child's name. A closed stderr does not end the fleet.
+It goes to stderr: JSON lines unchanged, others behind the child's name. Neither a closed stderr nor a full disk ends
+the fleet.
 """
 
 import contextlib
@@ -35,10 +36,8 @@ class FleetLog:
 
 
 def _write_stderr(text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
-        except BrokenPipeError:
-            # The reader has gone; the fleet goes on without it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    """A reader that has gone or a full disk costs lines, and does not end the fleet."""
+    data = memoryview(text.encode(errors="replace") + b"\n")
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(sys.stderr.fileno(), data) :]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
-from multigpu import Client, Input, Outcome, RejectedError
+from multigpu import AlreadyExistsError, Client, Input, Outcome, RejectedError
 from multigpu.cli import messages, show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
@@ -101,9 +101,8 @@ def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
             else:
                 _print_ids(client, given["kind"], inputs, options, progress, as_json=as_json)
     except (KeyboardInterrupt, Failure) as error:
-        # TasksFailed comes after the last line.
-        if lines and (lines.read if wait else progress.done) and not isinstance(error, TasksFailed):
-            lines.report(progress.done, wait=wait)
+        if lines and (lines.read if wait else progress.done):
+            lines.report(error, progress.done, wait=wait)
         raise
 
 
@@ -152,14 +151,21 @@ class _Lines:
             self.read = number
             yield Input(payload=payload, partition_key=key, request_id=f"{self._request_id}:{number}")
 
-    def report(self, done: int, *, wait: bool) -> None:
-        """Prints what a run that ends early leaves, and the command that continues it."""
+    def report(self, error: BaseException, done: int, *, wait: bool) -> None:
+        """Prints what a run leaves that ends early or with failed tasks, and the command that continues it."""
+        argv = ["mgpuctl", *sys.argv[1:], *(() if self._given["request_id"] else ("--request-id", self._request_id))]
+        if isinstance(error, TasksFailed):
+            if wait:
+                argv += () if self._given["retry_failed"] else ("--retry-failed",)
+                show.note(f"mgpuctl: once the cause is repaired, this runs them again: {shlex.join(argv)}")
+            return
+        if isinstance(error.__cause__, AlreadyExistsError):
+            return  # the same command would be rejected again
         left = f"{done:,} lines submitted, and their tasks go on"
         if wait:
             left = (
                 f"{self.read:,} lines read, {done:,} results printed; pending tasks are cancelled if the master answers"
             )
-        argv = ["mgpuctl", *sys.argv[1:], *(() if self._given["request_id"] else ("--request-id", self._request_id))]
         show.note(f"mgpuctl: ended early: {left}; with the same input, this continues: {shlex.join(argv)}")
 
 

@@ -85,18 +85,21 @@ def transaction(
         submits = [record for record in submits if record.task_id not in settled]
     large = segments if bytes_total >= LARGE_BYTES else None
     specs = dict[str, bytes]()
-    requeued = [task_id for entry in batch for task_id in entry.deleted_dead_letters]  # they may be letters again
-    statements: list[Statement] = [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in requeued]
+    letters: dict[int, SubmitRecord] = {}  # a task may become one, or be deleted and become one again
+    statements: list[Statement] = []
+    for entry in batch:
+        letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}
+        written = [task_id for task_id in entry.deleted_dead_letters if letters.pop(task_id, None) is None]
+        statements += [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in written]
     statements += inserts("task", TASK_FIELDS, task_values(submits, large, specs), bytes_total)
     outcomes = outcome_values(settles, first_cursor, large)
     statements += inserts("outcome", OUTCOME_FIELDS, outcomes, bytes_total)
     if ended := [record.task_id for record in settles if record.submitted]:
         statements.append(("DELETE FROM task WHERE task_id IN (SELECT value FROM json_each(?))", (json.dumps(ended),)))
-    letters = [record.dead for record in settles if record.dead is not None]
     if letters:
-        large = segments if max(len(letter.payload) for letter in letters) >= LARGE_BYTES else None
-        letter_bytes = sum([len(letter.payload) for letter in letters])
-        statements += inserts("dead_letter", TASK_FIELDS, task_values(letters, large, specs), letter_bytes)
+        sizes = [len(letter.payload) for letter in letters.values()]
+        large = segments if max(sizes) >= LARGE_BYTES else None
+        statements += inserts("dead_letter", TASK_FIELDS, task_values(letters.values(), large, specs), sum(sizes))
     statements += [(journal_specs.INSERT, each) for each in specs.items()]
     for entry in batch:
         statements += [setting(key, value) for key, value in entry.settings.items()]

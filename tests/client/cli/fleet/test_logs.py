@@ -24,6 +24,18 @@ def test_lines_that_are_no_json_have_the_name_of_their_process(capfd: pytest.Cap
     assert capfd.readouterr().err.splitlines() == ["w      | Segmentation fault", '{"event": "x"}']
 
 
+def test_a_full_disk_costs_lines_and_does_not_end_the_fleet() -> None:
+    """Nor does a reader that has gone. The fleet goes on, and stdout has its words."""
+    code = (
+        "from multigpu.cli.local.fleet_log import FleetLog\n"
+        "log = FleetLog(as_json=False, names=['w'])\n"
+        "log.line('w', 'x'); log.event('w', 'y'); print('goes on')"
+    )
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-c", code], stderr=full, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+
+
 @pytest.mark.parametrize(
     ("args", "unit"),
     [
