@@ -46,9 +46,15 @@ def wait_for_worker(
 
 def _missing(master: Master, kind: str, model: str) -> Failure | None:
     try:
-        return not_served(master.connected_workers(), kind, model)
+        missing = not_served(master.connected_workers(), kind, model)
+        if model and isinstance(missing, NotServedFailure):
+            request = admin.ListModelsRequest(name=model.partition(":")[0])
+            for entry in master.call(master.admin.ListModels, request).models:
+                if entry.model.error:
+                    return NotServedFailure(f"the model {model!r} can't be served: {entry.model.error}")
     except Unreachable as failure:
         return failure
+    return missing
 
 
 def not_served(connected: Sequence[admin.Worker], kind: str, model: str = "") -> Failure | None:

@@ -125,6 +125,8 @@ def bench(address: str, as_json: bool, **options: Any) -> None:
     """
     if options["plot_file"]:
         plot.require()
+    if options["with_baseline"] and os.getloadavg()[0] > len(os.sched_getaffinity(0)):
+        show.note("mgpuctl: this host is busy: VS PLAIN will favour the fleet, whose workers have fewer threads")
     problem: BaseException | None = None
     with sdk_failures():
         with contextlib.ExitStack() as files:

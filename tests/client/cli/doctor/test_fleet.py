@@ -195,6 +195,8 @@ def test_doctor_names_the_model_folders_that_a_worker_cannot_serve(tmp_path: Pat
         assert found["message"].startswith("2 models can't be served\nbad on w0: ")
         assert "unknown" in found["message"]
         assert f"empty on w0: {repository}/empty holds no model" in found["message"]
+        done = CliRunner().invoke(cli, ["generate", "x", "--model", "bad", "--master", fleet.address])
+        assert (done.exit_code, "the model 'bad' can't be served: " in done.output) == (1, True), done.output
 
 
 def test_doctor_says_why_a_worker_was_rejected_until_it_joins(tmp_path: Path) -> None:
