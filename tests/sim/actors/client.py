@@ -177,11 +177,16 @@ class Client:
         """Whether its acceptance is in the present journal."""
         return bool(request.task_id) and request.spec.durable and request.epoch > self._master.restored
 
+    def _freed(self, request: Request) -> bool:
+        """Whether it may be another task now: its dead letter is gone, or it is repaired, and so runs again whenever it
+        has failed, although the client may not have learned of that.
+        """
+        return request.repaired or self._master.journal.deleted[request.task_id] > 0
+
     def _accepted(self, request_id: str, task_id: int, epoch: int) -> None:
         request = self.requests[request_id]
-        # A repaired request runs again whenever it has failed, although the client may not have learned of that.
-        freed = request.repaired or self._master.journal.deleted[request.task_id] > 0
-        if self.promised(request) and request.task_id != task_id and not (request.outcomes or freed):
+        known = self.promised(request) and not self._freed(request)
+        if known and request.task_id != task_id and not request.outcomes:
             raise ViolationError(f"{request_id} was accepted as {request.task_id}, now it is {task_id}")
         request.task_id, request.epoch = task_id, epoch
 
@@ -189,7 +194,8 @@ class Client:
         request = self.requests[request_id]
         self._world.coverage[f"rejection: code {rejection.code}"] += 1
         # While the disk is full even known tasks are rejected, for a while.
-        if self.promised(request) and request.open and rejection.retry_delay_s is None:
+        known = self.promised(request) and not self._freed(request)
+        if known and request.open and rejection.retry_delay_s is None:
             raise ViolationError(f"{request_id} was accepted, and then rejected: {rejection.message}")
         self._world.trace("%s is rejected: %s", request_id, rejection.message)
         if rejection.retry_delay_s is None:
