@@ -104,7 +104,8 @@ class Ledger:
 
     # --- from account to account -------------------------------------------------------------------------------------
 
-    def enter(self, task: Task, resource_class: ResourceClass, *, is_requeued: bool = False) -> None:
+    def enter(self, task: Task, resource_class: ResourceClass, requeued: int = 0) -> None:
+        """`requeued`: not 0 if the task has the id of a dead letter, and so its place of age."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
@@ -113,7 +114,10 @@ class Ledger:
         self.unsettled_bytes += size
         queue.queued += 1
         queue.queued_bytes += size
-        (self._classes.put_back if is_requeued else self._classes.add)(resource_class, task)
+        if requeued:
+            self._classes.put_back(resource_class, task)
+        else:
+            self._classes.add(resource_class, task)
         spec = task.spec
         if spec.deadline_s is not None:
             self.expiries.at(spec.deadline_s, task, Due.DEADLINE)

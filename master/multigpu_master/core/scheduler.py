@@ -157,14 +157,14 @@ class Core:
             if why_not is not None:
                 results.append(why_not)
                 continue
-            is_requeued = task.task_id != 0  # a dead letter, which keeps its id
-            task.task_id = task.task_id or ids.take()
+            requeued = task.task_id  # of a dead letter, which keeps its id
+            task.task_id = requeued or ids.take()
             task.submit_s = now
             task.streams = streams
             if resource_class is None or task.partition_key != key:
                 key = task.partition_key
                 resource_class = state.classes.get(queue, spec, partition_of(key))
-            ledger.enter(task, resource_class, is_requeued=is_requeued)
+            ledger.enter(task, resource_class, requeued)
             results.append(task)
             fresh.append(task)
         ledger.counters.submitted += len(fresh)

@@ -11,7 +11,7 @@ operators = partial(Mutation, module="multigpu_master.core.operators")
 EVENTS = (
     scheduler(
         name="a requeued dead letter gets another id",
-        old="task.task_id = task.task_id or ids.take()",
+        old="task.task_id = requeued or ids.take()",
         new="task.task_id = ids.take()",
         breaks="what an operator requeued is a second task of its request_id",
         seeds=20_000,
