@@ -29,7 +29,7 @@ def active(address: str) -> list[str]:
 
 def test_up_says_where_its_data_is(fleet: tuple[Up, str]) -> None:
     up, _ = fleet
-    assert f"the journal and the log of this fleet are in {up.folder / 'data'}" in up.log.read_text()
+    assert f"the journal of this fleet is in {up.folder / 'data'}" in up.log.read_text()
 
 
 def test_one_task(fleet: tuple[Up, str]) -> None:

@@ -16,7 +16,8 @@ CLOCK_ROUNDS = 3
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 # A sample is taken shortly before its heartbeat: an older one means a wrong clock or a driver that hangs.
 SAMPLE_AGE_WARN_S = 15.0
-REJECTED_RECENTLY_S, MODELS_MAX = 3600.0, 20
+REJECTED_RECENTLY_S = 3600.0
+NAMED_MODELS_MAX = 20
 RETRIED_S = 30.0  # a worker that is rejected tries again within seconds
 
 
@@ -142,13 +143,13 @@ def workers(host: Host) -> list[Finding]:
 
 def rejected_workers(host: Host) -> list[Finding]:
     """The master rejected no worker recently that has not joined since."""
-    since_s = seconds_of(host.stats.server_time) - REJECTED_RECENTLY_S
-    recent = [r for r in host.stats.worker_rejections if seconds_of(r.reject_time) > since_s]
+    now_s = seconds_of(host.stats.server_time)
+    recent = [r for r in host.stats.worker_rejections if seconds_of(r.reject_time) > now_s - REJECTED_RECENTLY_S]
     text = "\n".join(
         f"{r.worker_id or '(no worker_id)'} ({r.peer}), {age(r, 'reject_time')} ago: {r.reason}" for r in recent
     )
     remedy = "correct this on their hosts, and start the workers again if they have ended"
-    if any(seconds_of(r.reject_time) > since_s + REJECTED_RECENTLY_S - RETRIED_S for r in recent):
+    if any(seconds_of(r.reject_time) > now_s - RETRIED_S for r in recent):
         return fail("rejected workers", text, remedy)
     return warn("rejected workers", text, remedy) if text else ok("rejected workers", "none within the last hour")
 
@@ -158,7 +159,7 @@ def models(host: Host) -> list[Finding]:
     assert host.stats is not None
     assert not isinstance(host.master, Failure)
     broken = [e for e in all_models(host.master) if e.model.error]
-    texts = [f"{id_of(e.model)} on {', '.join(e.worker_ids)}: {e.model.error}" for e in broken[:MODELS_MAX]]
+    texts = [f"{id_of(e.model)} on {', '.join(e.worker_ids)}: {e.model.error}" for e in broken[:NAMED_MODELS_MAX]]
     message = f"{plural(len(broken), 'model')} can't be served\n" + "\n".join(texts)
     remedy = "repair or remove their folders; `mgpuctl models` lists all"
     return warn("models", message, remedy) if broken else ok("models", "no worker reports an error")

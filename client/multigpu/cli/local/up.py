@@ -213,7 +213,7 @@ async def run_fleet(fleet: Fleet) -> int:
     """Runs the fleet until a signal or a process that can't run. Returns the exit code."""
     names = ["master", "up", *fleet.workers]
     log = FleetLog(as_json=fleet.log_json, names=names)
-    log.event("up", f"the journal and the log of this fleet are in {fleet.data_dir}")
+    log.event("up", f"the journal of this fleet is in {fleet.data_dir}")
 
     def on_event(name: str, text: str) -> None:
         if name != READY_PROBE:

@@ -144,3 +144,20 @@ def test_results_before_an_interrupt_is_reported(
         return bool(counts["queued"] + counts["leased"] == 0)
 
     until(nothing_left)
+
+
+def test_an_interrupt_before_the_first_row_still_prints_json(address: str, folder: Path, tmp_path: Path) -> None:
+    """The warm-up of four callers meets the task from which the handler never returns."""
+    (tmp_path / "lines").write_text("before the first row\n")
+    flags = ["--kind", "my.stuck", "--lines", str(tmp_path / "lines"), "--concurrency", "4", "--no-plain", "--json"]
+    env = {**os.environ, "MGPU_MASTER": address}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*MGPUCTL, "bench", *flags], stdout=pipe, stderr=pipe, text=True, env=env) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "my.stuck: loading\n"
+        process.send_signal(signal.SIGINT)
+        said, remarks = process.communicate(timeout=60)
+    assert process.returncode == 130, remarks
+    found = json.loads(said)
+    assert (found["complete"], found["rows"]) == (False, [])
+    assert "ended early, with 0 of 1 rows measured" in remarks
