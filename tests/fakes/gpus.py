@@ -74,7 +74,7 @@ class SimulatedGpus:
 
         A worker's artifacts go beside the state file: what it notes about a simulated GPU must not stay in ~/.cache.
         """
-        libraries = [str(layout.library().parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        libraries = [str(layout.build_nvml().parent), os.environ.get("LD_LIBRARY_PATH", "")]
         return {
             VARIABLE: str(self.path),
             "MGPU_WORKER_ARTIFACTS_DIR": f"{self.path}.artifacts",

@@ -8,7 +8,7 @@ import pytest
 from tests.commands import run_module
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import ROOT, Mutation
-from tests.mutations.rules.stories import ACCESS, STORIES, TESTS, WORKER
+from tests.mutations.rules.pytest_checkers import ACCESS, PYTEST_TESTS, TESTS, WORKER
 
 # Noticed within a few seeds each, so that all of them together take less than a minute.
 SHORT = (
@@ -36,7 +36,7 @@ def test_the_list_is_true(mutation: Mutation) -> None:
 NAMED = dict.fromkeys(m.checker for m in MUTATIONS if "::" in m.checker)
 
 
-@pytest.mark.parametrize("story", [*STORIES, *ACCESS, *WORKER, *NAMED])
+@pytest.mark.parametrize("story", [*PYTEST_TESTS, *ACCESS, *WORKER, *NAMED])
 def test_the_tests_that_serve_as_checkers_exist(story: str) -> None:
     path, _, name = story.partition("::")
     assert (TESTS / path).exists()

@@ -13,7 +13,7 @@ from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.fleet import QUICK, Fleet, until
-from tests.integration.restart.test_restart import where_it_runs
+from tests.integration.restart.test_restart import worker_of
 from tests.integration.streams import Feed
 
 FLEET = {"handlers": ["trial_handlers"]}
@@ -108,7 +108,7 @@ def test_a_killed_worker_is_lost_at_once_and_not_only_when_it_has_been_silent(tm
     patient = ["--session-timeout-s", "60"]
     with Fleet(tmp_path / "fleet", handlers=["trial_handlers"], master_flags=patient) as fleet:
         (task_id,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["moves"])
-        first = where_it_runs(fleet, "moves")
+        first = worker_of(fleet, "moves")
         fleet.workers[first].kill()
         (other,) = {"w0", "w1"} - {first}
         until(lambda: fleet.get(task_id).worker_id == other)
@@ -181,7 +181,7 @@ def test_a_worker_that_was_away_for_a_while_is_taken_back(quick: Fleet, tmp_path
     fleet = quick
     gate = tmp_path / "gate"
     (task_id,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["away"])
-    first = where_it_runs(fleet, "away")
+    first = worker_of(fleet, "away")
     (other,) = {"w0", "w1"} - {first}
     fleet.workers[first].signal(signal.SIGSTOP)
     until(lambda: fleet.get(task_id).worker_id == other)

@@ -5,7 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 attempts = partial(Mutation, module="multigpu_master.core.attempts")
-attempts_story = partial(attempts, checker="stories")
+attempts_story = partial(attempts, checker="pytest")
 
 ATTEMPTS = (
     attempts(

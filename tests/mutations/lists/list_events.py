@@ -49,7 +49,7 @@ EVENTS = (
         name="a withdrawn request_id stays taken",
         old=" and not _is_free(known.outcome, spec):",
         new=":",
-        checker="stories",
+        checker="pytest",
     ),
     scheduler(
         name="a second stream is not followed",
@@ -76,7 +76,7 @@ EVENTS = (
         name="cancel of the settled",
         old="for t in dict.fromkeys(event.tasks) if t.outcome is None]",
         new="for t in dict.fromkeys(event.tasks)]",
-        checker="stories",
+        checker="pytest",
     ),
     scheduler(
         name="a failed submit stays in its class",
@@ -147,7 +147,7 @@ EVENTS = (
         old="ledger.unsettled_bytes + size > limits.bytes_max",
         new="False",
         breaks="P10: payloads without end",
-        checker="stories",
+        checker="pytest",
     ),
     operators(
         name="a cordon is forgotten by a restart",
@@ -208,7 +208,7 @@ EVENTS = (
         old="if worker.draining and worker.drain_deadline_s == deadline_s:",
         new="if worker.draining:",
         breaks="P6: the first of two drains interrupts what the second would let end",
-        checker="stories",
+        checker="pytest",
     ),
     operators(
         name="a forgotten worker is still awaited",

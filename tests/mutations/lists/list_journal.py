@@ -15,7 +15,7 @@ statements = partial(Mutation, module="multigpu_master.journal.sqlite.statements
 known = partial(Mutation, module="multigpu_master.journal.request_filter")
 wire = partial(Mutation, module="multigpu_master.wire.tasks")
 identity = partial(Mutation, module="multigpu_master.core.identity")
-failures = partial(Mutation, module="multigpu_master.journal.sqlite.failures", checker="stories", seeds=1)
+failures = partial(Mutation, module="multigpu_master.journal.sqlite.failures", checker="pytest", seeds=1)
 reads = partial(Mutation, module="multigpu_master.journal.sqlite.reads", checker="results", seeds=50)
 intake = partial(Mutation, module="multigpu_master.rpc.intake", checker="results", seeds=50)
 
@@ -74,7 +74,7 @@ JOURNAL = (
         old="            self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)\n",
         new="            pass\n",
         breaks="P1: tasks that run for long are never written",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     journaling(
@@ -108,7 +108,7 @@ JOURNAL = (
         old="            self._end_deferrals(math.inf)  # clients",
         new="            pass  # clients",
         breaks="P1: something that was acknowledged rests on a task that is lost",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     journaling(
@@ -329,7 +329,7 @@ JOURNAL = (
         old="    if again.spec.durable and not durable:\n",
         new="    if False:\n",
         breaks="P1: a task that was acknowledged as durable is lost with its master",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     Mutation(
@@ -345,7 +345,7 @@ JOURNAL = (
         old="                payload_crc(task)\n",
         new="                pass\n",
         breaks="P5: the same request_id is rejected, as if it were another's",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     reads(
@@ -366,7 +366,7 @@ JOURNAL = (
         old="    return bool(flagged)\n",
         new="    return False\n",
         breaks="P1: acknowledged tasks are lost silently with a log that was deleted",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     Mutation(
@@ -375,7 +375,7 @@ JOURNAL = (
         old="wanted.for_journal(cursor_max))",
         new="wanted.for_journal())",
         breaks="a task that settles during the call is counted twice",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     journaling(
@@ -383,7 +383,7 @@ JOURNAL = (
         old="        if self.writable:\n            return sys.maxsize\n",
         new="        if True:\n            return sys.maxsize\n",
         breaks="a task is cancelled for its client and runs after a restart",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
 )

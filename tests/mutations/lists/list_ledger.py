@@ -27,7 +27,7 @@ LEDGER = (
     fleet(
         name="what runs long teaches nothing",
         old="            pace.allowed = min(pace.allowed, window)\n",
-        checker="stories",
+        checker="pytest",
     ),
     fleet(
         name="eligible workers of before",
@@ -175,7 +175,7 @@ LEDGER = (
         old="        if self.requests.get(task.request_id) is task:\n",
         new="        if self.requests.get(task.request_id):\n",
         breaks="P5: forgetting one task forgets the request of another",
-        checker="stories",
+        checker="pytest",
     ),
     ledger(
         name="ephemeral outcomes without limit",
@@ -211,14 +211,14 @@ LEDGER = (
         name="a sweep forgets deadlines",
         old="            if self._task(instant) is not None:\n                heappush(self._heap, instant)\n",
         new="            pass\n",
-        checker="stories",
+        checker="pytest",
     ),
     timers(
         name="all that is due is done in one event",
         old="        for _ in range(FIRE_MAX):\n",
         new="        while True:\n",
         breaks="P12: deadlines that come together hold the event loop",
-        checker="stories",
+        checker="pytest",
     ),
     strategies(
         name="loading a model costs nothing",
@@ -231,7 +231,7 @@ LEDGER = (
         module="multigpu_master.strategies.least_loaded",
         old="        return len(worker.leases) / worker.info.slots\n",
         new="        return -len(worker.leases) / worker.info.slots\n",
-        checker="stories",
+        checker="pytest",
     ),
     strategies(
         name="the memory threshold ignored",

@@ -5,14 +5,14 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 dispatch = partial(Mutation, module="multigpu_master.core.placement.dispatch")
-dispatch_story = partial(dispatch, checker="stories")
+dispatch_story = partial(dispatch, checker="pytest")
 ranking = partial(Mutation, module="multigpu_master.core.placement.ranking")
 wait_lists = partial(Mutation, module="multigpu_master.core.placement.wait_lists")
 placement = partial(Mutation, module="multigpu_master.core.placement.placement")
 obstacles = partial(Mutation, module="multigpu_master.core.placement.obstacles")
 resource_classes = partial(Mutation, module="multigpu_master.core.placement.resource_classes")
 recall = partial(Mutation, module="multigpu_master.core.placement.recall")
-recall_story = partial(recall, checker="stories")
+recall_story = partial(recall, checker="pytest")
 
 PLACEMENT = (
     ranking(
@@ -91,7 +91,7 @@ PLACEMENT = (
         name="a class that ends takes the offer of its wait list with it",
         old="        if offered and wait_list is not None:\n",
         new="        if False:\n",
-        checker="stories",
+        checker="pytest",
     ),
     wait_lists(
         name="a class goes on past an older one of its wait list",
@@ -165,7 +165,7 @@ PLACEMENT = (
         name="the worst worker first",
         old="        heappush(heap, (score, worker.last_dispatch,",
         new="        heappush(heap, (-score, worker.last_dispatch,",
-        checker="stories",
+        checker="pytest",
     ),
     ranking(
         name="rankings forget the newest change",
@@ -193,7 +193,7 @@ PLACEMENT = (
         name="workers set aside come back for their number alone",
         old="        if self._resident != self._fleet.resident_workers(self._shape):\n",
         new="        if False:\n",
-        checker="stories",
+        checker="pytest",
     ),
     ranking(
         name="workers come back for one task too many",
@@ -204,7 +204,7 @@ PLACEMENT = (
     placement(
         name="nobody waits for a backlog to grow",
         old="        backlog.waits_to_grow = worker is None and ranking.has_room()\n",
-        checker="stories",
+        checker="pytest",
     ),
     dispatch(
         name="classes that one event left over wait for another",
@@ -218,7 +218,7 @@ PLACEMENT = (
     wait_lists(
         name="requirements that nothing has any more count",
         old="                self._backlogs_of[queue] -= 1\n",
-        checker="stories",
+        checker="pytest",
     ),
     placement(
         name="pins outlive their workers",
@@ -317,7 +317,7 @@ PLACEMENT = (
         old="        if 2 * stretch.left > len(tasks):\n",
         new="        if False:\n",
         breaks="P10: cancelled tasks stay in memory",
-        checker="stories",
+        checker="pytest",
     ),
     wait_lists(
         name="an emptied class is not forgotten",

@@ -6,11 +6,11 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-quarantine = partial(Mutation, module="multigpu_master.core.workers.quarantine", checker="stories", seeds=1)
-health = partial(Mutation, module="multigpu_worker.device.health", checker="stories", seeds=1)
-reset = partial(Mutation, module="multigpu_worker.device.reset_watch", checker="stories", seeds=1)
-start = partial(Mutation, module="multigpu_worker.processes.start", checker="stories", seeds=1)
-told = partial(Mutation, checker="stories", seeds=1)
+quarantine = partial(Mutation, module="multigpu_master.core.workers.quarantine", checker="pytest", seeds=1)
+health = partial(Mutation, module="multigpu_worker.device.health", checker="pytest", seeds=1)
+reset = partial(Mutation, module="multigpu_worker.device.reset_watch", checker="pytest", seeds=1)
+start = partial(Mutation, module="multigpu_worker.processes.start", checker="pytest", seeds=1)
+told = partial(Mutation, checker="pytest", seeds=1)
 
 QUARANTINE = (
     Mutation(

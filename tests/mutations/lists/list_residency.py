@@ -6,8 +6,8 @@ from tests.mutations.mutation import Mutation
 
 residency = partial(Mutation, module="multigpu_master.core.workers.residency", checker="models", seeds=300)
 reservations = partial(Mutation, module="multigpu_master.core.workers.load_reservations", checker="models", seeds=300)
-reservations_story = partial(reservations, checker="stories")
-stories = partial(Mutation, module="multigpu_master.core.workers.residency", checker="stories", seeds=1)
+reservations_story = partial(reservations, checker="pytest")
+stories = partial(Mutation, module="multigpu_master.core.workers.residency", checker="pytest", seeds=1)
 
 RESIDENCY = (
     residency(

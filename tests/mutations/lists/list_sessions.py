@@ -5,7 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 sessions = partial(Mutation, module="multigpu_master.core.workers.sessions")
-sessions_story = partial(sessions, checker="stories")
+sessions_story = partial(sessions, checker="pytest")
 
 SESSIONS = (
     sessions(
@@ -209,7 +209,7 @@ SESSIONS = (
             "                          if failure.lease_id in w.leases), None)\n"
         ),
         breaks="P2: a failure counts whoever holds the lease",
-        checker="stories",
+        checker="pytest",
     ),
     sessions(
         name="a returned task is charged",

@@ -18,7 +18,7 @@ IDS = (
         name="an epoch is not the clock's",
         old="max(last + 1, int(now_s) - FIRST_EPOCH_S)",
         new="last + 1",
-        checker="stories",
+        checker="pytest",
     ),
     ids(
         name="ids of unknown incarnations count",
@@ -77,7 +77,7 @@ IDS = (
         name="ids are renewed again and again",
         module="multigpu_master.core.restart",
         old="        self.renew_at = self.end + 1\n",
-        checker="stories",
+        checker="pytest",
     ),
     Mutation(
         name="leases go on past the last id",
@@ -102,12 +102,12 @@ IDS = (
         name="a worker forgets who granted its leases",
         module="multigpu_worker.session.session",
         old="        self.incarnation = incarnation\n",
-        checker="stories",
+        checker="pytest",
     ),
     ids(
         name="ids begin where the epoch does",
         old=" + int(now_s % 1.0 * (EPOCH_IDS // 2))",
-        checker="stories",
+        checker="pytest",
     ),
     Mutation(
         module="multigpu_master.core.restart",

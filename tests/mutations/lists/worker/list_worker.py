@@ -76,7 +76,7 @@ WORKER = (
         old="            self._push(Partial(lease, lease.partials_received + index, *part))\n",
         new="            self._push(Partial(lease, index, *part))\n",
         breaks="P9: outputs of a second attempt are taken for repeats",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     session(
@@ -107,7 +107,7 @@ WORKER = (
         old="        while self._sent and (\n",
         new="        while False and (\n",
         breaks="P10: reports that arrived stay in memory",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     session(
@@ -115,7 +115,7 @@ WORKER = (
         old="            if self.leases.pop(lease.lease_id, None) is None:\n                continue\n",
         new="            self.leases.pop(lease.lease_id, None)\n",
         breaks="what was taken from a worker is reported",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     session(
@@ -136,7 +136,7 @@ WORKER = (
         old="        for lease in lost:\n            self.revoke(lease.lease_id)\n        return lost\n",
         new="        return []\n",
         breaks="P9: an attempt goes on whose outputs are lost",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     session(
@@ -158,7 +158,7 @@ WORKER = (
         old="        if lease.dropped:\n            return True\n",
         new="",
         breaks="outputs of what was taken away are sent",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     session(
@@ -166,7 +166,7 @@ WORKER = (
         old="self.report(now_ns, now_ns, [Report(lease, ReportState.RETURNED",
         new="_ = (now_ns, now_ns, [Report(lease, ReportState.RETURNED",
         breaks="a worker that leaves is waited for",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     session(
@@ -174,7 +174,7 @@ WORKER = (
         old="                self.heartbeat_due = True\n",
         new="                pass\n",
         breaks="a failed attempt's checkpoint is lost",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     session(
@@ -182,7 +182,7 @@ WORKER = (
         old="due = hello or (lease.saved_unsent and ",
         new="due = hello or (",
         breaks="P10: every heartbeat carries every checkpoint",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     batcher(

@@ -1,4 +1,4 @@
-"""Ordinary tests as a checker: for rules that random seeds break too seldom, or only in large worlds."""
+"""Pytest tests as checkers: for rules that random seeds break too rarely, or only in large simulations."""
 
 import os
 import tempfile
@@ -9,7 +9,7 @@ import pytest
 from tests.mutations.mutation import planted
 
 TESTS = Path(__file__).resolve().parents[2]
-STORIES = (
+PYTEST_TESTS = (
     "core", "scenarios", "master/test_ids.py", "master/test_wire_devices.py", "master/journal/test_journaling.py",
     "worker/session/test_session.py", "worker/session/test_batcher.py", "worker/device/test_health.py",
     "master/journal/test_journal_full.py::test_without_a_descriptor_it_rejects_and_goes_on",
@@ -54,8 +54,8 @@ class _Failed:
 
 
 def check(_seed: int) -> None:
-    """AssertionError: one of STORIES failed; names it."""
-    run_tests(STORIES)
+    """AssertionError: one of PYTEST_TESTS failed; names it."""
+    run_tests(PYTEST_TESTS)
 
 
 def store(_seed: int) -> None:
@@ -83,8 +83,8 @@ def run_test(name: str, _seed: int) -> None:
         run_tests((name,))
 
 
-def run_tests(stories: tuple[str, ...]) -> None:
+def run_tests(tests: tuple[str, ...]) -> None:
     failed, root = _Failed(), TESTS.parent
     options = f"-x -q -p no:cacheprovider --rootdir {root} -c {root / 'pyproject.toml'}".split()
-    code = pytest.main([*options, *[str(TESTS / story) for story in stories]], plugins=[failed])
+    code = pytest.main([*options, *[str(TESTS / test) for test in tests]], plugins=[failed])
     assert code == pytest.ExitCode.OK, failed.test or f"pytest ended with {code}"
