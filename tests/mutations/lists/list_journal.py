@@ -39,7 +39,7 @@ JOURNAL = (
         breaks="a cancellation that was answered is undone by a kill",
     ),
     journaling(
-        name="commits of outcomes are not told",
+        name="the core is not notified of committed outcomes",
         old="            self._handle(ev.SettlesCommitted(settled))\n",
         new="            pass\n",
         breaks="P10: settled tasks stay in memory",
@@ -52,13 +52,13 @@ JOURNAL = (
         seeds=1000,
     ),
     journaling(
-        name="nobody is told of a commit",
+        name="commits are not acknowledged",
         old="            if pending.done is not None:\n                pending.done(error)\n",
         new="",
         breaks="clients wait for ever to be told that their tasks are safe",
     ),
     journaling(
-        name="what lingers is never written",
+        name="deferred outcomes are never written",
         old="            self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)\n",
         new="            pass\n",
         breaks="outcomes wait for somebody else's entry to reach the disk",
@@ -91,7 +91,7 @@ JOURNAL = (
         seeds=1000,
     ),
     journaling(
-        name="what settles is taken for never submitted",
+        name="a settled task counts as never written",
         old="submitted=task.task_id not in unwritten",
         new="submitted=False",
         breaks="the journal keeps a task that has ended, and the next master runs it again",
@@ -112,7 +112,7 @@ JOURNAL = (
         seeds=1,
     ),
     journaling(
-        name="settled requests are not known",
+        name="request_ids of settled tasks are not in the filter",
         old="        self._request_filter.add([task.request_id for task in tasks if task.request_id])\n",
         new="",
         breaks="P5: a repeated request_id makes a second task once the first has settled",
@@ -120,7 +120,7 @@ JOURNAL = (
         seeds=50,
     ),
     driver(
-        name="the master goes on with half of an event",
+        name="the driver continues after a failed event",
         old="                self._broken = True\n",
         new="",
         breaks="after an exception the master acts on a state that is half changed",
@@ -132,7 +132,7 @@ JOURNAL = (
         breaks="P1: what ended is never journaled when a peer can't be told of it",
     ),
     known(
-        name="what settles while the journal is read is not known",
+        name="request_ids settled during the load are not in the filter",
         old="        return self._load(journal, len(self._filters) - 1)\n",
         new="        return self._load(journal, len(self._filters))\n",
         breaks="P5: a repeated request_id makes a second task",
@@ -164,26 +164,26 @@ JOURNAL = (
         seeds=50,
     ),
     sqlite(
-        name="a commit is told before it is made",
+        name="a commit is acknowledged before it is made",
         old="        try:\n            commit(batch, bytes_total)\n",
         new="        if batch:\n            self._on_commit(batch, first_cursor, None)\n"
         "        try:\n            commit(batch, bytes_total)\n            return len(batch)\n",
         breaks="P1: a task is acknowledged before it is on the disk",
     ),
     sqlite(
-        name="what failed on a full disk is dropped",
+        name="entries that failed on a full disk are dropped",
         old="            waiting.extendleft(reversed(batch))\n",
         new="",
         breaks="P1: outcomes are lost on a full disk",
     ),
     sqlite(
-        name="what failed goes back in the wrong order",
+        name="entries that failed are retried in the wrong order",
         old="            waiting.extendleft(reversed(batch))\n",
         new="            waiting.extendleft(batch)\n",
         breaks="cursors are not in order of settling",
     ),
     sqlite(
-        name="cursors are not counted on",
+        name="the last cursor is not advanced",
         old="        self._last_cursor += outcomes\n",
         new="",
         breaks="P9: two outcomes have one cursor",
@@ -225,7 +225,7 @@ JOURNAL = (
         breaks="a task that was never submitted has an outcome",
     ),
     sqlite(
-        name="rejected tasks are not told",
+        name="rejections by a full disk are not reported",
         old="        if rejected:\n            self._on_commit(rejected, 0, self._full)\n",
         new="",
         breaks="clients wait for ever to hear of tasks that were rejected",
@@ -243,7 +243,7 @@ JOURNAL = (
         breaks="submits are rejected for ever",
     ),
     sqlite(
-        name="what empties the journal waits for room",
+        name="deletions wait for space",
         old="            (self._freeing if frees(entry) and not self._over else self._pending).append(entry)\n",
         new="            self._pending.append(entry)\n",
         breaks="a full disk can't be emptied",
@@ -277,7 +277,7 @@ JOURNAL = (
         seeds=1,
     ),
     sqlite(
-        name="what comes behind the end is lost",
+        name="entries after the close marker are lost",
         old="            taken = [entry for entry in taken if entry is not _CLOSE]\n",
         new="            taken = taken[: taken.index(_CLOSE)][:-1]\n",
         breaks="P1: what was handed over before a stop is lost",

@@ -20,7 +20,7 @@ QUARANTINE = (
         new=" or self.stopping)",
     ),
     Mutation(
-        name="what a sick device gives back is a loss",
+        name="a lease returned by a sick device counts as lost",
         module="multigpu_master.core.attempts",
         old="        if sick:\n            self._requeue(task, now, 0.0)\n            return\n",
     ),
@@ -60,7 +60,7 @@ QUARANTINE = (
         new="if at_s}",
     ),
     quarantine(
-        name="not even one device may be quarantined",
+        name="the share of quarantined devices rounds down to none",
         old="return max(1, int(self.share * devices))",
         new="return int(self.share * devices)",
     ),
@@ -70,7 +70,7 @@ QUARANTINE = (
         new="        if breaker.tripped_s > now - breaker.window_s:\n            return False\n",
     ),
     quarantine(
-        name="a reset looks at nobody",
+        name="a breaker reset judges no worker",
         old="        for worker in list(self._state.fleet.sessions.values()):\n            self._judge(worker, now)\n",
     ),
     quarantine(
@@ -84,7 +84,7 @@ QUARANTINE = (
         new="        if False:\n            return False",
     ),
     quarantine(
-        name="a poison task costs devices their good name",
+        name="failures of a poison task count against devices",
         old="            kept = {i: m for i, m in marks.items() if m[1] != kind}\n",
         new="            kept = dict(marks)\n",
     ),
@@ -98,7 +98,7 @@ QUARANTINE = (
         old="        if not worker.health.fit:\n            extra.forgiven += (device,)\n            return False\n",
     ),
     quarantine(
-        name="suspects without comparison",
+        name="a device is suspected without another to compare",
         old=" and any(w.device_key != device for w in self._state.fleet.sessions.values())",
     ),
     quarantine(
@@ -107,7 +107,7 @@ QUARANTINE = (
         new="worker.checks_asked + 1",
     ),
     health(
-        name="what is gone was never there",
+        name="a sick finding that disappears is forgotten",
         old="            if reason.gravity >= Gravity.SICK and code not in self._findings:\n",
         new="            if False:\n",
     ),
@@ -127,12 +127,12 @@ QUARANTINE = (
         new="        pass\n",
     ),
     reset(
-        name="nothing wanted is a reset",
+        name="a reset is seen although none was needed",
         old="        if self._wanted and wanted is False:\n",
         new="        if wanted is False:\n",
     ),
     reset(
-        name="what is not known is not wanted",
+        name="an unknown reset state counts as a reset",
         old="if self._wanted and wanted is False:",
         new="if self._wanted and not wanted:",
     ),
@@ -186,7 +186,7 @@ QUARANTINE = (
         new="w.health",
     ),
     told(
-        name="operators see a lost worker's last figures",
+        name="a lost worker's telemetry is shown",
         module="multigpu_master.wire.workers",
         old="    if worker.session:  # the last",
         new="    if True:  # the last",

@@ -16,7 +16,7 @@ WORKER = (
         breaks="a worker goes on with what its new session does not count",
     ),
     session(
-        name="what was sent before a break is forgotten",
+        name="sent reports are dropped when the stream breaks",
         old="groups = [group for _, group in self._sent] + [",
         new="groups = [",
         breaks="a result that was on its way is lost",
@@ -24,7 +24,7 @@ WORKER = (
         seeds=300,
     ),
     session(
-        name="what waited at a break is forgotten",
+        name="unsent reports are dropped when the stream breaks",
         old="[item for item in self._outbox if isinstance(item, Reports)]\n        self._sent.clear()",
         new="[]\n        self._sent.clear()",
         breaks="a result that was not sent yet is lost",
@@ -53,7 +53,7 @@ WORKER = (
         seeds=5000,
     ),
     session(
-        name="partial outputs of the reported are not sent again",
+        name="partial outputs of reported leases are not sent again",
         old="            for report in wanted:\n                self._resend_partials(report.lease)\n",
         new="",
         breaks="P9: a report arrives without its outputs",
@@ -96,14 +96,14 @@ WORKER = (
         seeds=300,
     ),
     session(
-        name="what was sent is not remembered",
+        name="sent reports are not kept until they are acknowledged",
         old="                self._remember(entry, now_s)\n",
         new="",
         breaks="a result that was on its way is lost",
         checker="session",
     ),
     session(
-        name="what was sent is remembered for ever",
+        name="acknowledged reports are kept",
         old="        while self._sent and (\n",
         new="        while False and (\n",
         breaks="P10: reports that arrived stay in memory",
@@ -132,7 +132,7 @@ WORKER = (
         checker="session",
     ),
     session(
-        name="what can't be resumed goes on",
+        name="leases that can't be resumed are not revoked",
         old="        for lease in lost:\n            self.revoke(lease.lease_id)\n        return lost\n",
         new="        return []\n",
         breaks="P9: an attempt goes on whose outputs are lost",
@@ -140,7 +140,7 @@ WORKER = (
         seeds=1,
     ),
     session(
-        name="what can't be resumed is listed",
+        name="leases that can't be resumed are in hello",
         old="            leases = [lease for lease in leases if lease.resumable]\n",
         new="            pass\n",
         breaks="P9: an attempt goes on whose outputs are lost",
@@ -186,7 +186,7 @@ WORKER = (
         seeds=1,
     ),
     batcher(
-        name="the youngest line first",
+        name="the youngest spec is batched first",
         old="        lines = sorted(self._lines, key=self._head) if",
         new="        lines = sorted(self._lines, key=self._head, reverse=True) if",
         breaks="a kind starves another",
@@ -216,32 +216,32 @@ WORKER = (
         breaks="P10: a batch has more tasks than it may",
     ),
     batcher(
-        name="suspects go with others",
+        name="suspects are batched with other tasks",
         old="            if len(batch) >= lease.together_max:\n                break\n"
         "            tasks_max = min(tasks_max, lease.together_max)\n",
         new="",
         breaks="P4: a task that ended its engine takes others down again",
     ),
     batcher(
-        name="what comes back goes behind",
+        name="returned leases go to the end",
         old="            self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))\n",
         new="            self._lines.setdefault(lease.spec, deque()).append((self._returns, lease))\n",
         breaks="leases that were in an engine wait again",
     ),
     batcher(
-        name="what comes back is turned round",
+        name="returned leases are reversed",
         old="        for lease in reversed(list(leases)):\n            self._returns",
         new="        for lease in list(leases):\n            self._returns",
         breaks="the order of a batch is lost",
     ),
     batcher(
-        name="what made way loses its rank",
+        name="a displaced lease loses its rank",
         old="            lease.rank = line[0][0]\n",
         new="",
         breaks="what made way for the urgent goes before them, or never",
     ),
     batcher(
-        name="what made way goes behind",
+        name="a displaced lease goes to the end",
         old="            line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))\n",
         new="            line.append((lease.rank, lease))\n",
         breaks="what made way for the urgent is passed by what came later",
@@ -271,13 +271,13 @@ WORKER = (
         breaks="a batch of slow tasks holds the worker for minutes",
     ),
     batcher(
-        name="priority counts for nothing",
+        name="the batcher ignores priority",
         old="        behind = (spec.priority - 1) * AGE_TASKS\n",
         new="        behind = 0\n",
         breaks="urgent tasks wait behind all others",
     ),
     batcher(
-        name="a line that nothing can run goes",
+        name="a batch of a spec without an engine is formed",
         old="            if may is not None and not may(spec):\n                continue\n",
         new="",
         breaks="a batch goes to a model that is not there",
@@ -289,13 +289,13 @@ WORKER = (
         breaks="P7: a task is never run",
     ),
     batcher(
-        name="what comes back waits to grow",
+        name="returned leases wait for a larger batch",
         old="                if delay_s and line[0][0] > 0:\n",
         new="                if delay_s:\n",
         breaks="leases that were in an engine wait again",
     ),
     batcher(
-        name="nobody is told when a batch is due",
+        name="the time at which a batch is due is not reported",
         old="        self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)\n",
         new="",
         breaks="P7: a task is never run",
