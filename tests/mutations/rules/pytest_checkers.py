@@ -10,7 +10,8 @@ from tests.mutations.mutation import planted
 
 TESTS = Path(__file__).resolve().parents[2]
 PYTEST_TESTS = (
-    "core", "scenarios", "master/test_ids.py", "master/test_wire_devices.py", "master/journal/test_journaling.py",
+    "core", "scenarios", "master/test_ids.py", "master/test_latencies.py", "master/test_wire_devices.py",
+    "master/test_wire_outcomes.py", "master/journal/test_journaling.py",
     "worker/session/test_session.py", "worker/session/test_batcher.py", "worker/device/test_health.py",
     "master/journal/test_journal_full.py::test_without_a_descriptor_it_rejects_and_goes_on",
     "master/journal/test_journal_lost_log.py::test_a_deleted_log_is_reported_and_salvage_goes_on_without_it",
@@ -27,7 +28,8 @@ WORKER = (
     "worker/mps/test_mps_parts.py::test_claims_of_dead_workers_are_deleted",
 )  # fmt: skip
 STORE = (
-    "master/test_driver.py", "master/test_clock.py", "master/test_wire_devices.py", "disk/test_damage.py",
+    "master/test_driver.py", "master/test_clock.py", "master/test_latencies.py", "master/test_wire_devices.py",
+    "master/test_wire_outcomes.py", "disk/test_damage.py",
     "master/journal/test_journal_expiry.py", "master/journal/test_shared_payloads.py",
     "master/journal/test_backup.py::test_no_master_starts_from_a_backup_that_was_broken_off",
 )  # fmt: skip

@@ -157,7 +157,7 @@ ENGINES = (
     ),
     residency(
         name="failed loads are retried at once",
-        old="and now_s >= r.retry_s]",
+        old="and now_s >= r.retry_at]",
         new="]",
         breaks="a broken model is loaded again and again",
     ),
