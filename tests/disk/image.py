@@ -22,7 +22,7 @@ SECTOR_BYTES = 512
 _HEAD = struct.Struct("<IIQQQII")
 _MAGIC = 0x4B534944
 CREATE, WRITE, TRUNCATE, SYNC_BEGIN, SYNC_END, SYNC_FAILED, UNLINK, RENAME, LINK = range(1, 10)
-# How much of what was not synced is on the disk, and how often.
+# Which part of the unsynced data is on the disk, and the weight of this case.
 _FATES = {"none": 2, "all": 2, "prefix": 3, "subset": 3, "sectors": 4}
 _FLIP, _STALE = 0.3, 0.3  # a flipped bit in what was being written; old bytes instead of zeros where nobody wrote
 
@@ -55,7 +55,7 @@ def read_log(path: Path) -> Iterator[Record]:
 
 @dataclass(slots=True)
 class _File:
-    """A file: what is certain, and what was done since, each with its place in the log."""
+    """A file: the synced contents, and later calls, each with its place in the log."""
 
     certain: bytearray = field(default_factory=bytearray)
     since: list[tuple[int, Record]] = field(default_factory=list)

@@ -103,7 +103,7 @@ def test_a_bit_of_a_torn_transaction_that_says_it_has_ended_is_no_damage(killed:
     assert tasks_of(data_dir) == list(range(1, TASKS))
 
 
-def test_what_an_earlier_master_left_torn_is_no_damage(killed: Path, tmp_path: Path) -> None:
+def test_a_torn_end_of_log_of_an_earlier_master_is_not_damage(killed: Path, tmp_path: Path) -> None:
     """The transactions of the next master lie before it, in the same log, and end anywhere in it."""
     for seed in range(6):
         data_dir = tmp_path / str(seed)

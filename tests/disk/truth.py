@@ -106,7 +106,7 @@ class Truth:
             self.settle_on((event["tasks"], event["last_cursor"], event["letters"], event["settings"]))
 
     def settle_on(self, found: tuple[list[int], int, list[int], dict[str, str]]) -> None:
-        """From now on what was found is certain. LostError: it is nothing that there may be."""
+        """Takes the recovered contents as certain. LostError: they are not a possible result."""
         # The settle of a task that was rejected is left out while there is no room. One that comes when there is room
         # again is written, and does no harm: whoever submits the task again by its request_id is given its outcome.
         # On a full disk settings, in order, and deletions, in any, go ahead of the rest; they touch nothing of it.

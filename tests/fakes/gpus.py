@@ -267,7 +267,7 @@ class SimulatedGpus:
         self.gpu(i).hangs = 1
 
     def slow(self, i: int, delay_s: float) -> None:
-        """Every call on this GPU takes so long."""
+        """Delays every call on this GPU."""
         self.gpu(i).delay_us = round(delay_s * 1e6)
 
     def answer_(self, i: int) -> None:

@@ -10,7 +10,7 @@ quarantine = partial(Mutation, module="multigpu_master.core.workers.quarantine",
 health = partial(Mutation, module="multigpu_worker.device.health", checker="pytest", seeds=1)
 reset = partial(Mutation, module="multigpu_worker.device.reset_watch", checker="pytest", seeds=1)
 start = partial(Mutation, module="multigpu_worker.processes.start", checker="pytest", seeds=1)
-told = partial(Mutation, checker="pytest", seeds=1)
+by_pytest = partial(Mutation, checker="pytest", seeds=1)
 
 QUARANTINE = (
     Mutation(
@@ -24,7 +24,7 @@ QUARANTINE = (
         module="multigpu_master.core.attempts",
         old="        if sick:\n            self._requeue(task, now, 0.0)\n            return\n",
     ),
-    told(
+    by_pytest(
         name="a task under which every device falls sick is never charged",
         module="multigpu_master.core.attempts",
         old="extra.sick_returns > SICK_RETURNS_MAX",
@@ -179,13 +179,13 @@ QUARANTINE = (
         old="        if self._checking and gravity >= Gravity.SICK:\n",
         new="        if False:\n",
     ),
-    told(
+    by_pytest(
         name="a lost worker's device keeps its health",
         module="multigpu_master.telemetry.device_metrics",
         old="w.health if w.session else None",
         new="w.health",
     ),
-    told(
+    by_pytest(
         name="a lost worker's telemetry is shown",
         module="multigpu_master.wire.workers",
         old="    if worker.session:  # the last",
