@@ -261,10 +261,7 @@ def test_explain(fleet: Fleet, tmp_path: Path) -> None:
     explanation = explain(second)
     assert explanation.ahead == 1
     assert "every worker that could take it is excluded" in explanation.summary
-    assert {c.worker_id: list(c.excluded_by) for c in explanation.candidates} == {
-        "w0": ["cordoned"],
-        "w1": ["cordoned"],
-    }
+    assert {c.worker_id: [*c.excluded_by] for c in explanation.candidates} == {"w0": ["cordoned"], "w1": ["cordoned"]}
     for name in ("w0", "w1"):
         fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=name), timeout=30)
     fleet.outcome(first)

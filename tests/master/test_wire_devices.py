@@ -94,7 +94,7 @@ def test_the_device_survives_a_restart() -> None:
 
 def report(**fields: Any) -> Any:
     batch = worker_service_pb2.ReportBatch(succeeded_lease_ids=[1, 2], results=[b"a", b"b"], **fields)
-    return wire_leases.reports_of(batch, 1, 0.0, 0.0, None)  # type: ignore[arg-type]  # no result lies elsewhere
+    return wire_leases.reports_of(batch, 1, 0.0, 0.0, None)  # type: ignore[arg-type]  # no result is in a file
 
 
 def test_energy_is_read_from_its_column() -> None:

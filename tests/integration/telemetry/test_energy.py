@@ -103,18 +103,14 @@ def test_idle_processes_do_not_share_energy(gpus: SimulatedGpus, tmp_path: Path)
             for pid, percent in zip((engine, os.getpid()), utilizations, strict=True):
                 gpus.process(0, pid, 1 << 30, mps=True, sm_utilization=percent)
             beat_ns = fleet.worker("gpu").last_heartbeat_time.ToNanoseconds()
-            until(
-                lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > beat_ns + 2 * 10**9,
-                what="samples",
-            )
+            until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > beat_ns + 2e9, what="samples")
             with fleet.client() as client:
                 outcomes = list(client.map_outcomes("sleep", [b"0.6"] * 6))
             with_energy = [(o.energy, span(o.message)) for o in outcomes if o.energy is not None]
             assert len(with_energy) >= 3, outcomes
             took = sum(energy.joules for energy, _ in with_energy)
-            return took / sum((end - begin) * 300.0 for _, (begin, end) in with_energy), max(
-                e.uncertainty for e, _ in with_energy
-            )
+            drawn = sum((end - begin) * 300.0 for _, (begin, end) in with_energy)
+            return took / drawn, max(energy.uncertainty for energy, _ in with_energy)
 
         share, uncertainty = measured(90, 0)
         assert share == pytest.approx(1.0, rel=0.2)

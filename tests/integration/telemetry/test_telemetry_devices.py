@@ -253,10 +253,7 @@ def test_heartbeats_continue_without_an_answer_of_the_driver(fleet: Fleet, gpus:
     try:
         before = until(lambda: _quiet(fleet), what="a sample that grows old")
         sampled, beat_ns = before.telemetry.sample_time.ToNanoseconds(), before.last_heartbeat_time.ToNanoseconds()
-        until(
-            lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > beat_ns + 2 * 10**9,
-            what="heartbeats",
-        )
+        until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > beat_ns + 2e9, what="heartbeats")
         now = fleet.worker("gpu")
         assert now.telemetry.sample_time.ToNanoseconds() == sampled
         assert now.session_id == before.session_id

@@ -78,9 +78,7 @@ def settle(task_id: int, body: bytes | LargeBody, expire_s: float = 1e12) -> Ent
     return Entry(settles=[record])
 
 
-def test_a_payload_file_and_its_name_are_synced_before_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_payload_file_is_synced_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, int]] = []
 
     def note(real: Callable[[int], None]) -> Callable[[int], None]:
@@ -104,9 +102,7 @@ def test_a_payload_file_and_its_name_are_synced_before_the_commit(
         assert outcome.body == b"head" + b"r" * MIB
 
 
-def test_the_payload_of_a_task_that_settles_in_its_transaction_is_not_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_payload_of_a_settled_task_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path / "data") as it:
         writers = Writer(it.payloads.path), Writer(it.payloads.path)
         payload, result = it.take(writers[0], bytes(MIB)), it.take(writers[1], bytes(MIB))

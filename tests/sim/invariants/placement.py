@@ -75,12 +75,7 @@ class Placement:
                 continue
             for task in tasks:
                 waiting_key = task.spec.priority, task.task_id
-                check(
-                    leased_key < waiting_key,
-                    "task %s went before task %s of another shape",
-                    lease.task.task_id,
-                    task.task_id,
-                )
+                check(leased_key < waiting_key, "task %s before %s of another shape", lease.task.task_id, task.task_id)
 
     def _checked_choose(self, strategy: Strategy, resource_class: ResourceClass) -> Worker | None:
         """The incremental ranking equals a full ranking."""
@@ -88,12 +83,8 @@ class Placement:
         shape = resource_class.shape if strategy.pinned else resource_class.base
         best = self._best(strategy, shape, resource_class.backlog.size)
         if found is None or best is None:
-            check(
-                found is best,
-                "incremental ranking: %s; full ranking: %s",
-                found and found.worker_id,
-                best and best.worker_id,
-            )
+            ids = found and found.worker_id, best and best.worker_id
+            check(found is best, "incremental ranking: %s; full ranking: %s", *ids)
         elif found is not best:
             found_score = strategy.score(shape, found, fleet), found.last_dispatch
             best_score = strategy.score(shape, best, fleet), best.last_dispatch

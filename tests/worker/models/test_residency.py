@@ -44,11 +44,7 @@ def test_pinned_models_are_loaded_first_and_never_unloaded() -> None:
 
 
 def test_the_least_recently_used_idle_models_make_room() -> None:
-    inside = [
-        model("a", 40, READY, used_at=3.0),
-        model("b", 40, READY, used_at=1.0),
-        model("c", 15, READY, used_at=2.0),
-    ]
+    inside = [model("a", 40, READY, used_at=3), model("b", 40, READY, used_at=1), model("c", 15, READY, used_at=2)]
     found = plan([*inside, model("d", 50, wanted_at=9.0)], 100, 9.0)
     assert (names(found.unload), found.load, found.retire) == (["b", "c"], [], [])
     inside[1].leases = 1

@@ -73,9 +73,7 @@ async def test_a_more_urgent_lease_goes_before_what_the_engine_holds(stream: Str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-async def test_returned_leases_have_not_run_and_started_ones_are_not_returned(
-    stream: Stream, tmp_path: Path, seed: int
-) -> None:
+async def test_a_returned_lease_has_not_run(stream: Stream, tmp_path: Path, seed: int) -> None:
     """Recalls and urgent leases at random moments while fast tasks run: each lease either runs or is returned."""
     rng = random.Random(seed)
     log = tmp_path / "log"
