@@ -48,11 +48,15 @@ from multigpu.outcome import TaskState as TaskState
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
-    from multigpu.aio import AsyncClient as AsyncClient
-    from multigpu.client import Client as Client
+    from multigpu._async.client import AsyncClient as AsyncClient
+    from multigpu._sync.client import Client as Client
     from multigpu.options import Input as Input
 
-_LAZY = {"AsyncClient": "multigpu.aio", "Client": "multigpu.client", "Input": "multigpu.options"}
+_LAZY = {
+    "AsyncClient": "multigpu._async.client",
+    "Client": "multigpu._sync.client",
+    "Input": "multigpu.options",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,15 +7,18 @@ import dataclasses
 import difflib
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from google.protobuf.duration_pb2 import Duration
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
 from multigpu.v1 import generate_pb2, task_pb2
 
+T = TypeVar("T")
+# What an asynchronous client takes many inputs from.
+AnyIterable = Iterable[T] | AsyncIterable[T]
 # Limit of specs in the cache; beyond it the oldest is removed.
 _SPECS_MAX = 256
 

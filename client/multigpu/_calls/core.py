@@ -1,6 +1,6 @@
-"""What both clients are made of: one connection, one window, one Run stream, and the calls that go over them.
+"""What a client is made of: one connection, one window, one Run stream, and the calls that go over them.
 
-Everything here runs on one event loop, except that `calls` and `map` may be used on another thread.
+Everything here runs on one event loop, except that `calls` and `map_buffer` may be used on another thread.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from multigpu._calls import watching
 from multigpu._calls.calls import CallFactory, Encode, FutureCall, StreamCall
-from multigpu._calls.mapping import MapBuffer
+from multigpu._calls.mapping import AsyncMap, MapBuffer
 from multigpu._calls.streaming import Part
+from multigpu._calls.submitting import Submission
 from multigpu._calls.timeouts import pop_timeout, within
 from multigpu._transport import forks
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
@@ -26,13 +27,11 @@ from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
 from multigpu.errors import NotFoundError, TaskError
-from multigpu.options import duration
-from multigpu.outcome import Outcome, Task
+from multigpu.options import AnyIterable, duration
+from multigpu.outcome import Outcome, Task, TaskName
 from multigpu.v1 import task_service_pb2
 
 T = TypeVar("T")
-# A task_id (int) or a request_id.
-TaskName = int | str | uuid.UUID
 # The longest wait of one Get. A longer one is repeated, so that a dead connection is noticed.
 _GET_WAIT_S = 30.0
 # Tasks in one Cancel call.
@@ -53,6 +52,14 @@ class Core:
         self.connection = Connection(config.master, connect_timeout_s, Credentials.of_client(config))
         self.stream = RunStream(self.connection, self.window)
         self.calls = CallFactory()
+
+    @property
+    def master(self) -> str:
+        return self.connection.master
+
+    async def leave(self, _exc_type: type[BaseException] | None) -> None:
+        """The end of the client's `with` block."""
+        await self.close()
 
     async def close(self) -> None:
         if forks.lost():
@@ -96,7 +103,16 @@ class Core:
             if not call.done:
                 self.stream.withdraw(call)
 
+    def submission(self, timeout_s: float | None) -> Submission:
+        return Submission(self.connection, timeout_s)
+
     def map(
+        self, kind: str, payloads: AnyIterable[Any], options: Any, read: Callable[[Outcome], T], encode: Encode | None
+    ) -> AsyncGenerator[T, None]:
+        buffer, convert = self.map_buffer(kind, options, read, encode)
+        return AsyncMap(self.stream, buffer).run(payloads, convert)
+
+    def map_buffer(
         self, kind: str, options: Any, read: Callable[[Outcome], T], encode: Encode | None
     ) -> tuple[MapBuffer, Callable[[Answer], T]]:
         """The buffer of a map, and what it yields for an answer. `options`: SpecMapOptions; `read`: of an outcome."""
@@ -188,26 +204,3 @@ def outcome(answer: Answer) -> Outcome:
     if isinstance(answer, Outcome):
         return answer
     raise answer
-
-
-class BaseClient:
-    """The constructor of both clients."""
-
-    def __init__(
-        self,
-        master: str | None = None,
-        *,
-        window_tasks: int | None = None,
-        window_bytes: int | None = None,
-        connect_timeout_s: float = 10.0,
-    ) -> None:
-        self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
-        self.master: str = self._core.connection.master
-        self._start()
-
-    def _start(self) -> None:
-        """The rest of the constructor, for a subclass."""
-
-    def __reduce__(self) -> NoReturn:
-        name = type(self).__name__
-        raise TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")

@@ -123,9 +123,9 @@ SDK = (
     ),
     calls(
         name="a cancelled submit leaves its tasks",
-        module="multigpu.aio",
-        old="            await submission.undo()\n",
-        new="",
+        module="multigpu._calls.submitting",
+        old="            await self.undo()\n",
+        new="            pass\n",
         breaks="tasks run for a caller that has left",
     ),
     calls(
