@@ -2,8 +2,8 @@
 
     python tools/generate_sync.py
 
-unasync removes `async` and `await` and replaces names; ruff formats the result. tests/test_sync.py generates the folder
-again and compares.
+unasync removes `async` and `await` and replaces names; ruff formats the result. tests/test_generated.py generates the
+folder again and compares.
 """
 
 import subprocess
@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "client" / "multigpu"
 NAMES = {
     "AnyIterable": "Iterable",
+    "AsyncAdminClient": "AdminClient",
+    "AsyncBaseClient": "BaseClient",
     "AsyncClient": "Client",
     "AsyncGeneration": "Generation",
     "AsyncStream": "Stream",

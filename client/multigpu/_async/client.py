@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from multigpu._async.base import AsyncBaseClient
 from multigpu._async.streams import AsyncGeneration, AsyncStream
-from multigpu._calls.core import Core
 from multigpu._calls.submitting import cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
@@ -43,44 +43,17 @@ if TYPE_CHECKING:
     from multigpu._kinds.inference import Arrays
     from multigpu.errors import RejectedError
     from multigpu.options import AnyIterable
-    from multigpu.outcome import Task, TaskName
-    from multigpu.v1 import task_service_pb2
 
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(AsyncBaseClient):
     """A client of one master, for one event loop. Cancelling a waiting call cancels the tasks that it started.
 
     `master` is HOST:PORT; default: MGPU_MASTER, else the config file, else 127.0.0.1:7433. `window_tasks` and
     `window_bytes` bound the unsettled tasks of all calls together; past them calls wait. The first call connects; a
     master that can't be reached for `connect_timeout_s` is an UnavailableError. A wrong setting is a ConfigError.
     """
-
-    def __init__(
-        self,
-        master: str | None = None,
-        *,
-        window_tasks: int | None = None,
-        window_bytes: int | None = None,
-        connect_timeout_s: float = 10.0,
-    ) -> None:
-        self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
-        self.master: str = self._core.master
-
-    def __reduce__(self) -> NoReturn:
-        name = type(self).__name__
-        raise TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        await self._core.leave(exc_type)
-
-    async def close(self) -> None:
-        """Ends the connection. Pending calls raise ClientClosedError; their durable tasks go on in the master."""
-        await self._core.close()
 
     # Submitting.
 
@@ -231,42 +204,3 @@ class AsyncClient:
         """As `classify`, for many pictures or texts: a task for each. See `map`."""
         encode = classification.encoder(subjects, top_k)
         return self._map(classification.KIND, subjects, {"model": model, **options}, classification.read, encode)
-
-    # Submitted tasks.
-
-    async def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
-        """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
-        return await self._core.get(task, wait_s)
-
-    async def cancel(self, *tasks: TaskName, reason: str = "") -> task_service_pb2.CancelResponse:
-        """Cancels tasks by task_id (int) or request_id (str).
-
-        The response lists those it ended, those that had already ended, and those that the master doesn't know.
-        """
-        return await self._core.cancel(tasks, reason)
-
-    async def watch(
-        self, *, cursor: str = "", from_now: bool = False, queue: str = "", kind: str = ""
-    ) -> AsyncGenerator[tuple[Outcome, str], None]:
-        """Yields (outcome, cursor) for every durable task that ends, without gap or repetition; reconnects by itself.
-
-        A later watch with that cursor and the same filters continues after the outcome. An empty cursor begins with
-        the oldest retained outcome, or now with `from_now`. Raises CursorExpiredError.
-        """
-        async with aclosing(self._core.watch(cursor, from_now, queue, kind)) as frames:
-            async for frame in frames:
-                for pair in frame:
-                    yield pair
-
-    async def count(self, task_filter: task_service_pb2.TaskFilter | None = None) -> task_service_pb2.CountResponse:
-        """How many tasks a filter matches, by state and outcome. Default: all."""
-        return await self._core.count(task_filter)
-
-    async def list_tasks(
-        self, task_filter: task_service_pb2.TaskFilter | None = None, *, page_size: int = 1000
-    ) -> AsyncGenerator[Task, None]:
-        """Tasks that a filter matches, the newest first; their outcomes come without results. Default: all."""
-        async with aclosing(self._core.pages(task_filter, page_size)) as pages:
-            async for page in pages:
-                for task in page:
-                    yield task

@@ -75,11 +75,17 @@ class BlockingCore:
     def cancel(self, tasks: tuple[TaskName, ...], reason: str) -> task_service_pb2.CancelResponse:
         return self._wait(self._core.cancel(tasks, reason))
 
-    def count(self, task_filter: task_service_pb2.TaskFilter | None) -> task_service_pb2.CountResponse:
+    def count(self, task_filter: task_service_pb2.TaskFilter) -> task_service_pb2.CountResponse:
         return self._wait(self._core.count(task_filter))
 
-    def pages(self, task_filter: task_service_pb2.TaskFilter | None, page_size: int) -> SyncIterator[list[Task]]:
-        return self._iterate(self._core.pages(task_filter, page_size))
+    def pages(self, task_filter: task_service_pb2.TaskFilter) -> SyncIterator[list[Task]]:
+        return self._iterate(self._core.pages(task_filter))
+
+    def admin(self, method: str, request: Any) -> Any:
+        return self._wait(self._core.admin(method, request))
+
+    def admin_pages(self, method: str, request: Any) -> SyncIterator[Any]:
+        return self._iterate(self._core.admin_pages(method, request))
 
     def watch(self, cursor: str, from_now: bool, queue: str, kind: str) -> SyncIterator[list[tuple[Outcome, str]]]:
         return self._iterate(self._core.watch(cursor, from_now, queue, kind))

@@ -34,6 +34,9 @@ from multigpu.v1 import task_service_pb2
 T = TypeVar("T")
 # The longest wait of one Get. A longer one is repeated, so that a dead connection is noticed.
 _GET_WAIT_S = 30.0
+PAGE_SIZE_MAX = 1000
+# More than the 10 s after which the master rejects a call that finds no disk space.
+ADMIN_TIMEOUT_S = 15.0
 # Tasks in one Cancel call.
 _CANCEL_TASKS_MAX = 10_000
 
@@ -168,21 +171,34 @@ class Core:
             response.MergeFrom(await self.connection.unary("Cancel", request))
         return response
 
-    async def count(self, task_filter: task_service_pb2.TaskFilter | None) -> task_service_pb2.CountResponse:
+    async def count(self, task_filter: task_service_pb2.TaskFilter) -> task_service_pb2.CountResponse:
         request = task_service_pb2.CountRequest(filter=task_filter)
         response: task_service_pb2.CountResponse = await self.connection.unary("Count", request)
         return response
 
-    async def pages(
-        self, task_filter: task_service_pb2.TaskFilter | None, page_size: int
-    ) -> AsyncGenerator[list[Task], None]:
-        request = task_service_pb2.ListRequest(filter=task_filter, page_size=page_size)
+    async def pages(self, task_filter: task_service_pb2.TaskFilter) -> AsyncGenerator[list[Task], None]:
+        request = task_service_pb2.ListRequest(filter=task_filter, page_size=PAGE_SIZE_MAX)
         while True:
             response = await self.connection.unary("List", request)
             yield [Task(message, listed=True) for message in response.tasks]
             if not response.next_page_token:
                 return
             request.page_token = response.next_page_token
+
+    async def admin(self, method: str, request: Any) -> Any:
+        """Calls a method of AdminService."""
+        return await self.connection.unary(method, request, ADMIN_TIMEOUT_S, service="admin")
+
+    async def admin_pages(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
+        """The responses of a method that lists or changes page by page."""
+        if "page_size" in request.DESCRIPTOR.fields_by_name:
+            request.page_size = PAGE_SIZE_MAX
+        while True:
+            page = await self.admin(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     def watch(
         self, cursor: str, from_now: bool, queue: str, kind: str

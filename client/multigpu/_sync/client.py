@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from multigpu._calls.blocking import BlockingCore
 from multigpu._calls.submitting import cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
+from multigpu._sync.base import BaseClient
 from multigpu._sync.streams import Generation, Stream
 from multigpu._transport.traceparent import current_traceparent
 from multigpu.errors import Outcome
@@ -42,13 +42,11 @@ if TYPE_CHECKING:
     from multigpu._kinds.generation import GenerateOptions, Prompt
     from multigpu._kinds.inference import Arrays
     from multigpu.errors import RejectedError
-    from multigpu.outcome import Task, TaskName
-    from multigpu.v1 import task_service_pb2
 
 T = TypeVar("T")
 
 
-class Client:
+class Client(BaseClient):
     """A client of one master. Threads may share it. Ctrl-C in a waiting call cancels the tasks that it started.
     The same call with the same request_ids continues: tasks that had ended are answered, others run again.
 
@@ -56,31 +54,6 @@ class Client:
     `window_bytes` bound the unsettled tasks of all calls together; past them calls wait. The first call connects; a
     master that can't be reached for `connect_timeout_s` is an UnavailableError. A wrong setting is a ConfigError.
     """
-
-    def __init__(
-        self,
-        master: str | None = None,
-        *,
-        window_tasks: int | None = None,
-        window_bytes: int | None = None,
-        connect_timeout_s: float = 10.0,
-    ) -> None:
-        self._core = BlockingCore(master, window_tasks, window_bytes, connect_timeout_s)
-        self.master: str = self._core.master
-
-    def __reduce__(self) -> NoReturn:
-        name = type(self).__name__
-        raise TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        self._core.leave(exc_type)
-
-    def close(self) -> None:
-        """Ends the connection. Pending calls raise ClientClosedError; their durable tasks go on in the master."""
-        self._core.close()
 
     # Submitting.
 
@@ -229,40 +202,3 @@ class Client:
         """As `classify`, for many pictures or texts: a task for each. See `map`."""
         encode = classification.encoder(subjects, top_k)
         return self._map(classification.KIND, subjects, {"model": model, **options}, classification.read, encode)
-
-    # Submitted tasks.
-
-    def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
-        """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
-        return self._core.get(task, wait_s)
-
-    def cancel(self, *tasks: TaskName, reason: str = "") -> task_service_pb2.CancelResponse:
-        """Cancels tasks by task_id (int) or request_id (str).
-
-        The response lists those it ended, those that had already ended, and those that the master doesn't know.
-        """
-        return self._core.cancel(tasks, reason)
-
-    def watch(
-        self, *, cursor: str = "", from_now: bool = False, queue: str = "", kind: str = ""
-    ) -> Generator[tuple[Outcome, str], None, None]:
-        """Yields (outcome, cursor) for every durable task that ends, without gap or repetition; reconnects by itself.
-
-        A later watch with that cursor and the same filters continues after the outcome. An empty cursor begins with
-        the oldest retained outcome, or now with `from_now`. Raises CursorExpiredError.
-        """
-        with closing(self._core.watch(cursor, from_now, queue, kind)) as frames:
-            for frame in frames:
-                yield from frame
-
-    def count(self, task_filter: task_service_pb2.TaskFilter | None = None) -> task_service_pb2.CountResponse:
-        """How many tasks a filter matches, by state and outcome. Default: all."""
-        return self._core.count(task_filter)
-
-    def list_tasks(
-        self, task_filter: task_service_pb2.TaskFilter | None = None, *, page_size: int = 1000
-    ) -> Generator[Task, None, None]:
-        """Tasks that a filter matches, the newest first; their outcomes come without results. Default: all."""
-        with closing(self._core.pages(task_filter, page_size)) as pages:
-            for page in pages:
-                yield from page

@@ -28,8 +28,8 @@ SDK = (
     ),
     options(
         name="a deadline without a time zone is sent",
-        old="        if value.tzinfo is None:",
-        new="        if False:",
+        old="    if value.tzinfo is None:",
+        new="    if False:",
         breaks="a local time is taken as UTC",
     ),
     options(
