@@ -43,7 +43,7 @@ CALLS: dict[str, str] = {
     "generate": "1 --model counter --tokens-max 3",
     "infer": "doubler --input x=[1.5]",
     "classify": "letters --text {}/lines.txt",
-    "bench": "--kind echo --lines {}/lines.txt --no-plain --items 4 --rounds 1 --concurrency 2",
+    "bench": "hashes --batch-size 2 --items 4 --rounds 1 --concurrency 2",
     "watch": "--limit 1",
     "tasks list": "",
     "tasks count": "",
