@@ -33,7 +33,7 @@ class Hashes(Base):
 """
 # Commands that ask no master.
 OFFLINE = {
-    "up", "models verify", "certs init", "certs issue", "certs renew", "certs show", "logs", "version", "config show",
+    "up", "models verify", "certs issue", "certs renew", "logs", "version", "config show",
     "completion",
 }  # fmt: skip
 # Every other command, as it is called here, in an order in which each has something to do. {} is a folder of the test.
