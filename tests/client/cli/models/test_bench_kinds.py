@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
 
-from tests.client.cli.fleet_up import MGPUCTL, ok, running
+from tests.client.cli.fleet_up import MGPUCTL, children_of, ok, running
 from tests.client.cli.models.test_infer import ENGINE
 from tests.waiting import until
 
@@ -157,3 +157,17 @@ def test_an_interrupt_before_the_first_row_still_prints_json(address: str, tmp_p
     found = json.loads(said)
     assert (found["complete"], found["rows"]) == (False, [])
     assert "ended early, with 0 of 1 rows measured" in remarks
+
+
+def test_a_baseline_that_dies_ends_it_with_the_complete_rows(address: str, folder: Path) -> None:
+    flags = ["--texts", str(folder / "lines.txt"), "--items", "64", "--rounds", "50", "--concurrency", "1,2"]
+    with started(address, "letters", *flags, "--json") as process:
+        wait_for("1 caller: ", process)
+        (baseline,) = children_of(process.pid)
+        os.kill(baseline, signal.SIGKILL)
+        said, remarks = process.communicate(timeout=60)
+    assert process.returncode == 1, remarks
+    assert "the baseline ended (exit code -9)" in remarks
+    assert "Traceback" not in remarks
+    found = json.loads(said)
+    assert (found["complete"], len(found["rows"])) == (False, 1)
