@@ -20,6 +20,7 @@ from multigpu.errors import ConfigError as ConfigError
 from multigpu.errors import CursorExpiredError as CursorExpiredError
 from multigpu.errors import Energy as Energy
 from multigpu.errors import EnergyMethod as EnergyMethod
+from multigpu.errors import InvalidRequestError as InvalidRequestError
 from multigpu.errors import InvalidTaskError as InvalidTaskError
 from multigpu.errors import MultigpuError as MultigpuError
 from multigpu.errors import NotFoundError as NotFoundError
@@ -48,11 +49,19 @@ from multigpu.outcome import TaskState as TaskState
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
-    from multigpu.aio import AsyncClient as AsyncClient
-    from multigpu.client import Client as Client
+    from multigpu._async.admin import AsyncAdminClient as AsyncAdminClient
+    from multigpu._async.client import AsyncClient as AsyncClient
+    from multigpu._sync.admin import AdminClient as AdminClient
+    from multigpu._sync.client import Client as Client
     from multigpu.options import Input as Input
 
-_LAZY = {"AsyncClient": "multigpu.aio", "Client": "multigpu.client", "Input": "multigpu.options"}
+_LAZY = {
+    "AdminClient": "multigpu._sync.admin",
+    "AsyncAdminClient": "multigpu._async.admin",
+    "AsyncClient": "multigpu._async.client",
+    "Client": "multigpu._sync.client",
+    "Input": "multigpu.options",
+}
 
 
 def __getattr__(name: str) -> Any:

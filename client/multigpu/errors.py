@@ -15,6 +15,7 @@
     │   ├── ResultExpiredError      it SUCCEEDED, and its result was deleted after the result_ttl
     │   └── ResultLostError         it SUCCEEDED, and its result can no longer be read
     ├── NotFoundError               the master does not know the task, or no longer does
+    ├── InvalidRequestError         an AdminClient's call makes no sense, or not in this state; also a ValueError
     ├── ConfigError                 a setting is unknown or wrong; also a ValueError
     ├── CursorExpiredError          the outcomes after the cursor are no longer available
     └── ClientClosedError           the client was closed, or belongs to another process or event loop
@@ -36,6 +37,7 @@ from multigpu._transport.encoding import decode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from google.protobuf.duration_pb2 import Duration
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from multigpu.v1 import task_pb2, task_service_pb2
@@ -97,8 +99,7 @@ class RejectedError(MultigpuError):
     @staticmethod
     def of(rejection: task_service_pb2.Rejection) -> RejectedError:
         """The error for a rejection; its class depends on the code."""
-        delay = rejection.retry_delay
-        retry_delay_s = delay.seconds + delay.nanos / 1e9 if rejection.HasField("retry_delay") else None
+        retry_delay_s = seconds_of(rejection.retry_delay) if rejection.HasField("retry_delay") else None
         return _BY_CODE.get(rejection.code, RejectedError)(rejection.code, rejection.message, retry_delay_s)
 
 
@@ -129,6 +130,10 @@ _BY_CODE: dict[int, type[RejectedError]] = {
 
 class NotFoundError(MultigpuError):
     """The master knows no such task: never submitted, or forgotten since it ended."""
+
+
+class InvalidRequestError(MultigpuError, ValueError):
+    """A call of an AdminClient makes no sense, or the state of the fleet does not allow it."""
 
 
 class ConfigError(MultigpuError, ValueError):
@@ -328,6 +333,11 @@ def instant(timestamp: Timestamp) -> datetime | None:
     if not (timestamp.seconds or timestamp.nanos):
         return None
     return timestamp.ToDatetime(tzinfo=UTC)
+
+
+def seconds_of(span: Duration | Timestamp) -> float:
+    """A duration, or a timestamp since 1970, in seconds."""
+    return span.seconds + span.nanos / 1e9
 
 
 class TaskError(MultigpuError):

@@ -7,15 +7,20 @@ import dataclasses
 import difflib
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
-from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
-from multigpu.v1 import generate_pb2, task_pb2
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, OutcomeState
+from multigpu.outcome import TaskState
+from multigpu.v1 import generate_pb2, task_pb2, task_service_pb2
 
+T = TypeVar("T")
+# What an asynchronous client takes many inputs from.
+AnyIterable = Iterable[T] | AsyncIterable[T]
 # Limit of specs in the cache; beyond it the oldest is removed.
 _SPECS_MAX = 256
 
@@ -95,6 +100,38 @@ class CallOptions(EmbedOptions, total=False):
 
     request_id: str | uuid.UUID
     partition_key: str
+
+
+class TaskFilter(TypedDict, total=False):
+    """Which tasks: those that match all of these."""
+
+    # In any of these states.
+    states: Iterable[TaskState]
+    # Ended in any of these ways.
+    outcomes: Iterable[OutcomeState]
+    queue: str
+    kind: str
+    model: str
+    # Leased to this worker or ended by it.
+    worker_id: str
+    # With a time zone.
+    submitted_after: datetime
+    submitted_before: datetime
+
+
+def filter_of(filters: TaskFilter) -> task_service_pb2.TaskFilter:
+    """TypeError or ValueError: an unknown filter, or a value that it can't be."""
+    wanted: dict[str, Any] = dict(filters)
+    for name in ("submitted_after", "submitted_before"):
+        if (instant := wanted.pop(name, None)) is not None:
+            wanted[name] = Timestamp()
+            wanted[name].FromDatetime(_aware(instant))
+    for name in ("states", "outcomes"):
+        if name in wanted:
+            wanted[name] = [int(each) for each in wanted[name]]
+    if unknown := wanted.keys() - TaskFilter.__annotations__.keys():
+        raise TypeError(f"there is no filter {unknown.pop()!r}; there are {', '.join(TaskFilter.__annotations__)}")
+    return task_service_pb2.TaskFilter(**wanted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,14 +257,19 @@ def _set(spec: task_pb2.TaskSpec, name: str, value: Any) -> None:
     elif name in _DURATIONS:
         getattr(spec, _DURATIONS[name]).CopyFrom(duration(value))
     elif name == "deadline":
-        if not isinstance(value, datetime):
-            raise ValueError("it is no datetime; use datetime.now(UTC) + timedelta(…), or for seconds run_timeout_s")
-        if value.tzinfo is None:
-            raise ValueError("it has no time zone; use datetime.now(UTC) + timedelta(…)")
-        spec.deadline.FromDatetime(value)
+        spec.deadline.FromDatetime(_aware(value))
     else:
         assert name == "ephemeral", name
         spec.durability = task_pb2.DURABILITY_EPHEMERAL if value else task_pb2.DURABILITY_DURABLE
+
+
+def _aware(value: Any) -> datetime:
+    if not isinstance(value, datetime):
+        wrong = "it is no datetime; use datetime.now(UTC) + timedelta(…), or for seconds run_timeout_s"
+        raise ValueError(wrong)  # noqa: TRY004  as for any other value
+    if value.tzinfo is None:
+        raise ValueError("it has no time zone; use datetime.now(UTC) + timedelta(…)")
+    return value
 
 
 def _check_name(name: str, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING
 
 from multigpu.errors import Energy, EnergyMethod, OpenEnum, Outcome, OutcomeState, instant
@@ -11,7 +12,10 @@ if TYPE_CHECKING:
 
     from multigpu.v1 import task_pb2
 
-__all__ = ["Energy", "EnergyMethod", "Outcome", "OutcomeState", "Task", "TaskState"]
+__all__ = ["Energy", "EnergyMethod", "Outcome", "OutcomeState", "Task", "TaskName", "TaskState"]
+
+# A task_id (int) or a request_id.
+TaskName = int | str | uuid.UUID
 
 
 class TaskState(OpenEnum):

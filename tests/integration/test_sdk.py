@@ -76,7 +76,8 @@ async def test_withdrawn_tasks_may_be_submitted_again_and_cancelled_ones_may_not
         inputs = [multigpu.Input(payload=b"", request_id=name) for name in names]
         submission = Submission(client._core.connection, None)
         (request,) = cut(client._core.calls.inputs("trial.hang", inputs, {"queue": "w"}, ""))
-        first = await submission.send(request)
+        await submission.send(request)
+        first = submission.results
         await submission.undo()
         final = await client.submit("trial.hang", b"", request_id="final", queue="w")
         await client.cancel("final")

@@ -32,10 +32,7 @@ class Hashes(Base):
         return embed_pb2.EmbedResult(dimension=2, values=values.tobytes()).SerializeToString()
 """
 # Commands that ask no master.
-OFFLINE = {
-    "up", "models verify", "certs init", "certs issue", "certs renew", "certs show", "logs", "version", "config show",
-    "completion",
-}  # fmt: skip
+OFFLINE = {"up", "models verify", "certs issue", "certs renew", "config show"}
 # Every other command, as it is called here, in an order in which each has something to do. {} is a folder of the test.
 CALLS: dict[str, str] = {
     "submit": "--kind echo --payload hi --wait --request-id first",
@@ -43,7 +40,7 @@ CALLS: dict[str, str] = {
     "generate": "1 --model counter --tokens-max 3",
     "infer": "doubler --input x=[1.5]",
     "classify": "letters --text {}/lines.txt",
-    "bench": "--kind echo --lines {}/lines.txt --no-plain --items 4 --rounds 1 --concurrency 2",
+    "bench": "hashes --batch-size 2 --items 4 --rounds 1 --concurrency 2",
     "watch": "--limit 1",
     "tasks list": "",
     "tasks count": "",

@@ -143,7 +143,7 @@ def test_a_certificate_without_its_key_or_its_authority_is_rejected() -> None:
 def test_a_token_in_the_environment_is_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_TOKEN", "mgpu_verysecret")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    for words in (("config", "show"), ("--master", "127.0.0.1:1", "status"), ("version",)):
+    for words in (("config", "show"), ("--master", "127.0.0.1:1", "status"), ("--version",)):
         ended = subprocess.run(
             [sys.executable, "-m", "multigpu.cli", *words], capture_output=True, text=True, timeout=30, check=False
         )

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import ssl
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def test_no_answer_without_a_valid_certificate(
         with monkeypatch.context() as patch:
             patch.setattr(authority, "_now", lambda: past)
             authority.issue(secured.ca, "client", "old", [], days=2)
-        assert authority.read(secured.ca, "old").days_left < 0
+        assert authority.read(secured.ca / "old.crt").not_valid_after_utc < dt.datetime.now(dt.UTC)
         pair = secured.ca / "old"
     assert secured.show(pair, secured.admin_token).probe() is UNAVAILABLE
 
@@ -197,24 +198,28 @@ def test_certificates_are_renewed_without_a_restart(secured: TlsFleet, monkeypat
     stream.next()
     before, key = _serial(secured), (secured.ca / "master.key").read_bytes()
     assert _serial(secured) == before
-    renewed = authority.renew(secured.ca, "master")
-    assert renewed.hosts == ("localhost", "127.0.0.1")
-    assert _serial(secured) == int(renewed.serial, 16) != before
+    old = authority.read(secured.ca / "master.crt")
+    assert secured.ca / "master.crt" not in authority.renew(secured.ca, within_days=30)
+    assert secured.ca / "master.crt" in authority.renew(secured.ca, within_days=100)
+    renewed = authority.read(secured.ca / "master.crt")
+    names = x509.SubjectAlternativeName
+    assert renewed.extensions.get_extension_for_class(names) == old.extensions.get_extension_for_class(names)
+    assert _serial(secured) == renewed.serial_number != before
     assert (secured.ca / "master.key").read_bytes() == key
     assert secured.caller(secured.admin_token).probe() is grpc.StatusCode.OK
     assert stream.call.is_active()  # streams go on
     stream.close()
     # With a new key, certificate and key do not match for a moment.
     crt = (secured.ca / "master.crt").read_bytes()
-    issued = authority.issue(secured.ca, "master", "master", ["localhost", "127.0.0.1"])
+    authority.issue(secured.ca, "master", "master", ["localhost", "127.0.0.1"])
     new = (secured.ca / "master.crt").read_bytes()
     (secured.ca / "master.crt").write_bytes(crt)
-    assert _serial(secured) == int(renewed.serial, 16)
+    assert _serial(secured) == renewed.serial_number
     (secured.ca / "master.crt").write_text("nonsense")
-    assert _serial(secured) == int(renewed.serial, 16)
+    assert _serial(secured) == renewed.serial_number
     assert secured.fleet.master.events("new certificates are not used")
     (secured.ca / "master.crt").write_bytes(new)
-    assert _serial(secured) == int(issued.serial, 16)
+    assert _serial(secured) == x509.load_pem_x509_certificate(new).serial_number
 
 
 def test_a_connected_client_uses_its_renewed_certificate(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +234,9 @@ def test_a_connected_client_uses_its_renewed_certificate(secured: TlsFleet, monk
     with multigpu.Client(secured.fleet.address, connect_timeout_s=20) as client:
         task_id = client.submit("echo", b"x", wait_for_worker=True)
         assert client.get(task_id).outcome is None
-        until(lambda: authority.read(secured.ca, "brief").days_left < 0, what="the end of the certificate")
-        authority.renew(secured.ca, "brief")
+        end = authority.read(secured.ca / "brief.crt").not_valid_after_utc
+        until(lambda: end < dt.datetime.now(dt.UTC), what="the end of the certificate")
+        assert secured.ca / "brief.crt" in authority.renew(secured.ca, within_days=0)
         secured.fleet.restart_master()
         assert client.get(task_id).outcome is None
         client.cancel(task_id)
@@ -280,9 +286,9 @@ def test_a_key_readable_by_others_is_rejected(tmp_path: Path) -> None:
         shown.channel("localhost:1", ())
 
 
-def test_the_authority_is_created_once_and_explains_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_authority_is_created_once_and_explains_errors(tmp_path: Path) -> None:
     ca = tmp_path / "ca"
-    with pytest.raises(authority.AuthorityError, match="certs init"):
+    with pytest.raises(authority.AuthorityError, match="restore"):
         authority.issue(ca, "worker", "w", [])
     assert authority.init(ca)
     first = (ca / "ca.crt").read_bytes()
@@ -298,8 +304,8 @@ def test_the_authority_is_created_once_and_explains_errors(tmp_path: Path, monke
     for kind, name, hosts, words in problems:
         with pytest.raises(authority.AuthorityError, match=words):
             authority.issue(ca, kind, name, hosts)
-    made = authority.issue(ca, "worker", "w", [])
-    assert (made.kind, made.ours, round(made.days_left)) == ("worker", True, 90)
+    made = authority.read(authority.issue(ca, "worker", "w", []))
+    assert made.not_valid_after_utc - made.not_valid_before_utc - authority.BACKDATED == dt.timedelta(days=90)
     (ca / "w.key").chmod(0o640)
     authority.issue(ca, "worker", "w", [])
     assert (ca / "w.key").stat().st_mode & 0o777 == 0o640  # as the user set it
@@ -309,7 +315,54 @@ def test_the_authority_is_created_once_and_explains_errors(tmp_path: Path, monke
     with pytest.raises(authority.AuthorityError, match="not the key of"):
         authority.issue(ca, "worker", "w", [])
     (ca / "ca.key").unlink()
-    with pytest.raises(authority.AuthorityError, match="restore it"):
-        authority.init(ca)
-    shutil.copy(other / "ca.crt", ca / "ca.crt")
-    assert not authority.read(ca, "w").ours
+    assert not authority.init(ca)
+    with pytest.raises(authority.AuthorityError, match="restore"):
+        authority.renew(ca, within_days=0)
+
+
+def test_a_renewal_leaves_certificates_of_another_authority_alone(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        authority.init(tmp_path / name)
+        authority.issue(tmp_path / name, "worker", name, [])
+    shutil.copy(tmp_path / "one" / "one.crt", tmp_path / "two")
+    before = (tmp_path / "two" / "one.crt").read_bytes()
+    assert authority.renew(tmp_path / "two", within_days=100) == [tmp_path / "two" / "two.crt"]
+    assert (tmp_path / "two" / "one.crt").read_bytes() == before
+
+
+def test_an_expired_authority_issues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority.init(tmp_path)
+    monkeypatch.setattr(authority, "_now", lambda: dt.datetime.now(dt.UTC) + dt.timedelta(days=3651))
+    with pytest.raises(authority.AuthorityError, match=r"ca\.crt has expired"):
+        authority.issue(tmp_path, "worker", "w", [])
+
+
+def test_certs_issue_makes_the_authority_and_certs_renew_renews(tmp_path: Path) -> None:
+    def certs(*words: str) -> Any:
+        return CliRunner().invoke(cli, ["certs", *words])
+
+    ca = tmp_path / "ca"
+    first = certs("issue", str(ca), "worker", "--days", "20")
+    assert (first.exit_code, first.stderr) == (0, f"{ca}: a new authority\n")
+    assert first.stdout.startswith(f"{ca}/worker.crt: valid until ")
+    second = certs("issue", str(ca), "client")
+    assert (second.exit_code, second.stderr) == (0, "")
+    renewed = certs("renew", str(ca))
+    assert renewed.stdout.startswith(f"{ca}/worker.crt: valid until ")
+    assert len(renewed.stdout.splitlines()) == 1
+    assert certs("renew", str(ca)).stdout == "nothing to renew: no certificate ends within 30 days\n"
+    (ca / "client.crt").write_text("damaged")
+    assert "client.crt can't be read as a certificate" in certs("renew", str(ca)).stderr
+    assert "can't be used" in certs("renew", str(tmp_path / "none")).stderr
+
+
+def test_certificates_of_another_authority_are_accepted(secured: TlsFleet, tmp_path: Path) -> None:
+    """As docs/security.md describes them; here openssl is the other authority, with the fleet's key."""
+    names = "subjectAltName=URI:urn:multigpu:client\nextendedKeyUsage=clientAuth\n"
+    (tmp_path / "names").write_text(names)
+    request = ("req", "-new", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=alice", "-keyout", "alice.key")
+    sign = ("x509", "-req", "-in", "alice.csr", "-extfile", "names", "-days", "1", "-set_serial", "7")
+    by = ("-CA", str(secured.ca / "ca.crt"), "-CAkey", str(secured.ca / "ca.key"))
+    for words in ((*request, "-out", "alice.csr"), (*sign, *by, "-out", "alice.crt")):
+        subprocess.run(["openssl", *words], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    assert secured.show(tmp_path / "alice", secured.admin_token).probe() is grpc.StatusCode.OK

@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 from multigpu._kinds.inference import arrays_of, input_of
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
-from multigpu_worker.baselines.loading import load_handlers, load_model
+from multigpu_worker.baselines.loading import load_model
 from multigpu_worker.baselines.loops import BATCHES, EngineLoop
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
 from multigpu_worker.models.folders import packaged_model
@@ -27,7 +27,7 @@ def test_texts_get_the_same_vectors_in_any_order() -> None:
     folder = packaged_model()
     if folder is None:
         pytest.skip("the extra `minilm` is not installed")
-    loop = load_model("embed", ModelSpec(name="m", folder=folder), SETTINGS, {"engine": "torch"}, "")
+    loop = load_model("embed", ModelSpec(name="m", folder=folder), SETTINGS, {"engine": "torch"})
     texts = [f"{'a rather long sentence of words ' * (n % 5)}number {n}." for n in range(20)]
     examples = loop.read([embed_pb2.EmbedPayload(texts=texts).SerializeToString()])
     loop.warm_up(examples)
@@ -40,7 +40,7 @@ def test_texts_get_the_same_vectors_in_any_order() -> None:
 def test_the_engine_of_a_model_is_called(tmp_path: Path) -> None:
     small_graphs.save_double(tmp_path)
     spec = ModelSpec(name="m", folder=tmp_path, kind="infer", source="onnx", file="double.onnx")
-    loop = load_model("infer", spec, SETTINGS, {}, "")
+    loop = load_model("infer", spec, SETTINGS, {})
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     results = loop.run(loop.read([input_of({"x": x}, ())[0]] * 3))
     assert len(results) == 3
@@ -50,12 +50,7 @@ def test_the_engine_of_a_model_is_called(tmp_path: Path) -> None:
 def test_wrong_kinds_are_rejected(tmp_path: Path) -> None:
     spec = ModelSpec(name="m", folder=tmp_path, kind="generate", source="huggingface")
     with pytest.raises(ValueError, match="is a model for generate, not for embed"):
-        load_model("embed", spec, SETTINGS, {}, "")
-    with pytest.raises(ValueError, match="no baseline for generate"):
-        load_model("generate", spec, SETTINGS, {}, "")
-    assert load_handlers("echo", SETTINGS).prepare is not None
-    with pytest.raises(ValueError, match=r"no handler for my\.kind here, only for echo, "):
-        load_handlers("my.kind", SETTINGS)
+        load_model("embed", spec, SETTINGS, {})
 
 
 class Upper:

@@ -7,7 +7,6 @@ set -euo pipefail
 make_certificates_in() {
   local certs="$1" listen="$2" name hosts=(--host "$(hostname)" --host localhost --host 127.0.0.1)
   shift 2
-  [ -f "$certs/ca.crt" ] || run "$@" certs init "$certs"
   case "${listen%:*}" in 0.0.0.0 | \[::\]) ;; *) hosts+=(--host "${listen%:*}") ;; esac
   for name in $(hostname -I 2>/dev/null || true); do
     hosts+=(--host "$name")

@@ -1,6 +1,6 @@
-"""What both clients are made of: one connection, one window, one Run stream, and the calls that go over them.
+"""What a client is made of: one connection, one window, one Run stream, and the calls that go over them.
 
-Everything here runs on one event loop, except that `calls` and `map` may be used on another thread.
+Everything here runs on one event loop, except that `calls` and `map_buffer` may be used on another thread.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from multigpu._calls import watching
 from multigpu._calls.calls import CallFactory, Encode, FutureCall, StreamCall
-from multigpu._calls.mapping import MapBuffer
+from multigpu._calls.mapping import AsyncMap, MapBuffer
 from multigpu._calls.streaming import Part
+from multigpu._calls.submitting import Submission
 from multigpu._calls.timeouts import pop_timeout, within
 from multigpu._transport import forks
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
@@ -26,15 +27,16 @@ from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
 from multigpu.errors import NotFoundError, TaskError
-from multigpu.options import duration
-from multigpu.outcome import Outcome, Task
+from multigpu.options import AnyIterable, duration
+from multigpu.outcome import Outcome, Task, TaskName
 from multigpu.v1 import task_service_pb2
 
 T = TypeVar("T")
-# A task_id (int) or a request_id.
-TaskName = int | str | uuid.UUID
 # The longest wait of one Get. A longer one is repeated, so that a dead connection is noticed.
 _GET_WAIT_S = 30.0
+PAGE_SIZE_MAX = 1000
+# More than the 10 s after which the master rejects a call that finds no disk space.
+ADMIN_TIMEOUT_S = 15.0
 # Tasks in one Cancel call.
 _CANCEL_TASKS_MAX = 10_000
 
@@ -53,6 +55,14 @@ class Core:
         self.connection = Connection(config.master, connect_timeout_s, Credentials.of_client(config))
         self.stream = RunStream(self.connection, self.window)
         self.calls = CallFactory()
+
+    @property
+    def master(self) -> str:
+        return self.connection.master
+
+    async def leave(self, _exc_type: type[BaseException] | None) -> None:
+        """The end of the client's `with` block."""
+        await self.close()
 
     async def close(self) -> None:
         if forks.lost():
@@ -96,7 +106,16 @@ class Core:
             if not call.done:
                 self.stream.withdraw(call)
 
+    def submission(self, timeout_s: float | None) -> Submission:
+        return Submission(self.connection, timeout_s)
+
     def map(
+        self, kind: str, payloads: AnyIterable[Any], options: Any, read: Callable[[Outcome], T], encode: Encode | None
+    ) -> AsyncGenerator[T, None]:
+        buffer, convert = self.map_buffer(kind, options, read, encode)
+        return AsyncMap(self.stream, buffer).run(payloads, convert)
+
+    def map_buffer(
         self, kind: str, options: Any, read: Callable[[Outcome], T], encode: Encode | None
     ) -> tuple[MapBuffer, Callable[[Answer], T]]:
         """The buffer of a map, and what it yields for an answer. `options`: SpecMapOptions; `read`: of an outcome."""
@@ -152,21 +171,34 @@ class Core:
             response.MergeFrom(await self.connection.unary("Cancel", request))
         return response
 
-    async def count(self, task_filter: task_service_pb2.TaskFilter | None) -> task_service_pb2.CountResponse:
+    async def count(self, task_filter: task_service_pb2.TaskFilter) -> task_service_pb2.CountResponse:
         request = task_service_pb2.CountRequest(filter=task_filter)
         response: task_service_pb2.CountResponse = await self.connection.unary("Count", request)
         return response
 
-    async def pages(
-        self, task_filter: task_service_pb2.TaskFilter | None, page_size: int
-    ) -> AsyncGenerator[list[Task], None]:
-        request = task_service_pb2.ListRequest(filter=task_filter, page_size=page_size)
+    async def pages(self, task_filter: task_service_pb2.TaskFilter) -> AsyncGenerator[list[Task], None]:
+        request = task_service_pb2.ListRequest(filter=task_filter, page_size=PAGE_SIZE_MAX)
         while True:
             response = await self.connection.unary("List", request)
             yield [Task(message, listed=True) for message in response.tasks]
             if not response.next_page_token:
                 return
             request.page_token = response.next_page_token
+
+    async def admin(self, method: str, request: Any) -> Any:
+        """Calls a method of AdminService."""
+        return await self.connection.unary(method, request, ADMIN_TIMEOUT_S, service="admin")
+
+    async def admin_pages(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
+        """The responses of a method that lists or changes page by page."""
+        if "page_size" in request.DESCRIPTOR.fields_by_name:
+            request.page_size = PAGE_SIZE_MAX
+        while True:
+            page = await self.admin(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     def watch(
         self, cursor: str, from_now: bool, queue: str, kind: str
@@ -188,26 +220,3 @@ def outcome(answer: Answer) -> Outcome:
     if isinstance(answer, Outcome):
         return answer
     raise answer
-
-
-class BaseClient:
-    """The constructor of both clients."""
-
-    def __init__(
-        self,
-        master: str | None = None,
-        *,
-        window_tasks: int | None = None,
-        window_bytes: int | None = None,
-        connect_timeout_s: float = 10.0,
-    ) -> None:
-        self._core = Core(master, window_tasks, window_bytes, connect_timeout_s)
-        self.master: str = self._core.connection.master
-        self._start()
-
-    def _start(self) -> None:
-        """The rest of the constructor, for a subclass."""
-
-    def __reduce__(self) -> NoReturn:
-        name = type(self).__name__
-        raise TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")

@@ -5,6 +5,7 @@ Every input has a request_id: a call whose response was lost is repeated, and gi
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from typing import Self
 
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu.errors import MultigpuError, RejectedError, TransportError
@@ -19,23 +20,37 @@ SpecAndInput = tuple[task_pb2.TaskSpec, task_pb2.TaskInput]
 
 
 class Submission:
-    """One submit or submit_many: sends requests one after the other, and can cancel what it sent."""
+    """One submit or submit_many: sends requests one after the other, in a `with` block whose cancellation cancels what
+    it sent.
+    """
 
     def __init__(self, connection: Connection, timeout_s: float | None) -> None:
         self._connection = connection
         self._timeout_s = UNARY_TIMEOUT_S if timeout_s is None else timeout_s
+        # A task_id or an error for each input.
+        self.results: list[int | RejectedError] = []
         self._request_ids: list[str] = []
         self._pending: asyncio.Future[task_service_pb2.SubmitResponse] | None = None
 
-    async def send(self, request: task_service_pb2.SubmitRequest) -> list[int | RejectedError]:
-        """A task_id or an error for each input. Cancelled, it leaves the call pending, for `undo`."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            await self.undo()
+        elif isinstance(error, MultigpuError):
+            error.submitted = self.results
+
+    async def send(self, request: task_service_pb2.SubmitRequest) -> None:
+        """Adds to `results`. Cancelled, it leaves the call pending, for `undo`."""
         request_ids = [each.request_id for batch in request.batches for each in batch.inputs]
         self._request_ids += request_ids
         self._pending = asyncio.ensure_future(self._connection.unary("Submit", request, self._timeout_s))
         response = await asyncio.shield(self._pending)
         if len(response.results) != len(request_ids):
             raise TransportError(f"the master answered {len(response.results)} of {len(request_ids)} tasks")
-        return [RejectedError.of(r.rejection) if r.HasField("rejection") else r.task_id for r in response.results]
+        for each in response.results:
+            self.results.append(RejectedError.of(each.rejection) if each.HasField("rejection") else each.task_id)
 
     async def undo(self) -> None:
         """Cancels every submitted task, once the pending call has ended."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, Outcome, TransportError
 from multigpu.v1 import classify_pb2
+
+if TYPE_CHECKING:
+    from multigpu.options import AnyIterable
 
 KIND = "classify"
 TOP_K = 5
@@ -51,7 +55,7 @@ def payload_of(subject: Subject, top_k: int) -> bytes:
     return classify_pb2.ClassifyPayload(image=bytes(subject), top_k=top_k).SerializeToString()
 
 
-def encoder(subjects: Iterable[Subject], top_k: int) -> Callable[[Subject], bytes]:
+def encoder(subjects: AnyIterable[Subject], top_k: int) -> Callable[[Subject], bytes]:
     """`payload_of` with `top_k` set, for classify_map. Raises TypeError if `subjects` is a single text or picture."""
     if isinstance(subjects, str | bytes):
         raise TypeError("classify_map takes an iterable of pictures or texts; for one pass [one]")

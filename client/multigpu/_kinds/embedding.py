@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from multigpu.options import AnyIterable
     from multigpu.outcome import Outcome
 
     Vectors = NDArray[np.float32]
@@ -34,12 +35,15 @@ class Chunks:
         # Texts of each input without an outcome.
         self._sizes: deque[int] = deque()
 
+    def inputs(self, texts: AnyIterable[str]) -> Iterator[Input] | AsyncIterator[Input]:
+        return self._cut_async(texts) if isinstance(texts, AsyncIterable) else self.cut(texts)
+
     def cut(self, texts: Iterable[str]) -> Iterator[Input]:
         iterator = iter(texts)
         while part := list(islice(iterator, self._chunk)):
             yield self._input(part)
 
-    async def cut_async(self, texts: AsyncIterable[str]) -> AsyncIterator[Input]:
+    async def _cut_async(self, texts: AsyncIterable[str]) -> AsyncIterator[Input]:
         part: list[str] = []
         async for text in texts:
             part.append(text)

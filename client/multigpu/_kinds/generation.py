@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
-from multigpu._calls.streaming import AsyncStream, Part, Reader, Stream
+from multigpu._calls.streaming import Part, StreamBase
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
 from multigpu.options import CallOptions
 from multigpu.v1 import generate_pb2
@@ -83,8 +83,8 @@ def task_of(prompt: Prompt, options: GenerateOptions) -> tuple[bytes, dict[str, 
 _FIELDS = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
 
 
-class _Growing(Reader[str]):
-    """What both iterators do with a chunk, and with the result."""
+class GenerationBase(StreamBase[str]):
+    """What both iterators over a text do with a chunk, and with the result."""
 
     def __init__(self, parts: Any) -> None:
         super().__init__(parts)
@@ -119,24 +119,6 @@ class _Growing(Reader[str]):
             worker_id=outcome.worker_id,
         )
         super()._finish(outcome)
-
-
-class Generation(_Growing, Stream[str]):
-    """Pieces of text as they come, for `for`. Closing or dropping it cancels the task."""
-
-    def __next__(self) -> str:
-        while not (piece := super().__next__()):
-            pass
-        return piece
-
-
-class AsyncGeneration(_Growing, AsyncStream[str]):
-    """Pieces of text as they come, for `async for`. Closing or dropping it cancels the task."""
-
-    async def __anext__(self) -> str:
-        while not (piece := await super().__anext__()):
-            pass
-        return piece
 
 
 def _parse(cls: Any, data: bytes) -> Any:

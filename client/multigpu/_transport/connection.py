@@ -143,24 +143,37 @@ class Connection:
             return True
         return False
 
-    async def unary(self, method: str, request: Any, timeout_s: float = UNARY_TIMEOUT_S) -> Any:
-        """Calls a method of TaskService by name. Raises MultigpuErrors."""
+    @property
+    def admin(self) -> Any:
+        """The AdminService stub."""
+        assert self.stub is not None
+        from multigpu.v1.admin_service_pb2_grpc import AdminServiceStub  # noqa: PLC0415  few programs need it
+
+        return AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+
+    async def unary(
+        self, method: str, request: Any, timeout_s: float = UNARY_TIMEOUT_S, *, service: str = "stub"
+    ) -> Any:
+        """Calls a method of a service by name. Raises MultigpuErrors."""
         give_up = time.monotonic() + self.connect_timeout_s
         failures = 0
         while True:
             try:
-                return await getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.metadata())
+                call = getattr(getattr(self, service), method)
+                return await call(request, timeout=timeout_s, metadata=self.metadata())
             except grpc.aio.AioRpcError as error:
                 failures += 1
                 delay_s = backoff_s(failures)
                 if error.code() not in _REPEATED or time.monotonic() + delay_s > give_up:
-                    raise self.explain(error.code(), error.details()) from None
+                    raise self.explain(error.code(), error.details(), task=service == "stub") from None
                 self._refresh()
             await asyncio.sleep(delay_s)
 
-    def explain(self, code: grpc.StatusCode, details: str | None) -> errors.MultigpuError:
-        """The error to raise for a status."""
+    def explain(self, code: grpc.StatusCode, details: str | None, *, task: bool = True) -> errors.MultigpuError:
+        """The error to raise for a status. `task`: of a call about tasks."""
         text = details or code.name
+        if not task and code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+            return errors.InvalidRequestError(text)
         match code:
             case grpc.StatusCode.UNAVAILABLE:
                 return errors.UnavailableError(unavailable(self.master, text, self.credentials))

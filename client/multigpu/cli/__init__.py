@@ -48,11 +48,8 @@ COMMANDS = {
     "watch": ("multigpu.cli.tasks.watch:watch", "Print outcomes as they come."),
     "tokens": ("multigpu.cli.security.tokens:tokens", "Make, list and revoke the access tokens of a master."),
     "certs": ("multigpu.cli.security.certs:certs", "Make and renew the certificates of a fleet."),
-    "logs": ("multigpu.cli.fleet.logs:logs", "Show the logs of the mgpu services on this host, with journalctl."),
     "doctor": ("multigpu.cli.doctor.doctor:doctor", "Check this host and its fleet: verdicts and remedies."),
-    "version": ("multigpu.cli.about:version", "The version of mgpuctl."),
     "config": ("multigpu.cli.about:config_", "Show the settings in force."),
-    "completion": ("multigpu.cli.about:completion", "Print a script for the shell's completion of mgpuctl."),
 }
 
 

@@ -1,38 +1,17 @@
-"""`mgpuctl version`, `mgpuctl config show` and `mgpuctl completion`: commands that need no master."""
+"""`mgpuctl config show`: the settings in force."""
 
 import dataclasses
-import importlib.metadata
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import get_completion_class
 
 from multigpu.cli import show
-from multigpu.cli.commands import Command, Group
+from multigpu.cli.commands import Group
 from multigpu.cli.options import config_option, json_option, load_config
 from multigpu.config import config
 from multigpu.config import values as config_values
-
-HOW_TO_INSTALL = {
-    "bash": 'eval "$(mgpuctl completion bash)"   # in ~/.bashrc',
-    "zsh": 'eval "$(mgpuctl completion zsh)"    # in ~/.zshrc',
-    "fish": "mgpuctl completion fish > ~/.config/fish/completions/mgpuctl.fish",
-}
-
-
-@click.command(cls=Command, examples=(("mgpuctl version --json", "The same, for programs."),))
-@json_option
-def version(as_json: bool) -> None:
-    """The version of mgpuctl. `mgpuctl status` tells the master's."""
-    own = importlib.metadata.version("multigpu")
-    python = ".".join(map(str, sys.version_info[:3]))
-    if as_json:
-        show.value({"multigpu": own, "python": python})
-    else:
-        show.line(f"mgpuctl {own} (Python {python})")
 
 
 @click.group("config", cls=Group)
@@ -73,13 +52,3 @@ def show_config(section: str | None, as_json: bool) -> None:
         value_width = min(32, max(map(len, texts.values())))
         for key, entry in settings.items():
             show.line(f"{key:<{key_width}} = {texts[key]:<{value_width}}  # {entry['source']}")
-
-
-@click.command(cls=Command, examples=tuple((how, f"For {shell}.") for shell, how in HOW_TO_INSTALL.items()))
-@click.argument("shell", type=click.Choice(list(HOW_TO_INSTALL)))
-@click.pass_context
-def completion(context: click.Context, shell: str) -> None:
-    """Print a script for the shell's completion of mgpuctl."""
-    shell_class = get_completion_class(shell)
-    assert shell_class is not None
-    show.line(shell_class(context.find_root().command, {}, "mgpuctl", "_MGPUCTL_COMPLETE").source())

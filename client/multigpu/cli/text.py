@@ -32,15 +32,6 @@ def format_size(count: int) -> str:
     return f"{amount:.1f} TiB"
 
 
-def energy(joules: float) -> str:
-    """Energy: "512 J", "1.2 MJ"."""
-    for unit in ("J", "kJ", "MJ", "GJ"):
-        if joules < 1000:
-            return f"{joules:.3g} {unit}"
-        joules /= 1000
-    return f"{joules:.3g} TJ"
-
-
 def duration(seconds: float) -> str:
     """A duration: "62 µs", "3.5 ms", "2.5 s", "42 s", "3 min 5 s", "2 h 10 min", "4 d 3 h"."""
     if seconds <= 0:

@@ -106,7 +106,7 @@ class Certificates:
         except (OSError, ValueError) as error:
             names = ", ".join(map(str, self._paths))
             raise ListenError(
-                f"the certificates ({names}) are invalid: {error}; check them with `mgpuctl certs show`"
+                f"the certificates ({names}) are invalid: {error}; `openssl x509 -noout -text -in FILE` shows one"
             ) from error
         return texts
 

@@ -51,7 +51,7 @@ def test_the_calls(master: ScriptedMaster, client: Client) -> None:
     assert client.get(task_id, wait_s=1).outcome is not None
     assert list(client.cancel(task_id, "unknown").unknown) == ["unknown"]
     assert client.count().queued == len(master.tasks)
-    assert len(list(client.list_tasks(page_size=5000))) == len(master.tasks)
+    assert len(list(client.list_tasks())) == len(master.tasks)
     master.partials[b"go"] = [b"a", b"b"]
     assert list(client.stream("echo", b"go")) == [b"a", b"b"]
 
@@ -130,7 +130,7 @@ def test_leaving_a_map_early_cancels_the_rest(master: ScriptedMaster, client: Cl
     results = client.map("echo", range(1000), window=200)
     assert next(results) == 0
     master.gate.clear()
-    results.close()  # type: ignore[attr-defined]  # a generator
+    results.close()
     until(lambda: set(master.cancelled) | set(master.answered) >= {task.request_id for task in master.inputs})
 
 
@@ -143,12 +143,12 @@ def test_a_chunk_whose_start_is_still_scheduled_when_its_map_is_closed_never_sta
             yield 0
             until(lambda: master.answered)
             time.sleep(0.1)  # and taken
-            client._thread.loop.call_soon_threadsafe(left.wait, 5)
+            client._core._thread.loop.call_soon_threadsafe(left.wait, 5)
             yield from range(1, 1000)
 
         results = client.map("echo", source(), window=200)
         assert next(results) == 0
-        results.close()  # type: ignore[attr-defined]  # a generator
+        results.close()
         left.set()
         assert client.run("echo", "after") == "after"
         assert [task.payload for task in master.inputs] == [b"0", b'"after"']
@@ -266,8 +266,8 @@ def test_a_client_collected_on_its_own_loop_thread_ends() -> None:
     with ThreadedMaster() as master:
         client = multigpu.Client(master.address)
         assert client.run("echo", 1) == 1
-        thread = client._thread
-        thread.loop.call_soon_threadsafe(client._finalizer)
+        thread = client._core._thread
+        thread.loop.call_soon_threadsafe(client._core._finalizer)
         until(lambda: not thread._thread.is_alive())
 
 

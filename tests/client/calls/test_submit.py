@@ -41,18 +41,18 @@ async def test_get_cancel_count_and_list() -> None:
         return as_json([1])
 
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        ids = [task_id for task_id in await client.submit_many("echo", range(25)) if isinstance(task_id, int)]
+        ids = [task_id for task_id in await client.submit_many("echo", range(2500)) if isinstance(task_id, int)]
         task = await client.get(ids[0], wait_s=1)
         assert task.state is multigpu.TaskState.SETTLED
         assert task.outcome is not None
         assert task.outcome.value() == [1]
         with pytest.raises(multigpu.NotFoundError):
-            await client.get(999)
+            await client.get(999_999)
         response = await client.cancel(ids[1], "unknown", reason="no need")
         assert list(response.cancelled_task_ids) == [ids[1]]
         assert list(response.unknown) == ["unknown"]
-        assert (await client.count()).queued == 25
-        listed = [task async for task in client.list_tasks(page_size=10)]
+        assert (await client.count()).queued == 2500
+        listed = [task async for task in client.list_tasks()]
         assert [task.task_id for task in listed] == ids
         assert listed[0].outcome is not None
         with pytest.raises(multigpu.MultigpuError, match="a list has no results"):

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 from google.protobuf.duration_pb2 import Duration
 from multigpu.cli import cli, tables
 from multigpu.cli.fleet.workers import COLUMNS
-from multigpu.cli.security import authority
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
@@ -261,15 +260,3 @@ def test_a_token_is_never_written_over_a_file(master: UnaryMaster, run: Run, tmp
     assert f"{file} is there already" in done.stderr
     assert file.read_text() == "another token"
     assert master.asked("CreateToken") == []
-
-
-@pytest.mark.parametrize("damaged", ["w", "ca"])
-def test_a_damaged_certificate_does_not_hide_others(run: Run, tmp_path: Path, damaged: str) -> None:
-    authority.init(tmp_path)
-    for kind in ("worker", "client"):
-        authority.issue(tmp_path, kind, kind[0], [])
-    (tmp_path / f"{damaged}.crt").write_text("damaged")
-    done = run("certs", "show", str(tmp_path), "--json")
-    assert done.exit_code == 1
-    assert f"{damaged}.crt can't be read" in done.stderr
-    assert {c["name"] for c in json.loads(done.stdout)} == {"ca", "w", "c"} - {damaged}

@@ -1,4 +1,4 @@
-"""Loads the baseline loop for a model or a handler.
+"""Loads the baseline loop for a model.
 
 For embed, the torch baseline runs the layers of transformers unchanged, the ONNX Runtime baseline runs the engine's
 graph with default options and the configured number of threads, and the TensorRT baseline runs the engine's plan. For
@@ -18,31 +18,17 @@ from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.baselines.loops import EngineLoop, Loop, Rows, TextLoop, TextModel
 from multigpu_worker.engines import registry
-from multigpu_worker.engines.base import Batch, Engine, EngineSettings
+from multigpu_worker.engines.base import Batch, EngineSettings
 from multigpu_worker.engines.common.precision import choose
 from multigpu_worker.engines.embed.text import Inputs, TextInput
 
 PLAN_TIMEOUT_S = 1800.0
 
 
-def load_handlers(kind: str, settings: EngineSettings) -> Engine:
-    """The engine of a kind that needs no model. Raises ValueError if this worker does not have it."""
-    if kind not in {info.kind for info in registry.offered_kinds()}:
-        registry.import_handlers(settings.handlers)
-    known = [info.kind for info in registry.offered_kinds()]
-    if kind not in known:
-        raise ValueError(f"there is no handler for {kind} here, only for {', '.join(known)}")
-    return registry.build(kind)
-
-
-def load_model(
-    kind: str, spec: ModelSpec, settings: EngineSettings, parameters: dict[str, str], content_type: str
-) -> Loop:
+def load_model(kind: str, spec: ModelSpec, settings: EngineSettings, parameters: dict[str, str]) -> Loop:
     """The loop for a model. Raises ValueError if there is none."""
     if spec.kind != kind:
         raise ValueError(f"{spec.id} here is a model for {spec.kind}, not for {kind}")
-    if kind == "generate":
-        raise ValueError("there is no baseline for generate")
     if kind == "embed" and ":" not in spec.engine:
         variant = choose(spec, settings, parameters)
         return TextLoop(TEXT_MODELS[variant.engine](spec, settings, variant.precision), settings.device)
@@ -50,7 +36,7 @@ def load_model(
         sys.path.insert(0, str(spec.folder))
     engine = registry.build_model_engine(spec, dataclasses.replace(settings, models={spec.id: spec}))
     engine.load()
-    return EngineLoop(engine, functools.partial(Batch, kind, spec.id, parameters, content_type))
+    return EngineLoop(engine, functools.partial(Batch, kind, spec.id, parameters, ""))
 
 
 def _torch_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> TextModel:

@@ -1,9 +1,9 @@
-"""Baseline loops: one process that runs a model or a handler with nothing around it.
+"""Baseline loops: one process that runs a model with nothing around it.
 
 A loop gets the payloads of the fleet's tasks; reading them is not timed.
 
 - Texts to embed are tokenised together, sorted by length and cut into batches of one size, the fastest of three.
-- Every other engine or handler is called as it is, with the number of tasks at a time that is fastest.
+- Every other engine is called as it is, with the number of tasks at a time that is fastest.
 """
 
 import time
@@ -32,8 +32,6 @@ class Loop:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self.batch = sizes[0]
-        # Of the last run; None: the model has none.
-        self.tokens: int | None = None
 
     def read(self, payloads: Sequence[bytes]) -> Any:
         """Prepare the argument of `run`."""
@@ -64,9 +62,7 @@ class TextLoop(Loop):
 
     def run(self, examples: list[str]) -> Rows:
         tokens = self._text.tokenise(examples)
-        lengths = tokens.lengths()
-        self.tokens = int(lengths.sum())
-        order = np.argsort(-lengths, kind="stable")
+        order = np.argsort(-tokens.lengths(), kind="stable")
         rows: Rows | None = None
         for start in range(0, len(order), self.batch):
             places = order[start : start + self.batch]

@@ -1,11 +1,10 @@
-"""The process that `mgpuctl bench` compares a fleet with: baseline loops (loops.py) without a fleet.
+"""The process that `mgpuctl bench` compares a fleet with: a baseline loop (loops.py) without a fleet.
 
-Requests are pickled dicts on standard input. Each gets a pickled dict on standard output, with `error` if it failed.
-{"settings": {"device", "threads", "pid"}, "task": {"kind", "model", "content_type"}, "payloads" to warm up with} loads
-a loop; {"payloads", "times" to repeat them} runs it and gets {"seconds", "tokens" or None}.
+Requests are pickled on standard input: a dict and the payloads of tasks. The first one has the arguments of `load_as`,
+and its payloads warm the loop up; later ones run theirs. Each gets a line of JSON: `seconds` of the run, or `error`.
 """
 
-import functools
+import json
 import os
 import pickle
 import sys
@@ -16,37 +15,36 @@ from typing import Any
 import click
 from multigpu.config.config import WorkerConfig, load
 
-from multigpu_worker.baselines.loading import load_handlers, load_model
-from multigpu_worker.baselines.loops import EngineLoop, Loop
+from multigpu_worker.baselines.loading import load_model
+from multigpu_worker.baselines.loops import Loop
 from multigpu_worker.composition import artifacts_folder
-from multigpu_worker.engines.base import Batch, EngineSettings
+from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.main import main as worker_main
 from multigpu_worker.models.folders import find_models
 
+# The reader's lines have a limit.
+ERROR_CHARS_MAX = 2000
 
-class Baselines:
-    def __init__(self, *, device: str, threads: int, pid: int) -> None:
-        """`pid`: a worker of this host, whose configuration is used."""
-        env, file, flags = of_worker(pid) or (None, None, {})
-        config = load(WorkerConfig, env=env, file=file, flags=flags)
-        scan = find_models(config.config)
-        self._specs = scan.models | {name: scan.models[found] for name, found in scan.current.items()}
-        self._settings = EngineSettings(
-            device=device,
-            slots=1,
-            threads=threads,
-            handlers=config.config.handlers,
-            artifacts=str(artifacts_folder(config.config)),
-            artifacts_bytes_max=config.config.artifacts_bytes_max,
-        )
 
-    def load(self, *, model: str, kind: str, content_type: str) -> Loop:
-        if not model:
-            batch_of = functools.partial(Batch, kind, model, {}, content_type)
-            return EngineLoop(load_handlers(kind, self._settings), batch_of)
-        if model not in self._specs:
-            raise ValueError(f"no model {model!r} is configured here")
-        return load_model(kind, self._specs[model], self._settings, {}, content_type)
+def load_as(*, pid: int, device: str, threads: int, kind: str, model: str) -> Loop:
+    """The loop for a model that the worker `pid` of this host has, with its configuration. Raises ValueError."""
+    if threads:
+        # The libraries read these at their first use.
+        os.environ["OMP_NUM_THREADS"] = os.environ["RAYON_NUM_THREADS"] = str(threads)
+    env, file, flags = of_worker(pid) or (None, None, {})
+    config = load(WorkerConfig, env=env, file=file, flags=flags).config
+    scan = find_models(config)
+    specs = scan.models | {name: scan.models[found] for name, found in scan.current.items()}
+    if model not in specs:
+        raise ValueError(f"no model {model!r} is configured here")
+    settings = EngineSettings(
+        device=device,
+        slots=1,
+        threads=threads,
+        artifacts=str(artifacts_folder(config)),
+        artifacts_bytes_max=config.artifacts_bytes_max,
+    )
+    return load_model(kind, specs[model], settings, {})
 
 
 def of_worker(pid: int) -> tuple[dict[str, str], str | None, dict[str, Any]] | None:
@@ -68,36 +66,28 @@ def of_worker(pid: int) -> tuple[dict[str, str], str | None, dict[str, Any]] | N
 
 def main() -> None:
     # Libraries may print to standard output, which becomes standard error.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    baselines: Baselines | None = None
     loop: Loop | None = None
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)  # noqa: S301  from our own parent
+            request, payloads = pickle.load(sys.stdin.buffer)  # noqa: S301  from our own parent
         except EOFError:
             return
         answer: dict[str, Any] = {}
         try:
-            if "task" in request:
-                threads = request["settings"]["threads"]
-                if threads:
-                    # The libraries read these at their first use.
-                    os.environ["OMP_NUM_THREADS"] = os.environ["RAYON_NUM_THREADS"] = str(threads)
-                baselines = baselines or Baselines(**request["settings"])
-                loop = None  # frees its memory
-                loop = baselines.load(**request["task"])
-                loop.warm_up(loop.read(request["payloads"]))
+            if loop is None:
+                loaded = load_as(**request)
+                loaded.warm_up(loaded.read(payloads))
+                loop = loaded
             else:
-                assert loop is not None
-                examples = loop.read(request["payloads"] * request["times"])
+                examples = loop.read(payloads)
                 began = time.perf_counter()
                 loop.run(examples)
-                answer = {"seconds": time.perf_counter() - began, "tokens": loop.tokens}
-        except Exception as error:  # noqa: BLE001  any library's; the next request may succeed
-            answer["error"] = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, answers)
-        answers.flush()
+                answer = {"seconds": time.perf_counter() - began}
+        except Exception as error:  # noqa: BLE001  any library's
+            answer["error"] = f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,179 +6,158 @@ of all rounds together; its ratio is the median of the rounds' ratios.
 """
 
 import asyncio
-import itertools
+import contextlib
+import signal
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from multigpu import AsyncClient
-from multigpu._transport.encoding import decode
-from multigpu.cli.bench.baseline import Baseline, BaselineError
-from multigpu.cli.bench.load import Round, drive
-from multigpu.cli.bench.rows import Row, latency_fields, rate_text
-from multigpu.cli.bench.source import Portion, Source
-from multigpu.cli.presence import not_served
-from multigpu.cli.progress import Progress
-from multigpu.cli.text import clean, plural
+from multigpu.cli import show
+from multigpu.cli.bench.baseline import Baseline
+from multigpu.cli.bench.source import Source
+from multigpu.cli.failures import Failure
+from multigpu.cli.options import client_config
+from multigpu.cli.text import plural
 from multigpu.v1 import admin_service_pb2 as admin
 
-# Tasks of each caller: before a row's rounds, and at least in each round.
-WARM_UP_TASKS = 2
+# Tasks of each caller before a row's rounds, and at least in each round.
 TASKS_MIN = 2
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """The workers that serve a kind."""
-
-    worker_ids: frozenset[str]
-    # The default first.
-    models: tuple[str, ...]
-    hosts: frozenset[str]
-    # Of the first worker: "cpu", "cuda:0".
-    device: str
-    pid: int
-    products: tuple[str, ...]
-
-
-def serving(connected: Sequence[admin.Worker], kind: str) -> Serving:
-    """Raises Failure if none of the connected workers serves the kind."""
-    if (failure := not_served(connected, kind)) is not None:
-        raise failure
-    offers = [(worker, found) for worker in connected for found in worker.capabilities if found.kind == kind]
-    return Serving(
-        worker_ids=frozenset(worker.worker_id for worker, _ in offers),
-        models=tuple(dict.fromkeys(name for _, found in offers for name in found.models)),
-        hosts=frozenset(worker.host for worker, _ in offers),
-        device=offers[0][0].device.name,
-        pid=offers[0][0].pid,
-        products=tuple(dict.fromkeys(worker.device.product for worker, _ in offers)),
-    )
+# Examples that load a model.
+FIRST_EXAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """Every batch size with every number of callers is measured, `rounds` times."""
+class Row:
+    """The results of a batch size with a number of callers."""
 
-    kind: str
-    # Empty, if the kind needs no model.
     model: str
-    batch_sizes: tuple[int, ...]
-    concurrencies: tuple[int, ...]
+    batch_size: int
+    concurrency: int
+    tasks: int
     items: int
-    rounds: int
+    items_per_s: float
+    # Of the baseline; None: there is none.
+    plain_items_per_s: float | None
+    # The median over the rounds of items/s divided by the baseline's in the same round.
+    ratio: float | None
+    # Of tasks, from the call to its result.
+    p50_latency_ms: float
+    p99_latency_ms: float
 
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Batch sizes and numbers of callers."""
-        return list(itertools.product(self.batch_sizes, self.concurrencies))
 
-    def round_items(self, batch_size: int, concurrency: int) -> int:
-        return max(self.items, batch_size * concurrency * TASKS_MIN)
-
-    @property
-    def items_in_all(self) -> int:
-        return self.rounds * sum(itertools.starmap(self.round_items, self.shapes))
+def tasks_in_round(items: int, batch_size: int, concurrency: int) -> int:
+    return max(-(-items // batch_size), concurrency * TASKS_MIN)
 
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
     address: str
-    serving: Serving
-    grid: Grid
+    kind: str
+    model: str
+    workers: Sequence[admin.Worker]
+    # Batch sizes and numbers of callers.
+    shapes: Sequence[tuple[int, int]]
+    items: int
+    rounds: int
     source: Source
     # None: nothing to compare with, for the reason in `no_baseline`.
     baseline: Baseline | None
     no_baseline: str
-    progress: Progress
-    # Tasks that a client may have under way.
-    window: int
     # The results so far.
     rows: list[Row] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Measures everything. Raises MultigpuError if a task fails."""
-        kind, model = self.grid.kind, self.grid.model
-        async with AsyncClient(self.address, window_tasks=max(self.window, *self.grid.concurrencies)) as client:
-            self.progress.say(f"{model or kind}: loading")
+        """Measures everything. SIGTERM cancels it. Raises MultigpuError, or Failure if the baseline fails."""
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        window = max(client_config(self.address).window_tasks, *(callers for _, callers in self.shapes))
+        async with AsyncClient(self.address, window_tasks=window) as client, self.baseline or contextlib.nullcontext():
+            show.note(f"{self.model}: loading")
             await self._load(client)
-            for batch_size, concurrency in self.grid.shapes:
-                row = Row(kind=kind, model=model, batch_size=batch_size, concurrency=concurrency)
-                self.rows.append(await self._row(client, row))
-                shape = f"batches of {batch_size}, {plural(concurrency, 'caller')}"
-                self.progress.say(clean(f"{model or kind}, {shape}: {rate_text(self.rows[-1].items_per_s)} items/s"))
+            for batch_size, callers in self.shapes:
+                self.rows.append(await self._row(client, batch_size, callers))
+                named = f"{self.model}, batches of {batch_size}, {plural(callers, 'caller')}"
+                show.note(f"{named}: {rate_text(self.rows[-1].items_per_s)} items/s")
 
     async def _load(self, client: AsyncClient) -> None:
         """Loads the model in the fleet and in the baseline. Sets `no_baseline`."""
-        portion = self.source.portion(*self.source.first)
+        batch_size = max(size for size, _ in self.shapes)
+        payloads = self.source(-(-FIRST_EXAMPLES // batch_size), batch_size)
         # Once more than there are workers, so that each of them loads it.
-        for _ in range(len(self.serving.worker_ids) + 1):
-            await self._drive(client, portion, len(self.serving.worker_ids), counted=False)
-        if self.baseline is not None:
-            load, task = self.baseline.load, (self.grid.kind, self.grid.model, self.source.content_type)
-            try:
-                await self._in_thread(load, *task, portion.payloads)
-            except BaselineError as error:
-                self.no_baseline = str(error)
-
-    async def _drive(self, client: AsyncClient, portion: Portion, concurrency: int, *, counted: bool = True) -> Round:
-        payloads = [decode(payload, self.source.content_type) for payload in portion.payloads]
-        sized = list(zip(payloads, portion.sizes, strict=True)) * portion.times
-        on_done = self.progress.add if counted else lambda _: None
-        return await drive(client, self.grid.kind, sized, self.grid.model, concurrency, on_done)
-
-    async def _row(self, client: AsyncClient, row: Row) -> Row:
-        batch_size, concurrency = row.batch_size, row.concurrency
-        warm_up = self.source.portion(batch_size * concurrency * WARM_UP_TASKS, batch_size)
-        await self._drive(client, warm_up, concurrency, counted=False)
-        rounds: list[Round] = []
-        items: list[int] = []
-        baseline: list[tuple[float, int | None]] = []  # seconds, tokens
-
-        async def run_baseline() -> None:
-            if not self.no_baseline:
-                assert self.baseline is not None
-                baseline.append(await self._in_thread(self.baseline.run, portion.payloads, portion.times))
-
-        for number in range(self.grid.rounds):
-            portion = self.source.portion(self.grid.round_items(batch_size, concurrency), batch_size)
-            if number % 2:
-                await run_baseline()
-            rounds.append(await self._drive(client, portion, concurrency))
-            items.append(portion.items)
-            if number % 2 == 0:
-                await run_baseline()
-        return _with_numbers(replace(row, plain_error=self.no_baseline), rounds, items, baseline)
-
-    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Calls the baseline. A cancellation kills it, because the thread can't be interrupted."""
-        assert self.baseline is not None
+        for _ in range(len(self.workers) + 1):
+            await self._drive(client, payloads, batch_size, len(self.workers))
         try:
-            return await asyncio.to_thread(call, *arguments)
-        except asyncio.CancelledError:
-            self.baseline.kill()
-            raise
+            if self.baseline is not None:
+                await self.baseline.load(payloads)
+        except Failure as failure:
+            self.baseline, self.no_baseline = None, failure.message
+
+    async def _row(self, client: AsyncClient, batch_size: int, concurrency: int) -> Row:
+        await self._drive(client, self.source(concurrency * TASKS_MIN, batch_size), batch_size, concurrency)
+        tasks = tasks_in_round(self.items, batch_size, concurrency)
+        latencies: list[float] = []
+        fleet: list[float] = []  # seconds of each round
+        plain: list[float] = []
+        for number in range(self.rounds):
+            payloads = self.source(tasks, batch_size)
+            if self.baseline is not None and number % 2:
+                plain.append(await self.baseline.run(payloads))
+            began = time.perf_counter()
+            latencies += await self._drive(client, payloads, batch_size, concurrency)
+            fleet.append(time.perf_counter() - began)
+            if self.baseline is not None and not number % 2:
+                plain.append(await self.baseline.run(payloads))
+        items = tasks * batch_size
+        p50, p99 = percentiles_ms(latencies)
+        return Row(
+            model=self.model,
+            batch_size=batch_size,
+            concurrency=concurrency,
+            tasks=tasks * self.rounds,
+            items=items * self.rounds,
+            items_per_s=items * self.rounds / sum(fleet),
+            plain_items_per_s=items / statistics.median(plain) if plain else None,
+            ratio=statistics.median(b / a for a, b in zip(fleet, plain, strict=True)) if plain else None,
+            p50_latency_ms=p50,
+            p99_latency_ms=p99,
+        )
+
+    async def _drive(self, client: AsyncClient, payloads: Sequence[bytes], items: int, concurrency: int) -> list[float]:
+        """Runs tasks of `items` each from `concurrency` callers that share the client, as an application's would.
+
+        Returns their latencies in seconds. Raises MultigpuError if one fails.
+        """
+        todo = iter(payloads)
+        latencies: list[float] = []
+
+        async def call() -> None:
+            for payload in todo:
+                began = time.perf_counter()
+                await client.run(self.kind, payload, model=self.model, units=items)
+                latencies.append(time.perf_counter() - began)
+
+        try:
+            async with asyncio.TaskGroup() as callers:
+                for _ in range(concurrency):
+                    callers.create_task(call())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return latencies
 
 
-def _with_numbers(row: Row, rounds: list[Round], items: list[int], baseline: list[tuple[float, int | None]]) -> Row:
-    seconds = sum(done.seconds for done in rounds)
-    latencies = [value for done in rounds for value in done.latencies]
-    joules_items = sum(done.joules_items for done in rounds)
-    plain_rates = [count / plain_s for count, (plain_s, _) in zip(items, baseline, strict=False)]
-    # Both ran the same items in a round.
-    ratios = [plain_s / done.seconds for done, (plain_s, _) in zip(rounds, baseline, strict=False)]
-    tokens = [count for _, count in baseline if count is not None]
-    return replace(
-        row,
-        tasks=len(latencies),
-        items=sum(items),
-        items_per_s=sum(items) / seconds,
-        tokens_per_s=sum(tokens) / seconds if tokens else None,
-        joules_per_item=sum(done.joules for done in rounds) / joules_items if joules_items else None,
-        plain_items_per_s=statistics.median(plain_rates) if plain_rates else None,
-        ratio=statistics.median(ratios) if ratios else None,
-        **latency_fields(latencies),  # type: ignore[arg-type]  # they are floats
-    )
+def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
+    """p50 and p99 by the nearest rank: always a value that was measured.
+
+    https://en.wikipedia.org/wiki/Percentile#The_nearest-rank_method
+    """
+    p50, p99 = (1e3 * np.percentile(seconds, (50, 99), method="inverted_cdf")).tolist()
+    return p50, p99
+
+
+def rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"

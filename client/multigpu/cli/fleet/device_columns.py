@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from multigpu.cli.messages import enum_name
 from multigpu.cli.tables import Column
-from multigpu.cli.text import age, clean, energy, format_size, plural
+from multigpu.cli.text import age, clean, format_size, plural
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2
 
@@ -102,16 +102,6 @@ def _power(worker: admin.Worker) -> str:
     return f"{watts:.0f} of {limit:.0f} W"
 
 
-def _clock(worker: admin.Worker) -> str:
-    hertz = value(worker, "sm_clock_hertz")
-    return "-" if hertz is None else f"{hertz / 1e9:.2f} GHz"
-
-
-def _energy(worker: admin.Worker) -> str:
-    joules = value(worker, "energy_joules")
-    return "-" if joules is None else energy(joules)
-
-
 def _mps(worker: admin.Worker) -> str:
     if not worker.HasField("mps"):
         return "-"
@@ -123,12 +113,6 @@ def _product(worker: admin.Worker) -> str:
     return f"{worker.device.product} (simulated)" if worker.device.simulated else worker.device.product or "-"
 
 
-def _processes(worker: admin.Worker) -> str:
-    if not worker.device.device_id or worker.device.device_id == "cpu" or not worker.HasField("telemetry"):
-        return "-"
-    return str(len(worker.telemetry.processes))
-
-
 HOST = Column("HOST", lambda w: w.host or "-", rank=90)
 DEVICE = (
     Column("DEVICE", lambda w: w.device.name or "-", rank=10),
@@ -137,17 +121,14 @@ DEVICE = (
     Column("BUSY", lambda w: _number(value(w, "utilization"), "{:.0%}"), right=True, rank=5),
     Column("TEMP", lambda w: _number(value(w, "temperature_celsius"), "{:.0f}°C"), right=True, rank=30),
     Column("POWER", _power, short=lambda w: _number(value(w, "power_watts"), "{:.0f} W"), right=True, rank=40),
-    Column("CLOCK", _clock, right=True, rank=70),
     Column(
         "THROTTLED",
         lambda w: ", ".join(w.telemetry.throttle_reasons) or "-",
         short=lambda w: ", ".join(w.telemetry.throttle_reasons[:1]) or "-",
         rank=60,
     ),
-    Column("ENERGY", _energy, right=True, rank=80),
     Column("MPS", _mps, rank=65),
     Column("LEASES", lambda w: f"{w.leases:,}", right=True, rank=50),
-    Column("PROCS", _processes, right=True, rank=75),
     Column("HEALTH", health, short=lambda w: health(w, reasons=0), rank=1),
 )
 

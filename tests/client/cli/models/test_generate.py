@@ -117,14 +117,14 @@ def test_a_reader_that_closes_the_pipe_cancels_the_task(
 # A signal may come at any time: here it comes before the client has passed on the call that it just made.
 INTERRUPTED = """
 from multigpu.cli import main
-from multigpu.client import Client
+from multigpu._calls.blocking import BlockingCore as Core
 
-passed = Client._wait
+passed = Core._wait
 def _wait(self, coroutine):
     if coroutine.__name__ != "_next":
         return passed(self, coroutine)
     raise KeyboardInterrupt
-Client._wait = _wait
+Core._wait = _wait
 main()
 """
 

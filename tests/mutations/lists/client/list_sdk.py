@@ -28,8 +28,8 @@ SDK = (
     ),
     options(
         name="a deadline without a time zone is sent",
-        old="        if value.tzinfo is None:",
-        new="        if False:",
+        old="    if value.tzinfo is None:",
+        new="    if False:",
         breaks="a local time is taken as UTC",
     ),
     options(
@@ -123,9 +123,9 @@ SDK = (
     ),
     calls(
         name="a cancelled submit leaves its tasks",
-        module="multigpu.aio",
-        old="            await submission.undo()\n",
-        new="",
+        module="multigpu._calls.submitting",
+        old="            await self.undo()\n",
+        new="            pass\n",
         breaks="tasks run for a caller that has left",
     ),
     calls(

@@ -3,25 +3,25 @@
 `submit` and `submit_many` return task_ids once the tasks are safe on the master's disk. `run`, `map`, `stream` and the
 calls made of them wait for outcomes on one Run stream that all calls of a client share: tasks that many coroutines
 start at the same time travel in the same frames.
+
+tools/generate_sync.py derives multigpu._sync from this folder.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from multigpu._calls.core import BaseClient
-from multigpu._calls.mapping import AsyncMap
-from multigpu._calls.streaming import AsyncStream
-from multigpu._calls.submitting import Submission, cut, single
+from multigpu._async.base import AsyncBaseClient
+from multigpu._async.streams import AsyncGeneration, AsyncStream
+from multigpu._calls.submitting import cut, single
 from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu._transport.traceparent import current_traceparent
-from multigpu.errors import MultigpuError, Outcome
+from multigpu.errors import Outcome
 from multigpu.options import (
     CallOptions,
     EmbedOptions,
@@ -37,35 +37,23 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from multigpu._calls.calls import Encode
-    from multigpu._calls.core import TaskName
     from multigpu._kinds.classification import Label, Subject
     from multigpu._kinds.embedding import Vectors
-    from multigpu._kinds.generation import AsyncGeneration, GenerateOptions, Prompt
+    from multigpu._kinds.generation import GenerateOptions, Prompt
     from multigpu._kinds.inference import Arrays
     from multigpu.errors import RejectedError
-    from multigpu.outcome import Task
-    from multigpu.v1 import task_service_pb2
+    from multigpu.options import AnyIterable
 
 T = TypeVar("T")
 
 
-class AsyncClient(BaseClient):
-    """A client of one master, for one event loop.
+class AsyncClient(AsyncBaseClient):
+    """A client of one master, for one event loop. Cancelling a waiting call cancels the tasks that it started.
 
     `master` is HOST:PORT; default: MGPU_MASTER, else the config file, else 127.0.0.1:7433. `window_tasks` and
     `window_bytes` bound the unsettled tasks of all calls together; past them calls wait. The first call connects; a
     master that can't be reached for `connect_timeout_s` is an UnavailableError. A wrong setting is a ConfigError.
     """
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Ends the connection. Pending calls raise ClientClosedError; their durable tasks go on in the master."""
-        await self._core.close()
 
     # Submitting.
 
@@ -82,26 +70,15 @@ class AsyncClient(BaseClient):
         `payloads` may hold Inputs. Returns, for each payload in order, the task_id or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        submission = Submission(self._core.connection, pop_timeout(options))
-        results: list[int | RejectedError] = []
-        try:
+        async with self._core.submission(pop_timeout(options)) as submission:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
-                results += await submission.send(request)
-        except asyncio.CancelledError:
-            await submission.undo()
-            raise
-        except MultigpuError as error:
-            error.submitted = results
-            raise
-        return results
+                await submission.send(request)
+        return submission.results
 
     # Running: these calls wait for the outcomes.
 
     async def run(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Any:
-        """Runs one task and returns its result. Raises TaskError, RejectedError, TransportError.
-
-        Cancelling the coroutine cancels the task.
-        """
+        """Runs one task and returns its result. Raises TaskError, RejectedError, TransportError."""
         return (await self.run_outcome(kind, payload, **options)).value()
 
     async def run_outcome(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> Outcome:
@@ -117,18 +94,19 @@ class AsyncClient(BaseClient):
         return AsyncStream(self._core.parts(kind, payload, dict(options), current_traceparent()))
 
     def map(
-        self, kind: str, payloads: Iterable[Any] | AsyncIterable[Any], **options: Unpack[SpecMapOptions]
+        self, kind: str, payloads: AnyIterable[Any], **options: Unpack[SpecMapOptions]
     ) -> AsyncGenerator[Any, None]:
         """Runs a task for each payload and yields the results, in the order of the payloads unless `ordered` is False.
 
-        A synchronous iterable is pulled on the event loop: wrap one that blocks in an asynchronous one. Payloads may be
-        Inputs. An error ends the map and cancels what it started; with `return_exceptions` it takes the place of the
-        result. Close the iterator (contextlib.aclosing) to stop early.
+        At most `window` payloads (default: the client's) are pulled ahead of the results taken. A synchronous iterable
+        is pulled on the event loop: wrap one that blocks in an asynchronous one. Payloads may be Inputs. An error ends
+        the map and cancels what it started; with `return_exceptions` it takes the place of the result. Close the
+        iterator (contextlib.aclosing) to stop early.
         """
         return self._map(kind, payloads, options, Outcome.value)
 
     def map_outcomes(
-        self, kind: str, payloads: Iterable[Any] | AsyncIterable[Any], **options: Unpack[SpecMapOptions]
+        self, kind: str, payloads: AnyIterable[Any], **options: Unpack[SpecMapOptions]
     ) -> AsyncGenerator[Outcome, None]:
         """As `map`, but yields the outcome of each task, whatever it is. A rejected task still ends the map."""
         return self._map(kind, payloads, options, lambda outcome: outcome)
@@ -136,14 +114,13 @@ class AsyncClient(BaseClient):
     def _map(
         self, kind: str, payloads: Any, options: Any, read: Callable[[Outcome], T], encode: Encode | None = None
     ) -> AsyncGenerator[T, None]:
-        buffer, convert = self._core.map(kind, options, read, encode)
-        return AsyncMap(self._core.stream, buffer).run(payloads, convert)
+        return self._core.map(kind, payloads, options, read, encode)
 
     # Embeddings.
 
     async def embed(
         self,
-        texts: Iterable[str] | AsyncIterable[str],
+        texts: AnyIterable[str],
         model: str = "",
         *,
         chunk: int = CHUNK_TEXTS,
@@ -161,7 +138,7 @@ class AsyncClient(BaseClient):
 
     def embed_iter(
         self,
-        texts: Iterable[str] | AsyncIterable[str],
+        texts: AnyIterable[str],
         model: str = "",
         *,
         chunk: int = CHUNK_TEXTS,
@@ -170,8 +147,7 @@ class AsyncClient(BaseClient):
         """As `embed`, for endless input: yields the vectors of `chunk` texts at a time, float32 [≤ chunk, dim]."""
         check_texts(texts)
         chunks = Chunks(chunk)
-        inputs = chunks.cut_async(texts) if isinstance(texts, AsyncIterable) else chunks.cut(texts)
-        return self._map(KIND, inputs, {"model": model, **options}, chunks.rows)
+        return self._map(KIND, chunks.inputs(texts), {"model": model, **options}, chunks.rows)
 
     # Text.
 
@@ -183,7 +159,7 @@ class AsyncClient(BaseClient):
         """
         payload, task = generation.task_of(prompt, options)
         parts = self._core.parts(generation.KIND, payload, {"model": model, **task}, current_traceparent())
-        return generation.AsyncGeneration(parts)
+        return AsyncGeneration(parts)
 
     # Models.
 
@@ -200,7 +176,7 @@ class AsyncClient(BaseClient):
     def infer_map(
         self,
         model: str,
-        inputs: Iterable[Mapping[str, ArrayLike]],
+        inputs: AnyIterable[Mapping[str, ArrayLike]],
         outputs: Sequence[str] = (),
         **options: Unpack[MapOptions],
     ) -> AsyncGenerator[Arrays, None]:
@@ -221,49 +197,10 @@ class AsyncClient(BaseClient):
     def classify_map(
         self,
         model: str,
-        subjects: Iterable[Subject],
+        subjects: AnyIterable[Subject],
         top_k: int = classification.TOP_K,
         **options: Unpack[MapOptions],
     ) -> AsyncGenerator[list[Label], None]:
         """As `classify`, for many pictures or texts: a task for each. See `map`."""
         encode = classification.encoder(subjects, top_k)
         return self._map(classification.KIND, subjects, {"model": model, **options}, classification.read, encode)
-
-    # Submitted tasks.
-
-    async def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
-        """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
-        return await self._core.get(task, wait_s)
-
-    async def cancel(self, *tasks: TaskName, reason: str = "") -> task_service_pb2.CancelResponse:
-        """Cancels tasks by task_id (int) or request_id (str).
-
-        The response lists those it ended, those that had already ended, and those that the master doesn't know.
-        """
-        return await self._core.cancel(tasks, reason)
-
-    async def watch(
-        self, *, cursor: str = "", from_now: bool = False, queue: str = "", kind: str = ""
-    ) -> AsyncGenerator[tuple[Outcome, str], None]:
-        """Yields (outcome, cursor) for every durable task that ends, without gap or repetition; reconnects by itself.
-
-        A later watch with that cursor and the same filters continues after the outcome. An empty cursor begins with
-        the oldest retained outcome, or now with `from_now`. Raises CursorExpiredError.
-        """
-        async with aclosing(self._core.watch(cursor, from_now, queue, kind)) as frames:
-            async for frame in frames:
-                for pair in frame:
-                    yield pair
-
-    async def count(self, task_filter: task_service_pb2.TaskFilter | None = None) -> task_service_pb2.CountResponse:
-        """How many tasks a filter matches, by state and outcome. Default: all."""
-        return await self._core.count(task_filter)
-
-    async def list_tasks(
-        self, task_filter: task_service_pb2.TaskFilter | None = None, *, page_size: int = 1000
-    ) -> AsyncGenerator[Task, None]:
-        """Tasks that a filter matches, the newest first; their outcomes come without results. Default: all."""
-        async with aclosing(self._core.pages(task_filter, page_size)) as pages:
-            async for page in pages:
-                for task in page:
-                    yield task

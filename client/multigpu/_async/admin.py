@@ -1,0 +1,218 @@
+"""AsyncAdminClient: what an operator does, for programs. mgpuctl is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from multigpu._async.base import AsyncBaseClient
+from multigpu.errors import InvalidRequestError, NotFoundError
+from multigpu.fleet import (
+    Breaker,
+    Explanation,
+    ModelEntry,
+    NewToken,
+    Queue,
+    Role,
+    Stats,
+    Strategy,
+    Token,
+    Worker,
+)
+from multigpu.options import duration
+from multigpu.outcome import Task
+from multigpu.v1 import admin_service_pb2 as admin
+
+if TYPE_CHECKING:
+    from multigpu.outcome import TaskName
+
+
+class AsyncAdminClient(AsyncBaseClient):
+    """Administers one master and its fleet. Takes the arguments of a client.
+
+    Every call raises NotFoundError for a worker, model or token that the master does not know, InvalidRequestError for
+    one that makes no sense or that the fleet's state does not allow, AccessError if the master requires an
+    administrator's token, and UnavailableError or CallTimeoutError if it does not answer.
+    """
+
+    async def stats(self) -> Stats:
+        """The master and its work."""
+        return Stats.of(await self._core.admin("GetStats", admin.GetStatsRequest()))
+
+    # Workers.
+
+    async def list_workers(self) -> list[Worker]:
+        """Every worker that the master knows, by worker_id."""
+        return [Worker.of(each) async for each in self._rows("ListWorkers", admin.ListWorkersRequest(), "workers")]
+
+    async def cordon_worker(self, worker_id: str, *, reason: str = "") -> Worker:
+        """Gives a worker no new tasks until it is uncordoned, also after restarts. `reason`: for display."""
+        request = admin.CordonWorkerRequest(worker_id=worker_id, reason=reason)
+        return Worker.of((await self._core.admin("CordonWorker", request)).worker)
+
+    async def uncordon_worker(self, worker_id: str) -> Worker:
+        """Ends a cordon or a drain."""
+        request = admin.UncordonWorkerRequest(worker_id=worker_id)
+        return Worker.of((await self._core.admin("UncordonWorker", request)).worker)
+
+    async def drain_worker(self, worker_id: str, *, grace_s: float | None = None) -> Worker:
+        """Gives a worker no new tasks, and after `grace_s` takes away those that it still has (default: never)."""
+        request = admin.DrainWorkerRequest(worker_id=worker_id)
+        if grace_s is not None:
+            request.timeout.CopyFrom(duration(grace_s))
+        return Worker.of((await self._core.admin("DrainWorker", request)).worker)
+
+    async def forget_worker(self, worker_id: str) -> None:
+        """Removes a lost worker from the list. InvalidRequestError: it is connected."""
+        await self._core.admin("ForgetWorker", admin.ForgetWorkerRequest(worker_id=worker_id))
+
+    async def reload_handlers(self, worker_id: str) -> Worker:
+        """Makes a worker read its handlers again, once the tasks in its engine are done. Returns at once: `handlers`
+        of the worker counts reloads that ended.
+        """
+        request = admin.ReloadHandlersRequest(worker_id=worker_id)
+        return Worker.of((await self._core.admin("ReloadHandlers", request)).worker)
+
+    async def reset_breaker(self) -> Breaker:
+        """Permits quarantines again, once the cause for which the breaker tripped is found."""
+        return Breaker.of((await self._core.admin("ResetBreaker", admin.ResetBreakerRequest())).breaker)
+
+    # Strategies and queues.
+
+    async def get_strategy(self, queue: str = "") -> Strategy:
+        """The strategy of a queue, or the fleet's, and those that there are."""
+        return Strategy.of(await self._core.admin("GetStrategy", admin.GetStrategyRequest(queue=queue)))
+
+    async def set_strategy(self, strategy: str, *, queue: str = "") -> str:
+        """Sets the strategy of a queue, or the fleet's; returns its name. Empty, with a queue: the fleet's again."""
+        request = admin.SetStrategyRequest(strategy=strategy, queue=queue)
+        return str((await self._core.admin("SetStrategy", request)).strategy)
+
+    async def list_queues(self) -> list[Queue]:
+        """Queues with tasks, dead letters or settings, by name."""
+        return [Queue.of(each) async for each in self._rows("ListQueues", admin.ListQueuesRequest(), "queues")]
+
+    async def pause_queue(self, queue: str) -> Queue:
+        """Dispatches nothing of a queue until it is resumed, also after restarts. It still accepts tasks."""
+        return Queue.of((await self._core.admin("PauseQueue", admin.PauseQueueRequest(queue=queue))).queue)
+
+    async def resume_queue(self, queue: str) -> Queue:
+        """Dispatches a paused queue again."""
+        return Queue.of((await self._core.admin("ResumeQueue", admin.ResumeQueueRequest(queue=queue))).queue)
+
+    async def set_queue_limits(self, queue: str, *, tasks_max: int = 0, bytes_max: int = 0) -> Queue:
+        """Limits unsettled tasks and their payload bytes; more are rejected. 0: the master's limit."""
+        limits = admin.QueueLimits(tasks_max=tasks_max, bytes_max=bytes_max)
+        request = admin.SetQueueLimitsRequest(queue=queue, limits=limits)
+        return Queue.of((await self._core.admin("SetQueueLimits", request)).queue)
+
+    # Tasks.
+
+    async def explain(self, task: TaskName) -> Explanation:
+        """Why a task is where it is, by its task_id (int) or request_id (str)."""
+        task_id = task if isinstance(task, int) else (await self.get(task)).task_id
+        return Explanation.of(await self._core.admin("Explain", admin.ExplainRequest(task_id=task_id)))
+
+    async def list_dead_letters(self, queue: str = "") -> AsyncGenerator[Task, None]:
+        """Tasks that failed every attempt, the newest first. Default: of all queues."""
+        rows = self._rows("ListDeadLetters", admin.ListDeadLettersRequest(queue=queue), "tasks")
+        async with aclosing(rows):
+            async for each in rows:
+                yield Task(each, listed=True)
+
+    async def requeue_dead_letters(self, task_ids: Collection[int] = (), *, queue: str = "") -> list[int]:
+        """Runs dead letters again under their ids, with the same input and all attempts: some, or all of a queue.
+        Returns their task_ids. NotFoundError: some are no dead letters; the others were requeued.
+        """
+        request = admin.RequeueDeadLettersRequest(task_ids=_some(task_ids, queue), queue=queue)
+        requeued: list[int] = []
+        unknown: list[int] = []
+        async for page in self._core.admin_pages("RequeueDeadLetters", request):
+            requeued += page.task_ids
+            unknown += page.unknown_task_ids
+        _check_known(unknown)
+        return requeued
+
+    async def delete_dead_letters(self, task_ids: Collection[int] = (), *, queue: str = "") -> int:
+        """Deletes dead letters with their input: some, or all of a queue. Returns how many. NotFoundError: some are no
+        dead letters; the others were deleted.
+        """
+        request = admin.DeleteDeadLettersRequest(task_ids=_some(task_ids, queue), queue=queue)
+        deleted = 0
+        unknown: list[int] = []
+        async for page in self._core.admin_pages("DeleteDeadLetters", request):
+            deleted += page.deleted
+            unknown += page.unknown_task_ids
+        _check_known(unknown)
+        return deleted
+
+    # Models.
+
+    async def list_models(self, name: str = "") -> list[ModelEntry]:
+        """Models that workers have offered since the master started, and where they are loaded. Default: all names."""
+        rows = self._rows("ListModels", admin.ListModelsRequest(name=name), "models")
+        return [ModelEntry.of(each) async for each in rows]
+
+    async def load_model(self, model: str, worker_ids: Collection[str] = ()) -> list[str]:
+        """Loads a model and keeps it loaded until it is unloaded. Returns the workers at once; `list_models` shows the
+        progress. Default: on the worker with most free memory. ResourceExhaustedError: it does not fit.
+        """
+        request = admin.LoadModelRequest(model=model, worker_ids=worker_ids)
+        return list((await self._core.admin("LoadModel", request)).worker_ids)
+
+    async def unload_model(self, model: str, worker_ids: Collection[str] = ()) -> list[str]:
+        """Makes workers unload a model once its tasks are done. Returns the workers. Default: all that have it."""
+        request = admin.UnloadModelRequest(model=model, worker_ids=worker_ids)
+        return list((await self._core.admin("UnloadModel", request)).worker_ids)
+
+    # Tokens: InvalidRequestError if the master runs without them.
+
+    async def create_token(
+        self,
+        name: str,
+        roles: Collection[Role],
+        *,
+        queues: Collection[str] = (),
+        worker_ids: Collection[str] = (),
+        ttl_s: float | None = None,
+        task_rate: float = 0.0,
+        calls_max: int = 0,
+    ) -> NewToken:
+        """Makes an access token. Its `secret` can't be retrieved later. See Token for the parameters' meaning."""
+        request = admin.CreateTokenRequest(
+            name=name,
+            roles=[admin.Role.Name(int(role)) for role in roles],
+            queues=queues,
+            worker_ids=worker_ids,
+            task_rate=task_rate,
+            calls_max=calls_max,
+        )
+        if ttl_s is not None:
+            request.ttl.CopyFrom(duration(ttl_s))
+        return NewToken.of(await self._core.admin("CreateToken", request))
+
+    async def list_tokens(self) -> list[Token]:
+        """Every valid token, the oldest first."""
+        return [Token.of(each) async for each in self._rows("ListTokens", admin.ListTokensRequest(), "tokens")]
+
+    async def revoke_token(self, token_id: str) -> Token:
+        """Ends a token, and every open call that uses it. Tasks that were submitted with it go on."""
+        return Token.of((await self._core.admin("RevokeToken", admin.RevokeTokenRequest(token_id=token_id))).token)
+
+    async def _rows(self, method: str, request: Any, field: str) -> AsyncGenerator[Any, None]:
+        async with aclosing(self._core.admin_pages(method, request)) as pages:
+            async for page in pages:
+                for row in getattr(page, field):
+                    yield row
+
+
+def _some(task_ids: Collection[int], queue: str) -> Collection[int]:
+    if bool(task_ids) == bool(queue):
+        raise InvalidRequestError("give either task_ids or a queue")
+    return task_ids
+
+
+def _check_known(unknown: list[int]) -> None:
+    if unknown:
+        raise NotFoundError(f"no dead letters: {', '.join(map(str, unknown))}")

@@ -1,0 +1,207 @@
+"""BlockingCore: what a Core does, for threads without an event loop. The clients of multigpu._sync are made of it.
+
+A Core runs on a private loop thread. Iterables that a caller passes are pulled on the caller's thread, and results
+cross between the threads in chunks. Ctrl-C in a waiting call cancels the tasks that the call started, waits until the
+master has confirmed it, and raises KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
+from typing import Any, Self, TypeVar
+
+from multigpu._calls.calls import Encode
+from multigpu._calls.core import Core
+from multigpu._calls.mapping import SyncMap
+from multigpu._calls.streaming import Part
+from multigpu._calls.submitting import Submission
+from multigpu._transport.loop_thread import LoopThread
+from multigpu.errors import ClientClosedError, MultigpuError, Outcome, RejectedError
+from multigpu.outcome import Task, TaskName
+from multigpu.v1 import task_service_pb2
+
+T = TypeVar("T")
+_END = object()
+Wait = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class BlockingCore:
+    def __init__(self, *arguments: Any) -> None:
+        """Takes the arguments of Core."""
+        self._core = Core(*arguments)
+        self.master = self._core.master
+        self.calls = self._core.calls
+        self._closed = False
+        self._thread = LoopThread("multigpu client")
+        # Runs at exit if the client is never closed.
+        self._finalizer = weakref.finalize(self, _finish, self._core, self._thread)
+
+    def leave(self, exc_type: type[BaseException] | None) -> None:
+        interrupted = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
+        if interrupted and not (self._closed or self._thread.inherited):
+            # Ctrl-C between two results of a map, for example: cancel everything that this client started.
+            self._thread.loop.call_soon_threadsafe(self._core.stream.withdraw_where, lambda _: True)
+        self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._finalizer()
+
+    def submission(self, timeout_s: float | None) -> BlockingSubmission:
+        return BlockingSubmission(self._core.submission(timeout_s), self._thread, self._wait)
+
+    def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
+        return self._wait(self._core.run(kind, payload, options, traceparent))
+
+    def parts(
+        self, kind: str, payload: Any, options: dict[str, Any], traceparent: str
+    ) -> SyncIterator[Part | Outcome]:  # fmt: skip
+        return self._iterate(self._core.parts(kind, payload, options, traceparent))
+
+    def map(
+        self, kind: str, payloads: Iterable[Any], options: Any, read: Callable[[Outcome], T], encode: Encode | None
+    ) -> Generator[T, None, None]:
+        self._check()
+        buffer, convert = self._core.map_buffer(kind, options, read, encode)
+        return self._interruptible(SyncMap(self._thread, self._core.stream, buffer).run(iter(payloads), convert))
+
+    def get(self, task: TaskName, wait_s: float) -> Task:
+        return self._wait(self._core.get(task, wait_s))
+
+    def cancel(self, tasks: tuple[TaskName, ...], reason: str) -> task_service_pb2.CancelResponse:
+        return self._wait(self._core.cancel(tasks, reason))
+
+    def count(self, task_filter: task_service_pb2.TaskFilter) -> task_service_pb2.CountResponse:
+        return self._wait(self._core.count(task_filter))
+
+    def pages(self, task_filter: task_service_pb2.TaskFilter) -> SyncIterator[list[Task]]:
+        return self._iterate(self._core.pages(task_filter))
+
+    def admin(self, method: str, request: Any) -> Any:
+        return self._wait(self._core.admin(method, request))
+
+    def admin_pages(self, method: str, request: Any) -> SyncIterator[Any]:
+        return self._iterate(self._core.admin_pages(method, request))
+
+    def watch(self, cursor: str, from_now: bool, queue: str, kind: str) -> SyncIterator[list[tuple[Outcome, str]]]:
+        return self._iterate(self._core.watch(cursor, from_now, queue, kind))
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClientClosedError("this client is closed; make a new one")
+        self._thread.check()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            self._check()
+        except ClientClosedError:
+            coroutine.close()
+            raise
+        future = self._thread.submit(coroutine)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise ClientClosedError("the client was closed before the call ended") from None
+        except KeyboardInterrupt:
+            future.cancel()
+            self._confirm_cancellations()
+            raise
+
+    def _iterate(self, generator: AsyncGenerator[T, None]) -> SyncIterator[T]:
+        self._thread.check()
+        return SyncIterator(generator, self._wait)
+
+    def _interruptible(self, items: Iterator[T]) -> Generator[T, None, None]:
+        """Yields the items; after Ctrl-C, waits until the master has confirmed the cancellations."""
+        try:
+            yield from items
+        except KeyboardInterrupt:
+            self._confirm_cancellations()
+            raise
+
+    def _confirm_cancellations(self) -> None:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            self._thread.submit(self._core.stream.cancellations()).result()
+
+
+class BlockingSubmission:
+    def __init__(self, submission: Submission, thread: LoopThread, wait: Wait) -> None:
+        self._submission = submission
+        self._thread = thread
+        self._wait = wait
+
+    @property
+    def results(self) -> list[int | RejectedError]:
+        return self._submission.results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._thread.submit(self._submission.undo()).result()
+        elif isinstance(error, MultigpuError):
+            error.submitted = self.results
+
+    def send(self, request: task_service_pb2.SubmitRequest) -> None:
+        self._wait(self._submission.send(request))
+
+
+class SyncIterator(Iterator[T]):
+    """An asynchronous generator of the loop thread, for threads without a loop.
+
+    Closing it, from any thread, closes the generator and ends a pending `next`. Dropping it closes the generator too:
+    the loop's asyncgen hooks do that.
+    """
+
+    def __init__(self, generator: AsyncGenerator[T, None], wait: Wait) -> None:
+        """`wait`: runs a coroutine on the loop thread and returns its result, or raises ClientClosedError."""
+        self._generator = generator
+        self._wait = wait
+        self._ended = False
+        # The pending `_next`.
+        self._waiter: asyncio.Task[Any] | None = None
+
+    def __next__(self) -> T:
+        if self._ended:
+            raise StopIteration
+        try:
+            item = self._wait(self._next())
+        except ClientClosedError:
+            if self._ended:  # another thread has closed it meanwhile
+                raise StopIteration from None
+            raise
+        if item is _END:
+            self._ended = True
+            raise StopIteration
+        return item  # type: ignore[no-any-return]  # _END is the only one that is no T
+
+    def close(self) -> None:
+        """Harmless when it is closed or at its end."""
+        if not self._ended:
+            self._ended = True
+            with contextlib.suppress(ClientClosedError):
+                self._wait(self._close())
+
+    async def _next(self) -> Any:
+        self._waiter = asyncio.current_task()
+        try:
+            return await anext(self._generator, _END)
+        finally:
+            self._waiter = None
+
+    async def _close(self) -> None:
+        if self._waiter is not None:
+            self._waiter.cancel()
+            await asyncio.wait([self._waiter])
+        await self._generator.aclose()
+
+
+def _finish(core: Core, thread: LoopThread) -> None:
+    """Ends the client and its thread, unless they belong to the parent of a fork."""
+    if not thread.inherited:
+        thread.finish(core.close())

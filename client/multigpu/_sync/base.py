@@ -1,0 +1,74 @@
+"""What AsyncClient and AsyncAdminClient have in common: the connection, and the tasks that the master has."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from typing import TYPE_CHECKING, NoReturn, Self, Unpack
+
+from multigpu._calls.blocking import BlockingCore
+from multigpu.fleet import CancelResult, TaskCounts
+from multigpu.options import TaskFilter, filter_of
+
+if TYPE_CHECKING:
+    from multigpu.errors import Outcome
+    from multigpu.outcome import Task, TaskName
+
+
+class BaseClient:
+    """A connection to one master."""
+
+    def __init__(
+        self,
+        master: str | None = None,
+        *,
+        window_tasks: int | None = None,
+        window_bytes: int | None = None,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        self._core = BlockingCore(master, window_tasks, window_bytes, connect_timeout_s)
+        self.master: str = self._core.master
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} can't be pickled or copied: make one in each process, from the master's address")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        self._core.leave(exc_type)
+
+    def close(self) -> None:
+        """Ends the connection. Pending calls raise ClientClosedError; their durable tasks go on in the master."""
+        self._core.close()
+
+    def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
+        """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
+        return self._core.get(task, wait_s)
+
+    def cancel(self, *tasks: TaskName, reason: str = "") -> CancelResult:
+        """Cancels tasks by task_id (int) or request_id (str). `reason`: recorded in their outcomes."""
+        return CancelResult.of(self._core.cancel(tasks, reason))
+
+    def watch(
+        self, *, cursor: str = "", from_now: bool = False, queue: str = "", kind: str = ""
+    ) -> Generator[tuple[Outcome, str], None, None]:
+        """Yields (outcome, cursor) for every durable task that ends, without gap or repetition; reconnects by itself.
+
+        A later watch with that cursor and the same filters continues after the outcome. An empty cursor begins with
+        the oldest retained outcome, or now with `from_now`. Raises CursorExpiredError.
+        """
+        with closing(self._core.watch(cursor, from_now, queue, kind)) as frames:
+            for frame in frames:
+                yield from frame
+
+    def count(self, **filters: Unpack[TaskFilter]) -> TaskCounts:
+        """How many tasks match all filters, by state and outcome. Default: all."""
+        return TaskCounts.of(self._core.count(filter_of(filters)))
+
+    def list_tasks(self, **filters: Unpack[TaskFilter]) -> Generator[Task, None, None]:
+        """Tasks that match all filters, the newest first; their outcomes come without results. Default: all."""
+        with closing(self._core.pages(filter_of(filters))) as pages:
+            for page in pages:
+                yield from page

@@ -1,0 +1,127 @@
+"""AdminClient against a real fleet: every call changes or shows what its name says, and errors say what is wrong."""
+
+from collections.abc import Iterator
+
+import multigpu
+import pytest
+from multigpu.fleet import HealthState, Role, WorkerState
+
+from tests.fleet import Fleet, until
+
+FLEET = {"workers": 2}
+
+
+@pytest.fixture
+def admin(fleet: Fleet) -> Iterator[multigpu.AdminClient]:
+    with multigpu.AdminClient(fleet.address) as client:
+        yield client
+
+
+def test_workers_are_cordoned_and_drained(admin: multigpu.AdminClient) -> None:
+    first, second = admin.list_workers()
+    assert first.state is second.state is WorkerState.ACTIVE
+    assert first.device.device_id == "cpu"
+    assert first.health is None or first.health.state is HealthState.HEALTHY
+    assert first.telemetry is not None
+    assert first.telemetry.power_watts is None, "a CPU's power is unknown"
+    assert "echo" in {capability.kind for capability in first.capabilities}
+    cordoned = admin.cordon_worker(first.worker_id, reason="a fan is loud")
+    assert (cordoned.cordoned, cordoned.cordon_reason) == (True, "a fan is loud")
+    assert not admin.uncordon_worker(first.worker_id).cordoned
+    drained = admin.drain_worker(first.worker_id, grace_s=30)
+    assert drained.state is WorkerState.DRAINING
+    assert drained.drain_deadline is not None
+    assert drained.drain_deadline.tzinfo is not None
+    admin.uncordon_worker(first.worker_id)
+    with pytest.raises(multigpu.InvalidRequestError, match="connected"):
+        admin.forget_worker(first.worker_id)
+    with pytest.raises(multigpu.InvalidRequestError, match="handlers"):
+        admin.reload_handlers(first.worker_id)
+    with pytest.raises(multigpu.NotFoundError, match="nobody"):
+        admin.cordon_worker("nobody")
+
+
+def test_queues_and_strategies(fleet: Fleet, admin: multigpu.AdminClient) -> None:
+    assert admin.pause_queue("nightly").paused
+    with fleet.client() as client:
+        task_id = client.submit("echo", b"x", queue="nightly", request_id="held back")
+        (queue,) = (each for each in admin.list_queues() if each.queue == "nightly")
+        assert (queue.queued, queue.paused) == (1, True)
+        assert queue.oldest_age_s is not None
+        explanation = admin.explain("held back")
+        assert "paused" in explanation.summary
+        assert explanation.task.task_id == task_id
+        assert len(explanation.candidates) == 2
+        assert not admin.resume_queue("nightly").paused
+        assert client.get(task_id, wait_s=30).outcome is not None
+    limits = admin.set_queue_limits("nightly", tasks_max=5).limits
+    assert (limits.tasks_max, limits.bytes_max) == (5, 0)
+    before = admin.get_strategy().strategy
+    assert admin.set_strategy("round_robin") == "round_robin"
+    found = admin.get_strategy("nightly")
+    assert (found.strategy, found.inherited) == ("round_robin", True)
+    assert before in {each.name for each in found.available}
+    admin.set_strategy(before)
+    with pytest.raises(multigpu.InvalidRequestError, match="round_robin"):
+        admin.set_strategy("by magic")
+
+
+def test_dead_letters(fleet: Fleet, admin: multigpu.AdminClient) -> None:
+    with fleet.client() as client:
+        ids = client.submit_many("fail", [b""] * 3, queue="broken", attempts_max=1)
+    until(lambda: admin.count(queue="broken").dead_lettered == 3)
+    listed = list(admin.list_dead_letters("broken"))
+    newest = [task.task_id for task in listed]
+    assert newest == ids[::-1]
+    assert admin.requeue_dead_letters(queue="broken") == newest
+    until(lambda: admin.count(queue="broken").dead_lettered == 3)
+    assert admin.delete_dead_letters(newest[:1]) == 1
+    with pytest.raises(multigpu.NotFoundError, match=str(newest[0])):
+        admin.delete_dead_letters(newest[:1])
+    assert admin.delete_dead_letters(queue="broken") == 2
+    assert list(admin.list_dead_letters("broken")) == []
+    with pytest.raises(multigpu.InvalidRequestError, match="either"):
+        admin.requeue_dead_letters()
+
+
+def test_tasks_are_listed_by_what_they_are(fleet: Fleet, admin: multigpu.AdminClient) -> None:
+    with fleet.client() as client:
+        client.run("echo", b"x", queue="listed", request_id="one")
+        with pytest.raises(multigpu.TaskError):
+            client.run("fail", b"", queue="listed", attempts_max=1)
+    succeeded = [multigpu.OutcomeState.SUCCEEDED]
+    until(lambda: [task.request_id for task in admin.list_tasks(queue="listed", outcomes=succeeded)] == ["one"])
+    assert [task.kind for task in admin.list_tasks(queue="listed", kind="fail")] == ["fail"]
+    assert admin.count(queue="listed", states=[multigpu.TaskState.QUEUED]).queued == 0
+    with pytest.raises(TypeError, match="there is no filter 'colour'"):
+        admin.count(colour="red")  # type: ignore[call-arg]
+    assert admin.cancel("one", "unheard of").unknown == ("unheard of",)
+
+
+def test_stats_models_and_tokens(admin: multigpu.AdminClient) -> None:
+    stats = admin.stats()
+    assert stats.version
+    assert stats.workers_active == 2
+    assert not stats.breaker.tripped
+    assert not admin.reset_breaker().tripped
+    assert admin.list_models("no such model") == []
+    with pytest.raises(multigpu.NotFoundError, match="no such model"):
+        admin.load_model("no such model")
+    with pytest.raises(multigpu.InvalidRequestError, match="require"):
+        admin.create_token("alice", [Role.SUBMIT], ttl_s=60)
+
+
+async def test_the_asynchronous_client_is_the_same(fleet: Fleet) -> None:
+    async with multigpu.AsyncAdminClient(fleet.address) as admin:
+        assert [worker.state for worker in await admin.list_workers()] == [WorkerState.ACTIVE] * 2
+        assert [task async for task in admin.list_dead_letters("nothing")] == []
+    with pytest.raises(multigpu.ClientClosedError):
+        await admin.stats()
+
+
+def test_no_master_is_an_error_at_once() -> None:
+    with (
+        multigpu.AdminClient("127.0.0.1:1", connect_timeout_s=0) as admin,
+        pytest.raises(multigpu.UnavailableError, match="connection refused"),
+    ):
+        admin.stats()
