@@ -16,7 +16,7 @@ REQUIRES = [
 THERE = {"click": "8.1", "numpy": "1.9.5", "protobuf": "7.36.10", "torch": "2.11.0+cu130"}
 
 
-def test_what_is_missing_or_too_old_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_old_packages_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name not in THERE:
             raise importlib.metadata.PackageNotFoundError(name)

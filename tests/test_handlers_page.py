@@ -1,4 +1,4 @@
-"""docs/handlers.md tells the truth: its handlers are served by a real worker, and its client prints what it says."""
+"""The examples of docs/handlers.md: a real worker serves its handlers, and its client prints the stated output."""
 
 import os
 import re
@@ -24,9 +24,9 @@ def test_the_examples_of_the_page_print_what_it_says(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert not fleet.faults()
-    said = [words for line in re.findall(r"print\(.*\)  # (.*)", CLIENT_CODE) for words in line.split(", then ")]
-    assert len(said) == 8
-    assert done.stdout.splitlines() == said
+    documented = [words for line in re.findall(r"print\(.*\)  # (.*)", CLIENT_CODE) for words in line.split(", then ")]
+    assert len(documented) == 8
+    assert done.stdout.splitlines() == documented
 
 
 def test_the_model_of_the_page_is_loaded_once_for_all_slots(tmp_path: Path) -> None:

@@ -111,12 +111,12 @@ def test_instants_and_durations_have_types_not_numbers() -> None:
 def test_every_file_and_every_rpc_says_what_it_is_for() -> None:
     for file in files():
         places = file.source_code_info.location
-        said = {tuple(place.path) for place in places if place.leading_comments or place.trailing_comments}
-        assert (12,) in said, f"{file.name} begins without a comment"
+        commented = {tuple(place.path) for place in places if place.leading_comments or place.trailing_comments}
+        assert (12,) in commented, f"{file.name} begins without a comment"
         for s, service in enumerate(file.service):
             for m, method in enumerate(service.method):
                 standard = method.name.startswith(STANDARD_VERBS) and service.name == "AdminService"
-                assert standard or (SERVICE, s, METHOD, m) in said, f"{service.name}.{method.name}"
+                assert standard or (SERVICE, s, METHOD, m) in commented, f"{service.name}.{method.name}"
 
 
 def numbered() -> dict[str, str]:

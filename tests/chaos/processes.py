@@ -124,13 +124,13 @@ class Seen:
         right after it has sent an outcome to the client, the outcome may not be on the disk; as the client does not
         resend the task, the watcher never receives it. The checker verifies that the master died.
         """
-        told = {
+        delivered = {
             record["request_id"]
             for path in self._path.parent.glob(f"client-work-{number}-*.jsonl")
             for record, _ in records_of(path, 0)
             if record["what"] in ("outcome", "streamed")
         }
-        return durable_names(names_of(number, tasks)) <= self._names | told
+        return durable_names(names_of(number, tasks)) <= self._names | delivered
 
     def _read(self) -> None:
         if not self._path.exists():

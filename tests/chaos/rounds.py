@@ -58,7 +58,7 @@ class Chaos:
             except NotAllowedError as error:
                 self.no_network = str(error)
                 kinds = [k for k in kinds or KINDS if k != "network"]
-        if layer.missing():
+        if layer.missing_requirement():
             kinds = [k for k in kinds or KINDS if k != "clock"]
         self.fleet = ChaosFleet(folder / "fleet", self.history, workers=WORKERS, network=self.network)
         self.faults = Faults(self.fleet, self.history, self.folder, self._random.getrandbits(32), kinds or list(KINDS))

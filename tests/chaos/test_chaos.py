@@ -58,7 +58,7 @@ def test_nothing_is_lost_when_a_process_dies_at_any_failpoint(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(bool(layer.missing()), reason=layer.missing())
+@pytest.mark.skipif(bool(layer.missing_requirement()), reason=layer.missing_requirement())
 def test_nothing_is_lost_when_the_master_restarts_with_a_wrong_clock(tmp_path: Path) -> None:
     result = run(tmp_path, lambda chaos: chaos.random_rounds(2), ["clock", "worker"])
     assert result.by_kind["clock set between two masters"]

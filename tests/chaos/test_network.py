@@ -1,4 +1,4 @@
-"""The wire of the chaos runs does what it says: a connection through it is delayed, cut one way, and reset."""
+"""The network proxy of the chaos runs delays, half-closes and resets connections."""
 
 import socket
 import subprocess

@@ -117,7 +117,7 @@ def test_explain_looks_at_some_tasks_and_classes_in_all(
     for n in range(classes):
         stage.submit(tasks, key=f"key{n}")
     (last,) = stage.submit(1, key="key0")
-    told = explaining.explain(stage.core, last, stage.now)
-    assert told.ahead is not None
-    assert told.summary.endswith(f"; {told.ahead}{rest} task(s) go before it")
-    assert told.ahead == classes * tasks or (rest and told.ahead <= 55)
+    explanation = explaining.explain(stage.core, last, stage.now)
+    assert explanation.ahead is not None
+    assert explanation.summary.endswith(f"; {explanation.ahead}{rest} task(s) go before it")
+    assert explanation.ahead == classes * tasks or (rest and explanation.ahead <= 55)

@@ -1,4 +1,4 @@
-"""Sick devices get no work and come back by themselves; a poison task is told from a sick device; the breaker."""
+"""Quarantine of sick devices and their return, distinguishing a poison task from a sick device, and the breaker."""
 
 import pytest
 from multigpu_master.core import events as ev
@@ -258,10 +258,10 @@ def tripped(fleet: Fleet) -> list[ev.Command]:
 
 def test_the_third_of_eight_trips_the_breaker_and_works_on() -> None:
     fleet = Fleet().gpus(8)
-    (told,) = [c for c in tripped(fleet) if isinstance(c, ev.BreakerChanged)]
-    assert told.tripped_s == fleet.now
-    assert "3 of 8 devices" in told.message
-    assert "mgpuctl breaker reset" in told.message
+    (change,) = [c for c in tripped(fleet) if isinstance(c, ev.BreakerChanged)]
+    assert change.tripped_s == fleet.now
+    assert "3 of 8 devices" in change.message
+    assert "mgpuctl breaker reset" in change.message
     assert fleet.quarantined() == ["w0", "w1"]
     assert [c for c in fleet.says("w3", HANGS) if isinstance(c, ev.BreakerChanged)] == [], "once"
     assert fleet.quarantined() == ["w0", "w1"]

@@ -72,8 +72,8 @@ def test_a_local_fleet_is_upgraded_under_load(checkout: Path) -> None:
 def pids_of(address: str) -> dict[str, int]:
     """Active workers by name."""
     command = [sys.executable, "-m", "multigpu.cli", "--master", address, "workers", "--json"]
-    told = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
-    return {worker["worker_id"]: worker["pid"] for worker in told if worker["state"] == "ACTIVE"}
+    workers = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
+    return {worker["worker_id"]: worker["pid"] for worker in workers if worker["state"] == "ACTIVE"}
 
 
 def test_a_local_fleet_has_a_worker_for_each_gpu(checkout: Path, gpus: SimulatedGpus) -> None:

@@ -55,9 +55,9 @@ def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_p
 
     # The image contains no key, and not the name of the host that made it.
     assert [name for name in before if name.endswith((".key", ".crt", ".token"))] == []
-    told = [path for part in ("etc/multigpu", "etc/systemd") for path in (root / part).rglob("*") if path.is_file()]
-    assert [path for path in told if f'"{socket.gethostname()}' in path.read_text()] == []
-    assert [path for path in told if f"={socket.gethostname()}" in path.read_text()] == []
+    files = [path for part in ("etc/multigpu", "etc/systemd") for path in (root / part).rglob("*") if path.is_file()]
+    assert [path for path in files if f'"{socket.gethostname()}' in path.read_text()] == []
+    assert [path for path in files if f"={socket.gethostname()}" in path.read_text()] == []
     assert "multigpu:" in (root / "etc/passwd").read_text()
     state = subprocess.run(
         ["systemctl", f"--root={root}", "is-enabled", "mgpu.target", f"mgpu-worker@{gpus.uuids[7]}.service"],

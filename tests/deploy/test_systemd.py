@@ -32,7 +32,7 @@ class Listener:
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def listen(self, timeout_s: float = 0.0) -> list[str]:
         """All datagrams so far; waits for one more at most this long."""
@@ -41,18 +41,18 @@ class Listener:
             for fd in files:  # what is too large for a datagram
                 data += os.pread(fd, 1 << 26, 0)
                 os.close(fd)
-            self.told.append(data.decode("utf-8", "replace"))
+            self.messages.append(data.decode("utf-8", "replace"))
             timeout_s = 0.0
-        return self.told
+        return self.messages
 
     def until(self, *lines: str, since: int = 0, timeout_s: float = 90.0) -> str:
         """The first datagram, from the `since`-th on, with all of these lines."""
 
-        def heard() -> str | None:
+        def received() -> str | None:
             fit = (each for each in self.listen(0.05)[since:] if set(lines) <= set(each.splitlines()))
             return next(fit, None)
 
-        return until(heard, timeout_s, f"{lines} in {self.told}")
+        return until(received, timeout_s, f"{lines} in {self.messages}")
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def test_the_messages_of_the_protocol(listener: Listener) -> None:
     notifier.reload(lambda: None)
     notifier.alive()
     notifier.stopping("draining")
-    told = listener.listen()
-    assert told[0] == "READY=1\nSTATUS=two lines"
-    assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=[0-9]+", told[1])
-    assert told[2:] == ["READY=1", "WATCHDOG=1", "STOPPING=1\nSTATUS=draining"]
+    messages = listener.listen()
+    assert messages[0] == "READY=1\nSTATUS=two lines"
+    assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=[0-9]+", messages[1])
+    assert messages[2:] == ["READY=1", "WATCHDOG=1", "STOPPING=1\nSTATUS=draining"]
 
 
 def test_a_status_that_was_not_received_is_sent_again(tmp_path: Path) -> None:
@@ -134,42 +134,42 @@ def test_master_and_worker_under_systemd(tmp_path: Path) -> None:
     config.write_text('[master]\nlog_level = "info"\n[worker]\nlog_level = "info"\n')
     (tmp_path / "m").mkdir()
     (tmp_path / "w").mkdir()
-    ears = {name: Listener(tmp_path / name / "notify") for name in "mw"}
+    listeners = {name: Listener(tmp_path / name / "notify") for name in "mw"}
 
     def env_of(name: str) -> dict[str, str]:
         usec = str(int(WATCHDOG_S * 1e6))
-        return {"NOTIFY_SOCKET": str(ears[name].path), "WATCHDOG_USEC": usec, "MGPU_CONFIG": str(config)}
+        return {"NOTIFY_SOCKET": str(listeners[name].path), "WATCHDOG_USEC": usec, "MGPU_CONFIG": str(config)}
 
     flags = ["--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data")]
     master = Daemon("multigpu_master.main", flags, tmp_path / "master.log", env_of("m"))
     worker = None
     try:
-        ready = ears["m"].until("READY=1")
+        ready = listeners["m"].until("READY=1")
         address = re.search(r"STATUS=(127\.0\.0\.1:[0-9]+): 0 workers connected, 0 unsettled tasks", ready)
         assert address, ready
         flags = ["--master", address[1], "--device", "cpu", "--worker-id", "w0"]
         worker = Daemon("multigpu_worker.main", flags, tmp_path / "worker.log", env_of("w"))
-        ears["w"].until("READY=1")
-        ears["w"].until(f"STATUS=cpu: connected to {address[1]}, 0 tasks in hand")
-        ears["m"].until(f"STATUS={address[1]}: 1 workers connected, 0 unsettled tasks")
+        listeners["w"].until("READY=1")
+        listeners["w"].until(f"STATUS=cpu: connected to {address[1]}, 0 tasks in hand")
+        listeners["m"].until(f"STATUS={address[1]}: 1 workers connected, 0 unsettled tasks")
         for name, daemon in (("m", master), ("w", worker)):
-            ears[name].until("WATCHDOG=1", since=len(ears[name].listen()))
+            listeners[name].until("WATCHDOG=1", since=len(listeners[name].listen()))
             assert "NOTIFY_SOCKET" not in _environment_of(*daemon.children())
             config.write_text('[master]\nlog_level = "debug"\n[worker]\nlog_level = "loud"\n')
-            since = len(ears[name].listen())
+            since = len(listeners[name].listen())
             daemon.signal(signal.SIGHUP)
-            until(lambda: any("RELOADING=1" in t for t in ears[name].listen(0.05)[since:]))  # noqa: B023
-            ears[name].until("READY=1", since=since)
+            until(lambda: any("RELOADING=1" in t for t in listeners[name].listen(0.05)[since:]))  # noqa: B023
+            listeners[name].until("READY=1", since=since)
         assert master.events("reloaded")
         assert "loud" in str(worker.events("reload failed: what was before stays in force"))
         for name, daemon in (("w", worker), ("m", master)):
             assert daemon.stop() == 0
-            ears[name].until("STOPPING=1") if name == "m" else None
-            assert any("STOPPING=1" in told for told in ears[name].listen())
+            listeners[name].until("STOPPING=1") if name == "m" else None
+            assert any("STOPPING=1" in messages for messages in listeners[name].listen())
     finally:
         for daemon in filter(None, (master, worker)):
             daemon.kill()
-        for ear in ears.values():
+        for ear in listeners.values():
             ear.socket.close()
 
 
@@ -182,9 +182,9 @@ def test_a_stopped_worker_does_not_feed_its_watchdog(tmp_path: Path, listener: L
         listener.until("WATCHDOG=1")  # without a master, too: the watchdog is about the worker itself
         worker.signal(signal.SIGSTOP)
         time.sleep(0.3)
-        heard = len(listener.listen())
+        received = len(listener.listen())
         time.sleep(1.0)
-        assert len(listener.listen()) == heard
+        assert len(listener.listen()) == received
     finally:
         worker.signal(signal.SIGCONT)
         worker.kill()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.disk.fleet_trial import FAULTS, FleetTrial
 from tests.disk.journal_trial import JournalTrial
-from tests.disk.layer import missing
+from tests.disk.layer import missing_requirement
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: any")
     parser.add_argument("--faults", default=",".join(FAULTS), help="default: %(default)s")
     arguments = parser.parse_args()
-    if why := missing():
+    if why := missing_requirement():
         parser.error(why)
     faults = tuple(arguments.faults.split(","))
     if not faults or set(faults) - set(FAULTS):

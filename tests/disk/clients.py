@@ -1,4 +1,4 @@
-"""The clients of a fleet on a disk that fails: one submits, one watches, and both write down what they were told."""
+"""The clients of a fleet on a failing disk: one submits, one watches; both record what the master acknowledged."""
 
 import random
 import threading
@@ -14,97 +14,97 @@ OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
 ]
-# How a call may end when the master does.
-GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
+# Statuses of a call whose master was killed.
+MASTER_DOWN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
 RETRY_DELAY_MAX_S = 0.2
 _LARGE_SHARE, _LARGE_BYTES = 0.03, 150_000
 
 
 def payload_of(name: str) -> bytes:
-    dice = random.Random(name)
-    return dice.randbytes(_LARGE_BYTES if dice.random() < _LARGE_SHARE else dice.randrange(400))
+    rng = random.Random(name)
+    return rng.randbytes(_LARGE_BYTES if rng.random() < _LARGE_SHARE else rng.randrange(400))
 
 
 class Client(threading.Thread):
-    """A loop of calls that survives the master, and can be told to hold still."""
+    """A loop of calls that survives the master, and can be paused."""
 
     def __init__(self, address: str, name: str) -> None:
         super().__init__(name=name, daemon=True)
         self.findings: list[str] = []
         self._address = address
-        self._go = threading.Event()
-        self._go.set()
-        self._still = threading.Event()
+        self._running = threading.Event()
+        self._running.set()
+        self._paused = threading.Event()
         self._ending = False
 
     def run(self) -> None:
         while not self._ending:
-            if not self._go.is_set():
-                self._still.set()
-                self._go.wait()
-                self._still.clear()
+            if not self._running.is_set():
+                self._paused.set()
+                self._running.wait()
+                self._paused.clear()
                 continue
-            # A channel for each master: what the last one still sent must not be heard once its disk is looked at.
+            # A new channel per master: it discards late responses of the killed one.
             with grpc.insecure_channel(self._address, options=OPTIONS) as channel:
                 untyped: Any = task_service_pb2_grpc
                 try:
-                    self.calls(untyped.TaskServiceStub(channel))
+                    self.loop(untyped.TaskServiceStub(channel))
                 except grpc.RpcError as error:
                     status: Any = error
-                    if status.code() not in GONE:
+                    if status.code() not in MASTER_DOWN:
                         self.findings.append(f"{self.name}: {status.code()} {status.details()}")
                     time.sleep(0.02)
 
-    def calls(self, stub: Any) -> None:
+    def loop(self, stub: Any) -> None:
         raise NotImplementedError
 
     @property
-    def going(self) -> bool:
-        return self._go.is_set() and not self._ending
+    def running(self) -> bool:
+        return self._running.is_set() and not self._ending
 
-    def hold_still(self) -> None:
-        """Returns when no call is under way."""
-        self._go.clear()
-        assert self._still.wait(30), f"{self.name} does not hold still"
+    def pause(self) -> None:
+        """Returns when no call is in progress."""
+        self._running.clear()
+        assert self._paused.wait(30), f"{self.name} does not pause"
 
-    def go_on(self) -> None:
-        self._still.clear()
-        self._go.set()
+    def resume(self) -> None:
+        self._paused.clear()
+        self._running.set()
 
     def end(self) -> None:
         self._ending = True
-        self._go.set()
+        self._running.set()
         self.join(30)
         assert not self.is_alive(), f"{self.name} did not end"
 
 
 class Submitter(Client):
-    """Submits tasks that have request_ids, each again until it is acknowledged."""
+    """Submits tasks with request_ids, and repeats each until it is acknowledged."""
 
     def __init__(self, address: str, prefix: str, seed: int) -> None:
         super().__init__(address, "submitter")
         self.acknowledged: dict[str, int] = {}
-        self.rejected = 0  # rejected with a delay because the disk was full
-        self.enough = False  # only what is not acknowledged yet is still submitted
+        self.rejected = 0  # with a retry delay, because the disk was full
+        self.draining = False  # submit no new tasks, only unacknowledged ones
         self._prefix = prefix
-        self._dice = random.Random(seed)
-        self._owed: list[str] = []
+        self._rng = random.Random(seed)
+        self._unacknowledged: list[str] = []
         self._next = 0
 
     @property
-    def owed(self) -> bool:
-        return bool(self._owed)
+    def has_unacknowledged(self) -> bool:
+        return bool(self._unacknowledged)
 
-    def calls(self, stub: Any) -> None:
-        while self.going:
-            if not self._owed and not self.enough:
-                count = self._dice.randint(1, 20)
-                self._owed = [f"{self._prefix}-{self._next + i}" for i in range(count)]
+    def loop(self, stub: Any) -> None:
+        while self.running:
+            if not self._unacknowledged and not self.draining:
+                count = self._rng.randint(1, 20)
+                self._unacknowledged = [f"{self._prefix}-{self._next + i}" for i in range(count)]
                 self._next += count
-            # What was acknowledged before is asked for again now and then: it must stay the task it was.
-            again = self._dice.sample(sorted(self.acknowledged), 3) if len(self.acknowledged) > 100 else []
-            self._submit(stub, [*self._owed, *again])
-            time.sleep(self._dice.random() * 0.06)
+            # Resubmit old ids; the task_id must not change.
+            repeated = self._rng.sample(sorted(self.acknowledged), 3) if len(self.acknowledged) > 100 else []
+            self._submit(stub, [*self._unacknowledged, *repeated])
+            time.sleep(self._rng.random() * 0.06)
 
     def _submit(self, stub: Any, names: list[str]) -> None:
         if not names:
@@ -123,12 +123,12 @@ class Submitter(Client):
             elif result.rejection.code != grpc.StatusCode.UNAVAILABLE.value[0]:
                 self.findings.append(f"{name} was rejected: {result.rejection}")
         if any(result.HasField("rejection") for result in answer.results):
-            time.sleep(self._dice.random() * RETRY_DELAY_MAX_S)
-        self._owed = [name for name in self._owed if name not in self.acknowledged]
+            time.sleep(self._rng.random() * RETRY_DELAY_MAX_S)
+        self._unacknowledged = [name for name in self._unacknowledged if name not in self.acknowledged]
 
 
 class Watcher(Client):
-    """Follows all outcomes by one cursor, which outlives the masters: each outcome once, and what came stays so."""
+    """Follows all outcomes by one cursor across masters: each comes once, and delivered outcomes never change."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, "watcher")
@@ -136,17 +136,17 @@ class Watcher(Client):
         self.names: dict[int, str] = {}
         self._cursor = ""
 
-    def calls(self, stub: Any) -> None:
+    def loop(self, stub: Any) -> None:
         call = stub.Watch(task_service_pb2.WatchRequest(cursor=self._cursor), timeout=1.0)
         for frame in call:
             for outcome in frame.outcomes:
-                self._note(outcome)
+                self._record(outcome)
             self._cursor = frame.cursor
-            if not self.going:
+            if not self.running:
                 call.cancel()
                 return
 
-    def _note(self, outcome: task_pb2.Outcome) -> None:
+    def _record(self, outcome: task_pb2.Outcome) -> None:
         task_id, name = outcome.task_id, outcome.request_id
         if task_id in self.results:
             self.findings.append(f"task {task_id}: its outcome came twice")

@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.disk.clients import Submitter, Watcher
 from tests.disk.image import Disk, read_log
 from tests.disk.journal_trial import Figures
-from tests.disk.layer import Layer
+from tests.disk.layer import FaultInjector
 from tests.fleet import Daemon, Fleet, until
 
 FAULTS = ("power", "kill", "full", "eio", "slow")
@@ -39,7 +39,7 @@ _FILES = ("/data/", "-wal", "journal.sqlite3", "/segments")
 class LayeredFleet(Fleet):
     """A fleet on the layer: one host, whose processes all end with the power."""
 
-    layer: Layer
+    layer: FaultInjector
 
     def lose_power(self) -> None:
         self.master.kill()
@@ -82,13 +82,13 @@ class FleetTrial:
                 for number in range(1, rounds + 1):
                     met = running.round()
                     tell(
-                        f"chain {chain}, round {number}: {', '.join(met)}; {running.told()}, "
+                        f"chain {chain}, round {number}: {', '.join(met)}; {running.progress()}, "
                         f"{time.monotonic() - began_s:.0f} s in all"
                     )
                     if self.figures.lost:
                         return self.figures
                 running.drain()
-                tell(f"chain {chain}: all came out; {running.told()}")
+                tell(f"chain {chain}: all came out; {running.progress()}")
         return self.figures
 
     @property
@@ -100,7 +100,7 @@ class _Chain:
     """Rounds with one journal."""
 
     def __init__(self, folder: Path, seed: str, trial: FleetTrial) -> None:
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self._figures = trial.figures
         self._faults = trial.faults
         self._root = folder / "root"
@@ -114,7 +114,7 @@ class _Chain:
         )  # fmt: skip
         self._fleet.layer = self._layer
         self._fleet.__enter__()
-        self._submitter = Submitter(self._fleet.address, folder.name, self._dice.getrandbits(32))
+        self._submitter = Submitter(self._fleet.address, folder.name, self._rng.getrandbits(32))
         self._watcher = Watcher(self._fleet.address)
         self._clients = (self._submitter, self._watcher)
         for client in self._clients:
@@ -123,12 +123,11 @@ class _Chain:
     def _begin_disk(self) -> None:
         self._logs += 1
         (self._folder / "log").unlink(missing_ok=True)
-        self._layer = Layer(self._root, self._folder / "log")
-        self._layer.schedule(sync_delay_us=self._dice.choice([0, 1000, 5000]))
-        self._disk = Disk(self._root, self._dice)
+        self._layer = FaultInjector(self._root, self._folder / "log")
+        self._layer.schedule(sync_delay_us=self._rng.choice([0, 1000, 5000]))
+        self._disk = Disk(self._root, self._rng)
 
-    def told(self) -> str:
-        """The progress so far."""
+    def progress(self) -> str:
         return f"{len(self._submitter.acknowledged)} acknowledged, {len(self._watcher.results)} outcomes"
 
     def close(self) -> None:
@@ -145,14 +144,14 @@ class _Chain:
         faults.
         """
         met = ["power"]
-        fault = self._dice.choice(self._faults)
+        fault = self._rng.choice(self._faults)
         if fault != "power":
             met.insert(0, fault if self._meet(fault) else f"{fault} (not met)")
             self._figures.faults[fault] += "not met" not in met[0]
         self._kill()
         self._fleet.lose_power()
         for client in self._clients:
-            client.hold_still()
+            client.pause()
         for record in read_log(self._layer.log):
             self._disk.apply(record)
         image = self._disk.lost_power()
@@ -163,7 +162,7 @@ class _Chain:
         self._begin_disk()
         self._fleet.layer = self._layer
         for client in self._clients:
-            client.go_on()
+            client.resume()
             self._figures.lost += client.findings
         if not self._figures.lost:
             self._fleet.start_master()
@@ -174,14 +173,14 @@ class _Chain:
 
     def _work(self) -> None:
         """Waits for a while, or until the master has ended."""
-        end_s = time.monotonic() + self._dice.uniform(*WORK_S)
+        end_s = time.monotonic() + self._rng.uniform(*WORK_S)
         while time.monotonic() < end_s and self._fleet.master.alive:
             time.sleep(0.005)
 
     def _kill(self) -> None:
         """Kills the master, at one of its file system calls or at any moment."""
-        if self._dice.random() < 0.7:
-            self._layer.schedule(match=self._dice.choice(_FILES), cut_in=self._dice.randint(1, 150))
+        if self._rng.random() < 0.7:
+            self._layer.schedule(match=self._rng.choice(_FILES), cut_in=self._rng.randint(1, 150))
         self._work()
         self._fleet.master.kill()
         self._layer.heal()
@@ -198,7 +197,7 @@ class _Chain:
             self._kill()
         elif fault == "full":
             rejected = self._submitter.rejected
-            layer.schedule(match="/data/", room_bytes=self._dice.randrange(200_000))
+            layer.schedule(match="/data/", room_bytes=self._rng.randrange(200_000))
             with contextlib.suppress(AssertionError):
                 until(lambda: self._submitter.rejected > rejected, 10)
             layer.heal()
@@ -209,8 +208,8 @@ class _Chain:
             until(lambda: len(self._submitter.acknowledged) > acknowledged, 20, "tasks to be taken when there is room")
             return self._submitter.rejected > rejected
         else:
-            kind = self._dice.choice(["eio_sync_in", "eio_write_in"])
-            layer.schedule(match=self._dice.choice(_FILES[:2]), **{kind: self._dice.randint(1, 30)})
+            kind = self._rng.choice(["eio_sync_in", "eio_write_in"])
+            layer.schedule(match=self._rng.choice(_FILES[:2]), **{kind: self._rng.randint(1, 30)})
             self._work()
             with contextlib.suppress(AssertionError):
                 until(lambda: layer.read("faults") > faults, 5)
@@ -264,14 +263,14 @@ class _Chain:
                 lost.append(f"{name}, acknowledged as task {task_id}, is gone")
         for task_id, name in self._watcher.names.items():
             if outcomes.get(task_id) != name:
-                lost.append(f"task {task_id} of {name} had an outcome, told by Watch, that is gone")
+                lost.append(f"task {task_id} of {name} had an outcome, delivered by Watch, that is gone")
 
     def drain(self) -> None:
         """Ends the chain: every acknowledged task gets an outcome, and a second Watch delivers the same outcomes."""
-        self._submitter.enough = True
+        self._submitter.draining = True
         seen = self._watcher.results
         until(
-            lambda: not self._submitter.owed and set(self._submitter.acknowledged.values()) <= set(seen),
+            lambda: not self._submitter.has_unacknowledged and set(self._submitter.acknowledged.values()) <= set(seen),
             DRAIN_TIMEOUT_S,
             "everything acknowledged to come out",
         )
@@ -280,9 +279,9 @@ class _Chain:
         try:
             until(lambda: len(again.results) >= len(seen), DRAIN_TIMEOUT_S)
         except AssertionError:
-            told = f"{len(again.results)} of {len(seen)}, {again.findings[-3:]}"
-            self._figures.lost.append(f"not all outcomes are told again: {told}")
+            progress = f"{len(again.results)} of {len(seen)}, {again.findings[-3:]}"
+            self._figures.lost.append(f"not all outcomes are delivered again: {progress}")
         again.end()
         lost = self._figures.lost
-        lost += [f"task {i} has another outcome than was told" for i in seen if again.results.get(i) != seen[i]]
+        lost += [f"task {i} has another outcome than before" for i in seen if again.results.get(i) != seen[i]]
         lost += [*again.findings, *self._watcher.findings, *self._submitter.findings]

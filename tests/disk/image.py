@@ -1,4 +1,4 @@
-"""What a disk may hold after a loss of power, by the log that tests/disk/layer.c kept of a process's calls.
+"""The possible contents of a disk after a loss of power, from the log of calls that tests/disk/layer.c writes.
 
 The model is POSIX taken strictly. A file holds for certain what was written before a sync of it that returned began;
 a name is for certain what it was when its directory was last synced, and syncing a file says nothing about its name. Of
@@ -22,7 +22,7 @@ SECTOR_BYTES = 512
 _HEAD = struct.Struct("<IIQQQII")
 _MAGIC = 0x4B534944
 CREATE, WRITE, TRUNCATE, SYNC_BEGIN, SYNC_END, SYNC_FAILED, UNLINK, RENAME, LINK = range(1, 10)
-# How much of what was not synced is on the disk, and how often.
+# Which part of the unsynced data is on the disk, and the weight of this case.
 _FATES = {"none": 2, "all": 2, "prefix": 3, "subset": 3, "sectors": 4}
 _FLIP, _STALE = 0.3, 0.3  # a flipped bit in what was being written; old bytes instead of zeros where nobody wrote
 
@@ -35,8 +35,8 @@ class Record:
     inode: int
     a: int
     b: int
-    one: bytes
-    two: bytes
+    data: bytes  # of a write; else a name
+    new_name: bytes  # of a rename
 
 
 def read_log(path: Path) -> Iterator[Record]:
@@ -55,7 +55,7 @@ def read_log(path: Path) -> Iterator[Record]:
 
 @dataclass(slots=True)
 class _File:
-    """A file: what is certain, and what was done since, each with its place in the log."""
+    """A file: the synced contents, and later calls, each with its place in the log."""
 
     certain: bytearray = field(default_factory=bytearray)
     since: list[tuple[int, Record]] = field(default_factory=list)
@@ -87,8 +87,8 @@ class Image:
 class Disk:
     """The disk below `root`, beginning with what lies there now, and going on with each `apply`."""
 
-    def __init__(self, root: Path, dice: random.Random) -> None:
-        self._dice = dice
+    def __init__(self, root: Path, rng: random.Random) -> None:
+        self._rng = rng
         self._things: list[_File | _Directory] = []
         self._ids: dict[int, int] = {}  # the inode as the log has it, which may be used again -> its place in `_things`
         self._began: dict[int, int] = {}  # a sync's number -> its place in the log
@@ -111,7 +111,7 @@ class Disk:
         self._place += 1
         if record.op == CREATE:
             thing = self._add(record.inode, _Directory() if record.b else _File())
-            self._rename(record.a, {record.one.decode(): thing})
+            self._rename(record.a, {record.data.decode(): thing})
         elif record.op in (WRITE, TRUNCATE):
             file = self._things[self._ids[record.inode]]
             assert isinstance(file, _File)
@@ -123,13 +123,13 @@ class Disk:
         elif record.op == SYNC_FAILED:
             self._forget_dirty(record.inode)
         elif record.op == UNLINK:
-            self._rename(record.a, {record.one.decode(): None})
+            self._rename(record.a, {record.data.decode(): None})
         elif record.op == RENAME:
             assert record.a == record.b, "a rename from one directory to another isn't modelled"
-            self._rename(record.a, {record.one.decode(): None, record.two.decode(): self._ids[record.inode]})
+            self._rename(record.a, {record.data.decode(): None, record.new_name.decode(): self._ids[record.inode]})
         else:
             assert record.op == LINK, record
-            self._rename(record.a, {record.one.decode(): self._ids[record.inode]})
+            self._rename(record.a, {record.data.decode(): self._ids[record.inode]})
 
     def _rename(self, inode: int, names: dict[str, int | None]) -> None:
         directory = self._things[self._ids[inode]]
@@ -156,14 +156,14 @@ class Disk:
         else:
             thing.certain, thing.since = self._some_names(thing), []
 
-    # --- what may be there -------------------------------------------------------------------------------------------
+    # --- possible contents -------------------------------------------------------------------------------------------
 
-    def seen(self) -> Image:
-        """What processes see while there is power."""
+    def cached_view(self) -> Image:
+        """The files that processes read while there is power."""
         return self._image(_all, _all_names)
 
     def lost_power(self) -> Image:
-        """One of the disks that there may be if the power is lost now. Changes nothing here."""
+        """A random possible disk image if the power is lost now. Does not change this object."""
         return self._image(self._torn, self._some_names)
 
     def _image(self, contents: Callable[[_File], bytearray], names: Callable[[_Directory], dict[str, int]]) -> Image:
@@ -183,25 +183,25 @@ class Disk:
         return image
 
     def _fate(self) -> str:
-        (fate,) = self._dice.choices(list(_FATES), list(_FATES.values()))
+        (fate,) = self._rng.choices(list(_FATES), list(_FATES.values()))
         return fate
 
     def _some_names(self, directory: _Directory) -> dict[str, int]:
-        certain, dice = dict(directory.certain), self._dice
+        certain, rng = dict(directory.certain), self._rng
         steps = [names for _, names in directory.since]
         fate = self._fate()
         if fate == "none":
             steps = []
         elif fate == "prefix":
-            steps = steps[: dice.randint(0, len(steps))]
+            steps = steps[: rng.randint(0, len(steps))]
         elif fate in ("subset", "sectors"):
-            steps = [step for step in steps if dice.random() < 0.5]
+            steps = [step for step in steps if rng.random() < 0.5]
         for step in steps:
             _name(certain, step)
         return certain
 
     def _torn(self, file: _File) -> bytearray:
-        data, dice = bytearray(file.certain), self._dice
+        data, rng = bytearray(file.certain), self._rng
         records = [record for _, record in file.since]
         if not records:
             return data
@@ -209,13 +209,13 @@ class Disk:
         if fate == "none":
             return data
         if fate == "prefix":
-            records = records[: dice.randint(0, len(records))]
+            records = records[: rng.randint(0, len(records))]
         elif fate == "subset":
-            records = [record for record in records if dice.random() < 0.5]
+            records = [record for record in records if rng.random() < 0.5]
         elif fate == "sectors":
-            share = dice.random()
-            records = [piece for r in records for piece in _sectors(r) if dice.random() < share]
-        stale = dice.randbytes(SECTOR_BYTES) if dice.random() < _STALE else b""
+            share = rng.random()
+            records = [piece for r in records for piece in _sectors(r) if rng.random() < share]
+        stale = rng.randbytes(SECTOR_BYTES) if rng.random() < _STALE else b""
         written = []
         for record in records:
             if stale and record.op == WRITE and record.a > len(data):
@@ -224,11 +224,11 @@ class Disk:
             _do(data, record)
             if record.op == WRITE:
                 written.append(record)
-        if written and dice.random() < _FLIP:
-            record = dice.choice(written)
-            at = record.a + dice.randrange(len(record.one))
+        if written and rng.random() < _FLIP:
+            record = rng.choice(written)
+            at = record.a + rng.randrange(len(record.data))
             if at < len(data):
-                data[at] ^= 1 << dice.randrange(8)
+                data[at] ^= 1 << rng.randrange(8)
         return data
 
 
@@ -236,7 +236,7 @@ def _do(data: bytearray, record: Record) -> None:
     if record.op == WRITE:
         if record.a > len(data):
             data += bytes(record.a - len(data))
-        data[record.a : record.a + len(record.one)] = record.one
+        data[record.a : record.a + len(record.data)] = record.data
     else:
         del data[record.a :]
         data += bytes(record.a - len(data))
@@ -247,10 +247,10 @@ def _sectors(record: Record) -> Iterator[Record]:
     if record.op != WRITE:
         yield record
         return
-    at, end = record.a, record.a + len(record.one)
+    at, end = record.a, record.a + len(record.data)
     while at < end:
         cut = min(end, (at // SECTOR_BYTES + 1) * SECTOR_BYTES)
-        yield Record(WRITE, record.inode, at, 0, record.one[at - record.a : cut - record.a], b"")
+        yield Record(WRITE, record.inode, at, 0, record.data[at - record.a : cut - record.a], b"")
         at = cut
 
 

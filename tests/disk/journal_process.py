@@ -1,11 +1,11 @@
-"""The real journal under the layer, driven at random: a process of its own, because its power is to be cut.
+"""Drives the real journal at random, in a separate process that loads the fault injector and that a trial kills.
 
     python -m tests.disk.journal_process ROOT SEED STEPS
 
-What it hands to the journal and what the journal acknowledges it says in the file ROOT/said, a JSON line a write; so
-the layer's log tells of every moment what had been promised by then. Payloads and bodies follow from their numbers:
-whoever checks can tell what they have to be. Some sizes are made small here, so that what is rare at full size (a new
-segment, a checkpoint, a sweep) happens all the time.
+It writes each appended entry and each acknowledgement to ROOT/events, one JSON line per write, so that the fault
+injector's log shows which entries were acknowledged at each instant. Payloads and bodies are computed from their
+numbers, so that the checker can recompute them. Some sizes are reduced, so that rare steps (a new segment, a
+checkpoint, a sweep) occur often.
 """
 
 import contextlib
@@ -28,16 +28,17 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 EXIT_FATAL = 7
+EVENTS_NAME = "events"
 SIZE_MAX_BYTES = 1 << 30
 DEAD_LETTERED, SUCCEEDED = 5, 1
-FOREVER_S = 1e12  # when outcomes expire that don't
-EXPIRED_S = 1.0  # when those do that may be dropped at once
-LIVE_MAX = 300  # tasks; above, more are settled than submitted
+FOREVER_S = 1e12  # expiry of outcomes that are kept
+EXPIRED_S = 1.0  # expiry of outcomes that may be deleted at once
+LIVE_MAX = 300  # with more unsettled tasks, more are settled than submitted
 _LARGE_SHARE = 0.02
 
 
 def shrink() -> None:
-    """Makes rare things common, in this process."""
+    """Reduces sizes and delays in this process."""
     vars(journal_segments)["SEGMENT_BYTES"] = 1 << 20
     vars(connections)["WAL_PAGES"] = 24
     vars(connections)["WAL_KEEP_BYTES"] = 1 << 20
@@ -48,9 +49,9 @@ def shrink() -> None:
 
 def data_of(number: int) -> bytes:
     """The payload of the task, or the body of the settle, with this number."""
-    dice = random.Random(number)
-    size = LARGE_BYTES + dice.randrange(50_000) if dice.random() < _LARGE_SHARE else dice.randrange(3000)
-    return dice.randbytes(size)
+    rng = random.Random(number)
+    size = LARGE_BYTES + rng.randrange(50_000) if rng.random() < _LARGE_SHARE else rng.randrange(3000)
+    return rng.randbytes(size)
 
 
 def submit_record(task_id: int) -> SubmitRecord:
@@ -69,9 +70,9 @@ class Driving:
     """See the module."""
 
     def __init__(self, root: Path, seed: int, steps: int) -> None:
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self._steps = steps
-        self._said = os.open(root / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._events_fd = os.open(root / EVENTS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._lock = threading.Lock()  # of the next two
         self._numbers: dict[int, int] = {}  # id of an entry on its way -> its number
         self._rejected: set[int] = set()
@@ -84,13 +85,13 @@ class Driving:
         try:
             recovered = self._journal.open(self._on_commit)
         except JournalError as error:
-            self._say({"fatal": str(error)})
+            self._write_event({"fatal": str(error)})
             return EXIT_FATAL
         self._live = [task.task_id for task in recovered.tasks]
         self._next_id = first_id(recovered.epoch)
         letters = self._journal.list_dead_letters(queue="", before_task_id=0, limit=100_000)
         self._letters = [outcome.task_id for outcome in letters]
-        self._say({
+        self._write_event({
             "opened": recovered.epoch, "tasks": self._live, "last_cursor": recovered.last_cursor,
             "letters": sorted(self._letters), "settings": {k: v.decode() for k, v in recovered.settings.items()},
         })  # fmt: skip
@@ -101,42 +102,40 @@ class Driving:
                 self._step()
             except JournalError:
                 break
-            if self._dice.random() < 0.5:
-                time.sleep(self._dice.random() * 0.003)
+            if self._rng.random() < 0.5:
+                time.sleep(self._rng.random() * 0.003)
         if not self._fatal.wait(0.05):
             with contextlib.suppress(JournalError):  # the end of it may meet the fault
                 self._journal.close(20)
-        self._say({"ended": True})
+        self._write_event({"ended": True})
         return EXIT_FATAL if self._fatal.is_set() else 0
 
-    def _say(self, what: dict[str, Any]) -> None:
-        os.write(self._said, json.dumps(what).encode() + b"\n")
+    def _write_event(self, what: dict[str, Any]) -> None:
+        os.write(self._events_fd, json.dumps(what).encode() + b"\n")
 
     def _step(self) -> None:
-        dice = self._dice
+        rng = self._rng
         with self._lock:
             rejected, self._rejected = self._rejected, set()
         self._live = [task_id for task_id in self._live if task_id not in rejected]
-        kind = dice.random()
+        kind = rng.random()
         if kind < 0.05:
-            self._append(
-                {"settings": {f"key-{dice.randrange(5)}": str(dice.random()) if dice.random() < 0.8 else None}}
-            )
+            self._append({"settings": {f"key-{rng.randrange(5)}": str(rng.random()) if rng.random() < 0.8 else None}})
         elif kind < 0.1 and self._letters:
-            gone = self._letters.pop(dice.randrange(len(self._letters)))
+            gone = self._letters.pop(rng.randrange(len(self._letters)))
             self._append({"deleted": [gone]})
         elif kind < (0.35 if len(self._live) > LIVE_MAX else 0.6) or not self._live:
-            ids = [self._next_id + 1 + i for i in range(dice.randint(1, 20))]
+            ids = [self._next_id + 1 + i for i in range(rng.randint(1, 20))]
             self._next_id = ids[-1]
             self._live += ids
             self._append({"submits": ids})
         else:
             settles = []
-            for _ in range(min(dice.randint(1, 20), len(self._live))):
-                task_id = self._live.pop(dice.randrange(len(self._live)))
-                dead, brief = dice.random() < 0.1, dice.random() < 0.1
+            for _ in range(min(rng.randint(1, 20), len(self._live))):
+                task_id = self._live.pop(rng.randrange(len(self._live)))
+                dead, brief = rng.random() < 0.1, rng.random() < 0.1
                 state = DEAD_LETTERED if dead else SUCCEEDED
-                settles.append([task_id, dice.getrandbits(60), state, EXPIRED_S if brief else FOREVER_S])
+                settles.append([task_id, rng.getrandbits(60), state, EXPIRED_S if brief else FOREVER_S])
             self._append({"settles": settles})
 
     def _append(self, what: dict[str, Any]) -> None:
@@ -150,7 +149,7 @@ class Driving:
         with self._lock:
             self._numbers[id(entry)] = number
             self._entries[number] = entry
-        self._say({"append": number, **what})
+        self._write_event({"append": number, **what})
         self._journal.append(entry)
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
@@ -158,18 +157,18 @@ class Driving:
             numbers = [self._numbers.pop(id(entry)) for entry in entries]
             for number, entry in zip(numbers, entries, strict=True):
                 del self._entries[number]
-                if error is None:  # only now may anybody delete them
+                if error is None:  # before, a deletion would be of an uncommitted dead letter
                     self._letters += [record.task_id for record in entry.settles if record.dead is not None]
                 if isinstance(error, JournalFullError):
                     self._rejected.update(record.task_id for record in entry.submits)
         if error is None:
             # On a full disk the journal takes the settles of rejected tasks out of their entries: these are left.
             settled = [[record.task_id for record in entry.settles] for entry in entries]
-            self._say({"committed": numbers, "settled": settled, "first_cursor": first_cursor})
+            self._write_event({"committed": numbers, "settled": settled, "first_cursor": first_cursor})
         elif isinstance(error, JournalFullError):
-            self._say({"rejected": numbers})
+            self._write_event({"rejected": numbers})
         else:
-            self._say({"fatal": str(error)})
+            self._write_event({"fatal": str(error)})
             self._fatal.set()
 
 

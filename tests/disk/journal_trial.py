@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.disk.image import CREATE, SYNC_BEGIN, SYNC_END, WRITE, Disk, Record, read_log
-from tests.disk.journal_process import EXIT_FATAL
-from tests.disk.layer import Layer
+from tests.disk.journal_process import EVENTS_NAME, EXIT_FATAL
+from tests.disk.layer import FaultInjector
 from tests.disk.truth import Contents, LostError, Truth
 
 FAULTS = ("power", "kill", "full", "eio")
@@ -46,24 +46,24 @@ class Figures:
         return "\n".join(f"  {name:<22}{value:>10}" for name, value in rows.items())
 
 
-def run_journal(layer: Layer, root: Path, seed: int, steps: int = STEPS) -> int:
+def run_journal(layer: FaultInjector, root: Path, seed: int, steps: int = STEPS) -> int:
     """One run of the journal on the disk; its exit code. A disk that is full has room again soon after."""
     argv = [sys.executable, "-m", "tests.disk.journal_process", str(root), str(seed), str(steps)]
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     with subprocess.Popen(argv, env=os.environ | layer.env, stderr=subprocess.PIPE, text=True) as process:
         try:
             end_s = time.monotonic() + RUN_TIMEOUT_S
             faults = layer.read("faults")
             while process.poll() is None and time.monotonic() < end_s:
                 time.sleep(0.02)
-                if layer.read("room_bytes") >= 0 and layer.read("faults") > faults + dice.randrange(50):
+                if layer.read("room_bytes") >= 0 and layer.read("faults") > faults + rng.randrange(50):
                     layer.schedule(room_bytes=-1)
         finally:
             process.kill()
         assert process.stderr is not None
-        told = process.stderr.read()
-    assert process.returncode in (0, -9, EXIT_FATAL), told
-    assert "Traceback" not in told, told
+        stderr = process.stderr.read()
+    assert process.returncode in (0, -9, EXIT_FATAL), stderr
+    assert "Traceback" not in stderr, stderr
     return process.returncode
 
 
@@ -88,44 +88,44 @@ class JournalTrial:
         return self.figures
 
     def _chain(self, chain: int, cuts_per_run: int) -> None:
-        dice = random.Random(f"{self._seed} {chain}")
+        rng = random.Random(f"{self._seed} {chain}")
         root = self._folder / "root"
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
         contents = Contents()
         for generation in range(1, GENERATIONS + 1):
             name = f"chain {chain}, run {generation}"
-            disk = Disk(root, dice)
+            disk = Disk(root, rng)
             log = self._folder / "log"
             log.unlink(missing_ok=True)
-            with Layer(root, log) as layer:
-                met = self._run(layer, root, dice)
+            with FaultInjector(root, log) as layer:
+                met = self._run(layer, root, rng)
                 self.figures.runs += 1
                 self.figures.faults.update(met)
             try:
-                contents = self._cut(disk, list(read_log(log)), Truth(contents), root, dice, cuts_per_run)
+                contents = self._cut(disk, list(read_log(log)), Truth(contents), root, rng, cuts_per_run)
             except LostError as error:
                 self.figures.lost.append(f"{name} ({', '.join(met) or 'no fault'}): {error}")
                 return
 
-    def _run(self, layer: Layer, root: Path, dice: random.Random) -> list[str]:
+    def _run(self, layer: FaultInjector, root: Path, rng: random.Random) -> list[str]:
         """Lets the journal run, and run again if it ended for a fault while the power stays. Which faults it met."""
         met = []
-        layer.schedule(sync_delay_us=dice.choice([0, 500, 3000]))
+        layer.schedule(sync_delay_us=rng.choice([0, 500, 3000]))
         for _ in range(3):
-            fault = dice.choice(self._faults)
+            fault = rng.choice(self._faults)
             layer.heal()
-            layer.schedule(match=dice.choice(_FILES))
-            if fault == "eio" and dice.random() < 0.7:
-                layer.schedule(eio_sync_in=dice.randint(1, 60))
+            layer.schedule(match=rng.choice(_FILES))
+            if fault == "eio" and rng.random() < 0.7:
+                layer.schedule(eio_sync_in=rng.randint(1, 60))
             elif fault == "eio":
-                layer.schedule(eio_write_in=dice.randint(1, 200))
+                layer.schedule(eio_write_in=rng.randint(1, 200))
             elif fault == "full":
-                layer.schedule(match="/data/", room_bytes=dice.randrange(1_000_000))
+                layer.schedule(match="/data/", room_bytes=rng.randrange(1_000_000))
             elif fault == "kill":
-                layer.schedule(match="/data/", cut_in=dice.randint(1, dice.choice([100, 1000, 4000])))
+                layer.schedule(match="/data/", cut_in=rng.randint(1, rng.choice([100, 1000, 4000])))
             faults = layer.read("faults")
-            code = run_journal(layer, root, dice.getrandbits(32))
+            code = run_journal(layer, root, rng.getrandbits(32))
             if layer.read("faults") > faults:
                 met.append(fault)
             if code == -9:
@@ -134,27 +134,27 @@ class JournalTrial:
                 break
         return met
 
-    def _cut(self, disk: Disk, log: list[Record], truth: Truth, root: Path, dice: random.Random, cuts: int) -> Contents:
+    def _cut(self, disk: Disk, log: list[Record], truth: Truth, root: Path, rng: random.Random, cuts: int) -> Contents:
         """Loses the power at `cuts` moments of the log; leaves in `root` what the last of them left on the disk."""
         # Half of the moments anywhere, half of them just where something was being made certain.
         syncs = [i for i, record in enumerate(log) if record.op in (SYNC_BEGIN, SYNC_END)]
-        moments = [dice.randrange(len(log)) for _ in range(cuts // 2)]
+        moments = [rng.randrange(len(log)) for _ in range(cuts // 2)]
         moments += [
-            min(len(log) - 1, max(0, dice.choice(syncs) + dice.randint(-2, 2))) for _ in range(cuts - len(moments))
+            min(len(log) - 1, max(0, rng.choice(syncs) + rng.randint(-2, 2))) for _ in range(cuts - len(moments))
         ]
         wanted = Counter(moments)
         wanted[len(log) - 1] += 1
-        said = -1
+        events_inode = -1
         last: Contents | None = None
         for i, record in enumerate(log):
             disk.apply(record)
-            if record.op == CREATE and record.one == b"said":
-                said = record.inode
-            if record.op == WRITE and record.inode == said:
-                truth.hear(record.one)
+            if record.op == CREATE and record.data == EVENTS_NAME.encode():
+                events_inode = record.inode
+            if record.op == WRITE and record.inode == events_inode:
+                truth.observe(record.data)
             for _ in range(wanted[i]):
                 image = disk.lost_power()
-                image.files.pop("said", None)
+                image.files.pop(EVENTS_NAME, None)
                 image.write(root)
                 judged = truth.copy()
                 kept = self._folder / "cut"

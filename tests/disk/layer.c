@@ -36,7 +36,7 @@ struct control {
     int64_t eio_write_in;  /* the n-th write fails with EIO */
     int64_t room_bytes;    /* files may grow by as much; then ENOSPC. -1: no bound */
     int64_t sync_delay_us; /* a sync takes up to as long */
-    int64_t calls, syncs, faults, cuts; /* told by the layer */
+    int64_t calls, syncs, faults, cuts; /* written by the layer */
     char match[64];
 };
 

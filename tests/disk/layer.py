@@ -1,4 +1,4 @@
-"""Puts tests/disk/layer.c under a process: builds it, has the process load it, and schedules faults from outside."""
+"""LD_PRELOAD fault injector: builds tests/disk/layer.c, and schedules faults in the processes that load it."""
 
 import functools
 import mmap
@@ -15,22 +15,22 @@ _MATCH_BYTES = 64
 _SIZE = 8 * len(_SLOTS) + _MATCH_BYTES
 
 
-def missing() -> str:
-    """What this machine lacks for the layer; "" if nothing."""
+def missing_requirement() -> str:
+    """What this machine lacks for the fault injector; "" if nothing."""
     return "" if shutil.which("gcc") else "no gcc: the layer is built from C (Debian: apt install gcc libc6-dev)"
 
 
 @functools.cache
 def build(source: Path = SOURCE) -> Path:
-    """The layer, or another library to be preloaded, built once a process."""
+    """Builds the fault injector, or another library to preload, once per process."""
     library = Path(tempfile.mkdtemp(prefix=f"{source.stem}-")) / f"{source.stem}.so"
     flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(["gcc", *flags, "-o", library, source, "-ldl", "-pthread"], check=True)
     return library
 
 
-class Layer:
-    """The layer over one directory, `root`: its log and its faults. They outlive the processes that run on it."""
+class FaultInjector:
+    """Faults in the file system calls below `root`, and the log of these calls. Both outlive the processes."""
 
     def __init__(self, root: Path, log: Path) -> None:
         self.log = log
@@ -39,7 +39,7 @@ class Layer:
         control.write_bytes(bytes(_SIZE))
         with control.open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), _SIZE)
-        # Where the log and its control are is not below what they describe.
+        # The log must lie outside root.
         assert root.resolve() not in log.resolve().parents
         self.env = {
             "LD_PRELOAD": str(build()),
@@ -72,5 +72,5 @@ class Layer:
             struct.pack_into("q", self._shared, 8 * _SLOTS.index(slot), value)
 
     def heal(self) -> None:
-        """No more faults; syncs keep the time they take."""
+        """Removes all faults; the sync delay is kept."""
         self.schedule(match="", cut_in=0, eio_sync_in=0, eio_write_in=0, room_bytes=-1)

@@ -63,7 +63,7 @@ def test_a_reference_to_other_bytes_is_noticed(data_dir: Path) -> None:
         assert "segment ends before" in ended.lost
 
 
-def test_what_is_whole_is_served(data_dir: Path) -> None:
+def test_intact_payloads_are_served(data_dir: Path) -> None:
     with opened(data_dir) as journal:
         assert [task.payload for task in journal.recover_tasks()] == [b"in" * LARGE_BYTES]
         ended = journal.get_outcome(ENDED)

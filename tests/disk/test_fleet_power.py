@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from tests.disk.fleet_trial import EXIT_FAILED, FleetTrial, LayeredFleet
-from tests.disk.layer import Layer, missing
+from tests.disk.layer import FaultInjector, missing_requirement
 from tests.fleet import until
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = pytest.mark.skipif(bool(missing_requirement()), reason=missing_requirement())
 CUTS = 3
 
 
@@ -21,7 +21,7 @@ CUTS = 3
 def test_a_master_whose_disk_fails_says_so_and_ends(tmp_path: Path, file: str) -> None:
     (tmp_path / "root").mkdir()
     fleet = LayeredFleet(tmp_path / "fleet", workers=0, data_dir=tmp_path / "root" / "data")
-    with Layer(tmp_path / "root", tmp_path / "log") as fleet.layer, fleet:
+    with FaultInjector(tmp_path / "root", tmp_path / "log") as fleet.layer, fleet:
         (first,) = fleet.submit("echo", b"before", wait_for_worker=True)
         fleet.layer.schedule(match=file, eio_sync_in=1)
         request: dict[str, Any] = {"wait_for_worker": True, "request_ids": ["x"]}

@@ -17,11 +17,11 @@ from tests.disk.image import (
     Record,
 )  # fmt: skip
 
-IMAGES = 300
+SAMPLES = 300
 
 
-def record(op: int, inode: int = 0, a: int = 0, one: bytes = b"", two: bytes = b"", b: int = 0) -> Record:
-    return Record(op, inode, a, b, one, two)
+def record(op: int, inode: int = 0, a: int = 0, data: bytes = b"", new_name: bytes = b"", b: int = 0) -> Record:
+    return Record(op, inode, a, b, data, new_name)
 
 
 class Bench:
@@ -33,18 +33,18 @@ class Bench:
         self.root, self.file = root.stat().st_ino, (root / "f").stat().st_ino
 
     def do(self, *records: Record) -> "Bench":
-        for one in records:
-            self.disk.apply(one)
+        for each in records:
+            self.disk.apply(each)
         return self
 
     def sync(self, inode: int, number: int = 1) -> "Bench":
         return self.do(record(SYNC_BEGIN, inode, number), record(SYNC_END, inode, number))
 
     def images(self) -> list[dict[str, bytes]]:
-        return [self.disk.lost_power().files for _ in range(IMAGES)]
+        return [self.disk.lost_power().files for _ in range(SAMPLES)]
 
 
-def test_what_was_written_may_be_there_or_not_or_in_part(tmp_path: Path) -> None:
+def test_an_unsynced_write_may_be_lost_or_torn(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.do(record(WRITE, bench.file, 600, b"b" * 1000))
     seen = {image["f"] for image in bench.images()}
@@ -60,31 +60,31 @@ def test_what_was_written_may_be_there_or_not_or_in_part(tmp_path: Path) -> None
     assert any(byte not in b"ab" for data in seen for byte in data)
 
 
-def test_what_was_synced_stays(tmp_path: Path) -> None:
+def test_synced_data_is_kept(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.do(record(WRITE, bench.file, 600, b"b" * 1000)).sync(bench.file)
     assert {image["f"] for image in bench.images()} == {b"a" * 600 + b"b" * 1000 + b"a" * 400}
 
 
-def test_a_sync_that_never_returned_promised_nothing(tmp_path: Path) -> None:
+def test_a_sync_that_never_returned_guarantees_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.do(record(WRITE, bench.file, 0, b"b"), record(SYNC_BEGIN, bench.file, 1))
     assert {image["f"][:1] for image in bench.images()} >= {b"a", b"b"}
 
 
-def test_what_a_failed_sync_lost_no_later_one_brings_back(tmp_path: Path) -> None:
+def test_data_lost_by_a_failed_sync_is_not_restored_by_a_later_one(tmp_path: Path) -> None:
     ends = set()
     for seed in range(30):
         bench = Bench(tmp_path)
-        bench.disk._dice = random.Random(seed)
+        bench.disk._rng = random.Random(seed)
         bench.do(record(WRITE, bench.file, 0, b"b" * 512), record(SYNC_FAILED, bench.file, 1)).sync(bench.file, 2)
         images = {image["f"][:512] for image in bench.images()}
-        assert len(images) == 1, "it is decided"
+        assert len(images) == 1, "the failed sync determines the contents"
         ends |= images
     assert {b"a" * 512, b"b" * 512} <= ends
 
 
-def test_a_new_name_is_its_directorys_to_remember(tmp_path: Path) -> None:
+def test_a_new_name_is_kept_only_if_its_directory_is_synced(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.do(record(CREATE, 99, bench.root, b"g"), record(WRITE, 99, 0, b"data")).sync(99)
     assert {image.get("g") for image in bench.images()} == {None, b"data"}

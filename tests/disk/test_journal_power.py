@@ -15,18 +15,18 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 from tests.disk import layer as disk_layer
 from tests.disk.image import RENAME, SYNC_BEGIN, SYNC_FAILED, Disk, Record, read_log
-from tests.disk.journal_process import EXIT_FATAL
+from tests.disk.journal_process import EVENTS_NAME, EXIT_FATAL
 from tests.disk.journal_trial import JournalTrial, run_journal
-from tests.disk.layer import Layer
+from tests.disk.layer import FaultInjector
 from tests.disk.truth import Contents, Truth
 
-pytestmark = pytest.mark.skipif(bool(disk_layer.missing()), reason=disk_layer.missing())
-IMAGES = 20  # disks that are looked at where one moment is at stake
+pytestmark = pytest.mark.skipif(bool(disk_layer.missing_requirement()), reason=disk_layer.missing_requirement())
+SAMPLES = 20  # disk images per crash point
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is such a place: nothing here ever needs a real sync."""
+    """A directory in /dev/shm if there is one: these tests need no real sync."""
     memory = Path("/dev/shm")
     if not memory.is_dir():
         yield tmp_path
@@ -43,13 +43,13 @@ def root(folder: Path) -> Path:
 
 
 def check_after(disk: Disk, log: list[Record], truth: Truth, root: Path) -> None:
-    """Loses the power where the log ends, and looks at what may be left. LostError: something acknowledged isn't."""
-    said = next(record.inode for record in log if record.one == b"said")
+    """Checks possible disk images at the end of the log. LostError: an acknowledged entry is missing."""
+    events_inode = next(record.inode for record in log if record.data == EVENTS_NAME.encode())
     for record in log:
         disk.apply(record)
-        if record.inode == said and record.one.startswith(b"{"):
-            truth.hear(record.one)
-    for _ in range(IMAGES):
+        if record.inode == events_inode and record.data.startswith(b"{"):
+            truth.observe(record.data)
+    for _ in range(SAMPLES):
         disk.lost_power().write(root)
         truth.check(root / "data")
 
@@ -65,32 +65,32 @@ def test_nothing_acknowledged_is_lost_when_the_power_is(folder: Path) -> None:
     assert figures.acknowledged > 100
 
 
-def test_the_model_is_of_this_disk(root: Path, folder: Path) -> None:
-    # Had the layer missed a call, what it logged would not come to what lies there.
+def test_replaying_the_log_reproduces_the_directory(root: Path, folder: Path) -> None:
+    # Replaying the log must reproduce the directory.
     disk = Disk(root, random.Random(1))
-    with Layer(root, folder / "log") as layer:
+    with FaultInjector(root, folder / "log") as layer:
         assert run_journal(layer, root, 1, 150) == 0
         assert layer.read("syncs") > 50
     for record in read_log(folder / "log"):
         disk.apply(record)
-    there = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-    assert disk.seen().files == {name: data for name, data in there.items() if not name.endswith("-shm")}
+    files = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    assert disk.cached_view().files == {name: data for name, data in files.items() if not name.endswith("-shm")}
 
 
 def test_a_new_directory_is_still_there_after_a_loss_of_power(root: Path, folder: Path) -> None:
     disk = Disk(root, random.Random(1))
-    with Layer(root, folder / "log") as layer:
+    with FaultInjector(root, folder / "log") as layer:
         assert run_journal(layer, root, 1, 20) == 0
     check_after(disk, list(read_log(folder / "log")), Truth(Contents()), root)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nth", [8, 30])
-def test_what_a_failed_sync_left_in_memory_is_no_ground_to_build_on(root: Path, folder: Path, nth: int) -> None:
-    # The kernel shows the next master a log that is not on the disk, and never writes it by itself.
+def test_a_new_master_does_not_rely_on_a_log_whose_sync_failed(root: Path, folder: Path, nth: int) -> None:
+    # The page cache has a log that is not on the disk, and the kernel never retries the write.
     disk = Disk(root, random.Random(nth))
-    with Layer(root, folder / "log") as layer:
-        # The sync of a checkpoint, which has nothing to write, may fail: SQLite goes on then.
+    with FaultInjector(root, folder / "log") as layer:
+        # SQLite tolerates a failed sync of a checkpoint that wrote nothing: repeat until another sync fails.
         codes: list[int] = []
         while EXIT_FATAL not in codes:
             assert len(codes) < 5
@@ -100,14 +100,14 @@ def test_what_a_failed_sync_left_in_memory_is_no_ground_to_build_on(root: Path, 
         assert run_journal(layer, root, 2, 5) == 0
     log = list(read_log(folder / "log"))
     assert any(record.op == SYNC_FAILED for record in log)
-    opened = next(i for i, r in reversed(list(enumerate(log))) if b'"opened"' in r.one)
+    opened = next(i for i, r in reversed(list(enumerate(log))) if b'"opened"' in r.data)
     check_after(disk, log[: opened + 1], Truth(Contents()), root)
 
 
 @pytest.mark.slow
 def test_a_journal_is_not_begun_without_a_write_ahead_log(root: Path, folder: Path) -> None:
-    # SQLite answers "delete" then, and raises nothing; its commits would not outlive a loss of power.
-    with Layer(root, folder / "log") as layer:
+    # After such a failure SQLite silently uses the mode "delete", whose commits would not survive a loss of power.
+    with FaultInjector(root, folder / "log") as layer:
         assert run_journal(layer, root, 1, 1) == 0
     log = list(read_log(folder / "log"))
     (root / "data").rename(folder / "first")
@@ -116,7 +116,7 @@ def test_a_journal_is_not_begun_without_a_write_ahead_log(root: Path, folder: Pa
     for nth in range(1, syncs + 1):
         shutil.rmtree(root / "data", ignore_errors=True)
         (folder / "log").unlink()
-        with Layer(root, folder / "log") as layer:
+        with FaultInjector(root, folder / "log") as layer:
             layer.schedule(eio_sync_in=nth)
             code = run_journal(layer, root, 1, 1)
             assert layer.read("faults") == 1
@@ -128,7 +128,7 @@ def test_a_journal_is_not_begun_without_a_write_ahead_log(root: Path, folder: Pa
     assert began["rejected"] > 0
 
 
-def test_a_header_torn_while_the_log_has_it_whole_does_no_harm(tmp_path: Path) -> None:
+def test_a_torn_header_is_restored_from_the_log(tmp_path: Path) -> None:
     data = tmp_path / "data"
     code = (
         "import os, sys; from pathlib import Path; from multigpu_master.journal.protocol import Entry, SubmitRecord; "

@@ -19,13 +19,13 @@ import os, sys, threading
 from pathlib import Path
 from multigpu_master.journal.protocol import Entry, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-told = threading.Semaphore(0)
+committed = threading.Semaphore(0)
 journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
-begun = journal.open(lambda *_: told.release())
+begun = journal.open(lambda *_: committed.release())
 first = 1 + max([task.task_id for task in begun.tasks], default=0)
 for i in range(first, first + int(sys.argv[2])):
     journal.append(Entry(submits=[SubmitRecord(i, f"request-{i}", b"spec", os.urandom(i % 7 * 3000), "", 1, 1000.0)]))
-    told.acquire()
+    committed.acquire()
 os._exit(0)
 """
 TASKS = 12
@@ -63,14 +63,14 @@ def test_a_flipped_bit_in_the_log_is_noticed(seed: int, killed: Path, tmp_path: 
     data_dir = tmp_path / "data"
     shutil.copytree(killed, data_dir)
     log = data_dir / (DATABASE_NAME + "-wal")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     before = commits_of(log)[-2]
     data = bytearray(log.read_bytes())
     # Of the file's header, of a frame's, or of a page.
-    frame = HEADER_BYTES + dice.randrange((before - HEADER_BYTES) // FRAME_BYTES) * FRAME_BYTES
+    frame = HEADER_BYTES + rng.randrange((before - HEADER_BYTES) // FRAME_BYTES) * FRAME_BYTES
     places = range(HEADER_BYTES), range(frame, frame + 24), range(frame + 24, frame + FRAME_BYTES)
-    at = dice.choice(dice.choice(places))
-    data[at] ^= 1 << dice.randrange(8)
+    at = rng.choice(rng.choice(places))
+    data[at] ^= 1 << rng.randrange(8)
     log.write_bytes(data)
     with pytest.raises(JournalDamagedError, match=r"or more acknowledged transactions.*salvage"):
         tasks_of(data_dir)
@@ -103,7 +103,7 @@ def test_a_bit_of_a_torn_transaction_that_says_it_has_ended_is_no_damage(killed:
     assert tasks_of(data_dir) == list(range(1, TASKS))
 
 
-def test_what_an_earlier_master_left_torn_is_no_damage(killed: Path, tmp_path: Path) -> None:
+def test_a_torn_end_of_log_of_an_earlier_master_is_not_damage(killed: Path, tmp_path: Path) -> None:
     """The transactions of the next master lie before it, in the same log, and end anywhere in it."""
     for seed in range(6):
         data_dir = tmp_path / str(seed)

@@ -1,4 +1,4 @@
-"""What a journal has to hold after a loss of power, by what its process had said until then.
+"""The contents that a journal must have after a loss of power, from what its process had acknowledged.
 
 Everything acknowledged, and of what was handed over since some part without a gap: entries are written in order, each
 whole or not at all. So there must be a number of unacknowledged entries with which the contents are exactly the ones
@@ -67,7 +67,7 @@ def _sort(entry: dict[str, Any]) -> str:
 
 
 class Truth:
-    """Follows what a process says."""
+    """The entries that a process appended, and those that its journal acknowledged."""
 
     def __init__(self, certain: Contents) -> None:
         self.certain = certain
@@ -80,13 +80,13 @@ class Truth:
         other._waiting, other._rejected = dict(self._waiting), set(self._rejected)
         return other
 
-    def hear(self, line: bytes) -> None:
-        said = json.loads(line)
-        if "append" in said:
-            self._waiting[said["append"]] = said
-        elif "committed" in said:
-            assert said["first_cursor"] == self.certain.last_cursor + 1 or not said["committed"], said
-            for number, settled in zip(said["committed"], said["settled"], strict=True):
+    def observe(self, line: bytes) -> None:
+        event = json.loads(line)
+        if "append" in event:
+            self._waiting[event["append"]] = event
+        elif "committed" in event:
+            assert event["first_cursor"] == self.certain.last_cursor + 1 or not event["committed"], event
+            for number, settled in zip(event["committed"], event["settled"], strict=True):
                 entry = self._waiting[number]
                 first = next(n for n, each in self._waiting.items() if _sort(each) == _sort(entry))
                 touches = settled or "submits" in entry or "settings" in entry
@@ -98,15 +98,15 @@ class Truth:
                     raise LostError(f"settles of {sorted(left_out - self._rejected)} were left out, and not rejected")
                 self.certain.apply(entry, left_out)
                 self.acknowledged += 1
-        elif "rejected" in said:
-            for number in said["rejected"]:
+        elif "rejected" in event:
+            for number in event["rejected"]:
                 self._rejected.update(self._waiting.pop(number).get("submits", ()))
-        elif "opened" in said:
+        elif "opened" in event:
             # A process that was killed, or met an error, has a successor: what that one finds it may tell to clients.
-            self.settle_on((said["tasks"], said["last_cursor"], said["letters"], said["settings"]))
+            self.settle_on((event["tasks"], event["last_cursor"], event["letters"], event["settings"]))
 
     def settle_on(self, found: tuple[list[int], int, list[int], dict[str, str]]) -> None:
-        """From now on what was found is certain. LostError: it is nothing that there may be."""
+        """Takes the recovered contents as certain. LostError: they are not a possible result."""
         # The settle of a task that was rejected is left out while there is no room. One that comes when there is room
         # again is written, and does no harm: whoever submits the task again by its request_id is given its outcome.
         # On a full disk settings, in order, and deletions, in any, go ahead of the rest; they touch nothing of it.

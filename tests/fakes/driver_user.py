@@ -40,7 +40,7 @@ class DriverUser:
         self._process.stdin.flush()
 
     def end(self) -> Any:
-        """What the expression gave; DriverError: what it raised."""
+        """Returns the expression's value. DriverError: the expression raised."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"the process ended with {self._process.wait(10)}"

@@ -74,7 +74,7 @@ class SimulatedGpus:
 
         A worker's artifacts go beside the state file: what it notes about a simulated GPU must not stay in ~/.cache.
         """
-        libraries = [str(layout.library().parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        libraries = [str(layout.build_nvml().parent), os.environ.get("LD_LIBRARY_PATH", "")]
         return {
             VARIABLE: str(self.path),
             "MGPU_WORKER_ARTIFACTS_DIR": f"{self.path}.artifacts",
@@ -267,7 +267,7 @@ class SimulatedGpus:
         self.gpu(i).hangs = 1
 
     def slow(self, i: int, delay_s: float) -> None:
-        """Every call on this GPU takes so long."""
+        """Delays every call on this GPU."""
         self.gpu(i).delay_us = round(delay_s * 1e6)
 
     def answer_(self, i: int) -> None:

@@ -1,4 +1,4 @@
-"""The state of a simulated driver as it lies in its file: the structures of tests/fakes/nvml.c, and how to build that.
+"""The file format of a simulated driver's state (the structures of tests/fakes/nvml.c), and how to build nvml.c.
 
 Only the standard library, so that the simulated `nvidia-smi` runs anywhere.
 """
@@ -19,7 +19,7 @@ MAGIC = 0x4D475055
 u32, i32, u64 = ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64
 
 
-def _words(length: int) -> type[ctypes.Array[ctypes.c_char]]:
+def _chars(length: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * length
 
 
@@ -41,10 +41,10 @@ class Link(ctypes.Structure):
 
 class Gpu(ctypes.Structure):
     _fields_ = (
-        ("uuid", _words(96)),
-        ("name", _words(96)),
-        ("bus_id", _words(32)),
-        ("serial", _words(32)),
+        ("uuid", _chars(96)),
+        ("name", _chars(96)),
+        ("bus_id", _chars(32)),
+        ("serial", _chars(32)),
         ("domain", u32),
         ("bus", u32),
         ("device", u32),
@@ -72,7 +72,7 @@ class Gpu(ctypes.Structure):
         ("compute_mode", u32),
         ("mig_mode", u32),
         ("mig_count", u32),
-        ("mig_uuids", _words(96) * INSTANCES),
+        ("mig_uuids", _chars(96) * INSTANCES),
         ("links", Link * LINKS),
         ("topology", u32 * GPUS),
         ("pcie_generation", u32),
@@ -88,7 +88,7 @@ class Gpu(ctypes.Structure):
 
 
 class Failure(ctypes.Structure):
-    _fields_ = (("function", _words(64)), ("gpu", i32), ("code", i32))
+    _fields_ = (("function", _chars(64)), ("gpu", i32), ("code", i32))
 
 
 class Event(ctypes.Structure):
@@ -101,8 +101,8 @@ class State(ctypes.Structure):
         ("size", u32),
         ("count", u32),
         ("cuda_version", i32),
-        ("driver_version", _words(80)),
-        ("nvml_version", _words(80)),
+        ("driver_version", _chars(80)),
+        ("nvml_version", _chars(80)),
         ("failures", Failure * FAILURES),
         ("events_begun", u64),
         ("events", Event * EVENTS),
@@ -110,8 +110,8 @@ class State(ctypes.Structure):
     )
 
 
-def library() -> Path:
-    """The simulated libnvidia-ml.so.1, built if it was not yet. unittest.SkipTest: there is no C compiler."""
+def build_nvml() -> Path:
+    """Builds the simulated libnvidia-ml.so.1 if needed; returns its path. unittest.SkipTest: there is no C compiler."""
     source = (HERE / "nvml.c").read_bytes()
     folder = Path(tempfile.gettempdir(), f"multigpu-fakes-{os.getuid()}", hashlib.sha256(source).hexdigest()[:16])
     path = folder / "libnvidia-ml.so.1"

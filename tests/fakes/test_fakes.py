@@ -81,7 +81,7 @@ def test_what_a_gpu_is(gpus: SimulatedGpus, user: DriverUser) -> None:
         user.ask("nvmlDeviceGetHandleByUUID('GPU-none')")
 
 
-def test_sensors_show_what_was_told(gpus: SimulatedGpus, user: DriverUser) -> None:
+def test_sensors_return_the_configured_values(gpus: SimulatedGpus, user: DriverUser) -> None:
     gpus.heat(0, 91)
     gpus.use(0, 0.75, 0.25)
     gpus.power(0, 321.5, 650)

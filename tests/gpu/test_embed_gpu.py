@@ -93,7 +93,7 @@ def test_a_graph_that_can_not_be_recorded_leaves_nothing_behind(on_cpu: EmbedMod
     fast.graphs.clear()
 
     def look(module: Any, arguments: Any, answer: Any) -> None:
-        """Wait for the device, which nobody may while a graph is recorded."""
+        """Synchronizes the device, which is forbidden while a graph is captured."""
         answer[0].sum().item()
 
     before = torch.cuda.current_stream()

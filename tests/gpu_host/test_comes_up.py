@@ -21,8 +21,8 @@ def test_one_command_and_eight_gpus_work(checkout: Path, tmp_path: Path) -> None
     env = {**gpus.env(), "PYTHONPATH": os.pathsep.join([PYTHON_PATH, os.environ.get("PYTHONPATH", "")])}
     up = ("--handlers", "gpu_handlers", "--listen", "127.0.0.1:0")
     try:
-        told = deployed(checkout, "--local", "--keep", "--", *up, **env)
-        assert "8 found (Simulated H200" in told
+        output = deployed(checkout, "--local", "--keep", "--", *up, **env)
+        assert "8 found (Simulated H200" in output
         fleet = Fleet(tmp_path / "fleet", workers=0)  # only its stubs
         fleet.address = (checkout / ".local/fleet/ready").read_text().split()[2].rstrip(",")
         workers = {w.device.device_id: w for w in fleet.list_workers()}

@@ -54,7 +54,7 @@ from tests.hostile.targets.worker import LocalAgent, Wire
 TOO_LARGE = 2**64 - 1  # for SQLite's INTEGER
 
 
-def said(*message: Any) -> None:
+def feed_engine_message(*message: Any) -> None:
     """Feeds an engine's message to its agent."""
     body = marshal.dumps(message) + b"mgpu"
     Wire().feed(struct.pack("<III", frames._check(len(body), 0), len(body), 0) + body)
@@ -104,16 +104,16 @@ def test_a_drain_without_end_can_be_listed(local: LocalMaster) -> None:
 @pytest.mark.parametrize("nanos", [0, 999_999_999, 2**31 - 1, -(2**31)])
 def test_every_time_can_be_converted_back(seconds: int, nanos: int) -> None:
     """An outcome with a finish_time in the year 292,277,026,596 was never journaled."""
-    told = wire_times.seconds_of(Timestamp(seconds=seconds, nanos=nanos))
-    shown = wire_times.timestamp(told)
+    parsed = wire_times.seconds_of(Timestamp(seconds=seconds, nanos=nanos))
+    shown = wire_times.timestamp(parsed)
     assert shown.ToDatetime().year <= 9999
-    assert math.isclose(shown.seconds + shown.nanos / 1e9, told, abs_tol=1e-3)
+    assert math.isclose(shown.seconds + shown.nanos / 1e9, parsed, abs_tol=1e-3)
 
 
 def test_a_long_text_of_a_heartbeat_is_cut() -> None:
     status = device_pb2.MpsStatus(message="x" * 5000, clients=3)
-    told = wire_workers.heartbeat(worker_pb.Heartbeat(mps=status), 1)
-    shown = wire_workers.worker_message(Worker(WorkerInfo(worker_id="w"), session=1, engine=told.engine)).mps
+    parsed = wire_workers.heartbeat(worker_pb.Heartbeat(mps=status), 1)
+    shown = wire_workers.worker_message(Worker(WorkerInfo(worker_id="w"), session=1, engine=parsed.engine)).mps
     assert (len(shown.message), shown.clients) == (wire_devices.TEXT_CHARS_MAX, 3)
 
 
@@ -121,8 +121,8 @@ def test_a_held_lease_is_limited() -> None:
     """The next attempt did not fit into the message's int32."""
     held = worker_pb.HeldLease(attempt=2**31 - 1, checkpoint=bytes(wire_leases.CHECKPOINT_BYTES_MAX + 1))
     held.progress.fraction = math.nan
-    told = wire_leases.held_lease(held)
-    assert (told.attempt, told.fraction, told.checkpoint) == (wire_validation.ATTEMPTS_MAX, 0.0, b"")
+    parsed = wire_leases.held_lease(held)
+    assert (parsed.attempt, parsed.fraction, parsed.checkpoint) == (wire_validation.ATTEMPTS_MAX, 0.0, b"")
 
 
 def test_a_large_hello_is_rejected() -> None:
@@ -174,7 +174,7 @@ FRAME = b"".join(frames.encode(("done", 1), [], BlobMemory.create().up))
 
 @pytest.mark.parametrize("at", range(len(FRAME)))
 def test_a_stray_write_to_the_engines_socket_is_detected(at: int) -> None:
-    """The agent stopped reading, and the engine's leases waited for ever."""
+    """The agent stopped reading, and the engine's leases waited forever."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -184,12 +184,12 @@ def test_a_stray_write_to_the_engines_socket_is_detected(at: int) -> None:
 
 
 def test_an_invalid_report_keeps_every_lease_with_its_batch() -> None:
-    said("reports", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, {})
+    feed_engine_message("reports", 1, 0, 0, [(1, b"r", ""), (99, b"r", "")], [], [], [], [], False, 0, {})
 
 
 @pytest.mark.parametrize("text", [[], 7, None, b"CUDA error"])
 def test_an_engine_error_that_is_no_text(text: Any) -> None:
-    said("reports", 1, 0, 0, [], [(1, "RuntimeError", text, True, "")], [], [], [], False, 0, {})
+    feed_engine_message("reports", 1, 0, 0, [], [(1, "RuntimeError", text, True, "")], [], [], [], False, 0, {})
 
 
 @pytest.mark.parametrize("words", [(), (1,), (1, True), (1, "yes", ""), (1, True, []), ([], True, "")])
@@ -233,8 +233,8 @@ def test_a_damaged_outcome_row_is_rejected(tmp_path: Path, at: int, value: objec
 
 def test_a_damaged_outcome_is_reported_as_lost(tmp_path: Path) -> None:
     stored = JournalReads(tmp_path)._outcome([*OUTCOME[:10], b"\xff\xff"])
-    told = queries.stored_task(stored, whole=True).outcome
-    assert (told.task_id, told.error.type) == (7, "ResultLost")
+    parsed = queries.stored_task(stored, whole=True).outcome
+    assert (parsed.task_id, parsed.error.type) == (7, "ResultLost")
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,9 @@ def test_a_task_that_no_worker_can_run_is_rejected(fleet: Fleet, spec: dict[str,
 def test_wait_for_worker_accepts_a_task_that_no_worker_can_run(fleet: Fleet) -> None:
     (task_id,) = fleet.submit("echo", b"to the moon", required_labels={"site": "moon"}, wait_for_worker=True)
     assert fleet.get(task_id, 0.2).state == task_pb2.TASK_STATE_QUEUED
-    told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
-    assert "site=moon" in told.summary
-    assert [list(c.excluded_by) for c in told.candidates] == [["needs the label site=moon, has none"]]
+    explanation = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
+    assert "site=moon" in explanation.summary
+    assert [list(c.excluded_by) for c in explanation.candidates] == [["needs the label site=moon, has none"]]
     fleet.start_worker("moon", "--labels", "site=moon")
     fleet.wait_for_workers("moon")
     try:

@@ -1,4 +1,4 @@
-"""A cancelled handler that hears nothing keeps its slot: no task waits behind it while another worker is idle."""
+"""A handler that ignores its cancellation keeps its slot: no task waits behind it while another worker is idle."""
 
 from pathlib import Path
 

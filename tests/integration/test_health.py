@@ -54,7 +54,7 @@ def mgpuctl(fleet: Fleet) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-def test_who_is_sick_gets_nothing_is_shown_and_returns_by_itself(
+def test_a_sick_worker_gets_no_lease_is_shown_as_sick_and_returns_by_itself(
     fleet: Fleet, gpus: SimulatedGpus, mgpuctl: Callable[..., str]
 ) -> None:
     gpus.recovery_action(0, RESET)

@@ -215,9 +215,9 @@ def test_a_paused_queue_accepts_and_keeps_tasks(fleet: Fleet) -> None:
     queue = queue_of(fleet, "paused")
     assert (queue.queued, queue.queued_bytes, queue.leased) == (2, 5, 0)
     assert queue.HasField("oldest_age")
-    told = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=ids[0]), timeout=30)
-    assert "paused" in told.summary
-    assert "mgpuctl queues resume paused" in told.summary
+    explanation = fleet.admin.Explain(admin_pb.ExplainRequest(task_id=ids[0]), timeout=30)
+    assert "paused" in explanation.summary
+    assert "mgpuctl queues resume paused" in explanation.summary
     assert not fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="paused"), timeout=30).queue.paused
     assert [fleet.outcome(i).result for i in ids] == [b"abc", b"de"]
     with rejected(grpc.StatusCode.INVALID_ARGUMENT, "queue is missing"):
@@ -251,17 +251,17 @@ def test_explain(fleet: Fleet, tmp_path: Path) -> None:
         return fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
 
     running = gated(fleet, tmp_path / "gate", "w0")
-    told = explain(running)
-    assert "on w0" in told.summary
-    assert told.strategy == "auto"
-    assert told.task.task_id == running
+    explanation = explain(running)
+    assert "on w0" in explanation.summary
+    assert explanation.strategy == "auto"
+    assert explanation.task.task_id == running
     for name in ("w0", "w1"):
         cordon(fleet, name)
     first, second = fleet.submit("echo", b"1", b"2")
-    told = explain(second)
-    assert told.ahead == 1
-    assert "every worker that could take it is excluded" in told.summary
-    assert {c.worker_id: list(c.excluded_by) for c in told.candidates} == {"w0": ["cordoned"], "w1": ["cordoned"]}
+    explanation = explain(second)
+    assert explanation.ahead == 1
+    assert "every worker that could take it is excluded" in explanation.summary
+    assert {c.worker_id: [*c.excluded_by] for c in explanation.candidates} == {"w0": ["cordoned"], "w1": ["cordoned"]}
     for name in ("w0", "w1"):
         fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=name), timeout=30)
     fleet.outcome(first)

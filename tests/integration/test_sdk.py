@@ -36,7 +36,7 @@ def test_a_slow_reader_gets_every_result_though_they_pile_up(fleet: Fleet) -> No
     assert results == payloads
 
 
-def test_what_a_killed_client_began_is_finished_for_the_next_one(fleet: Fleet, tmp_path: Path) -> None:
+def test_tasks_of_a_killed_client_are_finished_for_the_next_one(fleet: Fleet, tmp_path: Path) -> None:
     log = tmp_path / "executions"
     command = [sys.executable, "-c", CLIENT, fleet.address, str(log)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
@@ -70,7 +70,7 @@ def test_a_map_that_was_interrupted_goes_on_when_it_is_run_again(fleet: Fleet, t
         assert {executions[str(task_id)] for task_id in seen} == {1}
 
 
-async def test_what_was_withdrawn_may_be_submitted_again_and_what_was_cancelled_stays_so(fleet: Fleet) -> None:
+async def test_withdrawn_tasks_may_be_submitted_again_and_cancelled_ones_may_not(fleet: Fleet) -> None:
     async with multigpu.AsyncClient(fleet.address) as client:
         names = [f"withdrawn-{n}" for n in range(20)]
         inputs = [multigpu.Input(payload=b"", request_id=name) for name in names]
@@ -97,7 +97,7 @@ async def test_what_was_withdrawn_may_be_submitted_again_and_what_was_cancelled_
 
 
 async def watched(client: multigpu.AsyncClient, *task_ids: object) -> None:
-    """Returns when a watch has told of all these tasks."""
+    """Returns when a watch has yielded the outcomes of all these tasks."""
     left = set(task_ids)
     async for outcome, _ in client.watch(queue="w"):
         left.discard(outcome.task_id)

@@ -63,14 +63,14 @@ def test_a_task_nobody_submitted_is_not_found(fleet: Fleet) -> None:
 
 def test_run_answers_every_task_and_ends_when_nothing_is_owed(fleet: Fleet) -> None:
     frames = [run_frame("echo", *((f"run-{n}-{i}", b"%d" % i) for i in range(100))) for n in range(3)]
-    heard = collect(fleet.tasks.Run(iter(frames), timeout=20))
-    assert not heard.rejected
-    assert not heard.partials
-    assert {o.request_id: o.result for o in heard.outcomes} == {
+    received = collect(fleet.tasks.Run(iter(frames), timeout=20))
+    assert not received.rejected
+    assert not received.partials
+    assert {o.request_id: o.result for o in received.outcomes} == {
         f"run-{n}-{i}": b"%d" % i for n in range(3) for i in range(100)
     }
-    assert len(heard.outcomes) == 300
-    assert {a.request_id for a in heard.accepted} <= {o.request_id for o in heard.outcomes}
+    assert len(received.outcomes) == 300
+    assert {a.request_id for a in received.accepted} <= {o.request_id for o in received.outcomes}
 
 
 def test_run_streams_partial_outputs_before_the_outcome(fleet: Fleet) -> None:
@@ -120,12 +120,12 @@ def test_a_withdrawal_ends_the_clients_own_task_and_leaves_one_that_it_joined(
     assert next(stream).accepted[0].request_id == name
     feed.put(task_service_pb2.RunRequest(cancel_request_ids=[name]))
     feed.close()
-    heard = collect(stream)
+    received = collect(stream)
     if by == "the same client":
-        assert [(o.state, o.error.type) for o in heard.outcomes] == [(CANCELLED, "Withdrawn")]
+        assert [(o.state, o.error.type) for o in received.outcomes] == [(CANCELLED, "Withdrawn")]
         return
-    assert [(r.request_id, r.code) for r in heard.rejected] == [(name, grpc.StatusCode.CANCELLED.value[0])]
-    assert "goes on" in heard.rejected[0].message
+    assert [(r.request_id, r.code) for r in received.rejected] == [(name, grpc.StatusCode.CANCELLED.value[0])]
+    assert "goes on" in received.rejected[0].message
     gate.touch()
     request = task_service_pb2.GetRequest(request_id=name, wait=Duration(seconds=20))
     assert fleet.tasks.Get(request, timeout=30).task.outcome.result == b"opened"
@@ -159,7 +159,7 @@ def test_reflection_knows_the_messages_of_payloads(fleet: Fleet, message: str) -
     assert message.encode() in b"".join(answer.file_descriptor_response.file_descriptor_proto)
 
 
-def test_cancel_says_what_it_ended_what_had_ended_and_what_is_unknown(fleet: Fleet, tmp_path: Path) -> None:
+def test_cancel_reports_cancelled_ended_and_unknown_tasks(fleet: Fleet, tmp_path: Path) -> None:
     (done,) = fleet.submit("echo", b"x")
     fleet.outcome(done)
     never = str(tmp_path / "never").encode()
@@ -229,9 +229,9 @@ def test_partial_outputs_of_a_task_that_ended_before_a_resumption_are_in_its_out
     (task_id,) = fleet.submit("trial.stream", b"p", request_ids=["resumed"], parameters={"count": "3"})
     assert fleet.outcome(task_id).state == SUCCEEDED
     frame = run_frame("trial.stream", ("resumed", b"p"), received=1, parameters={"count": "3"})
-    heard = collect(fleet.tasks.Run(iter([frame]), timeout=30))
-    assert not heard.partials
-    assert [list(o.partials) for o in heard.outcomes] == [[b"p-0", b"p-1", b"p-2"]]
+    received = collect(fleet.tasks.Run(iter([frame]), timeout=30))
+    assert not received.partials
+    assert [list(o.partials) for o in received.outcomes] == [[b"p-0", b"p-1", b"p-2"]]
 
 
 def test_one_request_id_is_one_task_while_it_runs_and_after(fleet: Fleet, tmp_path: Path) -> None:
@@ -259,10 +259,10 @@ def test_one_request_id_from_many_sides_at_once_is_one_task(fleet: Fleet) -> Non
 
 def test_the_same_request_id_twice_on_one_stream_is_answered_once_or_alike(fleet: Fleet) -> None:
     frame = run_frame("echo", ("twice", b"x"), ("twice", b"x"))
-    heard = collect(fleet.tasks.Run(iter([frame]), timeout=30))
-    assert not heard.rejected
-    assert {o.request_id for o in heard.outcomes} == {"twice"}
-    assert len({t.task_id for t in (*heard.outcomes, *heard.accepted)}) == 1
+    received = collect(fleet.tasks.Run(iter([frame]), timeout=30))
+    assert not received.rejected
+    assert {o.request_id for o in received.outcomes} == {"twice"}
+    assert len({t.task_id for t in (*received.outcomes, *received.accepted)}) == 1
 
 
 def test_ephemeral_tasks_are_answered_and_found_but_never_on_disk(fleet: Fleet) -> None:

@@ -1,4 +1,4 @@
-"""A client that breaks off its Submit does not keep others from being told: their tasks share a commit with its own."""
+"""A cancelled Submit does not affect the acknowledgement of other Submits in the same commit."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from multigpu_master.journal.write_buffer import Journaling, tell
 from tests.fleet import Fleet
 
 
-async def test_who_waits_is_told_though_another_in_its_transaction_has_gone(tmp_path: Path) -> None:
+async def test_a_submit_is_acknowledged_after_another_in_its_transaction_was_cancelled(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     fatal: list[str] = []
     journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)

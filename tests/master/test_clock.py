@@ -111,7 +111,7 @@ def test_the_skew_is_saved_soon_after_a_step_and_when_it_has_moved_and_no_more()
         (-2 * DAY_S, 2 * DAY_S + 5, -2 * DAY_S),
         (-2 * DAY_S, 90 * DAY_S, -2 * DAY_S),
         (2 * DAY_S, 5 - 2 * DAY_S, 2 * DAY_S),
-        # The host was set while no master ran: back, so that the clock would be before what was stamped by it ...
+        # The host's clock was set back while no master ran, before the last stored time ...
         (-2 * DAY_S, 5, -5),
         (-2 * DAY_S, -3600, 3600),
         # ... or forward, so that it would be far beyond.
@@ -132,7 +132,7 @@ def test_a_skew_is_applied_as_far_as_it_makes_sense(skew_s: float, saved_ago_s: 
     assert clock.now() - host.wall() == pytest.approx(ahead_s)
 
 
-def test_what_the_journal_keeps_of_the_skew_is_read_back() -> None:
+def test_the_stored_skew_is_read_back() -> None:
     saved = SavedSkew(-172800.25, NOW_S)
     kept = {key: value for key, value in settings.clock_setting(saved).items() if value is not None}
     assert settings.saved_skew(kept) == saved

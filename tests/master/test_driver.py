@@ -84,7 +84,7 @@ async def outcomes(outbox: RunOutbox) -> dict[str, task_pb2.Outcome]:
 
 
 async def test_a_result_that_can_not_be_read_is_lost_alone(stage: Stage) -> None:
-    """Its client is told so; the outcomes that came with it are delivered and journaled."""
+    """The client gets ResultLost; other outcomes of the same event are delivered and journaled."""
     tasks = stage.submit("before", "lost", "after")
     written = Writer(stage.journal.payloads.path).put(os.urandom(LARGE_BYTES))
     result = stage.journal.payloads.resolve(written.pin.name, written.offset, written.size_bytes)
@@ -92,10 +92,10 @@ async def test_a_result_that_can_not_be_read_is_lost_alone(stage: Stage) -> None
     os.truncate(stage.journal.payloads.path / written.pin.name, 10)
     reports = [x.lease_id for x in leases_of(tasks)]
     stage.driver.handle(ev.Reports(1, reports, [b"one", result, b"two"]))
-    told = await outcomes(stage.outbox)
-    assert [told["before"].result, told["after"].result] == [b"one", b"two"]
-    assert (told["lost"].result, told["lost"].error.type) == (b"", "ResultLost")
-    assert "the segment ends before" in told["lost"].error.message
+    received = await outcomes(stage.outbox)
+    assert [received["before"].result, received["after"].result] == [b"one", b"two"]
+    assert (received["lost"].result, received["lost"].error.type) == (b"", "ResultLost")
+    assert "the segment ends before" in received["lost"].error.message
     await stage.durable()
     assert set(stage.journal.find_requests(["before", "after"])) == {"before", "after"}
     assert not stage.fatal
@@ -142,16 +142,16 @@ async def test_many_cancellations_are_many_short_events(stage: Stage, monkeypatc
     assert (sum(counts), max(counts)) == (1000, CANCEL_TASKS)
 
 
-async def test_a_cancellation_is_told_when_it_is_on_the_disk(stage: Stage) -> None:
+async def test_a_cancellation_is_sent_once_it_is_durable(stage: Stage) -> None:
     (task,) = stage.submit("withdrawn")
     stage.driver.handle(ev.Cancel([task]))
     assert stage.outbox.bytes == 0, "nothing is told before that"
-    told = await outcomes(stage.outbox)
-    assert told["withdrawn"].state == task_pb2.OUTCOME_STATE_CANCELLED
+    received = await outcomes(stage.outbox)
+    assert received["withdrawn"].state == task_pb2.OUTCOME_STATE_CANCELLED
     assert stage.journal.get_outcome(task.task_id) is not None
 
 
-async def test_an_outcome_that_finds_no_room_on_the_disk_is_not_told(stage: Stage, monkeypatch: Any) -> None:
+async def test_an_outcome_without_space_on_the_disk_is_not_sent(stage: Stage, monkeypatch: Any) -> None:
     """Else it could be another one after a restart, any time later."""
     (task,) = stage.submit("ended")
     await stage.durable()
@@ -223,14 +223,14 @@ async def test_a_dead_letter_is_requeued_or_deleted_by_one_call(stage: Stage) ->
     assert not calls._taken
 
 
-async def test_a_stream_that_joins_a_task_as_it_is_withdrawn_is_told_once_it_is_on_the_disk(stage: Stage) -> None:
+async def test_a_stream_that_joins_a_withdrawn_task_gets_the_durable_cancellation(stage: Stage) -> None:
     (task,) = stage.submit("withdrawn")
     stage.driver.handle(ev.Cancel([task]))
     stream, outbox = stage.driver.open_stream()
     assert stage.driver.tells_later(task, stream)
     assert (outbox.bytes, outbox.pending_outcomes) == (0, 1)
-    told = await outcomes(outbox)
-    assert (told["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
+    received = await outcomes(outbox)
+    assert (received["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
     assert stage.journal.get_outcome(task.task_id) is not None
     assert not stage.driver.tells_later(task, stream), "the next is told at once"
 

@@ -1,4 +1,4 @@
-"""The master ends if its gRPC server ends by an error of its own."""
+"""The master ends if its gRPC server ends with an internal error."""
 
 import asyncio
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""The tests are tested: rules of the product are broken on purpose, one at a time, and somebody must notice."""
+"""Mutation tests: each breaks one rule of the product, and a checker must fail."""

@@ -8,7 +8,7 @@ from importlib import import_module
 
 # name -> (module, function, number of seeds for the unmutated product). 1: the function ignores the seed.
 CHECKERS = {
-    "access": ("tests.mutations.rules.stories", "access", 1),
+    "access": ("tests.mutations.rules.pytest_checkers", "access", 1),
     "batches": ("tests.mutations.rules.batches", "check", 300),
     "client": ("tests.client.transport.test_run_state", "run_seed", 300),
     "cuts": ("tests.mutations.rules.cuts", "check", 300),
@@ -29,8 +29,8 @@ CHECKERS = {
     "results": ("tests.hostile.lost_results", "check", 20),
     "session": ("tests.worker.session.test_session", "test_any_order_of_events_loses_and_repeats_nothing", 300),
     "simulator": ("tests.sim.sim", "check", 300),
-    "store": ("tests.mutations.rules.stories", "store", 1),
-    "stories": ("tests.mutations.rules.stories", "check", 1),
+    "store": ("tests.mutations.rules.pytest_checkers", "store", 1),
+    "pytest": ("tests.mutations.rules.pytest_checkers", "check", 1),
     "stream": ("tests.client.transport.test_run_stream", "run_seed", 20),
     "transport": ("tests.mutations.rules.transport", "check", 1),
     "arrays": ("tests.mutations.rules.engines", "arrays", 1),
@@ -40,14 +40,14 @@ CHECKERS = {
     "plans": ("tests.mutations.rules.engines", "plans", 1),
     "tokens": ("tests.mutations.rules.engines", "tokens", 1),
     "vectors": ("tests.mutations.rules.engines", "vectors", 1),
-    "worker": ("tests.mutations.rules.stories", "worker", 1),
+    "worker": ("tests.mutations.rules.pytest_checkers", "worker", 1),
 }
 
 
 def checker(name: str) -> Callable[[int], None]:
     """Imports a checker, and with it the part of the product that it tests. A name with "::" is that of a test."""
     if "::" in name:
-        from tests.mutations.rules.stories import run_test
+        from tests.mutations.rules.pytest_checkers import run_test
 
         return partial(run_test, name)
     module, function, _ = CHECKERS[name]

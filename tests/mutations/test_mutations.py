@@ -1,4 +1,4 @@
-"""The list of mutations is kept true, and a short set of them is tried: one of each kind of rule, by each checker."""
+"""Every listed mutation fits the product, and a short set is tried: one of each kind of rule, by each checker."""
 
 import subprocess
 import sys
@@ -8,27 +8,27 @@ import pytest
 from tests.commands import run_module
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import ROOT, Mutation
-from tests.mutations.rules.stories import ACCESS, STORIES, TESTS, WORKER
+from tests.mutations.rules.pytest_checkers import ACCESS, PYTEST_TESTS, TESTS, WORKER
 
 # Noticed within a few seeds each, so that all of them together take less than a minute.
 SHORT = (
-    "forget the timers",
+    "timers never fire",
     "duplicate request_id taken twice",
     "takeover not fenced",
     "a drain is interrupted early",
     "stale report accepted",
     "one attempt too many",
     "lease_ids are given twice",
-    "full windows get more",
+    "full windows get leases",
     "acceptance before fsync",
     "dropped leases are run",
-    "a commit is told before it is made",
-    "what was sent is not remembered",
+    "a commit is acknowledged before it is made",
+    "sent reports are not kept until they are acknowledged",
 )
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[m.name for m in MUTATIONS])
-def test_the_list_is_true(mutation: Mutation) -> None:
+def test_each_mutation_fits_the_product(mutation: Mutation) -> None:
     assert mutation.found() == 1, f"the text of {mutation.name!r} occurs {mutation.found()} times in {mutation.path}"
     compile(mutation.mutated(), str(mutation.path), "exec")
 
@@ -36,9 +36,9 @@ def test_the_list_is_true(mutation: Mutation) -> None:
 NAMED = dict.fromkeys(m.checker for m in MUTATIONS if "::" in m.checker)
 
 
-@pytest.mark.parametrize("story", [*STORIES, *ACCESS, *WORKER, *NAMED])
-def test_the_tests_that_serve_as_checkers_exist(story: str) -> None:
-    path, _, name = story.partition("::")
+@pytest.mark.parametrize("test", [*PYTEST_TESTS, *ACCESS, *WORKER, *NAMED])
+def test_the_tests_that_serve_as_checkers_exist(test: str) -> None:
+    path, _, name = test.partition("::")
     assert (TESTS / path).exists()
     assert not name or f"def {name}(" in (TESTS / path).read_text("utf-8")
 
@@ -48,13 +48,13 @@ ONLY = [argument for name in SHORT for argument in ("--only", name)]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_rules_that_are_broken_on_purpose_are_noticed() -> None:
+def test_the_short_set_is_noticed() -> None:
     done = run_module("tests.mutations", *ONLY, "--baseline", "20", "--processes", "2")
     assert done.returncode == 0, done.stdout
     assert f"{len(SHORT)} mutations, {len(SHORT)} noticed" in done.stdout
 
 
-def test_a_mutation_that_nobody_notices_fails_the_run() -> None:
+def test_an_unnoticed_mutation_fails_the_run() -> None:
     command = [sys.executable, "-m", "tests.mutations", "--only", "priority ignored", "--seeds", "0", "--baseline", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1

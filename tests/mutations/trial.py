@@ -1,4 +1,4 @@
-"""A trial: one mutation, or none, in a process of its own, and seed after seed until the checker fails."""
+"""A trial: runs a checker on one mutation, or none, in a separate process, with seeds 0, 1, … until it fails."""
 
 import os
 import resource

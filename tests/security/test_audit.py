@@ -99,7 +99,7 @@ def test_a_cancelled_call_is_audited_or_has_no_effect(own_secured: SecuredFleet)
             future.cancel()
     secured.create("after-them", "read")
 
-    def told() -> set[tuple[str, str]]:
+    def logged() -> set[tuple[str, str]]:
         lines = [x for x in _lines(secured) if x["result"] == "OK"]
         return {(x["method"].rpartition("/")[2], x["request"].get("name") or x["request"].get("queue")) for x in lines}
 
@@ -111,7 +111,7 @@ def test_a_cancelled_call_is_audited_or_has_no_effect(own_secured: SecuredFleet)
     def gone(found: set[tuple[str, str]]) -> set[tuple[str, str]]:
         return {each for each in found if each[1].startswith("gone-")}
 
-    until(lambda: gone(told()) == gone(done()), what="the lines")
+    until(lambda: gone(logged()) == gone(done()), what="the lines")
     assert {name for name, _ in gone(done())} == {"CreateToken", "SetQueueLimits"}, "some took effect"
     before = gone(done())
     secured.fleet.restart_master()

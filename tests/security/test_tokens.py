@@ -157,8 +157,8 @@ def test_a_rejected_call_is_logged_with_its_token_id(own_secured: SecuredFleet) 
     token_id, token = own_secured.create("gone", "read")
     own_secured.revoke(token_id)
     assert own_secured.caller(token).probe() is UNAUTHENTICATED
-    (told,) = until(lambda: own_secured.fleet.master.events("a call was rejected"), what="the line")
-    assert told["token_id"] == token_id
+    (entry,) = until(lambda: own_secured.fleet.master.events("a call was rejected"), what="the line")
+    assert entry["token_id"] == token_id
     assert token not in own_secured.fleet.master.log()
 
 

@@ -61,13 +61,13 @@ def test_a_client_cannot_load_code(secured: SecuredFleet, monkeypatch: pytest.Mo
 
 def test_the_sdk_explains_token_failures(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     def tries() -> list[str]:
-        said = []
+        messages = []
         with multigpu.Client(secured.fleet.address, connect_timeout_s=5) as client:
             for attempt in (lambda: client.run("echo", b""), lambda: client.get(1), lambda: next(client.watch())):
                 with pytest.raises(errors.AccessError) as caught:
                     attempt()
-                said.append(str(caught.value))
-        return said
+                messages.append(str(caught.value))
+        return messages
 
     monkeypatch.delenv("MGPU_TOKEN", raising=False)
     assert all("token_file" in text for text in tries())

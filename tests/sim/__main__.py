@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from tests.sim.run import run_portion, run_seeds
+from tests.sim.run import run_seed_list, run_seeds
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--coverage", action="store_true", help="print how often each thing occurred")
     args = parser.parse_args()
     if args.seed is not None:
-        tally = run_portion([args.seed], trace=args.trace)
+        tally = run_seed_list([args.seed], trace=args.trace)
     else:
         try:
             tally = run_seeds(args.first, args.seeds, processes=args.processes, keep_going=args.keep_going)

@@ -56,7 +56,7 @@ def silence_log() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-def run_portion(seeds: Iterable[int], *, trace: bool = False) -> Tally:
+def run_seed_list(seeds: Iterable[int], *, trace: bool = False) -> Tally:
     """Runs seeds in this process. With `trace`, prints the events of each."""
     silence_log()
     tally = Tally()
@@ -105,10 +105,10 @@ def _portions(first: int, count: int, processes: int) -> Iterator[Tally]:
     """The tally of each portion, in order of seeds."""
     ranges = [range(at, min(at + PORTION, first + count)) for at in range(first, first + count, PORTION)]
     if processes == 1 or len(ranges) <= 1:
-        yield from map(run_portion, ranges)
+        yield from map(run_seed_list, ranges)
         return
     with get_context("fork").Pool(processes, _begin) as pool:
-        yield from pool.imap(run_portion, ranges)  # leaving the block, also by Ctrl-C, ends the processes
+        yield from pool.imap(run_seed_list, ranges)  # leaving the block, also by Ctrl-C, ends the processes
 
 
 def _begin() -> None:

@@ -27,7 +27,7 @@ PHASES = 40
 
 
 class FillableJournal(SqliteJournal):
-    """The real journal on a disk that can be told to be full."""
+    """The real journal on a disk that can be made full."""
 
     disk_full = False
 
@@ -84,7 +84,7 @@ class Both:
         self.real.disk_full = self.sim.disk_full = full
 
     def settle_down(self) -> None:
-        """Until both have done what they can."""
+        """Returns when both have written all that fits."""
         end_s = self.world.now + 3.0
         while self.world.now < end_s and self.world.step():
             pass

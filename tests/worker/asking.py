@@ -1,4 +1,4 @@
-"""What tests of models ask of a worker through its stream, and what it has told of them."""
+"""Requests for models through a worker's stream, and the models that it reported."""
 
 from multigpu.v1 import model_pb2
 
@@ -25,8 +25,8 @@ def ready(stream: Stream) -> set[str]:
 
 def models(stream: Stream) -> dict[str, model_pb2.Model]:
     """The latest word about each model."""
-    told = list(stream.hello.models)
+    offered = list(stream.hello.models)
     for beat in stream.heartbeats:
         if beat.HasField("catalog"):
-            told = list(beat.catalog.models)
-    return {f"{m.name}:{m.version}" if m.version else m.name: m for m in told}
+            offered = list(beat.catalog.models)
+    return {f"{m.name}:{m.version}" if m.version else m.name: m for m in offered}

@@ -1,4 +1,4 @@
-"""User functions in the real engine process: what they may be, and what they may do wrong."""
+"""User functions in the real engine process: supported forms and failures."""
 
 import asyncio
 import json

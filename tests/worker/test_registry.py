@@ -1,4 +1,4 @@
-"""Engines of the user's own: what is wrong with one is told in words that its author can use."""
+"""User-defined engines: error messages name the defect for the engine's author."""
 
 import sys
 from pathlib import Path

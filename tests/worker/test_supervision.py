@@ -39,7 +39,7 @@ def plant(tmp_path: Path) -> Path:
         ("processes.pool", "EnginePool.died"),
     ],
 )
-async def test_an_error_of_our_own_in_a_callback_ends_the_worker_and_charges_nobody(
+async def test_an_internal_error_in_a_callback_ends_the_worker_and_charges_no_task(
     master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str
 ) -> None:
     plant.joinpath("sitecustomize.py").write_text(PLANTED.format(module=module, name=name))

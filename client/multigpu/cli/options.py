@@ -52,8 +52,8 @@ class Number(click.FloatRange):
         return found
 
 
-def size(text: str) -> int:
-    """Bytes, as in the configuration: 4096, 64MiB, 2GiB. For `click.option(type=size)`."""
+def parse_size(text: str) -> int:
+    """Bytes, as in the configuration: 4096, 64MiB, 2GiB. For `click.option(type=parse_size)`."""
     try:
         return int(config_values.from_text(text, int, "size_bytes"))
     except ValueError as error:
@@ -129,7 +129,7 @@ def master_option(command: F) -> F:
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, for programs, instead of text for people."
 )
-only_queue_option = click.option("--queue", default="", metavar="QUEUE", help="Only of this queue.")
+queue_filter_option = click.option("--queue", default="", metavar="QUEUE", help="Only of this queue.")
 priority_option = click.option(
     "--priority", type=click.IntRange(1, 5), default=3, show_default=True, help="1 is served first."
 )
@@ -140,7 +140,7 @@ request_ids_option = click.option(
 )
 
 
-def wait_for_worker_option(default_text: str, default: float | None = None) -> Callable[[F], F]:
+def worker_timeout_option(default_text: str, default: float | None = None) -> Callable[[F], F]:
     """`--wait-for-worker` as `wait_s`."""
     return click.option(
         "--wait-for-worker",
@@ -152,9 +152,9 @@ def wait_for_worker_option(default_text: str, default: float | None = None) -> C
     )
 
 
-def wait_option(command: F) -> F:
+def submit_options(command: F) -> F:
     """--queue, --priority and --wait-for-worker."""
-    wait = wait_for_worker_option("60 s; fails at once if workers are connected, and none serves this")
+    wait = worker_timeout_option("60 s; fails at once if workers are connected, and none serves this")
     return queue_option(priority_option(wait(command)))
 
 

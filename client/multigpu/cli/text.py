@@ -22,7 +22,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     """Bytes: "512 B", "1.5 MiB"."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):

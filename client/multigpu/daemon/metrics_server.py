@@ -42,7 +42,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="multigpu metrics", daemon=True)
         self._thread.start()
 
-    def renew(self, certificate: str, key: str) -> None:
+    def reload_certificate(self, certificate: str, key: str) -> None:
         """Uses this certificate for new connections. OSError, SSLError: it is invalid."""
         assert self._context is not None, "only a server with TLS has a certificate"
         self._context.load_cert_chain(certificate, key)
@@ -59,11 +59,11 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Closes connections beyond CONNECTIONS_MAX."""
-        if self._free.acquire(blocking=False):
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -72,7 +72,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs a failed connection without a traceback."""

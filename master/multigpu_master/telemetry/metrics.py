@@ -72,7 +72,7 @@ class MasterMetrics:
         if self._certificate is not None and self._certificate.changed() and self._tls is not None:
             assert self._prometheus is not None, "the endpoint is served over TLS"
             try:
-                self._prometheus.renew(self._tls[0], self._tls[1])
+                self._prometheus.reload_certificate(self._tls[0], self._tls[1])
             except OSError as error:
                 log.warning("a new certificate is not used for metrics", certificate=self._tls[0], error=str(error))
         self._take()

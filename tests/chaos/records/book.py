@@ -49,7 +49,7 @@ class Book:
         return any(since_s <= at_s <= until_s for at_s in self.master_deaths_s)
 
     def unsafe(self, at_s: float) -> bool:
-        """Whether a master died so close to this instant that what it said then need not be on its disk."""
+        """Whether a master died so soon after this instant that its acknowledgement need not be on its disk."""
         return any(self._running_s(at_s, death_s) <= UNSAFE_S for death_s in self.master_deaths_s)
 
     def _running_s(self, one_s: float, other_s: float) -> float:

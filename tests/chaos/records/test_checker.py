@@ -1,4 +1,4 @@
-"""The checker is only worth what it can find: a sound history, damaged in every way that matters, one at a time."""
+"""The checker finds each kind of damage in an otherwise correct history."""
 
 import hashlib
 from collections.abc import Callable

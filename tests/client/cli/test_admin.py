@@ -73,13 +73,13 @@ def test_workers_json_keeps_numbers_and_leaves_out_what_is_unknown(master: Unary
     assert only["state"] == "ACTIVE"
     assert only["succeeded"] == 1_234_567
     assert only["labels"] == {"zone": "b"}
-    told = {name: value for name, value in only["telemetry"].items() if value != []}
-    assert told == {"memory_used_bytes": 43 << 30, "utilization": 0.37}
+    known = {name: value for name, value in only["telemetry"].items() if value != []}
+    assert known == {"memory_used_bytes": 43 << 30, "utilization": 0.37}
     assert "drain_deadline" not in only
     assert only["last_heartbeat_time"].endswith("Z")
 
 
-def test_no_workers_is_said_on_stderr(master: UnaryMaster, run: Run) -> None:
+def test_no_workers_is_reported_on_stderr(master: UnaryMaster, run: Run) -> None:
     knows(master)
     result = run("workers")
     assert (result.exit_code, result.stdout) == (0, "")

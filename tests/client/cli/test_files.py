@@ -137,7 +137,7 @@ def test_workers_that_disagree_on_the_dimension_are_found_out(tmp_path: Path) ->
         mixed()
 
 
-def test_full_disk_is_a_clear_failure_that_leaves_what_fits(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_clear_failure_that_keeps_what_was_written(tmp_path: Path) -> None:
     def fill() -> None:
         with vectors.NpyFile(tmp_path / "out.npy") as file:
             for _ in range(64):
@@ -183,7 +183,7 @@ def test_json_lines_give_the_same_float32_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["embed", "x.txt"], "-o vectors.npy"),
         (["embed", "x.txt", "--format", "jsonl", "--json"], "can't both go to stdout"),
@@ -205,10 +205,10 @@ def test_json_lines_give_the_same_float32_again(tmp_path: Path) -> None:
         (["watch", "--cursor", "x", "--from-now"], "either --cursor or --from-now"),
     ],
 )
-def test_wrong_flags_are_rejected_before_anything_is_asked(args: list[str], said: str) -> None:
+def test_wrong_flags_are_rejected_before_anything_is_asked(args: list[str], message: str) -> None:
     result = CliRunner().invoke(cli, args)
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_missing_input_is_rejected_before_anything_is_asked(tmp_path: Path) -> None:
@@ -342,5 +342,5 @@ def test_watch_from_now_prints_a_cursor_even_if_no_task_ends() -> None:
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             until(lambda: master.watchers == 1 and master.watches == 2)
             process.send_signal(signal.SIGINT)
-            printed, said = process.communicate(timeout=60)
-    assert (process.returncode, printed, said.strip()) == (130, "", "cursor: 0")
+            printed, stderr = process.communicate(timeout=60)
+    assert (process.returncode, printed, stderr.strip()) == (130, "", "cursor: 0")

@@ -62,9 +62,9 @@ def runs(folder: Path, name: str = "ran") -> Counter[str]:
     return Counter(file.read_text().split()) if file.exists() else Counter()
 
 
-def continuing(said: str) -> list[str]:
+def continuing(stderr: str) -> list[str]:
     """The arguments of the command that the message names."""
-    (line,) = (line for line in said.splitlines() if "this continues: mgpuctl " in line)
+    (line,) = (line for line in stderr.splitlines() if "this continues: mgpuctl " in line)
     return shlex.split(line.partition("this continues: mgpuctl ")[2])
 
 
@@ -86,12 +86,12 @@ def test_lines_that_are_interrupted_continue_and_run_once(
     ):
         until(lambda: len(out.read_text().splitlines()) == 20 and runs(tmp_path, "begun").total() > 20)
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=30)
     assert process.returncode == status
     if number != signal.SIGKILL:
-        assert "Traceback" not in said
-        assert "40 lines read, 20 results printed; pending tasks are cancelled if the master answers" in said
-        argv = continuing(said)
+        assert "Traceback" not in stderr
+        assert "40 lines read, 20 results printed; pending tasks are cancelled if the master answers" in stderr
+        argv = continuing(stderr)
         until(lambda: runs(tmp_path, "begun") == runs(tmp_path) + runs(tmp_path, "stopped"))
     (tmp_path / "gate").touch()
     assert ok(address, *argv) == TEXT
@@ -110,11 +110,11 @@ def test_lines_continue_on_a_fleet_that_was_stopped_and_started_again(tmp_path: 
             process = subprocess.Popen([*MGPUCTL, *argv], env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
             until(lambda: len(out.read_text().splitlines()) == 20 and runs(tmp_path, "begun").total() > 20)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     (tmp_path / "gate").touch()
     with running(tmp_path, *flags) as up:
-        assert ok(up.address, *continuing(said)) == TEXT
+        assert ok(up.address, *continuing(stderr)) == TEXT
     assert runs(tmp_path) == Counter(TEXT.split())
 
 
@@ -130,10 +130,10 @@ def test_lines_on_standard_input_continue_without_wait(address: str) -> None:
         process.stdin.flush()
         printed = [process.stdout.readline() for _ in range(1000)]
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=30)
+        rest, stderr = process.communicate(timeout=30)
     assert (process.returncode, rest) == (130, "")
-    assert "1,000 lines submitted, and their tasks go on" in said
-    again = ok(address, *continuing(said), input="\n".join(lines)).splitlines(keepends=True)
+    assert "1,000 lines submitted, and their tasks go on" in stderr
+    again = ok(address, *continuing(stderr), input="\n".join(lines)).splitlines(keepends=True)
     assert again[:1000] == printed
     assert len({json.loads(line)["task_id"] for line in again}) == 2000
     counted = ("tasks", "count", "--queue", "piped", "--json")

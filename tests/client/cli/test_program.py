@@ -148,7 +148,7 @@ def test_a_reader_that_closes_the_pipe_ends_it_without_a_message() -> None:
 
 
 def test_units() -> None:
-    assert [text.size(n) for n in (0, 1023, 1024, 150 * 1024, 5 << 30, 3 << 42)] == [
+    assert [text.format_size(n) for n in (0, 1023, 1024, 150 * 1024, 5 << 30, 3 << 42)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",

@@ -30,7 +30,7 @@ def test_json_for_a_terminal_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(show.as_json({"name": FOREIGN})) == {"name": FOREIGN}
 
 
-def test_json_in_a_pipe_escapes_what_a_terminal_obeys_and_nothing_else() -> None:
+def test_json_in_a_pipe_escapes_only_unprintable_characters() -> None:
     printed = show.as_json({"name": FOREIGN, "text": "h\u00e9llo \U0001f600 \u65e5\u672c"})
     assert printed.isprintable()
     assert "\\u202e" in printed

@@ -129,9 +129,9 @@ def test_ctrl_c_cancels_what_a_submit_waits_for(fleet: tuple[Up, str]) -> None:
         counted = ("tasks", "count", "--queue", "nap", "--json")
         until(lambda: json.loads(ok(address, *counted))["leased"] == 1)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     until(lambda: json.loads(ok(address, *counted))["cancelled"] == 1)
 
 
@@ -186,10 +186,10 @@ def test_an_import_error_is_reported_by_the_lines_of_the_users_module(tmp_path: 
     (tmp_path / "mine.py").write_text("import multigpu\nimport no_such_module\n")
     up = Up(tmp_path, "--workers", "1", "--handlers", "mine")
     assert up.process.wait(60) == 1
-    said = [line for line in up.log.read_text().splitlines() if "-cpu-0 | " in line]
-    assert "import no_such_module" in "\n".join(said)
-    assert len(said) < 8
-    assert not any("importlib" in line or "multigpu_worker" in line for line in said)
+    lines = [line for line in up.log.read_text().splitlines() if "-cpu-0 | " in line]
+    assert "import no_such_module" in "\n".join(lines)
+    assert len(lines) < 8
+    assert not any("importlib" in line or "multigpu_worker" in line for line in lines)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A server that answers unary calls of AdminService and TaskService as a test told it, for tests of mgpuctl."""
+"""A server with scripted answers to unary calls of AdminService and TaskService, for tests of mgpuctl."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

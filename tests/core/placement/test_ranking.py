@@ -103,7 +103,7 @@ def test_workers_kept_aside_come_back_when_no_worker_has_the_model() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_best_is_what_a_look_at_every_worker_finds(seed: int) -> None:
+def test_the_ranking_equals_a_scan_of_all_workers(seed: int) -> None:
     dice = random.Random(seed)
     fleet, strategy = fleet_of(12, 0), Auto()
     ranking = Ranking(fleet, strategy, EMBED)

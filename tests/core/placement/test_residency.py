@@ -36,7 +36,7 @@ def spec(name: str, **more: Any) -> Spec:
 
 
 class Models(Stage):
-    """A stage whose workers offer models, and tell what they have loaded only when they are told to."""
+    """A stage whose workers offer models, and report loaded models only on request."""
 
     def offer(self, name: str = "w", models: tuple[Model, ...] = tuple(map(model, NAMES)), room: int = ROOM) -> None:
         names = tuple(m.model_id for m in models) + tuple(m.name for m in models if m.version and m.current)
@@ -98,8 +98,8 @@ def test_a_size_measured_on_one_worker_counts_on_the_others(stage: Models) -> No
 
 
 def test_a_workers_estimate_goes_before_the_masters(stage: Models) -> None:
-    told = model_pb2.Model(name="b", files_bytes=100, expected_memory_bytes=700)
-    stage.offer(models=(model("a"), *wire_models.models_of([told])))
+    offered = model_pb2.Model(name="b", files_bytes=100, expected_memory_bytes=700)
+    stage.offer(models=(model("a"), *wire_models.models_of([offered])))
     assert stage.core.fleet.workers["w"].residency.memory_of("b") == 700
     stage.ask("a")
     assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
@@ -273,7 +273,7 @@ def test_invalid_reports_are_rejected_or_truncated() -> None:
     assert wire_models.residents(odd)[0].state is ModelState.UNLOADING
 
 
-def test_a_new_attempt_is_handed_what_the_last_one_yielded() -> None:
+def test_a_new_attempt_gets_the_outputs_of_the_last_one() -> None:
     task = Task(spec("a"), "", b"", task_id=1)
     task.more().partials, task.more().partials_bytes = [b"one", b"two"], 6
     stage = Models()

@@ -169,7 +169,7 @@ def test_an_urgent_task_gets_the_place_of_the_youngest_waiting_one(stage: Stage)
     assert pass_s(stage, 0.1) == [lease_of(tasks[2]).lease_id]
 
 
-def test_a_window_narrows_while_what_runs_takes_longer_than_others_did(stage: Stage) -> None:
+def test_a_window_narrows_while_running_tasks_take_longer_than_earlier_ones(stage: Stage) -> None:
     stage.worker("w0", slots=1)
     worker = stage.core.fleet.workers["w0"]
     for task in stage.submit(40):

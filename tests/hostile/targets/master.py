@@ -123,7 +123,7 @@ class LocalMaster:
         self.loop = asyncio.new_event_loop()
         self.faults: list[str] = []
         self.ids: deque[int] = deque([1], maxlen=64)
-        self.loop.set_exception_handler(lambda _loop, told: self.faults.append(repr(told)))
+        self.loop.set_exception_handler(lambda _loop, context: self.faults.append(repr(context)))
         self.loop.run_until_complete(self._start())
 
     async def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""The embedding cache in a real fleet: workers share its file, it outlives them, and the master tells of it."""
+"""The embedding cache in a real fleet: workers share its file, it survives them, and the master reports it."""
 
 import contextlib
 import re
@@ -57,7 +57,7 @@ def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_
             fleet.start_worker("w1")
             fleet.wait_for_workers("w1")
             np.testing.assert_array_equal(client.embed(TEXTS, chunk=30), first)
-            # The lost worker's last word is still told.
+            # The lost worker's last report is still shown.
             until(lambda: texts_by_result(port) == {"hit": 60, "joined": 0, "miss": 30}, 60, "the counts")
             alike = [f"Sentence {n} that four hundred tasks ask for." for n in range(40)]
             # Ten in a row: in one batch, and in the next, which is prepared meanwhile.

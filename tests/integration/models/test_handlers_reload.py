@@ -40,10 +40,10 @@ def test_a_reload_rolls_the_fleet_and_stops_where_the_new_version_cannot_be_impo
         (one,) = {row["handlers"]["version"] for row in rows().values()}
         write(tmp_path, "two")
         assert answers() == {b"one"}
-        told = json.loads(mgpuctl("handlers", "reload", "w1", "--json").stdout)
-        assert (told[0]["worker_id"], told[0]["before"]) == ("w1", one)
+        reloaded = json.loads(mgpuctl("handlers", "reload", "w1", "--json").stdout)
+        assert (reloaded[0]["worker_id"], reloaded[0]["before"]) == ("w1", one)
         two = rows()["w1"]["handlers"]["version"]
-        assert told[0]["version"] == two != one
+        assert reloaded[0]["version"] == two != one
         (finding,) = [f for f in json.loads(mgpuctl("doctor", "--json").stdout)["checks"] if f["check"] == "handlers"]
         assert finding["verdict"] == "warn"
         assert f"{one} on w0 and w2" in finding["message"]

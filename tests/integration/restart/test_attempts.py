@@ -98,7 +98,7 @@ def test_a_deadline_ends_a_task_wherever_it_is(fleet: Fleet, tmp_path: Path) -> 
     for task_id, attempts in ((queued, 0), (running, 1)):
         outcome = fleet.outcome(task_id)
         assert (outcome.state, outcome.error.type, outcome.attempts) == (EXPIRED, "DeadlineExceeded", attempts)
-    # The worker was told, and is free again.
+    # The lease was revoked on the worker, which is free again.
     until(lambda: fleet.stats().leased == 0)
     until(lambda: all(w.leases == 0 for w in fleet.list_workers()))
 

@@ -17,7 +17,7 @@ from multigpu_master.journal.sqlite.journal import SWEEP_AFTER_S
 from tests.disk import layer
 from tests.fleet import Daemon, Fleet
 
-pytestmark = pytest.mark.skipif(bool(layer.missing()), reason=layer.missing())
+pytestmark = pytest.mark.skipif(bool(layer.missing_requirement()), reason=layer.missing_requirement())
 
 SHIM = Path(__file__).with_name("wall_clock.c")
 # After this time the master has noticed that its host's clock was set, and has stored the difference.

@@ -13,7 +13,7 @@ from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.fleet import QUICK, Fleet, until
-from tests.integration.restart.test_restart import where_it_runs
+from tests.integration.restart.test_restart import worker_of
 from tests.integration.streams import Feed
 
 FLEET = {"handlers": ["trial_handlers"]}
@@ -66,7 +66,7 @@ def test_a_master_that_stops_says_so_first(fleet: Fleet) -> None:
     watch.cancel()
     assert fleet.master.process.wait(60) == 0
     fleet.start_master()
-    # The workers that it knew are told of until they are back.
+    # The awaited workers are reported until they reconnect.
     assert fleet.check_health("worker/w0") in (health_pb2.HealthCheckResponse.NOT_SERVING, SERVING)
     fleet.wait_for_workers()
     until(lambda: fleet.check_health("worker/w0") == SERVING)
@@ -91,7 +91,7 @@ def test_rules_and_cordons_survive_a_death_of_the_master(fleet: Fleet) -> None:
         queues = {q.queue: q for q in admin.ListQueues(admin_pb.ListQueuesRequest(), timeout=30).queues}
         assert queues["paused"].paused
         assert queues["limited"].limits == limits
-        # The rules are not only told but kept.
+        # The settings are not only reported but applied.
         ids = fleet.submit("echo", *(b"x" for _ in range(20)))
         assert {fleet.outcome(i).worker_id for i in ids} == {"w1"}
         (held,) = fleet.submit("echo", b"x", queue="paused")
@@ -108,7 +108,7 @@ def test_a_killed_worker_is_lost_at_once_and_not_only_when_it_has_been_silent(tm
     patient = ["--session-timeout-s", "60"]
     with Fleet(tmp_path / "fleet", handlers=["trial_handlers"], master_flags=patient) as fleet:
         (task_id,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["moves"])
-        first = where_it_runs(fleet, "moves")
+        first = worker_of(fleet, "moves")
         fleet.workers[first].kill()
         (other,) = {"w0", "w1"} - {first}
         until(lambda: fleet.get(task_id).worker_id == other)
@@ -141,7 +141,7 @@ def test_a_task_that_kills_its_workers_becomes_a_dead_letter_and_the_innocent_su
     fleet.wait_for_workers()
 
 
-def test_a_worker_that_is_told_to_stop_finishes_or_hands_back_and_is_charged_for_nothing(fleet: Fleet) -> None:
+def test_a_stopping_worker_finishes_or_returns_leases_and_none_is_charged(fleet: Fleet) -> None:
     ids = fleet.submit("trial.nap", *(b"%d" % n for n in range(60)), parameters={"seconds": "0.05"})
     until(lambda: all(w.leases for w in fleet.list_workers()))
     assert fleet.workers["w0"].stop(60) == 0
@@ -161,8 +161,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         assert not running.faults()
 
 
-def test_a_master_that_was_away_for_a_while_blames_nobody(quick: Fleet) -> None:
-    """A suspended machine, a debugger: when it comes back it hears what was said meanwhile before it judges."""
+def test_a_master_that_was_paused_blames_no_worker(quick: Fleet) -> None:
+    """After a pause (a suspended host, a debugger) the master reads pending heartbeats before it checks for silence."""
     fleet = quick
     requeued = fleet.stats().requeued
     ids = fleet.submit("trial.nap", *(b"%d" % n for n in range(20)), parameters={"seconds": "0.1"})
@@ -181,7 +181,7 @@ def test_a_worker_that_was_away_for_a_while_is_taken_back(quick: Fleet, tmp_path
     fleet = quick
     gate = tmp_path / "gate"
     (task_id,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["away"])
-    first = where_it_runs(fleet, "away")
+    first = worker_of(fleet, "away")
     (other,) = {"w0", "w1"} - {first}
     fleet.workers[first].signal(signal.SIGSTOP)
     until(lambda: fleet.get(task_id).worker_id == other)

@@ -89,7 +89,7 @@ def test_a_large_payload_that_lies_in_a_file_is_told_from_another_of_its_size(fl
         assert isinstance(waiting.exception(), multigpu.ClientClosedError)
 
 
-def test_two_tasks_of_one_frame_and_of_one_client_are_told_apart(fleet: Fleet) -> None:
+def test_different_tasks_with_one_request_id_in_a_frame_are_distinguished(fleet: Fleet) -> None:
     heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("one", b"a"), ("one", b"b"))]), timeout=30))
     assert [outcome.result for outcome in heard.outcomes] == [b"a"]
     assert [(r.request_id, r.code) for r in heard.rejected] == [("one", 6)]

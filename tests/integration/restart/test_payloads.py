@@ -91,7 +91,7 @@ def test_payloads_and_results_go_as_files_and_come_back_as_they_were(fleet: Flee
         assert [client.run("trial.big", b"", parameters={"bytes": str(MIB)}, ephemeral=ephemeral)] == [bytes(MIB)]
 
 
-def test_what_nobody_needs_is_deleted_while_its_writer_lives(fleet: Fleet) -> None:
+def test_unreferenced_payloads_are_deleted_while_their_writer_lives(fleet: Fleet) -> None:
     with fleet.client() as client:
         tasks = payloads(40)
         for _ in range(4):
@@ -106,7 +106,7 @@ def written_by_us(fleet: Fleet, name: str) -> bool:
     return any(os.path.realpath(fd) == path for fd in Path("/proc/self/fd").iterdir())
 
 
-def test_a_durable_result_stays_and_is_told_whole(fleet: Fleet) -> None:
+def test_a_durable_result_is_kept_and_delivered_whole(fleet: Fleet) -> None:
     (payload,) = payloads(1)
     with fleet.client() as client:
         assert client.run("echo", payload, request_id="stays") == payload
@@ -129,7 +129,7 @@ def watch_for(fleet: Fleet, task_id: int) -> Any:
     return found
 
 
-def test_who_does_not_show_the_key_sends_and_gets_bytes(fleet: Fleet) -> None:
+def test_a_client_without_the_key_sends_and_gets_bytes(fleet: Fleet) -> None:
     (payload,) = payloads(1)
     heard = run_by_hand(fleet, run_frame("echo", ("plain", payload)))
     assert [(o.result, o.HasField("result_place")) for o in heard.outcomes] == [(payload, False)]
@@ -137,7 +137,7 @@ def test_who_does_not_show_the_key_sends_and_gets_bytes(fleet: Fleet) -> None:
     assert fleet.outcome(answer[0]).result == payload
 
 
-def test_who_shows_the_key_gets_the_place_and_fetches_it(fleet: Fleet) -> None:
+def test_a_client_with_the_key_gets_a_reference_and_fetches_it(fleet: Fleet) -> None:
     (payload,) = payloads(1)
     writer = Writer(fleet.data_dir / "payloads")
     place = writer.put(payload)
@@ -236,7 +236,7 @@ def test_references_that_lead_nowhere_are_rejected(fleet: Fleet, place: Any, tmp
     assert secret.exists()
 
 
-def test_references_are_for_those_who_have_shown_the_key(fleet: Fleet, place: Any) -> None:
+def test_references_need_the_key(fleet: Fleet, place: Any) -> None:
     heard = run_by_hand(fleet, refer("no-key", place.pin.name, place.offset, place.size_bytes))
     assert ["payload_key" in r.message for r in heard.rejected] == [True]
     with rejected(grpc.StatusCode.INVALID_ARGUMENT, "payload_key"):

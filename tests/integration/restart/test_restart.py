@@ -1,4 +1,4 @@
-"""Deaths and restarts of every party: nothing is lost, nothing is told twice, streams go on where they were."""
+"""Master, worker and engine are killed and restarted: no outcome is lost or repeated, and streams resume."""
 
 import os
 import signal
@@ -23,19 +23,19 @@ PARTS = [b"p-%d" % n for n in range(12)]
 
 
 def watch(fleet: Fleet, cursor: str, count: int, **options: Any) -> tuple[list[Any], str]:
-    """Reads that many outcomes after a cursor; they and the cursor after them."""
+    """Reads `count` outcomes after a cursor. Returns them and the cursor after them."""
     call = fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor, **options), timeout=20, wait_for_ready=True)
-    seen: list[Any] = []
+    outcomes: list[Any] = []
     for frame in call:
-        seen += frame.outcomes
+        outcomes += frame.outcomes
         cursor = frame.cursor
-        if len(seen) >= count:
+        if len(outcomes) >= count:
             break
     call.cancel()
-    return seen, cursor
+    return outcomes, cursor
 
 
-def where_it_runs(fleet: Fleet, request_id: str) -> str:
+def worker_of(fleet: Fleet, request_id: str) -> str:
     """The worker that runs a task."""
 
     def worker() -> str:
@@ -63,8 +63,8 @@ def test_a_request_stays_one_task_across_a_death_of_the_master(fleet: Fleet, tmp
     outcome = fleet.outcome(running)
     # The worker kept its lease: no second attempt was needed.
     assert (outcome.result, outcome.attempts) == (b"opened", 1)
-    heard = collect(fleet.tasks.Run(iter([run_frame("echo", ("settled", b"first"))]), timeout=30))
-    assert [(o.task_id, o.result) for o in heard.outcomes] == [(settled, b"first")]
+    received = collect(fleet.tasks.Run(iter([run_frame("echo", ("settled", b"first"))]), timeout=30))
+    assert [(o.task_id, o.result) for o in received.outcomes] == [(settled, b"first")]
 
 
 def test_ids_are_never_used_twice(fleet: Fleet) -> None:
@@ -78,7 +78,7 @@ def test_ids_are_never_used_twice(fleet: Fleet) -> None:
 # --- watch -----------------------------------------------------------------------------------------------------------
 
 
-def test_watch_from_now_says_nothing_of_before(fleet: Fleet) -> None:
+def test_watch_from_now_omits_earlier_outcomes(fleet: Fleet) -> None:
     (before,) = fleet.submit("echo", b"before", queue="from now")
     fleet.outcome(before)
     watch(fleet, "", 1, queue="from now")
@@ -101,7 +101,7 @@ def test_the_sdk_watches_through_a_death_of_the_master(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("cursor", ["junk", "w.", "w.-3", "w.x", "w.1", "w.abc.", "w.abc.x", "p.1"])
-def test_a_cursor_that_is_not_ours_is_rejected(fleet: Fleet, cursor: str) -> None:
+def test_a_malformed_cursor_is_rejected(fleet: Fleet, cursor: str) -> None:
     with rejected(grpc.StatusCode.INVALID_ARGUMENT, "cursor"):
         next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=30))
 
@@ -127,7 +127,7 @@ def test_a_cursor_whose_outcomes_are_gone_is_out_of_range_though_an_older_one_re
         first_frame = next(call).cursor
         call.cancel()
         assert fleet.master.stop() == 0
-        # What the passing of a day does.
+        # Simulate expiry.
         with sqlite3.connect(fleet.data_dir / "journal.sqlite3") as journal:
             newest = "(SELECT max(cursor) FROM outcome)"
             journal.execute(f"INSERT INTO setting SELECT 'journal.removed', {newest} - 1")
@@ -136,7 +136,7 @@ def test_a_cursor_whose_outcomes_are_gone_is_out_of_range_though_an_older_one_re
         for cursor in (first_frame, second):
             with rejected(grpc.StatusCode.OUT_OF_RANGE, "empty cursor"):
                 next(fleet.tasks.Watch(task_service_pb2.WatchRequest(cursor=cursor), timeout=30, wait_for_ready=True))
-        # The last cursor is as good as ever, and an empty one gives the oldest that is left.
+        # The last cursor is still valid, and an empty one returns the oldest remaining outcome.
         assert [o.task_id for o in watch(fleet, "", 2)[0]] == [seen[0].task_id, seen[-1].task_id]
         (new,) = fleet.submit("echo", b"new")
         assert [o.task_id for o in watch(fleet, old, 1)[0]] == [new]
@@ -146,7 +146,7 @@ def test_a_cursor_whose_outcomes_are_gone_is_out_of_range_though_an_older_one_re
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine", "master"])
-def test_partials_go_on_after_a_death(fleet: Fleet, victim: str) -> None:
+def test_partials_continue_after_a_kill(fleet: Fleet, victim: str) -> None:
     name = f"streamed past the death of {victim}"
     parts = []
     with fleet.client() as client:
@@ -154,12 +154,12 @@ def test_partials_go_on_after_a_death(fleet: Fleet, victim: str) -> None:
         for part in client.stream("trial.stream", b"p", request_id=name, **options):
             parts.append(part)
             if len(parts) == 3:
-                worker = where_it_runs(fleet, name)
+                worker = worker_of(fleet, name)
                 if victim == "worker":
                     fleet.workers[worker].kill()
                     fleet.start_worker(worker)
                 elif victim == "engine":
-                    signal_engine(fleet, worker)
+                    kill_engine(fleet, worker)
                 else:
                     fleet.restart_master()
         outcome = client.get(name, wait_s=10).outcome
@@ -170,7 +170,7 @@ def test_partials_go_on_after_a_death(fleet: Fleet, victim: str) -> None:
     fleet.wait_for_workers()
 
 
-def signal_engine(fleet: Fleet, worker: str) -> None:
+def kill_engine(fleet: Fleet, worker: str) -> None:
     """kill -9 of a worker's engine."""
 
     (engine,) = fleet.workers[worker].children()
@@ -185,21 +185,21 @@ def test_partials_do_not_repeat_for_a_client_that_attaches_before_the_worker(fle
         parts += [(p.index, p.data) for p in frame.partials]
         if len(parts) >= 3:
             break
-    worker = fleet.workers[where_it_runs(fleet, "early")]
+    worker = fleet.workers[worker_of(fleet, "early")]
     worker.signal(signal.SIGSTOP)
     try:
         fleet.restart_master()
         again = Feed(run_frame("trial.stream", ("early", b"p"), received=len(parts), parameters=parameters))
         stream = fleet.tasks.Run(again, timeout=20, wait_for_ready=True)
-        accepted = next(stream)  # it is attached, and the worker is not there yet
+        accepted = next(stream)  # the client is attached before the worker reconnects
         assert [a.request_id for a in accepted.accepted] == ["early"]
     finally:
         worker.signal(signal.SIGCONT)
     again.close()
-    heard = collect(stream)
-    parts += [(p.index, p.data) for p in heard.partials]
+    received = collect(stream)
+    parts += [(p.index, p.data) for p in received.partials]
     assert parts == list(enumerate(PARTS))
-    assert list(heard.outcomes[0].partials) == PARTS
+    assert list(received.outcomes[0].partials) == PARTS
     fleet.wait_for_workers()
 
 
@@ -224,9 +224,9 @@ def test_a_cancel_that_was_answered_survives_a_death_of_the_master(fleet: Fleet)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "ephemeral"), [(signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
+    ("signum", "ephemeral"), [(signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
 )
-def test_a_restart_under_load_is_seen_by_nobody(fleet: Fleet, number: int, ephemeral: bool) -> None:
+def test_a_restart_under_load_changes_no_result(fleet: Fleet, signum: int, ephemeral: bool) -> None:
     payloads = [b"%d" % n for n in range(600)]
     results: list[bytes] = []
     failed: list[BaseException] = []
@@ -243,13 +243,13 @@ def test_a_restart_under_load_is_seen_by_nobody(fleet: Fleet, number: int, ephem
     thread.start()
     until(lambda: len(results) > 50)
     pids = {name: worker.pid for name, worker in fleet.workers.items()}
-    fleet.master.signal(number)
+    fleet.master.signal(signum)
     code = fleet.master.process.wait(60)
     fleet.start_master()
     thread.join(60)
     assert not failed
     assert results == [p[::-1] for p in payloads]
-    assert code == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert code == (0 if signum == signal.SIGTERM else -signal.SIGKILL)
     assert {name: worker.pid for name, worker in fleet.workers.items() if worker.alive} == pids
-    # However the last one ended, the next one waits for the workers that it had.
+    # However the last master ended, the next one waits for its workers.
     assert fleet.master.events("master ready")[0]["awaited_workers"] == 2

@@ -230,7 +230,7 @@ def test_a_journal_of_a_newer_multigpu_is_rejected_and_left_alone(tmp_path: Path
     assert contents(fleet.data_dir) == before
 
 
-def test_a_second_master_is_rejected_and_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_master_is_rejected_and_names_the_first(tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet", workers=0) as fleet:
         other = Fleet(tmp_path / "other", workers=0, data_dir=fleet.data_dir)
         second = other.start_master(wait=False)
@@ -273,5 +273,5 @@ def test_a_second_signal_ends_nothing_by_force(tmp_path: Path) -> None:
 
 
 def test_mgpuctl_waits_for_longer_than_the_master_does() -> None:
-    """What the disk does not take is told with its reason, and not by a call that ran out of time."""
+    """A failed write is reported with its reason, not as a call that timed out."""
     assert CALL_TIMEOUT_S >= DURABLE_S + 2

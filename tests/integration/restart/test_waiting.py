@@ -69,7 +69,7 @@ def test_tasks_of_a_long_ones_kind_do_not_wait_behind_it(fleet: Fleet, gates: Ga
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow windows", "wide windows"])
-def test_the_urgent_overtake_what_was_sent_ahead(fleet: Fleet, tmp_path: Path, gates: Gates, wide: bool) -> None:
+def test_urgent_tasks_overtake_leases_sent_ahead(fleet: Fleet, tmp_path: Path, gates: Gates, wide: bool) -> None:
     log = tmp_path / "log"
     if wide:
         widen(fleet, "sleep", b"0.02")

@@ -46,16 +46,16 @@ def test_energy_of_tasks(gpus: SimulatedGpus, tmp_path: Path) -> None:
         fleet.wait_for_workers()
         with fleet.client() as client:
             outcomes = list(client.map_outcomes("sleep", [b"0.6"] * 8))
-        told = [outcome for outcome in outcomes if outcome.energy is not None]
-        assert len(told) >= 4, outcomes  # the counter may not have started for the first ones
-        for outcome in told:
+        measured = [outcome for outcome in outcomes if outcome.energy is not None]
+        assert len(measured) >= 4, outcomes  # the counter may not have started for the first ones
+        for outcome in measured:
             assert outcome.energy is not None
             assert outcome.energy.method is multigpu.EnergyMethod.COUNTER
             assert 0.05 < outcome.energy.uncertainty < 1.0
         # Two ran at the same time: each has half of the energy.
-        took = sum(outcome.energy.joules for outcome in told if outcome.energy is not None)
+        took = sum(outcome.energy.joules for outcome in measured if outcome.energy is not None)
         messages = [outcome.message for outcome in outcomes]
-        wanted = sum(shared_joules(outcome.message, messages, 300.0) for outcome in told)
+        wanted = sum(shared_joules(outcome.message, messages, 300.0) for outcome in measured)
         assert took == pytest.approx(wanted, rel=0.35)
         # A task with partial outputs has the energy of its whole time.
         streamed = fleet.outcome(fleet.submit("trial.stream", b"x", parameters={"count": "10", "seconds": "0.15"})[0])
@@ -102,14 +102,15 @@ def test_idle_processes_do_not_share_energy(gpus: SimulatedGpus, tmp_path: Path)
             """Reported energy as a share of power times time, and the largest uncertainty."""
             for pid, percent in zip((engine, os.getpid()), utilizations, strict=True):
                 gpus.process(0, pid, 1 << 30, mps=True, sm_utilization=percent)
-            heard = fleet.worker("gpu").last_heartbeat_time.ToNanoseconds()
-            until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > heard + 2 * 10**9, what="samples")
+            beat_ns = fleet.worker("gpu").last_heartbeat_time.ToNanoseconds()
+            until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > beat_ns + 2e9, what="samples")
             with fleet.client() as client:
                 outcomes = list(client.map_outcomes("sleep", [b"0.6"] * 6))
-            told = [(o.energy, span(o.message)) for o in outcomes if o.energy is not None]
-            assert len(told) >= 3, outcomes
-            took = sum(energy.joules for energy, _ in told)
-            return took / sum((end - begin) * 300.0 for _, (begin, end) in told), max(e.uncertainty for e, _ in told)
+            with_energy = [(o.energy, span(o.message)) for o in outcomes if o.energy is not None]
+            assert len(with_energy) >= 3, outcomes
+            took = sum(energy.joules for energy, _ in with_energy)
+            drawn = sum((end - begin) * 300.0 for _, (begin, end) in with_energy)
+            return took / drawn, max(energy.uncertainty for energy, _ in with_energy)
 
         share, uncertainty = measured(90, 0)
         assert share == pytest.approx(1.0, rel=0.2)

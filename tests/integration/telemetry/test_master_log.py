@@ -32,17 +32,17 @@ def hold_leases(fleet: Fleet, count: int) -> None:
 def test_a_killed_worker_is_logged_with_its_leases(fleet: Fleet) -> None:
     hold_leases(fleet, 2)
     fleet.workers["w0"].kill()
-    told = event(fleet, "worker lost")
-    assert told.items() >= {"level": "warning", "worker_id": "w0", "leases_requeued": 2}.items()
-    assert told["reason"] == "its stream ended"
+    entry = event(fleet, "worker lost")
+    assert entry.items() >= {"level": "warning", "worker_id": "w0", "leases_requeued": 2}.items()
+    assert entry["reason"] == "its stream ended"
 
 
 def test_a_silent_worker_is_logged_with_the_reason(fleet: Fleet) -> None:
     hold_leases(fleet, 1)
     fleet.workers["w0"].signal(signal.SIGSTOP)
-    told = event(fleet, "worker lost")
-    assert told.items() >= {"level": "warning", "worker_id": "w0", "leases_requeued": 1}.items()
-    assert "nothing heard for" in told["reason"]
+    entry = event(fleet, "worker lost")
+    assert entry.items() >= {"level": "warning", "worker_id": "w0", "leases_requeued": 1}.items()
+    assert "nothing heard for" in entry["reason"]
 
 
 def test_a_stop_of_worker_or_master_is_no_warning(fleet: Fleet) -> None:
@@ -80,14 +80,14 @@ def test_quarantine_and_return_are_logged(tmp_path: Path) -> None:
             fleet.start_worker(f"w{i}", "--device", f"cuda:{i}")
         fleet.wait_for_workers()
         gpus.lose(0)
-        told = event(fleet, "device quarantined")
-        assert told.items() >= {"level": "warning", "worker_id": "w0"}.items()
+        entry = event(fleet, "device quarantined")
+        assert entry.items() >= {"level": "warning", "worker_id": "w0"}.items()
         # The order depends on the driver.
-        assert told["reason"].startswith(("xid_79: ", "gpu_is_lost: "))
+        assert entry["reason"].startswith(("xid_79: ", "gpu_is_lost: "))
         gpus.return_(0, reset=True)
-        told = event(fleet, "device back from quarantine")
-        assert told.items() >= {"level": "info", "worker_id": "w0"}.items()
-        assert told["reason"]
+        entry = event(fleet, "device back from quarantine")
+        assert entry.items() >= {"level": "info", "worker_id": "w0"}.items()
+        assert entry["reason"]
 
 
 @pytest.mark.slow
@@ -100,8 +100,8 @@ def test_an_earlier_quarantine_is_logged_once_the_worker_reports_its_health(tmp_
         gpus.recovery_action(0, 3)
         assert event(fleet, "device quarantined")["reason"].startswith("drain_p2p: ")
         fleet.restart_master()
-        told = event(fleet, "device quarantined")
-        assert told.items() >= {"level": "warning", "worker_id": "w0"}.items()
-        assert told["reason"].startswith("drain_p2p: ")
+        entry = event(fleet, "device quarantined")
+        assert entry.items() >= {"level": "warning", "worker_id": "w0"}.items()
+        assert entry["reason"].startswith("drain_p2p: ")
         gpus.recovery_action(0, 0)
         assert event(fleet, "device back from quarantine")["worker_id"] == "w0"

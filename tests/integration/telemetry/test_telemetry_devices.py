@@ -48,7 +48,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
     return gpus
 
 
-def tell(gpus: SimulatedGpus) -> None:
+def set_sensors(gpus: SimulatedGpus) -> None:
     """Sets the values of TOLD in the simulated driver, in its units."""
     gpus.process(1, os.getpid(), 5 << 30, mps=True)
     gpus.use_memory(1, 4 << 30)
@@ -92,7 +92,7 @@ def fleet(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Fleet]:
     """Worker `gpu` on the simulated cuda:1, worker `cpu` on the CPU."""
-    tell(gpus)
+    set_sensors(gpus)
     env = {**gpus.env(), "MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
     master_flags = ["--metrics-listen", f"127.0.0.1:{metrics_port}"]
     stats_flags = ["--stats-file", str(stats_path), "--stats-interval-s", "0.2"]
@@ -252,8 +252,8 @@ def test_heartbeats_continue_without_an_answer_of_the_driver(fleet: Fleet, gpus:
     gpus.hang(1)
     try:
         before = until(lambda: _quiet(fleet), what="a sample that grows old")
-        sampled, heard = before.telemetry.sample_time.ToNanoseconds(), before.last_heartbeat_time.ToNanoseconds()
-        until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > heard + 2 * 10**9, what="heartbeats")
+        sampled, beat_ns = before.telemetry.sample_time.ToNanoseconds(), before.last_heartbeat_time.ToNanoseconds()
+        until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > beat_ns + 2e9, what="heartbeats")
         now = fleet.worker("gpu")
         assert now.telemetry.sample_time.ToNanoseconds() == sampled
         assert now.session_id == before.session_id

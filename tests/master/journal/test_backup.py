@@ -105,7 +105,7 @@ def test_what_was_lost_before_a_backup_is_listed_and_the_copy_is_kept(tmp_path: 
     assert tasks_of(tmp_path / "copy") == [2]
 
 
-def test_a_journal_without_its_segments_is_salvaged_and_what_is_gone_is_said(tmp_path: Path) -> None:
+def test_a_journal_without_its_segments_is_salvaged_and_lost_payloads_are_reported(tmp_path: Path) -> None:
     large = os.urandom(LARGE_BYTES)
     data_dir = tmp_path / "data"
     journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)

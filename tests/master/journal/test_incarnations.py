@@ -26,7 +26,7 @@ def ends_of(it: Opened) -> ids.Incarnations:
 # --- epochs --------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_journal_and_an_older_copy_begin_where_nobody_was(tmp_path: Path) -> None:
+def test_an_empty_journal_and_an_older_copy_repeat_no_id(tmp_path: Path) -> None:
     first, _ = begin(tmp_path / "data", NOW_S)
     shutil.copytree(tmp_path / "data", tmp_path / "copy")
     later = [begin(tmp_path / "data", NOW_S + 10)[0], begin(tmp_path / "data", NOW_S + 10)[0]]

@@ -1,4 +1,4 @@
-"""What the journal promises, on real files: what was acknowledged is there, in order, and is forgotten in time."""
+"""The journal on real files: acknowledged entries are kept in order, and outcomes expire."""
 
 import itertools
 import sqlite3
@@ -27,7 +27,7 @@ from tests.waiting import until
 
 
 class Opened:
-    """An open journal with what its callback was told."""
+    """An open journal that records the arguments of its callback."""
 
     def __init__(self, data_dir: Path, clock_s: float = 3000.0, **options: Any) -> None:
         self.clock_s = clock_s
@@ -183,7 +183,7 @@ def test_a_task_that_comes_and_goes_in_one_transaction_is_its_outcome_only(tmp_p
         assert it.tasks == [submit(2)]
 
 
-def test_close_commits_what_is_queued(tmp_path: Path) -> None:
+def test_close_commits_queued_entries(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         for i in range(1, 20_001):
             it.journal.append(Entry(submits=[submit(i)]))

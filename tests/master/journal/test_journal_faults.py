@@ -39,7 +39,7 @@ from pathlib import Path
 from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 rng = random.Random(int(sys.argv[2]))
-def said(entries, first_cursor, error):
+def print_commit(entries, first_cursor, error):
     assert error is None, error
     lines = []
     for entry in entries:
@@ -49,7 +49,7 @@ def said(entries, first_cursor, error):
             first_cursor += 1
     os.write(1, "".join(lines).encode())
 journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
-recovered = journal.open(said)
+recovered = journal.open(print_commit)
 live = [task.task_id for task in recovered.tasks]
 n = int(sys.argv[3])
 os.write(1, f"opened {recovered.epoch}\\n".encode())
@@ -72,7 +72,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_has_what_it_acknowledged(tmp_path: Path) -> None:
+def test_a_journal_killed_at_any_moment_keeps_acknowledged_entries(tmp_path: Path) -> None:
     seed = int(os.environ.get("MGPU_TEST_SEED", random.randrange(2**32)))
     print(f"MGPU_TEST_SEED={seed}")
     rng = random.Random(seed)
@@ -91,8 +91,8 @@ def test_killed_at_any_moment_it_has_what_it_acknowledged(tmp_path: Path) -> Non
             last_epoch = int(epoch)
             time.sleep(rng.uniform(0, 0.25))
             child.send_signal(signal.SIGKILL)
-            said = child.stdout.read().decode()
-        for line in said.splitlines()[: None if said.endswith("\n") else -1]:
+            stdout = child.stdout.read().decode()
+        for line in stdout.splitlines()[: None if stdout.endswith("\n") else -1]:
             what, *numbers = line.split()
             if what == "submitted":
                 submitted.add(int(numbers[0]))
@@ -181,7 +181,7 @@ def another_database(path: Path) -> None:
         (another_database, "not a journal of multigpu.*another --data-dir"),
     ],
 )
-def test_what_is_not_ours_or_damaged_is_rejected_and_left_alone(
+def test_foreign_or_damaged_files_are_rejected_and_not_changed(
     tmp_path: Path, damage: Callable[[Path], None], message: str, *, logged: bool
 ) -> None:
     data_dir = tmp_path / "data"
@@ -217,20 +217,20 @@ import resource, sys, time
 from pathlib import Path
 from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-said = []
+commits = []
 journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)
-list(journal.open(lambda *commit: said.append(commit)).tasks)
+list(journal.open(lambda *commit: commits.append(commit)).tasks)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # writes fail from here on, though the disk has space
 entry = Entry(submits=[SubmitRecord(1, "", b"", bytes(50_000), "", 1, 0.0) for _ in range(1)])
 journal.append(entry)
 journal.append(Entry(submits=[SubmitRecord(2, "", b"", bytes(90_000), "", 1, 0.0)]))
 fatal = []
 while not fatal:  # until the timeout of the test
-    fatal = [error for _, _, error in said if error is not None]
+    fatal = [error for _, _, error in commits if error is not None]
     time.sleep(0.01)
 time.sleep(0.1)
-fatal = [error for _, _, error in said if error is not None]
-assert len(fatal) == 1 and type(fatal[0]) is JournalError, said
+fatal = [error for _, _, error in commits if error is not None]
+assert len(fatal) == 1 and type(fatal[0]) is JournalError, commits
 try:
     journal.append(entry)
 except JournalError as error:
@@ -240,7 +240,7 @@ journal.close(5)
 """
 
 
-def test_any_other_failure_of_the_disk_is_said_once_and_ends_it(tmp_path: Path) -> None:
+def test_another_disk_failure_is_reported_once_and_ends_the_journal(tmp_path: Path) -> None:
     filled(tmp_path / "data")
     ran = subprocess.run(
         [sys.executable, "-c", BROKEN_DISK, tmp_path / "data"], capture_output=True, text=True, timeout=60, check=False

@@ -265,7 +265,7 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path) -> No
         assert answered(commits, again) == "committed"
 
 
-def test_what_empties_the_journal_does_not_wait_behind_what_is_too_large(
+def test_deletions_do_not_wait_behind_entries_that_are_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's

@@ -1,4 +1,4 @@
-"""Tasks that nobody is told of wait, in memory, to be written; whoever is told something finds them on the disk."""
+"""Unacknowledged tasks wait in memory for a write; an acknowledgement follows the write of all earlier entries."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ class Stage:
         self.data_dir = data_dir
         self.journal = SqliteJournal(data_dir, size_max_bytes=size_max_bytes)
         self.events: list[ev.Event] = []
-        self.told: list[tuple[str, JournalError | None]] = []
+        self.acknowledged: list[tuple[str, JournalError | None]] = []
         self.journaling = Journaling(self.journal, self.events.append, lambda: None, self._die)
         list(self.journal.open(self.journaling.on_commit).tasks)
         self.outcomes = wire_outcomes.OutcomeWriter()
@@ -31,11 +31,11 @@ class Stage:
     def _die(reason: str) -> None:
         raise AssertionError(reason)
 
-    def tell(self, who: str) -> "asyncio.Future[None]":
+    def wait_for_commit(self, label: str) -> "asyncio.Future[None]":
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: JournalError | None) -> None:
-            self.told.append((who, error))
+            self.acknowledged.append((label, error))
             future.set_result(None)
 
         self.done = done
@@ -62,7 +62,7 @@ def ignore(_error: JournalError | None) -> None:
     pass
 
 
-async def test_what_settles_soon_is_written_as_its_outcome_only(tmp_path: Path) -> None:
+async def test_a_task_that_settles_soon_is_written_as_its_outcome_only(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
     stage.journaling.submits_deferred([one, two], ignore)
@@ -73,7 +73,7 @@ async def test_what_settles_soon_is_written_as_its_outcome_only(tmp_path: Path) 
     assert stage.close() == []
 
 
-async def test_what_does_not_settle_is_written_in_time(tmp_path: Path) -> None:
+async def test_an_unsettled_task_is_written_after_the_delay(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
     stage.journaling.submits_deferred([one], ignore)
@@ -83,17 +83,17 @@ async def test_what_does_not_settle_is_written_in_time(tmp_path: Path) -> None:
 
 
 async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejected(tmp_path: Path) -> None:
-    """It would never hear of the task's end (the simulator's seed 30083234)."""
+    """Else the client would never get the outcome (the simulator's seed 30083234)."""
     stage = Stage(tmp_path, size_max_bytes=256 << 10)
     large = Task(SPEC, "request-1", bytes(200_000), submit_s=1000.0, task_id=1)
-    told: list[int] = []
+    acknowledged: list[int] = []
     stage.journaling.submits([large], ignore, (), urgent=False)
-    stage.journaling.submits_deferred(tasks(2), lambda _error: told.append(len(stage.events)))
+    stage.journaling.submits_deferred(tasks(2), lambda _error: acknowledged.append(len(stage.events)))
     stage.journaling.flush()
     async with asyncio.timeout(20):
-        while not told:
+        while not acknowledged:
             await asyncio.sleep(0.01)
-    assert told == [2], "the core has heard of both rejections before"
+    assert acknowledged == [2], "the core has heard of both rejections before"
     stage.close()
 
 
@@ -120,14 +120,14 @@ async def test_a_task_waits_although_older_ones_have_settled(tmp_path: Path) -> 
     assert stage.close() == []
 
 
-async def test_who_is_told_something_finds_all_that_came_before_on_the_disk(tmp_path: Path) -> None:
+async def test_an_acknowledged_submit_follows_all_earlier_entries_to_the_disk(tmp_path: Path) -> None:
     """A Submit that joins a task which waits patiently is answered when that task is durable."""
     stage = Stage(tmp_path)
     stage.journaling.submits_deferred(tasks(1), ignore)
-    told = stage.tell("submit")
+    acknowledged = stage.wait_for_commit("submit")
     stage.journaling.submits([], stage.done, (), urgent=True)
-    await told
-    assert stage.told == [("submit", None)]
+    await acknowledged
+    assert stage.acknowledged == [("submit", None)]
     assert stage.close() == [1]
 
 

@@ -40,7 +40,7 @@ def names(prefix: str, n: int) -> list[str]:
     return [f"{prefix}-{i}" for i in range(n)]
 
 
-async def test_what_was_added_is_known_and_few_others_are() -> None:
+async def test_added_request_ids_are_found_and_few_others() -> None:
     known = RequestFilter()
     stored, pending, added = names("stored", 20_000), names("pending", 50), names("added", 20_000)
     await known.load(journal(stored[:7], stored[7:]), pending)

@@ -32,12 +32,12 @@ MIB = 1 << 20
 
 
 class Opened:
-    """An open journal, its directory of payloads swept, and what its callback was told."""
+    """An open journal with a swept payload directory. Records the arguments of its callback."""
 
     def __init__(self, data_dir: Path) -> None:
-        self.told: list[tuple[int, JournalError | None]] = []
+        self.commits: list[tuple[int, JournalError | None]] = []
         self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
-        recovered = self.journal.open(lambda entries, _, error: self.told.append((len(entries), error)))
+        recovered = self.journal.open(lambda entries, _, error: self.commits.append((len(entries), error)))
         self.tasks = list(recovered.tasks)
         self.payloads = self.journal.payloads
         self.payloads.sweep()
@@ -49,10 +49,10 @@ class Opened:
 
     def write(self, entry: Entry) -> JournalError | None:
         """Whether it was committed."""
-        told = len(self.told)
+        commits = len(self.commits)
         self.journal.append(entry)
-        until(lambda: len(self.told) > told)
-        return self.told[-1][1]
+        until(lambda: len(self.commits) > commits)
+        return self.commits[-1][1]
 
     def names(self) -> list[str]:
         return sorted(p.name for p in self.payloads.path.iterdir() if p.name != "KEY" and p.name not in FREE_NAMES)
@@ -78,13 +78,13 @@ def settle(task_id: int, body: bytes | LargeBody, expire_s: float = 1e12) -> Ent
     return Entry(settles=[record])
 
 
-def test_what_is_committed_was_synced_before_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_file_is_synced_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, int]] = []
 
     def note(real: Callable[[int], None]) -> Callable[[int], None]:
         def sync(fd: int) -> None:
             real(fd)
-            synced.append((Path(f"/proc/self/fd/{fd}").resolve().name, len(it.told)))
+            synced.append((Path(f"/proc/self/fd/{fd}").resolve().name, len(it.commits)))
 
         return sync
 
@@ -102,7 +102,7 @@ def test_what_is_committed_was_synced_before_with_its_name(tmp_path: Path, monke
         assert outcome.body == b"head" + b"r" * MIB
 
 
-def test_what_settles_in_the_same_transaction_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_payload_of_a_settled_task_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path / "data") as it:
         writers = Writer(it.payloads.path), Writer(it.payloads.path)
         payload, result = it.take(writers[0], bytes(MIB)), it.take(writers[1], bytes(MIB))
@@ -115,7 +115,7 @@ def test_what_settles_in_the_same_transaction_is_not_synced(tmp_path: Path, monk
 
         monkeypatch.setattr(os, "fdatasync", note)
         it.journal.append(submit(1, payload), settle(1, LargeBody(b"head", result)))
-        until(lambda: sum(count for count, _ in it.told) == 2)
+        until(lambda: sum(count for count, _ in it.commits) == 2)
         assert synced == [result.pin.name]
 
 
@@ -164,7 +164,7 @@ def test_a_file_to_which_only_a_row_refers_stays(tmp_path: Path) -> None:
         assert outcome.body == b"head" + b"r" * MIB
 
 
-def test_segments_go_when_the_last_who_needs_them_is_gone(tmp_path: Path) -> None:
+def test_segments_are_deleted_with_their_last_reference(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         writer = Writer(it.payloads.path)
         mine = writer.put(bytes(MIB))

@@ -5,7 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 attempts = partial(Mutation, module="multigpu_master.core.attempts")
-attempts_story = partial(attempts, checker="stories")
+attempts_story = partial(attempts, checker="pytest")
 
 ATTEMPTS = (
     attempts(
@@ -58,7 +58,7 @@ ATTEMPTS = (
         breaks="P4: a task that kills its workers before they can say so does so for ever",
     ),
     attempts(
-        name="suspects don't pause",
+        name="suspects are retried without a delay",
         old="0.0 if extra.losses == 1 else self._backoff_s(task, extra.losses - 1)",
         new="0.0",
     ),
@@ -107,12 +107,12 @@ ATTEMPTS = (
         old="        else:\n            self._queue_timeout(task, now)\n",
     ),
     attempts(
-        name="what waits in a window at its queue timeout stays there",
+        name="queue_timeout does not recall a lease from a window",
         old="                self._state.outbox.recall(lease.worker, [lease])",
         new="                pass",
     ),
     attempts(
-        name="what comes back after its queue timeout is granted",
+        name="a lease returned after its queue_timeout is granted again",
         old="        elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:\n",
         new="        elif False:\n",
     ),
@@ -132,7 +132,7 @@ ATTEMPTS = (
         new="        if lease is not None:\n            return\n        if False:\n",
     ),
     attempts(
-        name="no time to say that it was begun",
+        name="queue_timeout leaves no time to report the start",
         old="        if lease is not None and now < due_s:\n",
         new="        if False:\n",
     ),
@@ -142,7 +142,7 @@ ATTEMPTS = (
         new="            return\n",
     ),
     attempts_story(
-        name="who did not begin a task gets it again",
+        name="a task is granted again to the worker that did not start it",
         old="            task.more().avoids = worker.device_key\n",
     ),
     attempts_story(
@@ -151,7 +151,7 @@ ATTEMPTS = (
         new="        if False:\n",
     ),
     attempts_story(
-        name="what was recalled goes back to where it waited",
+        name="a recalled lease is granted to the same worker",
         old="            lease.task.more().avoids = lease.worker.worker_id\n",
         new="            pass\n",
     ),
@@ -200,7 +200,7 @@ ATTEMPTS = (
     ),
     Mutation(
         module="multigpu_master.core.workers.sessions",
-        name="the first attempt that a worker tells of counts",
+        name="the first reported attempt of a task is adopted",
         old="        ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts\n",
         seeds=5000,
     ),

@@ -116,7 +116,7 @@ MESSAGES = (
             "a number that is not finite is passed on"),
     devices(WIRE + "invalid_energy_is_ignored", "math.isfinite(x) and x >= 0.0", "x >= 0.0 or not math.isfinite(x)",
             "energy that is not finite counts"),
-    devices(WIRE + "of_a_large_message_the_cores_fields_are_kept",
+    devices(WIRE + "a_large_message_keeps_only_the_fields_of_the_core",
             "    if len(wire) > BYTES_MAX:\n        wire = device_pb2.DeviceTelemetry",
             "    if len(wire) < 0:\n        wire = device_pb2.DeviceTelemetry", "a sample of any size is kept"),
     devices(REGRESSIONS + "a_long_text_of_a_heartbeat_is_cut", "getattr(message, field)[:TEXT_CHARS_MAX]",

@@ -17,7 +17,7 @@ EVENTS = (
         seeds=20_000,
     ),
     scheduler(
-        name="forget the timers",
+        name="timers never fire",
         old="        state.timers.fire(now)\n",
     ),
     scheduler(
@@ -35,7 +35,7 @@ EVENTS = (
         new="in (self.state.timers.next_s(),):\n",
     ),
     scheduler(
-        name="outcomes told twice",
+        name="outcomes are sent twice",
         module="multigpu_master.core.outbox",
         old="            self._settled = []\n",
     ),
@@ -49,7 +49,7 @@ EVENTS = (
         name="a withdrawn request_id stays taken",
         old=" and not _is_free(known.outcome, spec):",
         new=":",
-        checker="stories",
+        checker="pytest",
     ),
     scheduler(
         name="a second stream is not followed",
@@ -73,10 +73,10 @@ EVENTS = (
         new="            pass\n",
     ),
     scheduler(
-        name="cancel of the settled",
+        name="settled tasks are cancelled",
         old="for t in dict.fromkeys(event.tasks) if t.outcome is None]",
         new="for t in dict.fromkeys(event.tasks)]",
-        checker="stories",
+        checker="pytest",
     ),
     scheduler(
         name="a failed submit stays in its class",
@@ -92,7 +92,7 @@ EVENTS = (
         breaks="P1: a task is acknowledged that the journal could not write",
     ),
     scheduler(
-        name="nobody waits for workers after a restart",
+        name="a restarted master does not wait for workers",
         old="self.state.hold.until_s = event.hold_until_s",
         new="self.state.hold.until_s = 0.0",
     ),
@@ -147,7 +147,7 @@ EVENTS = (
         old="ledger.unsettled_bytes + size > limits.bytes_max",
         new="False",
         breaks="P10: payloads without end",
-        checker="stories",
+        checker="pytest",
     ),
     operators(
         name="a cordon is forgotten by a restart",
@@ -155,7 +155,7 @@ EVENTS = (
         new="None",
     ),
     operators(
-        name="nobody is awaited",
+        name="a restarted master expects no worker",
         old="            self._state.hold.expect(worker.worker_id)\n",
         new="            pass\n",
     ),
@@ -169,7 +169,7 @@ EVENTS = (
         new="drained = worker.draining",
     ),
     operators(
-        name="an uncordon is not told",
+        name="an uncordon is not sent to the worker",
         old="        if drained:\n            self._state.outbox.desire(worker)\n",
     ),
     operators(
@@ -182,7 +182,7 @@ EVENTS = (
         ),
     ),
     operators(
-        name="a drain is not told",
+        name="a drain is not sent to the worker",
         old="drain_deadline_s=deadline_s)\n        self._state.outbox.desire(worker)\n",
         new="drain_deadline_s=deadline_s)\n",
     ),
@@ -208,7 +208,7 @@ EVENTS = (
         old="if worker.draining and worker.drain_deadline_s == deadline_s:",
         new="if worker.draining:",
         breaks="P6: the first of two drains interrupts what the second would let end",
-        checker="stories",
+        checker="pytest",
     ),
     operators(
         name="a forgotten worker is still awaited",

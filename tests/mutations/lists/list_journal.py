@@ -15,7 +15,7 @@ statements = partial(Mutation, module="multigpu_master.journal.sqlite.statements
 known = partial(Mutation, module="multigpu_master.journal.request_filter")
 wire = partial(Mutation, module="multigpu_master.wire.tasks")
 identity = partial(Mutation, module="multigpu_master.core.identity")
-failures = partial(Mutation, module="multigpu_master.journal.sqlite.failures", checker="stories", seeds=1)
+failures = partial(Mutation, module="multigpu_master.journal.sqlite.failures", checker="pytest", seeds=1)
 reads = partial(Mutation, module="multigpu_master.journal.sqlite.reads", checker="results", seeds=50)
 intake = partial(Mutation, module="multigpu_master.rpc.intake", checker="results", seeds=50)
 
@@ -39,7 +39,7 @@ JOURNAL = (
         breaks="a cancellation that was answered is undone by a kill",
     ),
     journaling(
-        name="commits of outcomes are not told",
+        name="the core is not notified of committed outcomes",
         old="            self._handle(ev.SettlesCommitted(settled))\n",
         new="            pass\n",
         breaks="P10: settled tasks stay in memory",
@@ -52,13 +52,13 @@ JOURNAL = (
         seeds=1000,
     ),
     journaling(
-        name="nobody is told of a commit",
+        name="commits are not acknowledged",
         old="            if pending.done is not None:\n                pending.done(error)\n",
         new="",
         breaks="clients wait for ever to be told that their tasks are safe",
     ),
     journaling(
-        name="what lingers is never written",
+        name="deferred outcomes are never written",
         old="            self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)\n",
         new="            pass\n",
         breaks="outcomes wait for somebody else's entry to reach the disk",
@@ -74,7 +74,7 @@ JOURNAL = (
         old="            self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)\n",
         new="            pass\n",
         breaks="P1: tasks that run for long are never written",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     journaling(
@@ -91,7 +91,7 @@ JOURNAL = (
         seeds=1000,
     ),
     journaling(
-        name="what settles is taken for never submitted",
+        name="a settled task counts as never written",
         old="submitted=task.task_id not in unwritten",
         new="submitted=False",
         breaks="the journal keeps a task that has ended, and the next master runs it again",
@@ -108,11 +108,11 @@ JOURNAL = (
         old="            self._end_deferrals(math.inf)  # clients",
         new="            pass  # clients",
         breaks="P1: something that was acknowledged rests on a task that is lost",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     journaling(
-        name="settled requests are not known",
+        name="request_ids of settled tasks are not in the filter",
         old="        self._request_filter.add([task.request_id for task in tasks if task.request_id])\n",
         new="",
         breaks="P5: a repeated request_id makes a second task once the first has settled",
@@ -120,7 +120,7 @@ JOURNAL = (
         seeds=50,
     ),
     driver(
-        name="the master goes on with half of an event",
+        name="the driver continues after a failed event",
         old="                self._broken = True\n",
         new="",
         breaks="after an exception the master acts on a state that is half changed",
@@ -132,7 +132,7 @@ JOURNAL = (
         breaks="P1: what ended is never journaled when a peer can't be told of it",
     ),
     known(
-        name="what settles while the journal is read is not known",
+        name="request_ids settled during the load are not in the filter",
         old="        return self._load(journal, len(self._filters) - 1)\n",
         new="        return self._load(journal, len(self._filters))\n",
         breaks="P5: a repeated request_id makes a second task",
@@ -164,26 +164,26 @@ JOURNAL = (
         seeds=50,
     ),
     sqlite(
-        name="a commit is told before it is made",
+        name="a commit is acknowledged before it is made",
         old="        try:\n            commit(batch, bytes_total)\n",
         new="        if batch:\n            self._on_commit(batch, first_cursor, None)\n"
         "        try:\n            commit(batch, bytes_total)\n            return len(batch)\n",
         breaks="P1: a task is acknowledged before it is on the disk",
     ),
     sqlite(
-        name="what failed on a full disk is dropped",
+        name="entries that failed on a full disk are dropped",
         old="            waiting.extendleft(reversed(batch))\n",
         new="",
         breaks="P1: outcomes are lost on a full disk",
     ),
     sqlite(
-        name="what failed goes back in the wrong order",
+        name="entries that failed are retried in the wrong order",
         old="            waiting.extendleft(reversed(batch))\n",
         new="            waiting.extendleft(batch)\n",
         breaks="cursors are not in order of settling",
     ),
     sqlite(
-        name="cursors are not counted on",
+        name="the last cursor is not advanced",
         old="        self._last_cursor += outcomes\n",
         new="",
         breaks="P9: two outcomes have one cursor",
@@ -225,7 +225,7 @@ JOURNAL = (
         breaks="a task that was never submitted has an outcome",
     ),
     sqlite(
-        name="rejected tasks are not told",
+        name="rejections by a full disk are not reported",
         old="        if rejected:\n            self._on_commit(rejected, 0, self._full)\n",
         new="",
         breaks="clients wait for ever to hear of tasks that were rejected",
@@ -243,7 +243,7 @@ JOURNAL = (
         breaks="submits are rejected for ever",
     ),
     sqlite(
-        name="what empties the journal waits for room",
+        name="deletions wait for space",
         old="            (self._freeing if frees(entry) and not self._over else self._pending).append(entry)\n",
         new="            self._pending.append(entry)\n",
         breaks="a full disk can't be emptied",
@@ -277,7 +277,7 @@ JOURNAL = (
         seeds=1,
     ),
     sqlite(
-        name="what comes behind the end is lost",
+        name="entries after the close marker are lost",
         old="            taken = [entry for entry in taken if entry is not _CLOSE]\n",
         new="            taken = taken[: taken.index(_CLOSE)][:-1]\n",
         breaks="P1: what was handed over before a stop is lost",
@@ -329,7 +329,7 @@ JOURNAL = (
         old="    if again.spec.durable and not durable:\n",
         new="    if False:\n",
         breaks="P1: a task that was acknowledged as durable is lost with its master",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     Mutation(
@@ -345,7 +345,7 @@ JOURNAL = (
         old="                payload_crc(task)\n",
         new="                pass\n",
         breaks="P5: the same request_id is rejected, as if it were another's",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     reads(
@@ -366,7 +366,7 @@ JOURNAL = (
         old="    return bool(flagged)\n",
         new="    return False\n",
         breaks="P1: acknowledged tasks are lost silently with a log that was deleted",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     Mutation(
@@ -375,7 +375,7 @@ JOURNAL = (
         old="wanted.for_journal(cursor_max))",
         new="wanted.for_journal())",
         breaks="a task that settles during the call is counted twice",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
     journaling(
@@ -383,7 +383,7 @@ JOURNAL = (
         old="        if self.writable:\n            return sys.maxsize\n",
         new="        if True:\n            return sys.maxsize\n",
         breaks="a task is cancelled for its client and runs after a restart",
-        checker="stories",
+        checker="pytest",
         seeds=1,
     ),
 )

@@ -1,4 +1,4 @@
-"""Mutations of the accounts: fleet.py, ledger.py, model.py, timers.py, and of strategies."""
+"""Mutations of fleet.py, ledger.py, model.py, timers.py and the strategies."""
 
 from functools import partial
 
@@ -8,10 +8,9 @@ fleet = partial(Mutation, module="multigpu_master.core.workers.fleet")
 ledger = partial(Mutation, module="multigpu_master.core.ledger")
 model = partial(Mutation, module="multigpu_master.core.model")
 timers = partial(Mutation, module="multigpu_master.core.timers")
-strategies = partial(Mutation)
 
 LEDGER = (
-    ledger(
+    Mutation(
         name="a lease is recalled again and again",
         module="multigpu_master.core.outbox",
         old="            lease.recalled = worker.session\n",
@@ -21,16 +20,16 @@ LEDGER = (
         name="a requeued dead letter stands behind younger tasks",
         old="        if requeued:\n",
         new="        if False:\n",
-        breaks="tasks of one class run in the order of their ids",
+        breaks="tasks of one class run out of order",
         seeds=20_000,
     ),
     fleet(
-        name="what runs long teaches nothing",
+        name="long run times do not narrow the window",
         old="            pace.allowed = min(pace.allowed, window)\n",
-        checker="stories",
+        checker="pytest",
     ),
     fleet(
-        name="eligible workers of before",
+        name="eligible workers are not recomputed",
         old="        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
         new="        self._resident.clear()\n        self.touch(worker)\n",
     ),
@@ -46,12 +45,12 @@ LEDGER = (
         new="        if not worker.full:\n            self.open[worker] = None\n",
     ),
     fleet(
-        name="loaded models of before",
+        name="counts of loaded models are not recomputed",
         old="        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
         new="        self._eligible.clear()\n        self.touch(worker)\n",
     ),
     fleet(
-        name="changes without a version",
+        name="a change does not increment the worker's version",
         old="        worker.version += 1\n",
     ),
     fleet(
@@ -64,14 +63,14 @@ LEDGER = (
         old="            if not c.models or not shape.model or shape.model in c.models:\n",
         new="            if True:\n",
     ),
-    fleet(
+    Mutation(
         name="a window wider than the worker said",
         module="multigpu_master.core.workers.pace",
         old="min(int(rate * WINDOW_S), info.window_tasks))",
         new="int(rate * WINDOW_S))",
         breaks="P10: a fast worker is given more than it said it takes",
     ),
-    fleet(
+    Mutation(
         name="a new session has the old one's window",
         module="multigpu_master.core.workers.pace",
         old="        self.allowed = narrow_window(info)\n",
@@ -123,7 +122,7 @@ LEDGER = (
         new="not (self.stopping or self.quarantined)",
     ),
     model(
-        name="a task in its pause may go",
+        name="a task is dispatched during its retry delay",
         old="        return self.extra is None or not self.extra.not_before_s\n",
         new="        return True\n",
     ),
@@ -148,13 +147,12 @@ LEDGER = (
         old="        queue.queued -= 1\n        queue.queued_bytes -= size\n        queue.leased += 1\n",
         new="        queue.queued_bytes -= size\n        queue.leased += 1\n",
     ),
-    ledger(
+    fleet(
         name="a lease that ends frees nothing",
-        module="multigpu_master.core.workers.fleet",
         old="        self.freed[lease.worker] = None\n",
     ),
     ledger(
-        name="settled tasks take room",
+        name="settled tasks count as unsettled",
         old="        self.unsettled -= 1\n",
         breaks="P10: the master fills up with tasks that have ended",
     ),
@@ -175,22 +173,22 @@ LEDGER = (
         old="        if self.requests.get(task.request_id) is task:\n",
         new="        if self.requests.get(task.request_id):\n",
         breaks="P5: forgetting one task forgets the request of another",
-        checker="stories",
+        checker="pytest",
     ),
-    ledger(
+    Mutation(
         name="ephemeral outcomes without limit",
         module="multigpu_master.core.ephemeral",
         old="        while self.size_bytes > self._bytes_max:\n",
         new="        while False:\n",
         breaks="P10: ephemeral outcomes pile up",
     ),
-    ledger(
+    Mutation(
         name="ephemeral outcomes live for ever",
         module="multigpu_master.core.ephemeral",
         old="        self._timers.at(due_s, self._expire)\n",
         breaks="P10: ephemeral outcomes outlive their time",
     ),
-    ledger(
+    Mutation(
         name="ephemeral outcomes are forgotten at once",
         module="multigpu_master.core.ephemeral",
         old="            if not self._heap or self._heap[0][0] > now:\n",
@@ -203,7 +201,7 @@ LEDGER = (
         breaks="P6: what is due is done before its time",
     ),
     timers(
-        name="expiries hear of the settled",
+        name="timers of settled tasks fire",
         old="        return task if task is not None and task.outcome is None else None\n",
         new="        return task\n",
     ),
@@ -211,29 +209,29 @@ LEDGER = (
         name="a sweep forgets deadlines",
         old="            if self._task(instant) is not None:\n                heappush(self._heap, instant)\n",
         new="            pass\n",
-        checker="stories",
+        checker="pytest",
     ),
     timers(
-        name="all that is due is done in one event",
+        name="all due timers fire in one event",
         old="        for _ in range(FIRE_MAX):\n",
         new="        while True:\n",
         breaks="P12: deadlines that come together hold the event loop",
-        checker="stories",
+        checker="pytest",
     ),
-    strategies(
+    Mutation(
         name="loading a model costs nothing",
         module="multigpu_master.strategies.auto",
         old="        return 1 + int(load_s * others / fleet.expected_s(worker, shape))\n",
         new="        return 1 + int(load_s * max(1, others) / fleet.expected_s(worker, shape))\n",
     ),
-    strategies(
-        name="fewest leases is most leases",
+    Mutation(
+        name="least_loaded prefers the most loaded worker",
         module="multigpu_master.strategies.least_loaded",
         old="        return len(worker.leases) / worker.info.slots\n",
         new="        return -len(worker.leases) / worker.info.slots\n",
-        checker="stories",
+        checker="pytest",
     ),
-    strategies(
+    Mutation(
         name="the memory threshold ignored",
         module="multigpu_master.strategies.memory_usage",
         old="fraction is not None and fraction > fleet.memory_threshold",

@@ -5,14 +5,14 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 dispatch = partial(Mutation, module="multigpu_master.core.placement.dispatch")
-dispatch_story = partial(dispatch, checker="stories")
+dispatch_story = partial(dispatch, checker="pytest")
 ranking = partial(Mutation, module="multigpu_master.core.placement.ranking")
 wait_lists = partial(Mutation, module="multigpu_master.core.placement.wait_lists")
 placement = partial(Mutation, module="multigpu_master.core.placement.placement")
 obstacles = partial(Mutation, module="multigpu_master.core.placement.obstacles")
 resource_classes = partial(Mutation, module="multigpu_master.core.placement.resource_classes")
 recall = partial(Mutation, module="multigpu_master.core.placement.recall")
-recall_story = partial(recall, checker="stories")
+recall_story = partial(recall, checker="pytest")
 
 PLACEMENT = (
     ranking(
@@ -91,7 +91,7 @@ PLACEMENT = (
         name="a class that ends takes the offer of its wait list with it",
         old="        if offered and wait_list is not None:\n",
         new="        if False:\n",
-        checker="stories",
+        checker="pytest",
     ),
     wait_lists(
         name="a class goes on past an older one of its wait list",
@@ -99,12 +99,12 @@ PLACEMENT = (
         new="            if True:\n",
     ),
     placement(
-        name="of few the last one",
+        name="the worst of few workers is chosen",
         old="                if best is None or rank < first:\n",
         new="                if best is None or rank > first:\n",
     ),
     dispatch_story(
-        name="averages that move change nothing",
+        name="changed averages do not trigger dispatch",
         old="moved = self._averages != fleet.averages",
         new="moved = False",
     ),
@@ -133,7 +133,7 @@ PLACEMENT = (
         new="        if False:\n",
     ),
     ranking(
-        name="full windows get more",
+        name="full windows get leases",
         old="if not worker.accepting or worker.full:",
         new="if not worker.accepting:",
         breaks="P10: a worker holds more than it may",
@@ -162,10 +162,10 @@ PLACEMENT = (
         new="            if False:\n",
     ),
     ranking(
-        name="the worst worker first",
+        name="the ranking is reversed",
         old="        heappush(heap, (score, worker.last_dispatch,",
         new="        heappush(heap, (-score, worker.last_dispatch,",
-        checker="stories",
+        checker="pytest",
     ),
     ranking(
         name="rankings forget the newest change",
@@ -190,10 +190,10 @@ PLACEMENT = (
         seeds=5000,
     ),
     ranking(
-        name="workers set aside come back for their number alone",
+        name="workers set aside return only for the backlog",
         old="        if self._resident != self._fleet.resident_workers(self._shape):\n",
         new="        if False:\n",
-        checker="stories",
+        checker="pytest",
     ),
     ranking(
         name="workers come back for one task too many",
@@ -204,7 +204,7 @@ PLACEMENT = (
     placement(
         name="nobody waits for a backlog to grow",
         old="        backlog.waits_to_grow = worker is None and ranking.has_room()\n",
-        checker="stories",
+        checker="pytest",
     ),
     dispatch(
         name="classes that one event left over wait for another",
@@ -218,7 +218,7 @@ PLACEMENT = (
     wait_lists(
         name="requirements that nothing has any more count",
         old="                self._backlogs_of[queue] -= 1\n",
-        checker="stories",
+        checker="pytest",
     ),
     placement(
         name="pins outlive their workers",
@@ -231,7 +231,7 @@ PLACEMENT = (
         new="        if self._pins_members == -1:\n",
     ),
     placement(
-        name="who comes takes no keys",
+        name="a new worker takes no partition keys",
         old="            elif joined:\n",
         new="            elif False:\n",
         seeds=2000,
@@ -251,17 +251,17 @@ PLACEMENT = (
         new="        return 0, head.task_id, self._tickets, resource_class\n",
     ),
     resource_classes(
-        name="what comes back goes to the very front",
+        name="a requeued task goes before older tasks",
         old="while len(older) < SORTED_IN and (head := self.head()) is not None and head.task_id < task.task_id:",
         new="while False:",
     ),
     resource_classes(
-        name="what comes back goes to the end",
+        name="a requeued task goes to the end",
         old="            self._prepend(each)\n",
         new="            (self.append if each is task else self._prepend)(each)\n",
     ),
     wait_lists(
-        name="what comes back is not offered",
+        name="a requeued task's class is not offered",
         old="        resource_class.put_back(task)\n        self.offer(resource_class)\n",
         new="        resource_class.put_back(task)\n",
         breaks="P7: a class with tasks is not tried",
@@ -273,7 +273,7 @@ PLACEMENT = (
         seeds=5000,
     ),
     wait_lists(
-        name="offered and parked",
+        name="an offered class stays parked",
         old="        self.parked.pop(resource_class, None)\n        heappush(self._heap",
         new="        heappush(self._heap",
     ),
@@ -317,7 +317,7 @@ PLACEMENT = (
         old="        if 2 * stretch.left > len(tasks):\n",
         new="        if False:\n",
         breaks="P10: cancelled tasks stay in memory",
-        checker="stories",
+        checker="pytest",
     ),
     wait_lists(
         name="an emptied class is not forgotten",
@@ -326,11 +326,11 @@ PLACEMENT = (
         breaks="P10: classes in which nothing waits stay in memory",
     ),
     recall(
-        name="what waits in a window stays there",
+        name="leases are not recalled for free slots",
         old="            self._recall_for_slots(now)\n",
     ),
     recall(
-        name="the urgent wait for what was sent ahead",
+        name="leases are not recalled for urgent tasks",
         old="            self._recall_for_urgent(now)\n",
     ),
     recall_story(
@@ -339,12 +339,12 @@ PLACEMENT = (
         new="if now - head.submit_s < LOOK_S:",
     ),
     recall(
-        name="what runs is recalled",
+        name="running leases are recalled",
         old="if lease.running or lease.recalled == worker.session:",
         new="if lease.recalled == worker.session:",
     ),
     recall_story(
-        name="what waits behind a cancelled call stays there",
+        name="leases behind a cancelled call are not recalled",
         old="len(w.leases) > w.slots}",
         new="len(w.leases) > w.info.slots}",
     ),
@@ -356,17 +356,17 @@ PLACEMENT = (
         seeds=20000,
     ),
     recall(
-        name="nobody looks at windows again",
+        name="the recall timer is not armed again",
         old="        self._arm(now)\n        for worker",
         new="        for worker",
     ),
     recall_story(
-        name="what a paused queue has leased is recalled",
+        name="leases of paused queues are recalled",
         old="return not (queue.paused or ",
         new="return not (",
     ),
     recall_story(
-        name="one free worker gets it all",
+        name="one free worker gets all recalled leases",
         old="            share = len(waiting) // (len(free) + 1)\n",
         new="            share = len(waiting)\n",
     ),

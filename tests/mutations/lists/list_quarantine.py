@@ -6,11 +6,11 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-quarantine = partial(Mutation, module="multigpu_master.core.workers.quarantine", checker="stories", seeds=1)
-health = partial(Mutation, module="multigpu_worker.device.health", checker="stories", seeds=1)
-reset = partial(Mutation, module="multigpu_worker.device.reset_watch", checker="stories", seeds=1)
-start = partial(Mutation, module="multigpu_worker.processes.start", checker="stories", seeds=1)
-told = partial(Mutation, checker="stories", seeds=1)
+quarantine = partial(Mutation, module="multigpu_master.core.workers.quarantine", checker="pytest", seeds=1)
+health = partial(Mutation, module="multigpu_worker.device.health", checker="pytest", seeds=1)
+reset = partial(Mutation, module="multigpu_worker.device.reset_watch", checker="pytest", seeds=1)
+start = partial(Mutation, module="multigpu_worker.processes.start", checker="pytest", seeds=1)
+by_pytest = partial(Mutation, checker="pytest", seeds=1)
 
 QUARANTINE = (
     Mutation(
@@ -20,11 +20,11 @@ QUARANTINE = (
         new=" or self.stopping)",
     ),
     Mutation(
-        name="what a sick device gives back is a loss",
+        name="a lease returned by a sick device counts as lost",
         module="multigpu_master.core.attempts",
         old="        if sick:\n            self._requeue(task, now, 0.0)\n            return\n",
     ),
-    told(
+    by_pytest(
         name="a task under which every device falls sick is never charged",
         module="multigpu_master.core.attempts",
         old="extra.sick_returns > SICK_RETURNS_MAX",
@@ -60,7 +60,7 @@ QUARANTINE = (
         new="if at_s}",
     ),
     quarantine(
-        name="not even one device may be quarantined",
+        name="the share of quarantined devices rounds down to none",
         old="return max(1, int(self.share * devices))",
         new="return int(self.share * devices)",
     ),
@@ -70,7 +70,7 @@ QUARANTINE = (
         new="        if breaker.tripped_s > now - breaker.window_s:\n            return False\n",
     ),
     quarantine(
-        name="a reset looks at nobody",
+        name="a breaker reset judges no worker",
         old="        for worker in list(self._state.fleet.sessions.values()):\n            self._judge(worker, now)\n",
     ),
     quarantine(
@@ -84,7 +84,7 @@ QUARANTINE = (
         new="        if False:\n            return False",
     ),
     quarantine(
-        name="a poison task costs devices their good name",
+        name="failures of a poison task count against devices",
         old="            kept = {i: m for i, m in marks.items() if m[1] != kind}\n",
         new="            kept = dict(marks)\n",
     ),
@@ -98,7 +98,7 @@ QUARANTINE = (
         old="        if not worker.health.fit:\n            extra.forgiven += (device,)\n            return False\n",
     ),
     quarantine(
-        name="suspects without comparison",
+        name="a device is suspected without another to compare",
         old=" and any(w.device_key != device for w in self._state.fleet.sessions.values())",
     ),
     quarantine(
@@ -107,7 +107,7 @@ QUARANTINE = (
         new="worker.checks_asked + 1",
     ),
     health(
-        name="what is gone was never there",
+        name="a sick finding that disappears is forgotten",
         old="            if reason.gravity >= Gravity.SICK and code not in self._findings:\n",
         new="            if False:\n",
     ),
@@ -127,12 +127,12 @@ QUARANTINE = (
         new="        pass\n",
     ),
     reset(
-        name="nothing wanted is a reset",
+        name="a reset is seen although none was needed",
         old="        if self._wanted and wanted is False:\n",
         new="        if wanted is False:\n",
     ),
     reset(
-        name="what is not known is not wanted",
+        name="an unknown reset state counts as a reset",
         old="if self._wanted and wanted is False:",
         new="if self._wanted and not wanted:",
     ),
@@ -179,14 +179,14 @@ QUARANTINE = (
         old="        if self._checking and gravity >= Gravity.SICK:\n",
         new="        if False:\n",
     ),
-    told(
+    by_pytest(
         name="a lost worker's device keeps its health",
         module="multigpu_master.telemetry.device_metrics",
         old="w.health if w.session else None",
         new="w.health",
     ),
-    told(
-        name="operators see a lost worker's last figures",
+    by_pytest(
+        name="a lost worker's telemetry is shown",
         module="multigpu_master.wire.workers",
         old="    if worker.session:  # the last",
         new="    if True:  # the last",

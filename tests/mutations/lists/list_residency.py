@@ -1,4 +1,4 @@
-"""Mutations of which models are loaded where: residency.py, load_reservations.py, and what they are told."""
+"""Mutations of residency.py and load_reservations.py: which models are loaded where."""
 
 from functools import partial
 
@@ -6,8 +6,8 @@ from tests.mutations.mutation import Mutation
 
 residency = partial(Mutation, module="multigpu_master.core.workers.residency", checker="models", seeds=300)
 reservations = partial(Mutation, module="multigpu_master.core.workers.load_reservations", checker="models", seeds=300)
-reservations_story = partial(reservations, checker="stories")
-stories = partial(Mutation, module="multigpu_master.core.workers.residency", checker="stories", seeds=1)
+pytest_reservations = partial(reservations, checker="pytest")
+pytest_residency = partial(Mutation, module="multigpu_master.core.workers.residency", checker="pytest", seeds=1)
 
 RESIDENCY = (
     residency(
@@ -25,17 +25,17 @@ RESIDENCY = (
         old="        if model in self.unwanted:\n            return Block.UNWANTED\n",
     ),
     residency(
-        name="no rest between loadings",
+        name="no pause between loads",
         old="        if idle or not (self.resting or self.began_s):\n            return None\n",
         new="        return None\n",
     ),
     residency(
-        name="a rest is half as long",
+        name="the pause between loads is halved",
         old="self.rest_until_s = max(self.rest_until_s, now + took_s)",
         new="self.rest_until_s = max(self.rest_until_s, now + took_s / 2)",
     ),
     residency(
-        name="what will be unloaded is counted on",
+        name="models to be unloaded are not tracked",
         old="            self.going[other] = model\n",
         seeds=1000,
     ),
@@ -44,22 +44,22 @@ RESIDENCY = (
         old="            del self.uses[model]\n            self.changed()\n",
         new="            self.changed()\n",
     ),
-    stories(
-        name="gone after one word",
+    pytest_residency(
+        name="a model is gone after one heartbeat without it",
         old="GONE_BEATS = 2",
         new="GONE_BEATS = 1",
     ),
-    stories(
-        name="a worker's guess is not heard",
+    pytest_residency(
+        name="a worker's expected model size is ignored",
         old="guess = offered.expected_bytes or offered.files_bytes",
         new="guess = offered.files_bytes",
     ),
-    stories(
+    pytest_residency(
         name="the name stands for any version",
         old=" for model_id, m in self.offered.items() if m.current or not m.version}",
         new=" for model_id, m in self.offered.items()}",
     ),
-    reservations_story(
+    pytest_reservations(
         name="models that retire go on taking leases",
         module="multigpu_master.core.workers.residency",
         old="self.room_for, self.retiring = model, dict.fromkeys(retiring)",
@@ -70,17 +70,17 @@ RESIDENCY = (
         old="            worker.residency.end_reservation()\n",
         new="            pass\n",
     ),
-    reservations_story(
+    pytest_reservations(
         name="a rest is never over",
         old="            worker.residency.resting = False\n",
         new="            pass\n",
     ),
-    reservations_story(
+    pytest_reservations(
         name="pinned models make room",
         old="m not in pinned and m not in important",
         new="m not in important",
     ),
-    reservations_story(
+    pytest_reservations(
         name="important models make room",
         old="m not in pinned and m not in important",
         new="m not in pinned",

@@ -5,16 +5,16 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 sessions = partial(Mutation, module="multigpu_master.core.workers.sessions")
-sessions_story = partial(sessions, checker="stories")
+sessions_story = partial(sessions, checker="pytest")
 
 SESSIONS = (
     sessions(
-        name="what was recalled counts as lost",
+        name="a recalled lease counts as lost",
         old="                attempts.spare(lease, now, 0.0)\n",
         new='                attempts.lost(lease, "recalled", now)\n',
     ),
     sessions_story(
-        name="what comes back unasked is no loss",
+        name="a lease returned without a recall does not count as lost",
         old="failure.error.type == RECALLED and lease.recalled:",
         new="failure.error.type == RECALLED:",
         breaks="P4: a worker that returns all it gets keeps its tasks for ever",
@@ -25,18 +25,18 @@ SESSIONS = (
         breaks="P2: the old session of a worker lives on beside the new one",
     ),
     sessions(
-        name="takeover not told",
+        name="a superseded session is not ended",
         old='outbox.add(ev.EndSession(worker.session, "the worker began',
         new='_ = (ev.EndSession(worker.session, "the worker began',
     ),
     sessions(
-        name="lease not in hello",
+        name="leases listed in hello are dropped",
         old="kept={h.lease_id for h in ours}",
         new="kept=()",
         seeds=5000,
     ),
     sessions(
-        name="a takeover keeps too much",
+        name="a takeover keeps leases that hello does not list",
         old="leases = [x for x in worker.leases.values() if x.lease_id not in kept]",
         new="leases = [x for x in worker.leases.values() if not kept and x.lease_id not in kept]",
     ),
@@ -85,7 +85,7 @@ SESSIONS = (
         old="        outbox.revoke(event.session, revoked, STALE)\n",
     ),
     sessions(
-        name="a drain is not told to a new session",
+        name="a drain is not sent to a new session",
         old="        if worker.draining or worker.checks_asked or",
         new="        if worker.checks_asked or",
     ),
@@ -115,12 +115,12 @@ SESSIONS = (
         new="hold.arrived(worker.worker_id, now)\n        outbox.worker_changed(worker)\n",
     ),
     sessions(
-        name="what runs is not noted",
+        name="running leases are not recorded",
         old="        lease.running = held.running\n",
         breaks="P4: a task that kills its workers is never charged",
     ),
     sessions(
-        name="a run begins with every heartbeat",
+        name="each heartbeat restarts the run time",
         old="        if held.running and not lease.running:\n",
         new="        if held.running:\n",
     ),
@@ -209,7 +209,7 @@ SESSIONS = (
             "                          if failure.lease_id in w.leases), None)\n"
         ),
         breaks="P2: a failure counts whoever holds the lease",
-        checker="stories",
+        checker="pytest",
     ),
     sessions(
         name="a returned task is charged",
@@ -259,7 +259,7 @@ SESSIONS = (
         breaks="P9: outputs are delivered with a gap",
     ),
     sessions(
-        name="partial outputs of the fenced",
+        name="partial outputs of a revoked lease are accepted",
         old="            lease = worker.leases.get(partial.lease_id)\n",
         new=(
             "            lease = next((w.leases[partial.lease_id] for w in self._fleet.workers.values()\n"
@@ -273,14 +273,14 @@ SESSIONS = (
         breaks="P3: leases of a broken stream wait for the timeout",
     ),
     sessions(
-        name="forget a requeue",
+        name="a lost lease is not requeued",
         module="multigpu_master.core.attempts",
         old='            self.lost(lease, f"worker {worker_id} was lost", now)\n',
         new="            pass\n",
         breaks="P7: tasks in the window of a lost worker are in no class",
     ),
     sessions_story(
-        name="the lost go back in the wrong order",
+        name="lost leases are requeued in the wrong order",
         old="        leases.sort(key=lambda x: -x.task.task_id)\n",
     ),
     sessions(
@@ -323,19 +323,19 @@ SESSIONS = (
         breaks="P3: a worker is lost before its timeout",
     ),
     sessions_story(
-        name="a failure that was counted comes back",
+        name="a failed attempt is adopted",
         old="        if extra is not None and held.attempt <= extra.failed_attempt:\n            return False",
         new="        if False:\n            return False",
         breaks="P4: an attempt that failed is taken off the count when its lease comes back and is lost",
     ),
     sessions(
-        name="a watch looks once",
+        name="a worker's silence is checked only once",
         old="                self._watch_silence(worker, suspect_at_s)\n",
         new="                pass\n",
         breaks="P3: a worker that falls silent later is never missed",
     ),
     sessions(
-        name="the end of a silent session is not told",
+        name="a silent session is not ended",
         old='self._outbox.add(ev.EndSession(session, f"nothing',
         new='_ = (ev.EndSession(session, f"nothing',
     ),

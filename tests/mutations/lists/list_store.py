@@ -1,4 +1,7 @@
-"""Mutations of ids and incarnations (IDS), and of payloads, expiry, backups, clock, driver and telemetry (STORE)."""
+"""Mutations of ids (IDS), and of payloads, expiry, backups, clock, driver and telemetry (STORE).
+
+An incarnation is one start of a master; an epoch is the upper part of the ids that it gives out.
+"""
 
 from functools import partial
 
@@ -9,38 +12,38 @@ core = partial(Mutation, module="multigpu_master.core.scheduler", seeds=1000)
 
 IDS = (
     ids(
-        name="an epoch is not above the last",
+        name="an epoch ignores the last epoch",
         old="max(last + 1, ",
         new="max(1, ",
         seeds=1000,
     ),
     ids(
-        name="an epoch is not the clock's",
+        name="an epoch ignores the wall clock",
         old="max(last + 1, int(now_s) - FIRST_EPOCH_S)",
         new="last + 1",
-        checker="stories",
+        checker="pytest",
     ),
     ids(
-        name="ids of unknown incarnations count",
+        name="ids from an unknown incarnation are accepted",
         old="self._ends.get(name, (0, 0))[0]",
         new="self._ends.get(name, (EPOCHS_END * EPOCH_IDS, 0))[0]",
         breaks="P2: a task gets the result of another",
     ),
     ids(
-        name="ids of an older incarnation have no end",
+        name="ids of an older incarnation have no upper bound",
         old="{one.name: (after.first_id, ",
         new="{one.name: (EPOCHS_END * EPOCH_IDS, ",
         breaks="P2: on a restored copy a task gets the result of another",
         seeds=20000,
     ),
     ids(
-        name="cursors of unknown incarnations count",
+        name="cursors from an unknown incarnation are accepted",
         old="self._ends.get(name, (0, 0))[1]",
         new="self._ends.get(name, (0, CURSORS_END))[1]",
         breaks="P9: a watch skips outcomes after the data directory was lost",
     ),
     ids(
-        name="cursors of an older incarnation have no end",
+        name="cursors of an older incarnation have no upper bound",
         old="(after.first_id, after.first_cursor) for",
         new="(after.first_id, CURSORS_END) for",
         breaks="P9: a watch skips outcomes after an older copy was restored",
@@ -67,17 +70,17 @@ IDS = (
         seeds=6000,
     ),
     core(
-        name="ids are not renewed",
+        name="the id range is not renewed",
         module="multigpu_master.core.restart",
         old="self.renew_at = (first_id + self.end) // 2",
         new="self.renew_at = self.end + 1",
         breaks="P7: after 16 million ids nothing is taken any more",
     ),
     core(
-        name="ids are renewed again and again",
+        name="the id range is renewed repeatedly",
         module="multigpu_master.core.restart",
         old="        self.renew_at = self.end + 1\n",
-        checker="stories",
+        checker="pytest",
     ),
     Mutation(
         name="leases go on past the last id",
@@ -92,7 +95,7 @@ IDS = (
         new="    if False:\n",
     ),
     Mutation(
-        name="new ids before they are on the disk",
+        name="new ids are used before their epoch is synced",
         module="multigpu_master.journal.write_buffer",
         old="self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)",
         new="self._append(_Pending(Entry(epoch=epoch), 0), urgent=True)\n        done(None)",
@@ -102,12 +105,12 @@ IDS = (
         name="a worker forgets who granted its leases",
         module="multigpu_worker.session.session",
         old="        self.incarnation = incarnation\n",
-        checker="stories",
+        checker="pytest",
     ),
     ids(
-        name="ids begin where the epoch does",
+        name="first ids ignore the fraction of a second",
         old=" + int(now_s % 1.0 * (EPOCH_IDS // 2))",
-        checker="stories",
+        checker="pytest",
     ),
     Mutation(
         module="multigpu_master.core.restart",

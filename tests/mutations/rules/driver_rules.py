@@ -1,4 +1,4 @@
-"""The driver's rules, as stories of tests/master/test_driver.py that end with one look at what must hold."""
+"""The driver's rules as a checker, with the fixtures of tests/master/test_driver.py."""
 
 import asyncio
 import tempfile
@@ -13,11 +13,11 @@ from tests.master.test_driver import Stage, leases_of
 def check(_seed: int) -> None:
     """AssertionError: a rule is broken."""
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(_half_an_event(Path(folder)))
+        asyncio.run(_failed_event(Path(folder)))
 
 
-async def _half_an_event(folder: Path) -> None:
-    """Whoever is to be told of an outcome can't be. It reaches the journal all the same, and no other event follows."""
+async def _failed_event(folder: Path) -> None:
+    """An outcome that cannot be delivered is journaled, and the driver handles no further event."""
     stage = Stage(folder)
     try:
         tasks = stage.submit("one", "two")
@@ -28,8 +28,8 @@ async def _half_an_event(folder: Path) -> None:
                 stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of(tasks)], [b"1", b"2"]))
             except BrokenError:
                 continue
-            raise AssertionError("the master goes on with half of an event")
-        assert len(stage.fatal) == 1, "the master was not told, once, to end"
+            raise AssertionError("the driver continues after a failed event")
+        assert len(stage.fatal) == 1, "the fatal callback was not called exactly once"
         assert stage.driver.core.counters.stale_reports == 0, "an event was handled after one that failed"
         await stage.durable()
         assert set(stage.journal.find_requests(["one", "two"])) == {"one", "two"}, "outcomes are not journaled"
@@ -38,4 +38,4 @@ async def _half_an_event(folder: Path) -> None:
 
 
 def _fail(*_: object) -> None:
-    raise OSError("a fault on purpose")
+    raise OSError("injected fault")

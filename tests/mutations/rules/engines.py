@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tests.mutations.rules.stories import run_tests
+from tests.mutations.rules.pytest_checkers import run_tests
 
 
 def _check(*paths: str) -> "partial[None]":

@@ -55,14 +55,14 @@ class Model:
 
 
 class Life:
-    """One opening of the journal, whose commits are checked on the journal's own thread as they are told."""
+    """One opening of the journal, whose commits are checked on the journal's thread when it acknowledges them."""
 
     def __init__(self, directory: Path, model: Model, rng: random.Random, size_max_bytes: int) -> None:
         self.directory, self.model, self.rng = directory, model, rng
         self.wrong: list[str] = []
         self.closing = False
         self.rejected: set[int] = set()  # tasks, since the disk was full
-        self.told: set[int] = set()  # entries, by identity
+        self.acked: set[int] = set()  # entries, by identity
         self.wanted: list[Entry] = []
         self.changed = threading.Condition()
         self.journal = SqliteJournal(directory, now=lambda: 3000.0, size_max_bytes=size_max_bytes)
@@ -78,15 +78,15 @@ class Life:
         except Exception as problem:
             self.wrong.append(f"{type(problem).__name__}: {problem}")
         with self.changed:
-            self.told.update(id(entry) for entry in entries)
+            self.acked.update(id(entry) for entry in entries)
             self.changed.notify_all()
 
     def _check(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         order = [e for e in self.wanted if any(e is entry for entry in entries)]
         # What empties a full journal goes ahead of the rest.
-        told, wanted = ([id(e) for e in some if not frees(e)] for some in (entries, order))
-        assert told == wanted, "entries are told out of order"
-        assert not [e for e in entries if id(e) in self.told], "an entry is told twice"
+        acked, wanted = ([id(e) for e in some if not frees(e)] for some in (entries, order))
+        assert acked == wanted, "entries are acknowledged out of order"
+        assert not [e for e in entries if id(e) in self.acked], "an entry is acknowledged twice"
         if error is not None:
             assert self.closing or all(entry.submits for entry in entries), "what is not a submit was rejected"
             self.rejected.update(record.task_id for entry in entries for record in entry.submits)
@@ -109,7 +109,7 @@ class Life:
         reader = sqlite3.connect(directory / journal_schema.DATABASE_NAME, isolation_level=None)
         try:
             rows = reader.execute("SELECT task_id FROM task ORDER BY task_id").fetchall()
-            assert [i for (i,) in rows] == sorted(self.model.tasks), "a commit was told that is not on the disk"
+            assert [i for (i,) in rows] == sorted(self.model.tasks), "an acknowledged commit is not on the disk"
             rows = reader.execute("SELECT cursor, task_id, state FROM outcome ORDER BY cursor").fetchall()
             expected = [(at, s.task_id, s.state) for at, s in enumerate(self.model.outcomes, 1)]
             assert rows == expected, "outcomes are missing, or not in order"
@@ -134,7 +134,7 @@ class Life:
         letters = sorted(self.model.dead)
         self.append(entry := Entry(deleted_dead_letters=letters))
         with self.changed:
-            assert self.changed.wait_for(lambda: id(entry) in self.told, TIMEOUT_S), "a full disk can't be emptied"
+            assert self.changed.wait_for(lambda: id(entry) in self.acked, TIMEOUT_S), "a full disk can't be emptied"
         assert not set(letters) & self.model.dead.keys(), "what empties a full disk was not written"
 
     def end(self) -> None:
@@ -142,8 +142,8 @@ class Life:
         self.closing = True  # what has found no room by then is not written
         self.journal.close(TIMEOUT_S)
         with self.changed:
-            missing = [e for e in self.wanted if id(e) not in self.told]
-        assert not missing, f"{len(missing)} entries were never told"
+            missing = [e for e in self.wanted if id(e) not in self.acked]
+        assert not missing, f"{len(missing)} entries were never acknowledged"
         assert not self.wrong, self.wrong[0]
         self._compare(self.directory)
 
@@ -222,10 +222,10 @@ def check_reserve(_seed: int) -> None:
             at += 1
             life.append(entry := Entry(submits=[SubmitRecord(at, "", b"spec", bytes(4000), "", 1, 1.0)]))
             with life.changed:
-                assert life.changed.wait_for(lambda entry=entry: id(entry) in life.told, TIMEOUT_S)  # type: ignore[misc]
+                assert life.changed.wait_for(lambda entry=entry: id(entry) in life.acked, TIMEOUT_S)  # type: ignore[misc]
         life.append(entry := Entry(settings={"large": bytes(20_000)}))
         with life.changed:
-            assert life.changed.wait_for(lambda: id(entry) in life.told, 5.0), "a full journal has no reserve"
+            assert life.changed.wait_for(lambda: id(entry) in life.acked, 5.0), "a full journal has no reserve"
         life.end()
 
 
@@ -237,7 +237,7 @@ def _check_limit() -> None:
             settle = replace(writer._settle(task_id), body=bytes(SIZES[-1]))
             life.append(entry := Entry(settles=[settle]))
             with life.changed:
-                assert life.changed.wait_for(lambda entry=entry: id(entry) in life.told, 5.0), "outcomes have a limit"  # type: ignore[misc]
+                assert life.changed.wait_for(lambda entry=entry: id(entry) in life.acked, 5.0), "outcomes have a limit"  # type: ignore[misc]
         assert not life.journal.writable, "submits have no limit"
         life.end()
 

@@ -1,4 +1,4 @@
-"""The write-ahead log: damage of what was acknowledged is noticed, and what a loss of power leaves is not damage."""
+"""The write-ahead log: damage to acknowledged data is detected, and a torn end after a loss of power is not damage."""
 
 import random
 import shutil

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.mutations.rules.stories import run_tests
+from tests.mutations.rules.pytest_checkers import run_tests
 
 
 def _checker(*paths: str) -> Callable[[int], None]:

@@ -139,7 +139,7 @@ class SimWorker:
             self.engine.pump()
 
     def break_stream(self, heard_after_s: float | None) -> None:
-        """The stream breaks; the master hears of it after a while, or not at all."""
+        """The stream breaks; the master notices it after a delay, or not at all."""
         if self._session and self.alive:
             self.world.trace("%s: the stream breaks", self.info.worker_id)
             self._cut(heard_after_s)
@@ -164,13 +164,13 @@ class SimWorker:
         master = self._master
         epoch = master.epoch
 
-        def heard() -> None:
+        def deliver() -> None:
             if master.core is not None and master.epoch == epoch and session:
                 master.down.pop(session, None)
                 master.handle(ev.SessionClosed(session))
 
         if session and heard_after_s is not None:
-            self.world.after(max(heard_after_s, late_s), lambda: master.when_awake(heard))
+            self.world.after(max(heard_after_s, late_s), lambda: master.when_awake(deliver))
 
     def awake(self, what: object) -> bool:
         """Whether the process runs now; a frozen one calls `what` when it continues."""
@@ -210,7 +210,7 @@ class SimWorker:
         ids_end = master.incarnations.ids_end(self.held.incarnation)
         self._up.send(ev.Hello(session, self.info, self._listed(hello=True), ids_end))
         stream = self._stream
-        # Should the master be gone by then, nobody says so: the agent notices by itself.
+        # If the master has ended by then, there is no reply: the agent notices by itself.
         world.after(3 * self._heartbeat_s, lambda: self._give_up(stream))
 
     def _give_up(self, stream: int) -> None:

@@ -195,8 +195,8 @@ class Invariants:
             if outcome.result:
                 lease_id = int(outcome.result.split()[1])
                 check(self._live.get(lease_id) is task, "a result under lease %s, which was not live", lease_id)
-                told = isinstance(event, ev.Reports) and event.session == self._holders[lease_id].session
-                check(told, "lease %s was reported by somebody else", lease_id)
+                by_holder = isinstance(event, ev.Reports) and event.session == self._holders[lease_id].session
+                check(by_holder, "lease %s was reported by another session", lease_id)
                 partials = task.extra.partials if task.extra is not None else []
                 whole = [b"p0", b"p1"] if b"stream" in task.payload else []
                 check(partials == whole or not task.spec.durable, "task %s yielded %s", task.task_id, partials)

@@ -61,7 +61,7 @@ class Notices:
                 raise ViolationError(f"{worker.worker_id} was told {self._desired[session]}, and is drained: {drain}")
 
     def _workers(self, event: ev.Event) -> None:
-        """What the next master would know of the workers is what this one knows."""
+        """A new master would restore the same state of the workers from the settings."""
         workers = self._core.fleet.workers
         if isinstance(event, ev.RegisterWorker):
             worker = workers[event.info.worker_id]
@@ -75,7 +75,7 @@ class Notices:
                 raise ViolationError(f"{name} is remembered as {self._remembered.get(name)}: {_to_remember(worker)}")
 
     def _leases_that_ended(self, event: ev.Event, revoked: dict[int, list[int]]) -> None:
-        """Whoever loses a lease without having reported it is told, unless its session is over."""
+        """A worker that loses an unreported lease gets a revocation, unless its session has ended."""
         fleet = self._core.fleet
         live = {lease_id: w.session for w in fleet.workers.values() for lease_id in w.leases}
         reported: Sequence[int] = ()
@@ -91,7 +91,7 @@ class Notices:
     def _listed(
         self, event: ev.Hello | ev.Heartbeat, commands: Sequence[ev.Command], revoked: dict[int, list[int]]
     ) -> None:
-        """Every lease that a worker lists is still its own, or it is told otherwise."""
+        """Every lease that a worker lists is still granted to it, or is revoked."""
         worker = self._core.fleet.sessions.get(event.session)
         if worker is None:
             return

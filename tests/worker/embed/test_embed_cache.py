@@ -155,7 +155,7 @@ def test_vectors_are_not_shared_between_precisions_or_back_ends(
     for (asked, prepared), recorder in zip(under_way, recorders, strict=True):
         engine.run(asked, prepared, recorder)
         seen.append(counts(engine))
-    # Only the last one had somebody to join: the one of its own back end.
+    # Only the last task had another task of the same back end to join.
     assert seen == [(0, 1, 4), (0, 2, 8), (0, 3, 12), (0, 8, 12)]
     assert np.abs(recorders[0].vectors(0) - recorders[1].vectors(0)).max() > 1e-5
     assert recorders[3].outcomes == recorders[2].outcomes

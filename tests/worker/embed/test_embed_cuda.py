@@ -132,7 +132,7 @@ class Ahead:
     pads: bool = True
     # Micro-batches that the device has room for.
     room: int = 2
-    told: list[str] = dataclasses.field(default_factory=list)
+    events: list[str] = dataclasses.field(default_factory=list)
     open: int = 0
 
     @property
@@ -152,14 +152,14 @@ class Ahead:
 
     def begin(self, inputs: Inputs) -> Callable[[], Vectors]:
         if self.open == self.room or inputs["input_ids"].size > 512:
-            self.told.append("no room")
+            self.events.append("no room")
             raise MemoryError("simulated")
-        self.told.append("begin")
+        self.events.append("begin")
         self.open += 1
         future = self.pool.submit(self.model.embed, inputs)
 
         def wait() -> Vectors:
-            self.told.append("wait")
+            self.events.append("wait")
             self.open -= 1
             return future.result()
 
@@ -195,11 +195,11 @@ def test_next_micro_batch_starts_before_the_last_is_fetched(
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert ahead.open == 0
     if room == 2:
-        assert ahead.told[:4] == ["begin", "begin", "wait", "begin"]
+        assert ahead.events[:4] == ["begin", "begin", "wait", "begin"]
         assert ahead.tokens_max == 512
     else:
         # It waits for room, and nothing is cut for that.
-        assert ahead.told[:4] == ["begin", "no room", "wait", "begin"]
+        assert ahead.events[:4] == ["begin", "no room", "wait", "begin"]
         assert ahead.tokens_max == 512
 
 
@@ -213,16 +213,16 @@ def test_next_batch_starts_before_this_one_ends(
     parts = [TEXTS[:3], TEXTS[3:60], TEXTS[60:]]
     batches = [batch_of([payload(text) for text in part]) for part in parts]
     prepared = [engine.prepare(batch) for batch in batches]
-    told = []
+    rounds = []
     for part, batch, each in zip(parts, batches, prepared, strict=True):
         recorder = Recorder()
         engine.run(batch, each, recorder)
         found = np.concatenate([recorder.vectors(i) for i in range(len(part))])
         np.testing.assert_allclose(found, model.embed(inputs_of(model, part)), rtol=0, atol=1e-5)
-        told.append(ahead.told.copy())
-        ahead.told.clear()
-    assert told[0] == (["begin", "begin", "wait"] if room == 2 else ["begin", "no room", "wait"])
-    assert told[2][-1] == "wait"
+        rounds.append(ahead.events.copy())
+        ahead.events.clear()
+    assert rounds[0] == (["begin", "begin", "wait"] if room == 2 else ["begin", "no room", "wait"])
+    assert rounds[2][-1] == "wait"
     assert ahead.open == 0
     assert ahead.tokens_max == 512
 
@@ -245,8 +245,8 @@ def test_model_on_a_gpu_is_sped_up(model: EmbedModel, ahead: Ahead, monkeypatch:
         asked.append(compiled)
         return ahead, {"way": "fast"}
 
-    said = dataclasses.replace(model, device=torch.device("cuda:0"))
-    monkeypatch.setattr(torch_backend, "load_model", lambda *words, **more: said)
+    on_gpu = dataclasses.replace(model, device=torch.device("cuda:0"))
+    monkeypatch.setattr(torch_backend, "load_model", lambda *words, **more: on_gpu)
     monkeypatch.setattr(embed_cuda, "speed_up", speed_up)
     settings = EngineSettings(device="cuda:0", slots=1, threads=0)
     for parameters in ({}, {"compile": "try"}):

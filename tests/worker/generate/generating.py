@@ -1,4 +1,4 @@
-"""What tests of the generate engine share: a reporter that keeps what it is told, and tasks that run together."""
+"""Helpers for tests of the generate engine: a recording reporter, and tasks that run concurrently."""
 
 import threading
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.generate.engine import GenerateEngine
 
-# No answer takes so long, on however busy a machine.
+# No answer takes longer than this, even on a busy machine.
 PATIENCE_S = 300.0
 
 
 @dataclass
 class Recorder:
-    """Keeps what the engine says of one item, and cancels it after so many chunks."""
+    """Records the engine's reports of one item, and cancels it after `cancel_after` chunks."""
 
     cancel_after: int | None = None
     begun: int = 0
@@ -64,7 +64,7 @@ class Recorder:
         assert self.outcome[0] == "ok", self.outcome
         return pb.GenerateResult.FromString(self.outcome[1])
 
-    def told(self) -> list[pb.GenerateChunk]:
+    def parsed_chunks(self) -> list[pb.GenerateChunk]:
         return [pb.GenerateChunk.FromString(data) for data in self.chunks]
 
 

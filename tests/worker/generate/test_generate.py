@@ -1,4 +1,4 @@
-"""The generate engine on a tiny model: its answers are those of plain transformers, whoever else is being answered."""
+"""The generate engine on a tiny model: answers equal those of plain transformers, alone or with other tasks."""
 
 import json
 import threading
@@ -56,8 +56,8 @@ def check(recorder: Recorder, plain: Plain, tokens: list[int]) -> None:
     """The answer is these tokens, and its chunks are it."""
     result = recorder.result
     assert list(result.token_ids) == tokens
-    assert "".join(chunk.text for chunk in recorder.told()) == result.text
-    assert [token for chunk in recorder.told() for token in chunk.token_ids] == tokens
+    assert "".join(chunk.text for chunk in recorder.parsed_chunks()) == result.text
+    assert [token for chunk in recorder.parsed_chunks() for token in chunk.token_ids] == tokens
     assert recorder.begun == 1
     eos = plain.model.generation_config.eos_token_id
     ended = bool(tokens) and tokens[-1] == eos
@@ -110,11 +110,11 @@ def test_sampled_answers_depend_on_the_seed_only(engine: GenerateEngine) -> None
     together = run_all(engine, [ask("x" * 100, tokens_max=20), seeded(5), seeded(6), seeded(5)])
     answers = [list(recorder.result.token_ids) for recorder in (alone, *together)]
     assert answers[0] == answers[2] == answers[4] != answers[3]
-    assert all(not chunk.HasField("seed") for chunk in alone.told())
+    assert all(not chunk.HasField("seed") for chunk in alone.parsed_chunks())
     unseeded = run_all(engine, [ask("Hello", tokens_max=30, temperature=0.9) for _ in range(2)])
-    seeds = [recorder.told()[0].seed for recorder in unseeded]
+    seeds = [recorder.parsed_chunks()[0].seed for recorder in unseeded]
     assert seeds[0] != seeds[1] and unseeded[0].result.token_ids != unseeded[1].result.token_ids
-    assert not any(chunk.HasField("seed") for recorder in unseeded for chunk in recorder.told()[1:])
+    assert not any(chunk.HasField("seed") for recorder in unseeded for chunk in recorder.parsed_chunks()[1:])
     (again,) = run_all(engine, [ask("Hello", tokens_max=30, temperature=0.9, seed=seeds[0])])
     assert again.result == unseeded[0].result
 
@@ -125,7 +125,7 @@ def test_answer_ends_before_its_stop_string(engine: GenerateEngine, plain: Plain
     word = next(text[at : at + 3] for at in range(20, 50) if "\ufffd" not in text[at : at + 3])
     (recorder,) = run_all(engine, [ask("Hello", tokens_max=60, stop=["never there", word])])
     result = recorder.result
-    assert result.text == "".join(chunk.text for chunk in recorder.told()) == text[: text.index(word)]
+    assert result.text == "".join(chunk.text for chunk in recorder.parsed_chunks()) == text[: text.index(word)]
     assert result.finish_reason == pb.FINISH_REASON_STOP
     assert list(result.token_ids) == tokens[: len(result.token_ids)]
 
@@ -134,14 +134,14 @@ def test_answer_ends_before_its_stop_string(engine: GenerateEngine, plain: Plain
 def test_next_attempt_continues_after_the_last_chunk(engine: GenerateEngine, fields: dict[str, Any]) -> None:
     first = ask("Schöne", tokens_max=24, **fields)
     (whole,) = run_all(engine, [first])
-    # 0: all that was told is lost, and is told again.
+    # 0: all reported chunks are lost and sent again.
     cuts = range(len(whole.chunks) + 1)
     assert len(cuts) > 5
     asks = [Ask(first.payload, tuple(whole.chunks[:cut]), task_id=1) for cut in cuts]
     for cut, recorder in zip(cuts, run_all(engine, asks), strict=True):
         assert recorder.result == whole.result
         assert whole.chunks[:cut] + recorder.chunks == whole.chunks
-    # All was said but the result: nothing is left to say.
+    # Every chunk but the result was reported: none is left.
     assert asks[-1].recorder.chunks == []
 
 
@@ -187,8 +187,8 @@ def test_cancelled_answer_stops_and_others_continue(engine: GenerateEngine, plai
 
 
 def test_json_in_json_out(engine: GenerateEngine, plain: Plain) -> None:
-    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    payload = json.dumps({"messages": said, "tokens_max": 20, "temperature": 0.5}).encode()
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    payload = json.dumps({"messages": messages, "tokens_max": 20, "temperature": 0.5}).encode()
     (recorder,) = run_all(engine, [Ask(payload, content_type=JSON)])
     assert recorder.outcome is not None and recorder.outcome[2] == JSON
     result = json.loads(recorder.outcome[1])
@@ -207,13 +207,13 @@ def test_invalid_template_or_token_fails_its_task(
 ) -> None:
     model = engine._model
     assert model is not None
-    said = [{"role": "user", "content": "hi"}]
+    messages = [{"role": "user", "content": "hi"}]
     for template, words in (("{{ nothing.at.all }}", "rejects"), ("{% if %}", "rejects"), ("", "no chat template")):
         monkeypatch.setattr(model.tokenizer, "chat_template", template)
-        (rejected,) = run_all(engine, [ask(messages=said)])
+        (rejected,) = run_all(engine, [ask(messages=messages)])
         assert rejected.outcome is not None and rejected.outcome[0] == "BadInput" and words in rejected.outcome[1]
     monkeypatch.setattr(model.tokenizer, "chat_template", "{# nothing #}")
-    (empty,) = run_all(engine, [ask(messages=said)])
+    (empty,) = run_all(engine, [ask(messages=messages)])
     assert empty.outcome is not None and "no tokens" in empty.outcome[1]
     # A tokenizer that knows more than its model does; and an answer that such a one began.
     monkeypatch.setattr(model, "vocabulary", 258)
@@ -340,7 +340,7 @@ def test_lost_context_is_reported_by_one_sequence(folder: Path, monkeypatch: pyt
     engine = GenerateEngine(settings_of(folder))
     engine.load()
     monkeypatch.setattr(type(engine._model), "forward", lost)
-    said: list[str] = []
+    errors: list[str] = []
 
     def run(each: Ask) -> None:
         item = Item(1, 1, 1, each.payload, 1, b"", 0)
@@ -348,22 +348,22 @@ def test_lost_context_is_reported_by_one_sequence(folder: Path, monkeypatch: pyt
         try:
             engine.run(batch, engine.prepare(batch), each.recorder)
         except RuntimeError as error:
-            said.append(str(error))
-            told.set()
+            errors.append(str(error))
+            failed.set()
 
-    told = threading.Event()
+    failed = threading.Event()
     asks = [ask("Hello", tokens_max=5) for _ in range(3)]
     threads = [threading.Thread(target=run, args=(each,)) for each in asks]
     for thread in threads:
         thread.start()
-    assert told.wait(PATIENCE_S)
-    told.clear()
-    assert len(said) == 1 and "illegal memory access" in said[0]
+    assert failed.wait(PATIENCE_S)
+    failed.clear()
+    assert len(errors) == 1 and "illegal memory access" in errors[0]
     assert sum(thread.is_alive() for thread in threads) >= 2
     engine.close()
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert said[1:] == ["the engine was closed"] * 2
+    assert errors[1:] == ["the engine was closed"] * 2
     assert all(each.recorder.outcome is None for each in asks)
 
 

@@ -306,16 +306,16 @@ def test_invalid_payload_is_rejected(fields: dict[str, object], words: str) -> N
 class Chat(Words):
     chat_template = "{{ messages[0].content }}"
 
-    def apply_chat_template(self, said: list[dict[str, str]], **_: object) -> str:
-        return said[0]["content"]
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+        return messages[0]["content"]
 
 
 def test_characters_beyond_the_context_are_not_tokenised() -> None:
     """The tokenizer drops blanks, so without the limit each of these prompts is one token."""
     characters = CHARACTERS_PER_TOKEN_MAX * 10
     for fits, text in ((True, "a".ljust(characters)), (False, "a".ljust(characters + 1))):
-        said = [pb.ChatMessage(role="user", content=text)]
-        for message in (pb.GeneratePayload(prompt=text), pb.GeneratePayload(messages=said)):
+        messages = [pb.ChatMessage(role="user", content=text)]
+        for message in (pb.GeneratePayload(prompt=text), pb.GeneratePayload(messages=messages)):
             payload = message.SerializeToString()
             if fits:
                 assert read_request(payload, "", Chat(), 10, 1).prompt_ids == [1]

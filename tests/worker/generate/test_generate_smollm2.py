@@ -65,8 +65,8 @@ def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEn
 
 
 def test_question_is_answered_with_the_chat_template(engine: GenerateEngine) -> None:
-    said = [pb.ChatMessage(role="user", content="What is the capital of France? Answer in one sentence.")]
-    (recorder,) = run_all(engine, [ask(messages=said, tokens_max=30)])
+    messages = [pb.ChatMessage(role="user", content="What is the capital of France? Answer in one sentence.")]
+    (recorder,) = run_all(engine, [ask(messages=messages, tokens_max=30)])
     assert "Paris" in recorder.result.text
     assert recorder.result.finish_reason == pb.FINISH_REASON_STOP
     assert "<|im_end|>" not in recorder.result.text

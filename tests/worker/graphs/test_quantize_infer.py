@@ -49,8 +49,8 @@ def model(folder: Path, *, rows: int | str = "rows", calibration_scale: float = 
 
 def test_model_that_passes_is_served_with_its_figure(tmp_path: Path, settings: EngineSettings) -> None:
     spec = model(tmp_path / "model")
-    wish = dataclasses.replace(spec, precision="int8")
-    engine = InferEngine(dataclasses.replace(settings, models={wish.id: wish}))
+    int8_spec = dataclasses.replace(spec, precision="int8")
+    engine = InferEngine(dataclasses.replace(settings, models={int8_spec.id: int8_spec}))
     facts = engine.load()
     assert (facts["engine"], facts["precision"], facts["recipe"]) == ("onnx", "int8", "static")
     assert re.match(r"mean cosine to fp32 (0\.99|1\.00)", facts["accuracy"])

@@ -1,4 +1,4 @@
-"""The accuracy gate: what it measures is what it says, and nothing below the threshold passes."""
+"""The accuracy gate: its figure is correct, and a model below the threshold is rejected."""
 
 import dataclasses
 import itertools

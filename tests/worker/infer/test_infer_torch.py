@@ -105,11 +105,11 @@ def test_exported_program_of_one_shape_runs_tasks_one_by_one(tmp_path: Path) -> 
 class Evil:
     """Shows that it was unpickled."""
 
-    def __init__(self, told: Path) -> None:
-        self.told = told
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
 
     def __reduce__(self) -> Any:
-        return Path.touch, (self.told,)
+        return Path.touch, (self.marker,)
 
 
 Members = list[tuple[str, bytes]]
@@ -119,43 +119,43 @@ def place(members: Members, ending: str) -> int:
     return next(i for i, (name, _) in enumerate(members) if name.endswith(ending))
 
 
-def pickled(told: Path) -> bytes:
+def pickled(marker: Path) -> bytes:
     data = io.BytesIO()
-    torch.save(Evil(told), data)
+    torch.save(Evil(marker), data)
     return data.getvalue()
 
 
-def sample_inputs(members: Members, told: Path) -> None:
+def sample_inputs(members: Members, marker: Path) -> None:
     at = place(members, "sample_inputs/model.pt")
-    members[at] = members[at][0], pickled(told)
+    members[at] = members[at][0], pickled(marker)
 
 
-def sample_inputs_twice(members: Members, told: Path) -> None:
+def sample_inputs_twice(members: Members, marker: Path) -> None:
     """Python's reader finds the last one, torch's reader another one."""
     at = place(members, "sample_inputs/model.pt")
-    members[at:at] = [(members[at][0], pickled(told))] * 3
+    members[at:at] = [(members[at][0], pickled(marker))] * 3
 
 
-def sample_inputs_in_capitals(members: Members, told: Path) -> None:
+def sample_inputs_in_capitals(members: Members, marker: Path) -> None:
     """torch's reader ignores the case of names."""
     at = place(members, "sample_inputs/model.pt")
-    members[at] = members[at][0].replace("model.pt", "model.PT"), pickled(told)
+    members[at] = members[at][0].replace("model.pt", "model.PT"), pickled(marker)
 
 
-def opaque_constant(members: Members, told: Path) -> None:
+def opaque_constant(members: Members, marker: Path) -> None:
     at = place(members, "model_constants_config.json")
     name = members[at][0]
     weights = json.loads(members[place(members, "model_weights_config.json")][1])["config"]
     entry = weights["linear.bias"] | {"path_name": "opaque_obj_0"}
     members[at] = name, json.dumps({"config": {"c": entry}}).encode()
-    body = pickle.dumps(Evil(told))
+    body = pickle.dumps(Evil(marker))
     members.append((name.replace("model_constants_config.json", "opaque_obj_0"), body + bytes(-len(body) % 4)))
 
 
-def symbolic_size(members: Members, told: Path) -> None:
+def symbolic_size(members: Members, marker: Path) -> None:
     """The program itself is JSON, and torch evaluates the expressions of its sizes."""
     at = place(members, "models/model.json")
-    code = f"__import__('pathlib').Path({str(told)!r}).touch()"
+    code = f"__import__('pathlib').Path({str(marker)!r}).touch()"
     text = re.sub(r'"expr_str": "[^"]*"', f'"expr_str": "{code}"', members[at][1].decode())
     members[at] = members[at][0], text.encode()
 
@@ -164,11 +164,11 @@ HARMS = [sample_inputs, sample_inputs_twice, sample_inputs_in_capitals, opaque_c
 
 
 def harmed(folder: Path, harm: Callable[[Members, Path], None]) -> ModelSpec:
-    """A program whose loading creates the file "told"."""
+    """A program whose loading creates the file "marker"."""
     spec = export(folder, torch.export.Dim("batch", max=6))
     with zipfile.ZipFile(folder / spec.file) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
-    harm(members, folder / "told")
+    harm(members, folder / "marker")
     with zipfile.ZipFile(folder / spec.file, "w") as archive:
         for name, content in members:
             archive.writestr(name, content)
@@ -181,10 +181,10 @@ def test_exported_program_is_code_and_must_be_allowed(tmp_path: Path, harm: Call
     spec = dataclasses.replace(harmed(tmp_path, harm), allow_pickle=())
     with pytest.raises(ModelFolderError, match=r"model\.pt2 .*can run any code.*allow_pickle"):
         load_here(spec)
-    assert not (tmp_path / "told").exists()
+    assert not (tmp_path / "marker").exists()
     with contextlib.suppress(ModelFolderError):
         load_here(dataclasses.replace(spec, allow_pickle=(spec.file,)))
-    assert (tmp_path / "told").exists(), "this archive runs no code: the test shows nothing"
+    assert (tmp_path / "marker").exists(), "this archive runs no code: the test shows nothing"
 
 
 BERT = {

@@ -1,4 +1,4 @@
-"""Which engine and which precision: the task's wish, the model's, the worker's, and then what the device is for."""
+"""Engine and precision: the task overrides the model, the model the worker, and the device decides the rest."""
 
 from pathlib import Path
 
@@ -64,21 +64,21 @@ def test_auto_precision_of_onnx_runtime() -> None:
 
 
 def test_capability_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    queried_devices = []
 
-    def told(device: str) -> tuple[int, int]:
-        asked.append(device)
+    def fake_capability(device: str) -> tuple[int, int]:
+        queried_devices.append(device)
         return 7, 5
 
-    monkeypatch.setattr(precision, "compute_capability", told)
+    monkeypatch.setattr(precision, "compute_capability", fake_capability)
     assert choose(spec(), settings(device="cuda:1"), {}).precision == "fp16"
-    # A file that was made at a precision is not made at another.
+    # Exported files keep their precision.
     assert choose(spec(source="torch-export"), settings(device="cuda:1", precision="bf16"), {}).precision == "fp32"
     assert choose(spec(source="onnx"), settings(device="cuda:1", precision="bf16"), {}).precision == "fp32"
     assert choose(spec(source="torch-export"), settings(device="cuda:1"), {"precision": "fp16"}).precision == "fp16"
     with pytest.raises(PrecisionError, match="cuda:1 has no tf32"):
         choose(spec(precision="tf32"), settings(device="cuda:1"), {})
-    assert asked == ["cuda:1", "cuda:1"]
+    assert queried_devices == ["cuda:1", "cuda:1"]
 
 
 @pytest.mark.gpu
@@ -111,9 +111,9 @@ def test_fp8_needs_tensorrt_and_ada(
     monkeypatch: pytest.MonkeyPatch, engine: str, device: str, capability: tuple[int, int] | None, words: str
 ) -> None:
     monkeypatch.setattr(precision, "compute_capability", lambda _: capability)
-    wish = {"engine": engine, "precision": "fp8"}
+    parameters = {"engine": engine, "precision": "fp8"}
     if words:
         with pytest.raises(PrecisionError, match=words):
-            choose(spec(), settings(device=device), wish)
+            choose(spec(), settings(device=device), parameters)
     else:
-        assert choose(spec(), settings(device=device), wish) == Variant(engine=engine, precision="fp8")
+        assert choose(spec(), settings(device=device), parameters) == Variant(engine=engine, precision="fp8")

@@ -52,9 +52,9 @@ async def test_model_sizes_are_known_after_a_restart(
 
     worker = await start_worker(master.address, *flags)
     stream = await master.stream()
-    told = {name: models(stream)[name].memory_bytes for name in "ab"}
-    (known,) = [name for name in "ab" if told[name]]
-    assert told[known] == taken[known]
+    reported = {name: models(stream)[name].memory_bytes for name in "ab"}
+    (known,) = [name for name in "ab" if reported[name]]
+    assert reported[known] == taken[known]
     assert models(stream)[known].load_duration.ToNanoseconds() > 0
     assert "what a model took before can't be read" in worker.log
     other = "b" if known == "a" else "a"

@@ -111,8 +111,8 @@ def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     assert estimate_bytes(spec, settings("cuda:0"), GPU, 1000) == GPU_PROCESS_BYTES + int(2 * MIB * 1.1) + half
     short = folder_spec(tmp_path, kind="generate", parameters={"context": "256"})
     assert context_bytes(short, 4) == MIB
-    told = folder_spec(tmp_path, kind="generate", parameters={"cache_bytes": "1MiB"})
-    assert estimate_bytes(told, settings(), CPU, 8) == plain + MIB
+    configured = folder_spec(tmp_path, kind="generate", parameters={"cache_bytes": "1MiB"})
+    assert estimate_bytes(configured, settings(), CPU, 8) == plain + MIB
     (tmp_path / "config.json").write_text('{"num_hidden_layers": "x"}')
     assert context_bytes(spec, 4) == 0
 

@@ -1,4 +1,4 @@
-"""The rules for loading and unloading models, one at a time and at random."""
+"""The rules for loading and unloading models: single cases, and a random load."""
 
 import random
 from pathlib import Path
@@ -31,79 +31,79 @@ def names(residents: list[Resident]) -> list[str]:
 
 
 def test_models_that_fit_are_loaded_in_the_order_of_waiting() -> None:
-    found = plan([model("a", wanted_s=2.0), model("b", wanted_s=1.0), model("c")], 100, 5.0)
+    found = plan([model("a", wanted_at=2.0), model("b", wanted_at=1.0), model("c")], 100, 5.0)
     assert names(found.load) == ["b", "a"]
-    assert len(plan([model(str(n), wanted_s=1.0) for n in range(9)], 0, 5.0).load) == LOADS_MAX
+    assert len(plan([model(str(n), wanted_at=1.0) for n in range(9)], 0, 5.0).load) == LOADS_MAX
 
 
 def test_pinned_models_are_loaded_first_and_never_unloaded() -> None:
     old = model("old", 60, READY, pinned=True)
-    found = plan([old, model("a", 30, wanted_s=1.0), model("b", 20, wanted_s=2.0, pinned=True)], 100, 5.0)
+    found = plan([old, model("a", 30, wanted_at=1.0), model("b", 20, wanted_at=2.0, pinned=True)], 100, 5.0)
     assert names(found.load) == ["b"]
     assert not found.unload
 
 
 def test_the_least_recently_used_idle_models_make_room() -> None:
-    inside = [model("a", 40, READY, used_s=3.0), model("b", 40, READY, used_s=1.0), model("c", 15, READY, used_s=2.0)]
-    found = plan([*inside, model("d", 50, wanted_s=9.0)], 100, 9.0)
+    inside = [model("a", 40, READY, used_at=3), model("b", 40, READY, used_at=1), model("c", 15, READY, used_at=2)]
+    found = plan([*inside, model("d", 50, wanted_at=9.0)], 100, 9.0)
     assert (names(found.unload), found.load, found.retire) == (["b", "c"], [], [])
     inside[1].leases = 1
-    found = plan([*inside, model("d", 50, wanted_s=9.0)], 100, 9.0)
+    found = plan([*inside, model("d", 50, wanted_at=9.0)], 100, 9.0)
     assert names(found.unload) == ["c", "a"], "a model in use stays if others suffice"
 
 
 def test_models_that_are_being_unloaded_count_as_room() -> None:
-    found = plan([model("a", 60, UNLOADING), model("b", 30, READY), model("c", 40, wanted_s=1.0)], 100, 9.0)
+    found = plan([model("a", 60, UNLOADING), model("b", 30, READY), model("c", 40, wanted_at=1.0)], 100, 9.0)
     assert not (found.load or found.unload or found.retire)
 
 
 def test_a_model_in_use_retires_for_a_waiting_one_after_it_was_ready_long_enough() -> None:
-    busy = model("busy", 60, READY, leases=5, since_s=0.0)
-    waiting = model("waiting", 60, wanted_s=10.0, load_s=4.0)
+    busy = model("busy", 60, READY, leases=5, entered_at=0.0)
+    waiting = model("waiting", 60, wanted_at=10.0, load_s=4.0)
     assert not plan([busy, waiting], 100, 10.0 + PATIENCE_S / 2).retire
     assert names(plan([busy, waiting], 100, 10.0 + PATIENCE_S).retire) == ["busy"]
-    busy.since_s = 8.0
+    busy.entered_at = 8.0
     assert not plan([busy, waiting], 100, 11.9).retire, "it was ready for less time than the other takes to load"
     assert names(plan([busy, waiting], 100, 12.0).retire) == ["busy"]
 
 
 def test_no_model_is_unloaded_if_the_room_would_not_suffice() -> None:
     inside = [model("idle", 20, READY), model("loading", 70, LOADING)]
-    found = plan([*inside, model("large", 90, wanted_s=1.0)], 100, 99.0)
+    found = plan([*inside, model("large", 90, wanted_at=1.0)], 100, 99.0)
     assert not (found.unload or found.retire)
 
 
 def test_small_models_do_not_delay_a_large_one() -> None:
-    inside = [model("busy", 60, READY, leases=1, since_s=9.0)]
-    waiting = [model("large", 60, wanted_s=9.0), model("small", 30, wanted_s=9.5)]
+    inside = [model("busy", 60, READY, leases=1, entered_at=9.0)]
+    waiting = [model("large", 60, wanted_at=9.0), model("small", 30, wanted_at=9.5)]
     assert not plan([*inside, *waiting], 100, 9.2).load
 
 
 def test_a_model_that_does_not_fit_beside_the_pinned_ones_is_too_large() -> None:
     found = plan(
-        [model("p", 30, READY, pinned=True), model("a", 80, wanted_s=1.0), model("b", 5, wanted_s=2.0)], 100, 3
+        [model("p", 30, READY, pinned=True), model("a", 80, wanted_at=1.0), model("b", 5, wanted_at=2.0)], 100, 3
     )
     assert [(resident.key, room_bytes) for resident, room_bytes in found.too_large] == [("a", 70)]
     assert names(found.load) == ["b"]
 
 
 def test_idle_models_are_unloaded_if_one_is_larger_than_expected() -> None:
-    inside = [model("a", 60, READY, used_s=1.0), model("b", 60, READY, used_s=2.0), model("c", 9, wanted_s=1.0)]
+    inside = [model("a", 60, READY, used_at=1.0), model("b", 60, READY, used_at=2.0), model("c", 9, wanted_at=1.0)]
     found = plan(inside, 100, 3.0)
     assert (names(found.unload), found.load) == (["a"], [])
 
 
 def test_a_failed_load_is_retried_with_a_growing_delay() -> None:
-    failed = model("a", wanted_s=1.0)
-    failed.failed("broken", 10.0)
-    assert not plan([failed], 0, 10.0 + RETRY_S / 2).load
-    assert plan([failed], 0, 10.0 + RETRY_S).load
-    for _ in range(1100):  # a pinned model that does not fit, after 18 hours
-        failed.failed("broken", 10.0)
-    assert 10.0 < failed.retry_s <= 70.0 + RETRY_S
+    failing = model("a", wanted_at=1.0)
+    failing.record_failure("broken", 10.0)
+    assert not plan([failing], 0, 10.0 + RETRY_S / 2).load
+    assert plan([failing], 0, 10.0 + RETRY_S).load
+    for _ in range(1100):  # e.g. a pinned model that never fits, retried for 18 h
+        failing.record_failure("broken", 10.0)
+    assert 10.0 < failing.retry_at <= 70.0 + RETRY_S
     for _ in range(20):
-        failed.failed("its files are cut off", 10.0, faulty=True)
-    assert failed.retry_s == 10.0 + RETRY_FAULTY_MAX_S
+        failing.record_failure("its files are cut off", 10.0, faulty=True)
+    assert failing.retry_at == 10.0 + RETRY_FAULTY_MAX_S
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -127,21 +127,21 @@ def test_random_load(seed: int) -> None:
             resident.leases += arrives and resident.leases < 5
             if resident.state is READY and resident.leases:
                 resident.leases -= 1
-                resident.used_s = now_s
+                resident.used_at = now_s
                 served[resident.key] += 1
-            elif resident.state is LOADING and now_s - resident.since_s >= resident.load_s:
+            elif resident.state is LOADING and now_s - resident.entered_at >= resident.load_s:
                 resident.enter(READY, now_s)
-            elif resident.state is UNLOADING and now_s - resident.since_s >= 0.2:
+            elif resident.state is UNLOADING and now_s - resident.entered_at >= 0.2:
                 resident.enter(ABSENT, now_s)
             wants = resident.state is ABSENT and (resident.leases or resident.pinned)
-            resident.wanted_s = (resident.wanted_s or now_s) if wants else None
+            resident.wanted_at = (resident.wanted_at or now_s) if wants else None
             if resident.leases and resident.state is not READY:
                 waits_since.setdefault(resident.key, now_s)
             else:
                 waits_since.pop(resident.key, None)
         found = plan(residents, limit_bytes, now_s)
         for resident, _ in found.too_large:
-            resident.leases, resident.wanted_s = 0, None
+            resident.leases, resident.wanted_at = 0, None
         for resident in found.load:
             resident.enter(LOADING, now_s)
             loads += 1

@@ -233,7 +233,7 @@ def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
     assert (found, survivors, deaths) == ([culprit], 255, 9)
 
 
-def test_a_death_outside_of_a_run_is_charged_to_nobody_up_to_a_limit() -> None:
+def test_crashes_outside_a_run_are_uncharged_up_to_a_limit() -> None:
     held = batch(1, [1, 2], one_by_one=False)
     for _ in range(DEATHS_MAX - 1):
         assert charged([state(0)], held) == ([], [1, 2])

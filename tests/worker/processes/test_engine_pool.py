@@ -31,7 +31,7 @@ def shop(tmp_path: Path) -> Shop:
 
 
 @pytest.mark.slow
-async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(start: Start, shop: Shop) -> None:
+async def test_a_model_is_loaded_for_its_first_task_and_reported(start: Start, shop: Shop) -> None:
     shop.add("one", size_bytes=40 * MIB)
     shop.add("two", memory_error=1)
     shop.add("wont", rejected=1)
@@ -44,12 +44,12 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_told_of(start: Start, 
     assert (answer.model, answer.words) == ("one", "I am one")
     assert answer.pid != base
     await stream.until(lambda: models(stream)["one"].memory_bytes and models(stream)["one"].digest)
-    told = models(stream)["one"]
-    assert 40 * MIB < told.memory_bytes < 80 * MIB
-    assert abs(told.memory_bytes - private_bytes(answer.pid)) < 4 * MIB
-    assert dict(told.facts)["words"] == "I am one"
-    assert (told.engine, told.precision) == ("toy", "fp32")
-    assert told.load_duration.ToNanoseconds() > 0
+    reported = models(stream)["one"]
+    assert 40 * MIB < reported.memory_bytes < 80 * MIB
+    assert abs(reported.memory_bytes - private_bytes(answer.pid)) < 4 * MIB
+    assert dict(reported.facts)["words"] == "I am one"
+    assert (reported.engine, reported.precision) == ("toy", "fp32")
+    assert reported.load_duration.ToNanoseconds() > 0
     await stream.until(lambda: ready(stream) == {"one"})
     assert resident(stream)["one"].loads == 1
     stream.lease([(2, b"x")], kind="infer", model="two")
@@ -88,7 +88,7 @@ async def test_the_class_of_weights_may_lie_beside_them(start: Start, tmp_path: 
     assert arrays_of(word.result)["output"].tolist() == [[2, 3]]
 
 
-async def test_what_comes_to_serve_later_is_told(start: Start, shop: Shop) -> None:
+async def test_models_that_are_added_later_are_reported(start: Start, shop: Shop) -> None:
     shop.add("one")
     _, stream = await start(*shop.flags)
     await ask(stream, 1, "one")
@@ -199,7 +199,7 @@ async def test_a_process_that_is_killed_takes_only_its_own_along(start: Start, s
     assert resident(stream)["b"].loads in (1, 2)
 
 
-async def test_loading_that_hangs_or_dies_fails_what_waits_and_nothing_else(start: Start, shop: Shop) -> None:
+async def test_a_load_that_hangs_or_crashes_fails_only_the_tasks_that_wait_for_it(start: Start, shop: Shop) -> None:
     shop.add("good")
     shop.add("crash", crash=1)
     shop.add("stuck", load_s=3600)
@@ -283,7 +283,7 @@ async def test_a_sick_device_is_let_go_of_by_models_too(start: Start, shop: Shop
     assert again.pid != answer.pid
 
 
-async def test_a_stopped_process_holds_up_nobody_else_and_is_ended(start: Start, shop: Shop) -> None:
+async def test_a_stopped_process_delays_no_other_process_and_is_killed(start: Start, shop: Shop) -> None:
     shop.add("a")
     shop.add("b")
     _, stream = await start(*shop.flags, "--progress-timeout-s", "2")

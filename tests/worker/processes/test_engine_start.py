@@ -111,9 +111,9 @@ async def test_a_first_import_that_hangs_is_logged_with_its_file_and_ended(
     assert await worker.wait() == 3
     *_, error = worker.log.splitlines()
     assert f"it imports {module}" in error, "the innermost file, not the one that --handlers names"
-    told = [line for line in worker.log.splitlines() if "the engine is not ready yet" in line]
-    assert any(str(module) in line for line in told)
-    assert len(told) <= 3, "each file once"
+    lines = [line for line in worker.log.splitlines() if "the engine is not ready yet" in line]
+    assert any(str(module) in line for line in lines)
+    assert len(lines) <= 3, "each file once"
 
 
 async def test_a_later_import_that_hangs_is_reported_with_its_file_and_ended(start: Start, module: Path) -> None:

@@ -17,7 +17,7 @@ if "multigpu_worker.main" in sys.orig_argv:
     import functools
     import threading
 
-    def told(function, name, which):
+    def recorded(function, name, which):
         @functools.wraps(function)
         def call(*args, **kwargs):
             print(f"planted {name} {which(args)} in {threading.current_thread().name}", flush=True)
@@ -28,10 +28,10 @@ if "multigpu_worker.main" in sys.orig_argv:
     from multigpu_worker.processes import host as engine_host
     from multigpu_worker.models import memory_estimates as memory
 
-    memory.weights_bytes = told(memory.weights_bytes, "reads", lambda args: args[0].name)
+    memory.weights_bytes = recorded(memory.weights_bytes, "reads", lambda args: args[0].name)
     kill = engine_host.EngineHost._sigkill
-    engine_host.EngineHost._sigkill = told(kill, "kills", lambda args: args[1])
-    subprocess.Popen.wait = told(subprocess.Popen.wait, "waits for", lambda args: args[0].pid)
+    engine_host.EngineHost._sigkill = recorded(kill, "kills", lambda args: args[1])
+    subprocess.Popen.wait = recorded(subprocess.Popen.wait, "waits for", lambda args: args[0].pid)
 """
 
 
@@ -74,7 +74,7 @@ async def test_all_engines_are_ended_before_any_is_waited_for(start: Start, tmp_
     await stream.until(lambda: stream.heartbeats[-1].draining)
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
-    told = planted(worker.log)[before:]
-    first_wait = next(at for at, line in enumerate(told) if line.startswith("waits"))
-    killed = {line.split()[1] for line in told[:first_wait]}
+    lines = planted(worker.log)[before:]
+    first_wait = next(at for at, line in enumerate(lines) if line.startswith("waits"))
+    killed = {line.split()[1] for line in lines[:first_wait]}
     assert killed > engines, "the base is among them, too"

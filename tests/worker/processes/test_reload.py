@@ -1,4 +1,4 @@
-"""A worker runs one version of its handlers, whatever happens to their files, until it is told to reload them."""
+"""A worker runs one version of its handlers until it is asked to reload them, even if their files change."""
 
 import os
 import signal
@@ -162,10 +162,10 @@ async def test_version_covers_all_modules_of_a_package(start: Start, tmp_path: P
         "@handler('my.word')\ndef word(value: bytes) -> bytes:\n    return text.WORD + __file__.encode()\n"
     )
     worker, stream = await start("--handlers", "pack.mine", pythonpath=package.parent)
-    said = await answer(stream, 1)
-    assert said == b"one" + str(package / "mine.py").encode(), "data that lie beside it are found"
+    result = await answer(stream, 1)
+    assert result == b"one" + str(package / "mine.py").encode(), "data that lie beside it are found"
     (package / "text.py").write_text("WORD = b'two'\n")
     (pid,) = worker.engine_pids()
     os.kill(pid, signal.SIGKILL)
     await stream.until(lambda: worker.engine_pids() not in ([], [pid]))
-    assert await answer(stream, 2) == said
+    assert await answer(stream, 2) == result

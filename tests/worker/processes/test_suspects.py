@@ -42,20 +42,20 @@ class Answers:
     def answer(self, item, reporter):
         # Ends after `total` outputs; `fate` comes with the output `at`.
         total, fate, at = item.payload.decode().split()
-        said = len(item.partials)
-        while said < int(total):
+        step = len(item.partials)
+        while step < int(total):
             while self.stuck.is_set():
                 time.sleep(0.01)
-            if said == int(at):
+            if step == int(at):
                 if fate == "die" or (fate == "crowd" and len(self.running) > 1):
                     signal.raise_signal(signal.SIGSEGV)
                 if fate == "stick":
                     self.stuck.set()
                     continue
-            reporter.partial(item, b"%d" % said)
-            said += 1
+            reporter.partial(item, b"%d" % step)
+            step += 1
             time.sleep(0.003)
-        reporter.succeed(item, b"%d" % said)
+        reporter.succeed(item, b"%d" % step)
 
     def close(self):
         pass
@@ -81,13 +81,13 @@ def deaths(worker: WorkerProcess) -> int:
 
 def check_outputs(stream: Stream) -> None:
     """Each lease's outputs came once, in their order, and as many as its result says."""
-    told: Counter[int] = Counter()
+    next_index: Counter[int] = Counter()
     for partial in stream.partials:
-        assert (partial.index, partial.data) == (told[partial.lease_id], b"%d" % told[partial.lease_id])
-        told[partial.lease_id] += 1
+        assert (partial.index, partial.data) == (next_index[partial.lease_id], b"%d" % next_index[partial.lease_id])
+        next_index[partial.lease_id] += 1
     for lease_id, word in stream.reports.items():
         if word.state == SUCCEEDED:
-            assert int(word.result) == told[lease_id]
+            assert int(word.result) == next_index[lease_id]
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ async def test_two_culprits_and_one_that_can_not_even_be_read(start: Start, flag
     words = await stream.reported(*range(1, 17), timeout_s=60)
     assert {word.lease_id for word in words if word.state != SUCCEEDED} == set(fates)
     check_outputs(stream)
-    # A death that charges nobody makes somebody a suspect, and nobody is one more often than twice.
+    # Each uncharged crash makes at least one task a suspect, and a task is a suspect at most twice.
     assert deaths(worker) <= 2 * 16 + 3
 
 
@@ -126,7 +126,7 @@ async def test_a_device_on_which_all_die_charges_each_once_and_comes_to_an_end(s
     assert deaths(worker) <= 1 + 4
 
 
-async def test_what_only_happens_in_company_is_charged_to_nobody(start: Start, flags: list[str]) -> None:
+async def test_a_crash_of_tasks_that_run_together_is_charged_to_none(start: Start, flags: list[str]) -> None:
     worker, stream = await start(*flags)
     stream.lease([(n, payload(total=60, fate="crowd", at=30)) for n in range(1, 5)], kind="generate")
     words = await stream.reported(1, 2, 3, 4)

@@ -81,8 +81,8 @@ def test_put_back_goes_first() -> None:
     assert pop(made) == [1, 2, 3, 4, 6]
 
 
-def test_what_is_put_back_keeps_its_order_over_all_kinds() -> None:
-    """One that never ends must not overtake those that were before it: they would wait for ever."""
+def test_returned_leases_keep_their_order_across_kinds() -> None:
+    """A stream of new tasks must not overtake older ones: these would wait forever."""
     made = batcher()
     made.add(HANDLER, leases([1], HANDLER))
     made.add(ECHO, leases([2]))
@@ -233,7 +233,7 @@ def test_a_batch_goes_at_a_preferred_size_or_a_limit() -> None:
     assert [len(pop_at(made, 1.2)) for _ in range(4)] == [8, 8, 4, 0]
 
 
-def test_what_comes_back_does_not_wait_again() -> None:
+def test_returned_leases_do_not_wait_again() -> None:
     made = growing()
     made.add(MODEL, leases([1], MODEL))
     pop_at(made, 1.0)

@@ -22,7 +22,7 @@ async def stream(start_handlers: Start) -> Stream:
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["batches of one", "one batch"])
-async def test_what_is_not_begun_comes_back_and_what_runs_goes_on(stream: Stream, fast: bool) -> None:
+async def test_a_recall_returns_unstarted_leases_and_running_ones_continue(stream: Stream, fast: bool) -> None:
     if fast:  # the worker learns that these tasks are fast, and sends the next ones as one batch
         stream.lease([(n, SHORT) for n in range(1001, 1601)], kind="sleep")
         await stream.reported(*range(1001, 1601))
@@ -39,7 +39,7 @@ async def test_what_is_not_begun_comes_back_and_what_runs_goes_on(stream: Stream
     assert last.state == SUCCEEDED
 
 
-async def test_a_slot_in_which_a_cancelled_call_runs_on_is_told_and_gets_no_more(start_handlers: Start) -> None:
+async def test_a_slot_with_a_cancelled_running_call_is_reported_and_gets_no_lease(start_handlers: Start) -> None:
     worker, stream = await start_handlers("--cancel-grace-s", "600")
     stream.lease([(1, b"")], kind="t.deaf")  # the engine process handles no message meanwhile
     await stream.running(1)
@@ -73,7 +73,7 @@ async def test_a_more_urgent_lease_goes_before_what_the_engine_holds(stream: Str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_comes_back_has_not_run_and_what_ran_does_not(stream: Stream, tmp_path: Path, seed: int) -> None:
+async def test_a_returned_lease_has_not_run(stream: Stream, tmp_path: Path, seed: int) -> None:
     """Recalls and urgent leases at random moments while fast tasks run: each lease either runs or is returned."""
     rng = random.Random(seed)
     log = tmp_path / "log"

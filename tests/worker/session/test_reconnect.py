@@ -1,4 +1,4 @@
-"""The real worker when its stream breaks, its peer dies, or it is told to stop: nothing is lost, nothing said twice."""
+"""The real worker after a broken stream, a killed peer or SIGTERM: no report is lost or repeated."""
 
 import asyncio
 import os
@@ -147,7 +147,7 @@ async def test_waits_for_a_master(start_worker: StartWorker) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-async def test_drain_finishes_what_is_held(start: Start, signum: signal.Signals) -> None:
+async def test_drain_finishes_held_leases(start: Start, signum: signal.Signals) -> None:
     worker, stream = await start()
     stream.lease([(1, b"0.5"), (2, b"0.1")], kind="sleep")
     await stream.running(1)
@@ -157,7 +157,7 @@ async def test_drain_finishes_what_is_held(start: Start, signum: signal.Signals)
     assert [stream.reports[n].result for n in (1, 2)] == [b"0.5", b"0.1"]
 
 
-async def test_drain_gives_back_what_takes_too_long(start: Start) -> None:
+async def test_drain_returns_leases_that_take_too_long(start: Start) -> None:
     worker, stream = await start("--drain-timeout-s", "0.3")
     stream.lease([(1, b"30"), (2, b"30")], kind="sleep")
     await stream.running(1)

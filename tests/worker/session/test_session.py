@@ -1,4 +1,4 @@
-"""The session as values: what it says it holds, what it sends and sends again, and what it drops."""
+"""The session as values: leases in hello, reports sent and resent, and reports dropped."""
 
 import random
 from dataclasses import dataclass, field
@@ -117,7 +117,7 @@ def test_what_a_hello_lists_is_of_the_master_that_welcomed_last() -> None:
     assert session.incarnation == "the second"
 
 
-def test_what_was_sent_is_kept_within_limits() -> None:
+def test_sent_reports_are_kept_within_limits() -> None:
     limits = SessionLimits(sent_reports_max=3, sent_bytes_max=10_000, sent_age_s=5)
     session = connected(limits)
     leases = grant(session, *range(1, 20))
@@ -257,7 +257,7 @@ class PeerTask:
 
 
 class Peer:
-    """The other side for the seeds: takes reports of live leases only, and loses what was sent just before a break."""
+    """A model of the master: accepts reports of live leases only, and loses reports sent just before a break."""
 
     def __init__(self, session: Session, rng: random.Random) -> None:
         self.session = session

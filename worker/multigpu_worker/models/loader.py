@@ -100,8 +100,8 @@ class ModelLoader:
         now_s = time.monotonic()
         for key in keys:
             resident = self.routes.residents[key]
-            if resident.wanted_s is None and resident.state in (ModelState.ABSENT, ModelState.UNLOADING):
-                resident.wanted_s = now_s
+            if resident.wanted_at is None and resident.state in (ModelState.ABSENT, ModelState.UNLOADING):
+                resident.wanted_at = now_s
                 new = True
         if new:
             self.look()
@@ -110,7 +110,7 @@ class ModelLoader:
         """A batch has ended on a model."""
         resident = self.routes.residents.get(key)
         if resident is not None:
-            resident.used_s = time.monotonic()
+            resident.used_at = time.monotonic()
             resident.used_ns = time.time_ns()
             if resident.state is ModelState.UNLOADING or self._desired[1] or self.routes.replaced():
                 self.look()
@@ -190,9 +190,9 @@ class ModelLoader:
             absent = resident.state is ModelState.ABSENT
             waits = bool(resident.leases) and (absent or resident.state is ModelState.UNLOADING)
             if not (waits or (absent and (resident.pinned or resident.upcoming))) or resident.unwanted:
-                resident.wanted_s = None
-            elif resident.wanted_s is None:
-                resident.wanted_s = now_s
+                resident.wanted_at = None
+            elif resident.wanted_at is None:
+                resident.wanted_at = now_s
 
     def _look_at(self, resident: Resident, now_s: float) -> None:
         """Steps that concern one model alone."""
@@ -203,7 +203,7 @@ class ModelLoader:
             self._unload(resident, now_s)
         elif resident.unwanted and absent and resident.leases:  # granted before the master wanted it unloaded
             self._dispatcher.return_leases(self._waiting(resident), "its model is not wanted here")
-        elif absent and resident.leases and now_s < resident.retry_s:
+        elif absent and resident.leases and now_s < resident.retry_at:
             self._fail(resident, "ModelLoadError")
 
     def _waiting(self, resident: Resident) -> list[Lease]:
@@ -244,7 +244,7 @@ class ModelLoader:
 
     def _too_large(self, resident: Resident, room_bytes: int) -> None:
         takes = "it takes" if resident.measured else "it is expected to take"
-        resident.failed(
+        resident.record_failure(
             f"the model {resident.model!r} does not fit: {takes} {resident.memory_bytes >> 20} MiB, and beside the "
             f"pinned models there are {max(0, room_bytes) >> 20} MiB (model_memory_bytes is {self.limit_bytes >> 20} "
             "MiB); raise model_memory_bytes, unpin a model, or run it on a larger device",
@@ -254,7 +254,7 @@ class ModelLoader:
 
     def _fail(self, resident: Resident, error_type: str) -> None:
         """Fail the leases that wait for a model that cannot be loaded."""
-        resident.wanted_s = None
+        resident.wanted_at = None
         if leases := self._waiting(resident):
             error = TaskError(type=error_type, message=resident.error, retryable=not resident.hopeless)
             self._dispatcher.fail(leases, error)
@@ -320,7 +320,7 @@ class ModelLoader:
     def _load_ended(self, resident: Resident, error: str, *, hopeless: bool = False, faulty: bool = False) -> None:
         """A load has failed. `hopeless`: it would on every worker; `faulty`: until its files change."""
         log.warning("model failed to load", model=resident.model, error=error)
-        resident.failed(error, time.monotonic(), hopeless=hopeless, faulty=faulty)
+        resident.record_failure(error, time.monotonic(), hopeless=hopeless, faulty=faulty)
         self._pool.unload(resident.key, grace_s=0.0)
         self._fail(resident, "ModelLoadError")
         self._reroute(self.routes.switch)
@@ -363,7 +363,7 @@ class ModelLoader:
         """Check the loads in progress, measure models in use, and keep a spare process."""
         now_s = time.monotonic()
         moving = (ModelState.LOADING, ModelState.UNLOADING)
-        if any(r.state in moving or r.wanted_s is not None for r in self.routes.residents.values()):
+        if any(r.state in moving or r.wanted_at is not None for r in self.routes.residents.values()):
             self.look()
         if now_s - self._looked_s < _LOAD_LOOK_S:
             return
@@ -371,7 +371,7 @@ class ModelLoader:
         for resident in list(self.routes.residents.values()):
             if resident.state is ModelState.LOADING:
                 self._watch(resident, now_s)
-            elif resident.state is ModelState.READY and resident.used_s > resident.measured_s <= now_s - MEASURE_S:
+            elif resident.state is ModelState.READY and resident.used_at > resident.measured_at <= now_s - MEASURE_S:
                 self._sizes.measure(resident, self._pids(resident), again=True)
         if self._dispatcher.may_load():
             self._keep_spare()
@@ -381,7 +381,7 @@ class ModelLoader:
         pids = [pid for pid in self._pids(resident) if pid not in done]
         if self._load_watch.stuck(pids, now_s):
             self._load_ended(resident, f"the loading of the model {resident.model!r} does not move, so it was ended")
-        elif now_s - resident.since_s > LOAD_S_MAX:
+        elif now_s - resident.entered_at > LOAD_S_MAX:
             self._load_ended(resident, f"the model {resident.model!r} was not loaded after {LOAD_S_MAX:g} s")
 
     def _keep_spare(self) -> None:

@@ -90,7 +90,7 @@ class ModelSizes:
         """Measure a loaded model in the background, and hash its files. `device_bytes`: memory of one engine by its own
         account, for drivers that report none per process. `again`: a repeated measurement counts only if it is larger.
         """
-        resident.measured_s = time.monotonic()
+        resident.measured_at = time.monotonic()
         task = supervised(asyncio.create_task(self._measure(resident, pids, device_bytes, again=again)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

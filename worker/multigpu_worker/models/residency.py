@@ -51,7 +51,7 @@ class Resident:
     memory_bytes: int = 0
     measured: bool = False
     # Time of the last measurement, on the monotonic clock.
-    measured_s: float = 0.0
+    measured_at: float = 0.0
     # Duration of the last load; 0: it was never loaded.
     load_s: float = 0.0
     loads: int = 0
@@ -61,9 +61,9 @@ class Resident:
     # The master wants it unloaded, and not loaded again.
     unwanted: bool = False
     # On the monotonic clock: when it entered its state, began to be waited for, and was last used.
-    since_s: float = 0.0
-    wanted_s: float | None = None
-    used_s: float = 0.0
+    entered_at: float = 0.0
+    wanted_at: float | None = None
+    used_at: float = 0.0
     # When it was last used, in nanoseconds since 1970; 0: never.
     used_ns: int = 0
     # Leases held for it, waiting or running.
@@ -72,7 +72,7 @@ class Resident:
     error: str = ""
     hopeless: bool = False
     failures: int = 0
-    retry_s: float = 0.0
+    retry_at: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
     # SHA-256 over its files; empty: not computed yet.
     digest: str = ""
@@ -82,21 +82,21 @@ class Resident:
         return self.spec.id
 
     def enter(self, state: ModelState, now_s: float) -> None:
-        self.state, self.since_s = state, now_s
+        self.state, self.entered_at = state, now_s
 
     def loaded(self, load_s: float, facts: dict[str, str], now_s: float) -> None:
         """All its instances are ready."""
         self.enter(ModelState.READY, now_s)
-        self.load_s, self.facts, self.used_s = load_s, facts, now_s
+        self.load_s, self.facts, self.used_at = load_s, facts, now_s
         self.loads += 1
-        self.failures, self.error, self.retry_s, self.wanted_s = 0, "", 0.0, None
+        self.failures, self.error, self.retry_at, self.wanted_at = 0, "", 0.0, None
 
-    def failed(self, error: str, now_s: float, *, hopeless: bool = False, faulty: bool = False) -> None:
+    def record_failure(self, error: str, now_s: float, *, hopeless: bool = False, faulty: bool = False) -> None:
         """A load failed. `faulty`: its files are at fault; `hopeless`: it would fail on every worker."""
         self.enter(ModelState.ABSENT, now_s)
         self.error, self.hopeless = error, hopeless
         limit_s = RETRY_FAULTY_MAX_S if hopeless or faulty else RETRY_MAX_S
-        self.retry_s = now_s + min(RETRY_S * 2.0 ** min(self.failures, DOUBLINGS_MAX), limit_s)
+        self.retry_at = now_s + min(RETRY_S * 2.0 ** min(self.failures, DOUBLINGS_MAX), limit_s)
         self.failures += 1
 
 
@@ -144,15 +144,15 @@ def plan(residents: Iterable[Resident], limit_bytes: int, now_s: float) -> Plan:
 
 def _in_turn(residents: list[Resident], now_s: float) -> list[Resident]:
     """The models to load, in order."""
-    waiting = [r for r in residents if r.state is ModelState.ABSENT and r.wanted_s is not None and now_s >= r.retry_s]
-    return sorted(waiting, key=lambda r: (not r.pinned, r.wanted_s, r.key))
+    waiting = [r for r in residents if r.state is ModelState.ABSENT and r.wanted_at is not None and now_s >= r.retry_at]
+    return sorted(waiting, key=lambda r: (not r.pinned, r.wanted_at, r.key))
 
 
 def _shed(inside: list[Resident], excess_bytes: int) -> list[Resident]:
     """The least recently used idle models, enough to get within the limit."""
     chosen: list[Resident] = []
     idle = (r for r in inside if r.state is ModelState.READY and not r.pinned and not r.leases)
-    for victim in sorted(idle, key=lambda r: r.used_s):
+    for victim in sorted(idle, key=lambda r: r.used_at):
         if excess_bytes > 0:
             chosen.append(victim)
             excess_bytes -= victim.memory_bytes
@@ -161,7 +161,7 @@ def _shed(inside: list[Resident], excess_bytes: int) -> list[Resident]:
 
 def _make_room(found: Plan, inside: list[Resident], wanted: Resident, lacking_bytes: int, now_s: float) -> None:
     victims = sorted(
-        (r for r in inside if r.state is ModelState.READY and not r.pinned), key=lambda r: (r.leases > 0, r.used_s)
+        (r for r in inside if r.state is ModelState.READY and not r.pinned), key=lambda r: (r.leases > 0, r.used_at)
     )
     chosen: list[Resident] = []
     for victim in victims:
@@ -178,6 +178,6 @@ def _make_room(found: Plan, inside: list[Resident], wanted: Resident, lacking_by
 
 
 def _may_retire(victim: Resident, wanted: Resident, now_s: float) -> bool:
-    assert wanted.wanted_s is not None
-    served_s = now_s - victim.since_s
-    return now_s - wanted.wanted_s >= PATIENCE_S and served_s >= max(PATIENCE_S, wanted.load_s)
+    assert wanted.wanted_at is not None
+    served_s = now_s - victim.entered_at
+    return now_s - wanted.wanted_at >= PATIENCE_S and served_s >= max(PATIENCE_S, wanted.load_s)

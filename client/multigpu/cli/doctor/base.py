@@ -39,20 +39,20 @@ class SkipCheck(Exception):  # noqa: N818  it is no error
     """The check does not apply here. The message says why."""
 
 
-def ok(check: str, message: str) -> list[Finding]:
-    return [Finding(check=check, verdict=Verdict.OK, message=message)]
+def ok(check: str, message: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.OK, message=message)
 
 
-def warn(check: str, message: str, remedy: str) -> list[Finding]:
-    return [Finding(check=check, verdict=Verdict.WARN, message=message, remedy=remedy)]
+def warn(check: str, message: str, remedy: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.WARN, message=message, remedy=remedy)
 
 
-def fail(check: str, message: str, remedy: str) -> list[Finding]:
-    return [Finding(check=check, verdict=Verdict.FAIL, message=message, remedy=remedy)]
+def fail(check: str, message: str, remedy: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.FAIL, message=message, remedy=remedy)
 
 
-def skip(check: str, message: str) -> list[Finding]:
-    return [Finding(check=check, verdict=Verdict.SKIP, message=message)]
+def skip(check: str, message: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.SKIP, message=message)
 
 
 @dataclass(kw_only=True)
@@ -137,4 +137,4 @@ class Host:
         return [worker for worker in self.workers if worker.state != admin.WORKER_STATE_LOST]
 
 
-Check = Callable[[Host], list[Finding]]
+Check = Callable[[Host], Finding | list[Finding]]

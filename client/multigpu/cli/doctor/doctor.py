@@ -1,7 +1,7 @@
 """`mgpuctl doctor`: checks of this host and its fleet. Each has a verdict, and a remedy if it needs one.
 
-A check is a function from a Host to findings, in gpu.py, host.py or fleet.py. Checks change nothing on the host, except
-that one writes and deletes a small file in the data directory to time an fsync.
+A check is a function from a Host to one finding or several, in gpu.py, host.py or fleet.py. Checks do not change the
+host, except that one writes and deletes a small file in the data directory to time an fsync.
 """
 
 import contextlib
@@ -73,13 +73,14 @@ def doctor(data_dir: str | None, address: str, as_json: bool) -> None:
 
 def run_check(check: Check, host: Host) -> list[Finding]:
     """The findings of a check; a check that fails to run is a finding too."""
-    name = check.__name__.replace("_", " ")
+    name = check.__name__.removeprefix("check_").replace("_", " ")
     try:
-        return check(host)
+        found = check(host)
+        return [found] if isinstance(found, Finding) else found
     except SkipCheck as reason:
-        return skip(name, str(reason))
+        return [skip(name, str(reason))]
     except (OSError, ValueError, Failure) as error:
-        return fail(name, f"can't be checked: {error}", "repair this first, then run the check again")
+        return [fail(name, f"can't be checked: {error}", "repair this first, then run the check again")]
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

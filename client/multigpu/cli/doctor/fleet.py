@@ -8,7 +8,7 @@ from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, warn
 from multigpu.cli.failures import Failure, Unreachable
 from multigpu.cli.fleet import device_columns
 from multigpu.cli.models.models import all_models, id_of
-from multigpu.cli.text import age, duration, plural, seconds_of, size
+from multigpu.cli.text import age, duration, format_size, plural, seconds_of
 from multigpu.handlers import RESERVED_KINDS
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -21,7 +21,7 @@ NAMED_MODELS_MAX = 20
 RETRIED_S = 30.0  # a worker that is rejected tries again within seconds
 
 
-def master(host: Host) -> list[Finding]:
+def check_master(host: Host) -> Finding:
     """A master answers."""
     address, stats = host.client_config.master, host.stats_or_failure
     if isinstance(stats, Unreachable):
@@ -32,15 +32,15 @@ def master(host: Host) -> list[Finding]:
     return ok("master", f"{address}, version {stats.version}, up {age(stats, 'start_time')}")
 
 
-def journal(host: Host) -> list[Finding]:
+def check_journal(host: Host) -> Finding:
     """The master accepts durable tasks."""
     if not host.stats.journal_writable:
         remedy = "make room on its disk (never delete files in data_dir), or raise the limit"
         return fail("journal", f"durable tasks are rejected: {show.JOURNAL_FULL}", remedy)
-    return ok("journal", f"writable, {size(host.stats.journal_bytes)}")
+    return ok("journal", f"writable, {format_size(host.stats.journal_bytes)}")
 
 
-def clock(host: Host) -> list[Finding]:
+def check_clock(host: Host) -> Finding:
     """The clock skew to the master, by the fastest of a few round trips."""
     if not host.stats.HasField("server_time"):
         raise SkipCheck(f"a master of version {host.stats.version} doesn't report its time")
@@ -54,18 +54,18 @@ def clock(host: Host) -> list[Finding]:
     return judge_clock(skew_s, trip_s)
 
 
-def judge_clock(skew_s: float, trip_s: float) -> list[Finding]:
+def judge_clock(skew_s: float, trip_s: float) -> Finding:
     """`skew_s`: how far this clock is ahead, ± half of `trip_s`, the round trip."""
-    certain_s = max(0.0, abs(skew_s) - trip_s / 2)
+    min_skew_s = max(0.0, abs(skew_s) - trip_s / 2)
     way = "ahead of" if skew_s > 0 else "behind"
     message = f"{duration(abs(skew_s))} {way} the master's, ± {duration(trip_s / 2)}"
     remedy = "synchronize both clocks with chrony or systemd-timesyncd: `timedatectl set-ntp true`; deadlines need it"
-    if certain_s >= SKEW_WARN_S:
-        return (fail if certain_s >= SKEW_FAIL_S else warn)("clock", message, remedy)
+    if min_skew_s >= SKEW_WARN_S:
+        return (fail if min_skew_s >= SKEW_FAIL_S else warn)("clock", message, remedy)
     return ok("clock", message)
 
 
-def worker_clocks(host: Host) -> list[Finding]:
+def check_worker_clocks(host: Host) -> Finding:
     """Workers' samples are a little older than the heartbeats that bring them."""
     sampled = [worker for worker in host.connected if worker.telemetry.HasField("sample_time")]
     if not sampled:
@@ -84,7 +84,7 @@ def worker_clocks(host: Host) -> list[Finding]:
     return ok("worker clocks", f"{len(sampled)} workers agree with the master")
 
 
-def fleet_versions(host: Host) -> list[Finding]:
+def check_fleet_versions(host: Host) -> Finding:
     """Master, workers and mgpuctl have the same version."""
     own = importlib.metadata.version("multigpu")
     others = {f"master {host.stats.version}"} if host.stats.version != own else set()
@@ -95,7 +95,7 @@ def fleet_versions(host: Host) -> list[Finding]:
     return ok("fleet versions", f"all are {own}: the master, {len(host.connected)} workers, mgpuctl")
 
 
-def handlers(host: Host) -> list[Finding]:
+def check_handlers(host: Host) -> Finding:
     """Workers that serve the same kind have the same version of its handlers."""
     versions: dict[str, dict[str, list[str]]] = {}
     for worker in host.connected:
@@ -117,11 +117,11 @@ def handlers(host: Host) -> list[Finding]:
     return warn("handlers", f"workers run different versions of {'; '.join(texts)}", remedy)
 
 
-def workers(host: Host) -> list[Finding]:
+def check_workers(host: Host) -> list[Finding]:
     """Every worker is connected and its device is healthy."""
     if not host.workers:
         remedy = "`mgpuctl up` or `systemctl start mgpu-worker@cuda:0` starts one"
-        return warn("workers", "no worker has connected yet", remedy)
+        return [warn("workers", "no worker has connected yet", remedy)]
     findings: list[Finding] = []
     names = device_columns.short_names([worker.worker_id for worker in host.workers])
     for worker in host.workers:
@@ -131,17 +131,17 @@ def workers(host: Host) -> list[Finding]:
         if word == "lost":
             seen = age(worker, "last_heartbeat_time") or "?"
             remedy = f"look at its host; if it is gone for good, `mgpuctl forget {name}`"
-            findings += fail("workers", f"{name} is lost, last heard {seen} ago", remedy)
+            findings.append(fail("workers", f"{name} is lost, last heard {seen} ago", remedy))
         elif word == "sick" or worker.quarantined:
             message = message if word == "sick" else f"{message}, and quarantined by the master"
             remedy = "do what the reasons ask for; it returns once a check passes; docs/health.md explains them"
-            findings += fail("workers", message, remedy)
+            findings.append(fail("workers", message, remedy))
         elif word != "healthy":
-            findings += warn("workers", message, "docs/health.md explains the reasons")
-    return findings or ok("workers", device_columns.summary(host.workers))
+            findings.append(warn("workers", message, "docs/health.md explains the reasons"))
+    return findings or [ok("workers", device_columns.summary(host.workers))]
 
 
-def rejected_workers(host: Host) -> list[Finding]:
+def check_rejected_workers(host: Host) -> Finding:
     """The master rejected no worker recently that has not joined since."""
     now_s = seconds_of(host.stats.server_time)
     recent = [r for r in host.stats.worker_rejections if seconds_of(r.reject_time) > now_s - REJECTED_RECENTLY_S]
@@ -154,7 +154,7 @@ def rejected_workers(host: Host) -> list[Finding]:
     return warn("rejected workers", text, remedy) if text else ok("rejected workers", "none within the last hour")
 
 
-def models(host: Host) -> list[Finding]:
+def check_models(host: Host) -> Finding:
     """Every folder of the workers' model repositories is a model that can be served."""
     assert host.stats is not None
     assert not isinstance(host.master, Failure)
@@ -165,7 +165,7 @@ def models(host: Host) -> list[Finding]:
     return warn("models", message, remedy) if broken else ok("models", "no worker reports an error")
 
 
-def model_memory(host: Host) -> list[Finding]:
+def check_model_memory(host: Host) -> list[Finding]:
     """The sum of the model_memory_bytes of workers that share a device fits into its memory."""
     sharing: dict[tuple[str, str], list[admin.Worker]] = {}
     for worker in host.connected:
@@ -175,23 +175,21 @@ def model_memory(host: Host) -> list[Finding]:
         raise SkipCheck("no connected worker reports its limit for models")
     names = device_columns.short_names([worker.worker_id for worker in host.workers])
     findings: list[Finding] = []
-    for together in sharing.values():
-        device = together[0].device
-        allowed = sum(worker.model_memory_bytes for worker in together)
+    for sharers in sharing.values():
+        device = sharers[0].device
+        allowed = sum(worker.model_memory_bytes for worker in sharers)
         if device.memory_total_bytes and allowed > device.memory_total_bytes:
-            total = size(device.memory_total_bytes)
-            who = " and ".join(names[worker.worker_id] for worker in together)
-            findings += warn(
-                "model memory",
-                f"{who}: models may take {size(allowed)} of the {total} that {device.name} has",
-                f"set device_workers = {len(together)} for each worker there, or lower its model_memory_bytes",
-            )
-    return findings or ok(
-        "model memory", f"the limits of models fit into the memory of {plural(len(sharing), 'device')}"
-    )
+            sizes = f"{format_size(allowed)} of the {format_size(device.memory_total_bytes)}"
+            who = " and ".join(names[worker.worker_id] for worker in sharers)
+            message = f"{who}: models may take {sizes} that {device.name} has"
+            remedy = f"set device_workers = {len(sharers)} for each worker there, or lower its model_memory_bytes"
+            findings.append(warn("model memory", message, remedy))
+    return findings or [
+        ok("model memory", f"the limits of models fit into the memory of {plural(len(sharing), 'device')}")
+    ]
 
 
-def breaker(host: Host) -> list[Finding]:
+def check_breaker(host: Host) -> Finding:
     """The circuit breaker is closed: the master quarantines sick devices."""
     state = host.stats.breaker
     if not state.tripped:
@@ -203,5 +201,5 @@ def breaker(host: Host) -> list[Finding]:
     return fail("breaker", message, remedy)
 
 
-CHECKS = (master, journal, clock, worker_clocks, fleet_versions, handlers, workers, rejected_workers, models,
-          model_memory, breaker)  # fmt: skip
+CHECKS = (check_master, check_journal, check_clock, check_worker_clocks, check_fleet_versions, check_handlers,
+          check_workers, check_rejected_workers, check_models, check_model_memory, check_breaker)  # fmt: skip

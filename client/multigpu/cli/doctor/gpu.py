@@ -15,7 +15,7 @@ NO_DRIVER = "no NVIDIA GPU answers"
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
-def driver(host: Host) -> list[Finding]:
+def check_driver(host: Host) -> Finding:
     """If there is a GPU, its driver answers."""
     nvml = host.nvml
     if "error" not in nvml:
@@ -49,7 +49,7 @@ def _loaded_driver(root: Path) -> str:
     return match.group(1) if match else ""
 
 
-def gpus(host: Host) -> list[Finding]:
+def check_gpus(host: Host) -> Finding:
     """Every GPU answers."""
     if not host.gpus:
         return skip("gpus", NO_DRIVER)
@@ -61,7 +61,7 @@ def gpus(host: Host) -> list[Finding]:
     return ok("gpus", f"{len(host.gpus)} answer: {', '.join(names)}")
 
 
-def cuda(host: Host) -> list[Finding]:
+def check_cuda(host: Host) -> list[Finding]:
     """The installed torch can use the driver."""
     torch_cuda = installed_torch_cuda()
     try:
@@ -70,16 +70,16 @@ def cuda(host: Host) -> list[Finding]:
         if not host.gpus:
             raise SkipCheck("torch is not installed here: no worker runs models here") from None
         remedy = "pip install 'multigpu[worker]', unless no worker runs here"
-        return warn("cuda", "torch is not installed", remedy)
-    findings = judge_cuda(torch, torch_cuda, str(host.nvml.get("cuda", "")) if host.gpus else "")
+        return [warn("cuda", "torch is not installed", remedy)]
+    findings = [judge_cuda(torch, torch_cuda, str(host.nvml.get("cuda", "")) if host.gpus else "")]
     onnx_cuda = _cuda_in("onnxruntime", "capi/build_and_package_info.py")
     if torch_cuda and onnx_cuda and torch_cuda.partition(".")[0] != onnx_cuda.partition(".")[0]:
         found = f"onnxruntime-gpu needs libraries of CUDA {onnx_cuda}, and torch has brought those of CUDA {torch_cuda}"
-        findings += warn("cuda", found, "install both for the same major version of CUDA, or use no engine onnx")
+        findings.append(warn("cuda", found, "install both for the same major version of CUDA, or use no engine onnx"))
     return findings
 
 
-def judge_cuda(torch: str, torch_cuda: str, driver_cuda: str) -> list[Finding]:
+def judge_cuda(torch: str, torch_cuda: str, driver_cuda: str) -> Finding:
     """`torch_cuda`: empty for a build without CUDA. `driver_cuda`: empty without a GPU."""
     if not driver_cuda:
         built = f"built for CUDA {torch_cuda}" if torch_cuda else "built for the CPU"
@@ -114,7 +114,7 @@ def _cuda_in(package: str, file: str) -> str:
     return match.group(1) if match else ""
 
 
-def permissions(host: Host) -> list[Finding]:
+def check_permissions(host: Host) -> Finding:
     """The user can open the device files."""
     if host.simulated:
         raise SkipCheck("a simulated driver has no device files")
@@ -124,22 +124,22 @@ def permissions(host: Host) -> list[Finding]:
     return judge_device_files(host.root / "dev", [f"nvidia{minor}" for minor in minors])
 
 
-def judge_device_files(folder: Path, gpu_files: list[str]) -> list[Finding]:
+def judge_device_files(folder: Path, gpu_files: list[str]) -> Finding:
     wanted = ["nvidiactl", "nvidia-uvm", *gpu_files]
     missing = [name for name in wanted if not (folder / name).exists()]
     if missing:
         remedy = "`nvidia-modprobe -u -c 0` makes them, as root; so does nvidia-persistenced at boot"
         return fail("permissions", f"no {', '.join(f'/dev/{name}' for name in missing)}", remedy)
-    shut = [name for name in wanted if not os.access(folder / name, os.R_OK | os.W_OK, effective_ids=True)]
-    if shut:
+    denied = [name for name in wanted if not os.access(folder / name, os.R_OK | os.W_OK, effective_ids=True)]
+    if denied:
         remedy = "add this user to the group that owns them (`ls -l /dev/nvidia*`), or the unit's DeviceAllow"
         return fail(
-            "permissions", f"user {os.geteuid()} can't open {', '.join(f'/dev/{name}' for name in shut)}", remedy
+            "permissions", f"user {os.geteuid()} can't open {', '.join(f'/dev/{name}' for name in denied)}", remedy
         )
     return ok("permissions", f"user {os.geteuid()} can open {', '.join(f'/dev/{name}' for name in wanted)}")
 
 
-def mps(host: Host) -> list[Finding]:
+def check_mps(host: Host) -> Finding:
     """If MPS is switched on, it can run."""
     wanted = host.worker_config.mps
     if wanted == "off":
@@ -151,21 +151,21 @@ def mps(host: Host) -> list[Finding]:
     missing = [name for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server") if shutil.which(name) is None]
     if missing:
         return verdict("mps", f"no {', '.join(missing)} on PATH", f"install the driver's MPS programs,{remedy}")
-    if cut := [str(gpu["index"]) for gpu in host.gpus if gpu.get("mig")]:
+    if mig_gpus := [str(gpu["index"]) for gpu in host.gpus if gpu.get("mig")]:
         return verdict(
-            "mps", f"MIG is on for GPU {', '.join(cut)}: engines there run without MPS", f"turn MIG off,{remedy}"
+            "mps", f"MIG is on for GPU {', '.join(mig_gpus)}: engines there run without MPS", f"turn MIG off,{remedy}"
         )
-    barred = [gpu for gpu in host.gpus if gpu.get("compute_mode", 0) == 2]
-    if barred:
-        which = ", ".join(str(gpu["index"]) for gpu in barred)
+    prohibited = [gpu for gpu in host.gpus if gpu.get("compute_mode", 0) == 2]
+    if prohibited:
+        which = ", ".join(str(gpu["index"]) for gpu in prohibited)
         return fail(
-            "mps", f"GPU {which} is in compute mode prohibited", f"nvidia-smi -i {barred[0]['index']} -c DEFAULT"
+            "mps", f"GPU {which} is in compute mode prohibited", f"nvidia-smi -i {prohibited[0]['index']} -c DEFAULT"
         )
     modes = sorted({COMPUTE_MODES.get(gpu.get("compute_mode", 0), "?") for gpu in host.gpus})
     return ok("mps", f"possible: the programs are there, compute mode {', '.join(modes)}")
 
 
-def nvlink(host: Host) -> list[Finding]:
+def check_nvlink(host: Host) -> Finding:
     """No GPU has fewer links up than others of its model. Unconnected links are down as well, so the number of links
     down says nothing.
     """
@@ -187,16 +187,16 @@ def nvlink(host: Host) -> list[Finding]:
     return ok("nvlink", f"{len(linked)} GPUs have links that are up: {counts}")
 
 
-def mig(host: Host) -> list[Finding]:
+def check_mig(host: Host) -> Finding:
     """Each worker has a whole GPU, or a MIG instance by its UUID."""
     able = [gpu for gpu in host.gpus if "mig" in gpu]
     if not able:
         raise SkipCheck("no GPU here has MIG" if host.gpus else NO_DRIVER)
-    cut = [str(gpu["index"]) for gpu in able if gpu["mig"]]
-    if cut:
+    mig_gpus = [str(gpu["index"]) for gpu in able if gpu["mig"]]
+    if mig_gpus:
         remedy = "give each worker its instance, --device MIG-… (`nvidia-smi -L`), or `nvidia-smi -mig 0` as root"
-        return warn("mig", f"GPU {', '.join(cut)} is cut into instances", remedy)
+        return warn("mig", f"GPU {', '.join(mig_gpus)} is cut into instances", remedy)
     return ok("mig", "off: each worker has a whole GPU")
 
 
-CHECKS = (driver, gpus, cuda, permissions, mps, nvlink, mig)
+CHECKS = (check_driver, check_gpus, check_cuda, check_permissions, check_mps, check_nvlink, check_mig)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, Verdict, fail, ok, skip, warn
-from multigpu.cli.text import clean, duration, size
+from multigpu.cli.text import clean, duration, format_size
 
 FILES_WARN, FILES_FAIL = 1024, 256
 PROCESSES_WARN = 256
@@ -35,7 +35,7 @@ EXPIRES_SOON_DAYS = 14
 LISTENING = "0A"
 
 
-def versions(_: Host) -> list[Finding]:
+def check_versions(_: Host) -> Finding:
     """Installed packages."""
     parts = [f"Python {platform.python_version()}"]
     for package in ("multigpu", "grpcio", "protobuf", "torch", "nvidia-ml-py"):
@@ -46,7 +46,7 @@ def versions(_: Host) -> list[Finding]:
     return ok("versions", ", ".join(parts))
 
 
-def limits(_: Host) -> list[Finding]:
+def check_limits(_: Host) -> Finding:
     """Open files and processes of this user; a service has its own limits."""
     files, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -60,22 +60,22 @@ def limits(_: Host) -> list[Finding]:
     return ok("limits", message)
 
 
-def disk(host: Host) -> list[Finding]:
+def check_disk(host: Host) -> list[Finding]:
     """The data directory: its permissions, free space, and the time of an fsync."""
     data_dir = host.master_config.data_dir
     folder = nearest_folder(data_dir)
-    named = str(data_dir) if folder == data_dir.absolute() else f"{data_dir} (not there yet; {folder})"
+    shown_path = str(data_dir) if folder == data_dir.absolute() else f"{data_dir} (not there yet; {folder})"
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         remedy = "run as the user that the master runs as, or choose another --data-dir"
-        return fail("disk", f"user {os.geteuid()} can't write {named}", remedy)
-    findings = _file_system(folder) + _space(folder, named)
+        return [fail("disk", f"user {os.geteuid()} can't write {shown_path}", remedy)]
+    findings = [_file_system(folder), _space(folder, shown_path)]
     if findings[-1].verdict is Verdict.FAIL:
         return findings  # a full disk has no space for the test file
     try:
-        findings += judge_fsync(fsync_seconds(folder), named)
+        findings.append(judge_fsync(fsync_seconds(folder), shown_path))
     except OSError as error:
         remedy = "look for errors of the disk in `dmesg`"
-        findings += fail("fsync", f"can't write and sync a file in {named}: {error.strerror}", remedy)
+        findings.append(fail("fsync", f"can't write and sync a file in {shown_path}: {error.strerror}", remedy))
     return findings
 
 
@@ -87,11 +87,11 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-def _space(folder: Path, named: str) -> list[Finding]:
+def _space(folder: Path, shown_path: str) -> Finding:
     usage, inodes = shutil.disk_usage(folder), os.statvfs(folder)
-    message = f"{size(usage.free)} of {size(usage.total)} free in {named}"
+    message = f"{format_size(usage.free)} of {format_size(usage.total)} free in {shown_path}"
     if inodes.f_files and not inodes.f_favail:
-        return fail("disk", f"no inode is left in {named}", "delete files, or use another --data-dir")
+        return fail("disk", f"no inode is left in {shown_path}", "delete files, or use another --data-dir")
     if usage.free < SPACE_FAIL_BYTES:
         return fail("disk", message, "make room, or use another --data-dir: a full disk rejects durable tasks")
     if usage.free < SPACE_WARN_BYTES or usage.free < SPACE_WARN_SHARE * usage.total:
@@ -99,7 +99,7 @@ def _space(folder: Path, named: str) -> list[Finding]:
     return ok("disk", message)
 
 
-def _file_system(folder: Path) -> list[Finding]:
+def _file_system(folder: Path) -> Finding:
     kind = file_system(folder, Path("/proc/self/mountinfo").read_text("utf-8", "replace"))
     if kind in NETWORK_FILE_SYSTEMS:
         message = f"{folder} is on {kind}: a journal needs reliable fsync and locks"
@@ -135,24 +135,24 @@ def fsync_seconds(folder: Path) -> float:
     return statistics.median(taken)
 
 
-def judge_fsync(seconds: float, named: str) -> list[Finding]:
-    message = f"an fsync of 4 KiB takes {duration(seconds)} in {named}"
+def judge_fsync(seconds: float, shown_path: str) -> Finding:
+    message = f"an fsync of 4 KiB takes {duration(seconds)} in {shown_path}"
     if seconds < FSYNC_WARN_S:
         return ok("fsync", message)
     remedy = "a durable task is acknowledged after an fsync: use an SSD, or a quieter disk"
     return (fail if seconds >= FSYNC_FAIL_S else warn)("fsync", message, remedy)
 
 
-def ports(host: Host) -> list[Finding]:
+def check_ports(host: Host) -> list[Finding]:
     """The master's ports are free, or held by the master."""
     findings = []
     for what, address in (("listen", host.master_config.listen), ("metrics", host.master_config.metrics_listen)):
         if address and not address.startswith("unix:"):
-            findings += _port(what, address)
+            findings.append(_port(what, address))
     return findings
 
 
-def _port(what: str, address: str) -> list[Finding]:
+def _port(what: str, address: str) -> Finding:
     host, _, port_text = address.rpartition(":")
     bare, port = host.strip("[]"), int(port_text)
     name = f"port {what}"
@@ -200,7 +200,7 @@ def holder_of(port: int) -> tuple[int, str] | None:
     return None
 
 
-def services(_: Host) -> list[Finding]:
+def check_services(_: Host) -> Finding:
     """The state of the mgpu units of systemd."""
     if shutil.which("systemctl") is None or not Path("/run/systemd/system").is_dir():
         raise SkipCheck("systemd doesn't run here")
@@ -216,7 +216,7 @@ def services(_: Host) -> list[Finding]:
     return judge_units(done.stdout)
 
 
-def judge_units(listed: str) -> list[Finding]:
+def judge_units(listed: str) -> Finding:
     """`listed`: lines of `systemctl list-units`: UNIT LOAD ACTIVE SUB DESCRIPTION."""
     units = [line.split(maxsplit=4)[:4] for line in listed.splitlines() if len(line.split()) >= 4]
     units = [unit for unit in units if unit[1] != "not-found"]
@@ -225,14 +225,14 @@ def judge_units(listed: str) -> list[Finding]:
     failed = [name for name, _load, active, _sub in units if active == "failed"]
     if failed:
         return fail("services", f"failed: {', '.join(failed)}", f"`journalctl -u {failed[0]} -n 50` says why")
-    restless = [f"{name} ({sub})" for name, _load, active, sub in units if active in ("activating", "reloading")]
-    if restless:
-        name = restless[0].split()[0]
-        return warn("services", f"not up yet: {', '.join(restless)}", f"`journalctl -u {name} -n 50` if that stays so")
+    pending = [f"{name} ({sub})" for name, _load, active, sub in units if active in ("activating", "reloading")]
+    if pending:
+        name = pending[0].split()[0]
+        return warn("services", f"not up yet: {', '.join(pending)}", f"`journalctl -u {name} -n 50` if that stays so")
     return ok("services", ", ".join(f"{name} {active}" for name, _load, active, _sub in units))
 
 
-def certificates(host: Host) -> list[Finding]:
+def check_certificates(host: Host) -> list[Finding]:
     """Every certificate in the settings is readable and valid, and no other user can read its key."""
     certs: dict[str, str] = {}
     keys: dict[str, str] = {}
@@ -245,11 +245,11 @@ def certificates(host: Host) -> list[Finding]:
     if not certs and not keys:
         raise SkipCheck("no TLS in the settings")
     now = datetime.now(UTC)
-    findings = [finding for path, setting in certs.items() for finding in _certificate(Path(path), setting, now)]
-    return findings + [finding for path, setting in keys.items() for finding in _key(Path(path), setting)]
+    findings = [_certificate(Path(path), setting, now) for path, setting in certs.items()]
+    return findings + [_key(Path(path), setting) for path, setting in keys.items()]
 
 
-def _certificate(path: Path, setting: str, now: datetime) -> list[Finding]:
+def _certificate(path: Path, setting: str, now: datetime) -> Finding:
     from cryptography import x509  # noqa: PLC0415  slow, and needed for TLS only
 
     name = f"certificate {setting}"
@@ -278,7 +278,7 @@ def _certificate(path: Path, setting: str, now: datetime) -> list[Finding]:
     )
 
 
-def _key(path: Path, setting: str) -> list[Finding]:
+def _key(path: Path, setting: str) -> Finding:
     name = f"key {setting}"
     try:
         mode = path.stat().st_mode
@@ -290,4 +290,4 @@ def _key(path: Path, setting: str) -> list[Finding]:
     return ok(name, f"{path}: mode {mode & 0o777:o}")
 
 
-CHECKS = (versions, limits, disk, ports, services, certificates)
+CHECKS = (check_versions, check_limits, check_disk, check_ports, check_services, check_certificates)

@@ -36,15 +36,15 @@ def _device(nvml: Any, index: int) -> dict[str, Any]:
     except nvml.NVMLError as error:
         return {**facts, "error": str(error)}
 
-    def tell(name: str, ask: Callable[[], Any]) -> None:
+    def add_fact(name: str, query: Callable[[], Any]) -> None:
         try:
-            facts[name] = ask()
+            facts[name] = query()
         except nvml.NVMLError:
             return
 
-    tell("minor", lambda: nvml.nvmlDeviceGetMinorNumber(handle))
-    tell("mig", lambda: nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
-    tell("compute_mode", lambda: nvml.nvmlDeviceGetComputeMode(handle))
+    add_fact("minor", lambda: nvml.nvmlDeviceGetMinorNumber(handle))
+    add_fact("mig", lambda: nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    add_fact("compute_mode", lambda: nvml.nvmlDeviceGetComputeMode(handle))
     return {**facts, "nvlinks_up": _nvlinks_up(nvml, handle)}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from multigpu.cli.messages import enum_name
 from multigpu.cli.tables import Column
-from multigpu.cli.text import age, clean, plural, size
+from multigpu.cli.text import age, clean, format_size, plural
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2
 
@@ -91,8 +91,8 @@ def memory_share(worker: admin.Worker) -> float | None:
 def _memory(worker: admin.Worker) -> str:
     used, total = value(worker, "memory_used_bytes"), _memory_total(worker)
     if used is None:
-        return size(total) if total else "-"
-    return f"{size(int(used))} of {size(total)}" if total else size(int(used))
+        return format_size(total) if total else "-"
+    return f"{format_size(int(used))} of {format_size(total)}" if total else format_size(int(used))
 
 
 def _power(worker: admin.Worker) -> str:

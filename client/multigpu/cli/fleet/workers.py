@@ -12,7 +12,7 @@ from multigpu.cli.fleet.breaker import breaker_text
 from multigpu.cli.options import json_option, seconds_option
 from multigpu.cli.rpc import Master, connected, workers_argument
 from multigpu.cli.tables import Column
-from multigpu.cli.text import age, size
+from multigpu.cli.text import age, format_size
 from multigpu.v1 import admin_service_pb2 as admin
 
 DRAIN_POLL_INTERVAL_S = 0.2
@@ -38,14 +38,14 @@ def status(master: Master, as_json: bool) -> None:
     rejects = f"NOT WRITABLE: durable submits are rejected; {show.JOURNAL_FULL}"
     facts = {
         "Master": f"{master.address}, version {stats.version}, up {age(stats, 'start_time')}, "
-        f"{size(stats.memory_bytes)} of memory",
+        f"{format_size(stats.memory_bytes)} of memory",
         "Workers": ", ".join(f"{count} {state}" for state, count in states.items()) or "none",
         "Strategy": stats.strategy,
         "Tasks": f"{stats.queued:,} queued, {stats.leased:,} leased, {stats.submitted:,} submitted since the start",
         "Outcomes": ", ".join(f"{getattr(stats, name):,} {name.replace('_', '-')}" for name in SETTLED),
         "Kept": f"{stats.outcomes_retained:,} outcomes",
         "Faults": f"{stats.requeued:,} leases requeued, {stats.stale_reports:,} stale reports rejected",
-        "Journal": f"{size(stats.journal_bytes)}, {'writable' if stats.journal_writable else rejects}",
+        "Journal": f"{format_size(stats.journal_bytes)}, {'writable' if stats.journal_writable else rejects}",
     }
     show.facts(list(facts.items()))
     if stats.breaker.tripped:
@@ -159,8 +159,8 @@ def _health(worker: admin.Worker) -> str:
 def _memory(worker: admin.Worker) -> str:
     total = worker.device.memory_total_bytes
     if total and worker.telemetry.HasField("memory_used_bytes"):
-        return f"{worker.telemetry.memory_used_bytes / total:.0%} of {size(total)}"
-    return size(total) if total else "-"
+        return f"{worker.telemetry.memory_used_bytes / total:.0%} of {format_size(total)}"
+    return format_size(total) if total else "-"
 
 
 def _busy(worker: admin.Worker) -> str:

@@ -19,7 +19,7 @@ from multigpu.cli.kinds.infer import task_options
 from multigpu.cli.options import json_option, master_option
 from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
-from multigpu.cli.tasks.lines import STDIN, open_input, read_lines
+from multigpu.cli.tasks.lines import DASH, open_input, read_lines
 from multigpu.cli.text import clean
 
 # Subjects under way: pictures may be large.
@@ -93,7 +93,7 @@ def classify(
 def _subjects(files: tuple[str, ...], read: "deque[Read]", *, as_text: bool) -> Iterator[Subject]:
     """The readable subjects. `read` gets one entry for each of them and for each file that can't be read."""
     for file in files:
-        name = "standard input" if file == STDIN else Path(file).name
+        name = "standard input" if file == DASH else Path(file).name
         try:
             if as_text:
                 for text in read_lines([file]):

@@ -21,11 +21,11 @@ from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.kinds.vectors import JsonLinesFile, JsonLinesStdout, NpyFile, Rows, Sink
-from multigpu.cli.options import client_config, json_option, master_option, wait_option
+from multigpu.cli.options import client_config, json_option, master_option, submit_options
 from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.progress import Progress
 from multigpu.cli.sdk import cancelled_at_end, sdk_failures
-from multigpu.cli.tasks.lines import STDIN, count_lines, read_lines
+from multigpu.cli.tasks.lines import DASH, count_lines, read_lines
 from multigpu.cli.text import duration
 
 # Limit of texts in submitted tasks without an outcome: several batches for every worker of a large fleet.
@@ -57,7 +57,7 @@ RESUME_REMEDY = "; give the same input and model, or run without --resume"
 @click.option(
     "--chunk", type=click.IntRange(1, 10_000), default=CHUNK_TEXTS, show_default=True, help="Lines in a task."
 )
-@wait_option
+@submit_options
 @master_option
 @json_option
 def embed(
@@ -75,7 +75,7 @@ def embed(
     of workers. If it ends early, or a task fails, the vectors so far stay in FILE.part; --resume continues there, and
     runs failed tasks again. A summary tells the speed and how many lines each worker did; --json prints it as a value.
     """
-    paths = files or (STDIN,)
+    paths = files or (DASH,)
     if output is not None and (same := next((path for path in paths if _is_same_file(path, output)), None)):
         raise click.UsageError(f"-o {output} would replace the input {same}: give another file")
     sink = choose_sink(output, task["file_format"], as_json=as_json, resume=resume)
@@ -107,14 +107,14 @@ def embed(
 
 
 def _is_same_file(path: str, output: str) -> bool:
-    return STDIN not in (path, output) and os.path.realpath(path) == os.path.realpath(output)
+    return DASH not in (path, output) and os.path.realpath(path) == os.path.realpath(output)
 
 
 def choose_sink(output: str | None, file_format: str | None, *, as_json: bool, resume: bool) -> Sink:
     """The sink for the options: a file in the given format, or JSON lines to stdout."""
     if file_format is None:
         file_format = "jsonl" if output is not None and output.endswith((".jsonl", ".ndjson")) else "npy"
-    if output not in (None, STDIN):
+    if output not in (None, DASH):
         path = Path(str(output))
         return (NpyFile if file_format == "npy" else JsonLinesFile)(path, resume=resume)
     if resume:

@@ -14,10 +14,10 @@ from multigpu._kinds.generation import KIND, Generated, Prompt
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
-from multigpu.cli.options import Number, json_option, master_option, wait_option
+from multigpu.cli.options import Number, json_option, master_option, submit_options
 from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import cancelled_at_end, sdk_failures
-from multigpu.cli.tasks.lines import STDIN, open_input
+from multigpu.cli.tasks.lines import DASH, open_input
 from multigpu.cli.text import clean
 
 # Limit of the payload's integers.
@@ -59,7 +59,7 @@ COUNT_MAX = 2**32 - 1
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N", help="The same seed gives the same text.")
 @click.option("--chat", is_flag=True, help="The prompt is a message to the model, not a text to continue.")
 @click.option("--system", default="", metavar="TEXT", help="The system message of the conversation; implies --chat.")
-@wait_option
+@submit_options
 @click.option("--json-lines", "as_lines", is_flag=True, help="A JSON object for each piece; the last is the whole.")
 @master_option
 @json_option
@@ -103,9 +103,9 @@ def generate(
 
 def prompt_of(text: str, system: str, *, chat: bool) -> Prompt:
     """The prompt of the command line. Raises Failure if standard input is not UTF-8."""
-    if text == STDIN:
+    if text == DASH:
         try:
-            text = open_input(STDIN).read().decode()
+            text = open_input(DASH).read().decode()
         except UnicodeDecodeError as error:
             raise Failure(f"standard input is not UTF-8 ({error}); convert it first: iconv -t utf-8") from error
     if not chat and not system:

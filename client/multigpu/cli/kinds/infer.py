@@ -27,11 +27,11 @@ from multigpu.cli.options import (
     master_option,
     priority_option,
     queue_option,
-    wait_for_worker_option,
+    worker_timeout_option,
 )
 from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.sdk import sdk_failures
-from multigpu.cli.tasks.lines import STDIN, open_input
+from multigpu.cli.tasks.lines import DASH, open_input
 
 NPY_MAGIC, NPZ_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 # Numbers of an array in a summary.
@@ -55,7 +55,7 @@ def task_options(command: F) -> F:
         metavar="KEY=VALUE",
         help="For the engine: precision=fp32, engine=onnx … May be repeated.",
     )
-    wait = wait_for_worker_option("0", default=0.0)
+    wait = worker_timeout_option("0", default=0.0)
     return queue_option(priority_option(parameter(wait(with_task))))  # type: ignore[return-value]  # wraps changes the type
 
 
@@ -79,16 +79,16 @@ def task_options(command: F) -> F:
     metavar="NAME=@FILE|NAME=JSON",
     help="A .npy file, or JSON; NAME:float32=[1,2] says a type. @FILE: all arrays of a .npz. May be repeated.",
 )
-@click.option("--output", "outputs", multiple=True, metavar="NAME", help="Which to return; repeatable.  [default: all]")
-@click.option("--out", metavar="FILE", help='A .npz for the outputs; "-" is standard output.')
+@click.option("--output", "names", multiple=True, metavar="NAME", help="Which to return; repeatable.  [default: all]")
+@click.option("--out", "output_path", metavar="FILE", help='A .npz for the outputs; "-" is standard output.')
 @task_options
 @master_option
 @json_option
 def infer(
     model: str,
     inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    out: str | None,
+    names: tuple[str, ...],
+    output_path: str | None,
     task: dict[str, Any],
     address: str,
     wait_s: float,
@@ -98,18 +98,18 @@ def infer(
 
     The first dimension of an input counts the examples. Without --out the outputs are shown; --json prints them whole.
     """
-    if out == STDIN and as_json:
+    if output_path == DASH and as_json:
         raise click.UsageError("the arrays and --json can't both go to stdout: write the arrays to a file with --out")
     arrays = read_inputs(inputs)
     with sdk_failures():
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
         with Client(address) as client, loading_notes(address, KIND, model, show.note):
-            found = client.infer(model, arrays, outputs, **task)
-    if out is not None:
-        write(found, out)
+            found = client.infer(model, arrays, names, **task)
+    if output_path is not None:
+        write(found, output_path)
     if as_json:
         show.value({name: to_json(name, array) for name, array in found.items()})
-    elif out != STDIN:
+    elif output_path != DASH:
         show.facts([(name, describe(array)) for name, array in found.items()])
 
 
@@ -124,7 +124,7 @@ def read_inputs(entries: tuple[str, ...]) -> dict[str, NDArray[Any]]:
         else:
             (name, value), *_ = key_values("--input", [entry]).items()
             name, _, dtype = name.partition(":")
-            array = of_file(value[1:]) if value.startswith("@") else of_json(name, value, dtype)
+            array = array_from_file(value[1:]) if value.startswith("@") else array_from_json(name, value, dtype)
             from_json = not value.startswith("@") and array.dtype == np.float64
             # Models take float32 far more often than float64.
             found = {name: cast(name, array, dtype or ("float32" if from_json else array.dtype.name))}
@@ -147,14 +147,14 @@ def load(path: str) -> NDArray[Any] | dict[str, NDArray[Any]]:
         raise Failure(f"{path} holds no arrays ({error}): write it with numpy.save or numpy.savez") from error
 
 
-def of_file(path: str) -> NDArray[Any]:
+def array_from_file(path: str) -> NDArray[Any]:
     found = load(path)
     if isinstance(found, dict):
         raise Failure(f"{path} holds several arrays, {', '.join(found)}: write --input @{path} for all of them")
     return found
 
 
-def of_json(name: str, text: str, dtype: str = "") -> NDArray[Any]:
+def array_from_json(name: str, text: str, dtype: str = "") -> NDArray[Any]:
     """An array. Python numbers are kept when floats are cast to an integer `dtype`: float64 would round large ones."""
     try:
         value = json.loads(text)
@@ -200,17 +200,17 @@ def check_whole(array: NDArray[Any], limits: "np.iinfo[Any]") -> None:
         raise ValueError(f"{array[~fits].flat[0]} is no whole number from {limits.min} to {limits.max}")
 
 
-def write(arrays: dict[str, NDArray[Any]], out: str) -> None:
+def write(arrays: dict[str, NDArray[Any]], path: str) -> None:
     """Writes a .npz atomically."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:  # numpy.savez takes no array named "file"
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
-    if out == STDIN:
+    if path == DASH:
         show.raw(data.getvalue())
         return
-    with File(Path(out)) as file:
+    with File(Path(path)) as file:
         file.write(data.getvalue())
 
 

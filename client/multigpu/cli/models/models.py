@@ -16,7 +16,7 @@ from multigpu.cli.presence import suggestion
 from multigpu.cli.progress import Progress
 from multigpu.cli.rpc import PAGE_SIZE_MAX, Master, connected
 from multigpu.cli.tables import Column
-from multigpu.cli.text import age, clean, duration, seconds_of, size
+from multigpu.cli.text import age, clean, duration, format_size, seconds_of
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import model_pb2
 
@@ -30,7 +30,7 @@ def _last_use(place: admin.ModelPlace) -> str:
 PLACES = (
     Column("WORKER", lambda place: place.worker_id),
     Column("STATE", lambda place: messages.enum_name(place.residency, "state").lower()),
-    Column("MEMORY", lambda place: size(place.residency.memory_bytes), right=True, rank=2),
+    Column("MEMORY", lambda place: format_size(place.residency.memory_bytes), right=True, rank=2),
     Column("LOADS", lambda place: f"{place.residency.loads:,}", right=True, rank=3),
     Column("LAST USED", _last_use, right=True, rank=4),
     Column("PINNED", lambda place: "yes" if place.residency.pinned else "no", rank=1),
@@ -73,14 +73,14 @@ def list_(master: Master, as_json: bool) -> None:
 @json_option
 def show_(model: str, master: Master, as_json: bool) -> None:
     """Show one model. Digest, versions, precision and the result of its accuracy gate, where it is loaded."""
-    entries = _known(master, model)
+    entries = _require_entries(master, model)
     if as_json:
         show.value([messages.as_dict(entry) for entry in entries])
         return
     for nth, entry in enumerate(entries):
         if nth:
             show.line()
-        show.facts(_facts(entry))
+        show.facts(_detail_rows(entry))
         tables.show_rows(entry.places, PLACES, empty="it is loaded nowhere")
 
 
@@ -109,9 +109,9 @@ def _place_options(command: F, *, wait_help: str) -> F:
 @functools.partial(_place_options, wait_help="Return when it is ready.")
 def load(model: str, wait: bool, master: Master, as_json: bool, **where: Any) -> None:
     """Load a model, and keep it loaded until it is unloaded. Survives restarts."""
-    worker_ids = _place(master, model, wait=wait, quiet=as_json, loaded=True, **where)
+    worker_ids = _set_loaded(master, model, wait=wait, quiet=as_json, loaded=True, **where)
     if as_json:
-        entries = [messages.as_dict(entry) for entry in _known(master, model)]
+        entries = [messages.as_dict(entry) for entry in _require_entries(master, model)]
         show.value({"worker_ids": worker_ids, "models": entries})
     else:
         state = "is loaded" if wait else "is being loaded"
@@ -128,7 +128,7 @@ def load(model: str, wait: bool, master: Master, as_json: bool, **where: Any) ->
 @functools.partial(_place_options, wait_help="Return when it is unloaded.")
 def unload(model: str, wait: bool, master: Master, as_json: bool, **where: Any) -> None:
     """Unload a model, after its tasks on the worker. The next task for it loads it again."""
-    worker_ids = _place(master, model, wait=wait, quiet=as_json, loaded=False, **where)
+    worker_ids = _set_loaded(master, model, wait=wait, quiet=as_json, loaded=False, **where)
     if as_json:
         show.value({"worker_ids": worker_ids})
     elif not worker_ids:
@@ -137,7 +137,7 @@ def unload(model: str, wait: bool, master: Master, as_json: bool, **where: Any) 
         show.line(clean(f"{model} {'is unloaded' if wait else 'is being unloaded'} from {', '.join(worker_ids)}"))
 
 
-def _place(
+def _set_loaded(
     master: Master, model: str, *, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, quiet: bool, loaded: bool
 ) -> list[str]:
     """Loads or unloads a model. Returns the ids of the workers."""
@@ -147,15 +147,15 @@ def _place(
     try:
         chosen = list(master.call(method, request(model=model, worker_ids=where)).worker_ids)
     except NotFound:
-        _known(master, model)  # its error lists the known models
+        _require_entries(master, model)  # its error lists the known models
         raise
     if wait:
         with Progress("workers", len(chosen), quiet=quiet) as progress:
-            _await(master, model, chosen, timeout_s, progress, loaded=loaded)
+            _wait_until(master, model, chosen, timeout_s, progress, loaded=loaded)
     return chosen
 
 
-def _await(
+def _wait_until(
     master: Master, model: str, worker_ids: list[str], timeout_s: float, progress: Progress, *, loaded: bool
 ) -> None:
     """Returns when the model is ready on all of these workers, or gone from them. Raises Failure."""
@@ -163,7 +163,7 @@ def _await(
     left = list(worker_ids)
     while True:
         # `load NAME` means its current version, `unload NAME` all of its versions.
-        entries = [e for e in _found(master, model) if not loaded or e.model.current or id_of(e.model) == model]
+        entries = [e for e in _find_entries(master, model) if not loaded or e.model.current or id_of(e.model) == model]
         for worker_id in list(left):
             places = [p for e in entries for p in e.places if p.worker_id == worker_id]
             ready = any(p.residency.state == model_pb2.MODEL_STATE_READY for p in places)
@@ -191,14 +191,14 @@ def all_models(master: Master) -> list[admin.ModelEntry]:
     return [entry for page in master.pages(master.admin.ListModels, request) for entry in page.models]
 
 
-def _found(master: Master, model: str) -> list[admin.ModelEntry]:
+def _find_entries(master: Master, model: str) -> list[admin.ModelEntry]:
     """The entries of a model: all its versions, or the one named."""
     return [e for e in all_models(master) if model in (e.model.name, id_of(e.model))]
 
 
-def _known(master: Master, model: str) -> list[admin.ModelEntry]:
-    """As `_found`. Raises NotFound if there is none."""
-    entries = _found(master, model)
+def _require_entries(master: Master, model: str) -> list[admin.ModelEntry]:
+    """As `_find_entries`. Raises NotFound if there is none."""
+    entries = _find_entries(master, model)
     if not entries:
         names = {name for e in all_models(master) for name in (e.model.name, id_of(e.model))}
         raise NotFound(f"no worker offers model {model!r}{suggestion(model, names)}")
@@ -229,7 +229,7 @@ def _columns(entries: list[admin.ModelEntry]) -> tuple[Column, ...]:
         Column("KIND", lambda e: e.model.kind, rank=3),
         Column("ENGINE", lambda e: e.model.engine, rank=1),
         Column("PRECISION", lambda e: e.model.precision, rank=4),
-        Column("MEMORY", lambda e: size(e.model.memory_bytes) if e.model.memory_bytes else "-", right=True, rank=2),
+        Column("MEMORY", lambda e: format_size(n) if (n := e.model.memory_bytes) else "-", right=True, rank=2),
         Column("LOADS IN", lambda e: _load_time(e.model) or "-", right=True, rank=6),
         Column("WORKERS", workers, right=True, rank=5),
         Column("LOADED ON", lambda e: ", ".join(map(_place_text, e.places)) or "-"),
@@ -244,7 +244,7 @@ def _place_text(place: admin.ModelPlace) -> str:
     return place.worker_id + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _facts(entry: admin.ModelEntry) -> list[tuple[str, str]]:
+def _detail_rows(entry: admin.ModelEntry) -> list[tuple[str, str]]:
     model = entry.model
     return [
         ("model", _title(model)),
@@ -253,8 +253,8 @@ def _facts(entry: admin.ModelEntry) -> list[tuple[str, str]]:
         ("engine", model.engine),
         ("precision", model.precision),
         ("digest", model.digest or "not computed yet"),
-        ("files", size(model.files_bytes)),
-        ("memory", size(model.memory_bytes) if model.memory_bytes else "never loaded"),
+        ("files", format_size(model.files_bytes)),
+        ("memory", format_size(model.memory_bytes) if model.memory_bytes else "never loaded"),
         ("loads in", _load_time(model)),
         *((f"label {key}", value) for key, value in sorted(model.labels.items())),
         *sorted((name, fact) for name, fact in model.facts.items() if name not in ("engine", "precision")),

@@ -13,7 +13,7 @@ from multigpu.cli.failures import Failure
 from multigpu.cli.options import json_option
 from multigpu.cli.progress import Progress
 from multigpu.cli.tables import Column
-from multigpu.cli.text import size
+from multigpu.cli.text import format_size
 from multigpu.repository.files import Problem, digest, file_hash, loaded_files
 from multigpu.repository.files import verify as compare
 from multigpu.repository.hashes import write_hashes
@@ -41,7 +41,7 @@ COLUMNS = (
     Column("MODEL", lambda verdict: verdict.model),
     Column("STATUS", lambda verdict: verdict.status),
     Column("FILES", lambda verdict: str(verdict.files), right=True),
-    Column("SIZE", lambda verdict: size(verdict.files_bytes), right=True),
+    Column("SIZE", lambda verdict: format_size(verdict.files_bytes), right=True),
     Column("DIGEST", lambda verdict: verdict.digest[:16]),
 )
 

@@ -8,7 +8,7 @@ import click
 from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import NotFound
-from multigpu.cli.options import TASK_ID, F, json_option, limit_option, only_queue_option
+from multigpu.cli.options import TASK_ID, F, json_option, limit_option, queue_filter_option
 from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.rpc import Master, connected
 from multigpu.cli.tables import Column
@@ -45,7 +45,7 @@ def dead_letters() -> None:
         ("mgpuctl dead-letters list --queue night --limit 1000", "More, of one queue."),
     ),
 )
-@only_queue_option
+@queue_filter_option
 @limit_option("dead letters")
 @connected
 @json_option

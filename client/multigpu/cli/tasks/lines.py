@@ -7,17 +7,18 @@ from typing import BinaryIO
 
 from multigpu.cli.failures import Failure, WrongUsage
 
-STDIN = "-"
+# Standard input, or standard output, as the name of a file.
+DASH = "-"
 READ_BYTES = 1 << 20
 
 
 def count_lines(paths: Sequence[str]) -> int | None:
     """Lines in all files together; None if one of them can be read only once. Raises Failure."""
-    if paths.count(STDIN) > 1:
+    if paths.count(DASH) > 1:
         raise _read_twice()
     total: int | None = 0
     for path in paths:
-        if path == STDIN or Path(path).is_fifo() or Path(path).is_char_device():
+        if path == DASH or Path(path).is_fifo() or Path(path).is_char_device():
             total = None
             continue
         with open_input(path) as file:
@@ -33,7 +34,7 @@ def count_lines(paths: Sequence[str]) -> int | None:
 def read_lines(paths: Sequence[str]) -> Iterator[str]:
     """The lines of all files, in order, without their line ends; blank ones too. Raises Failure for broken UTF-8."""
     for path in paths:
-        name = "standard input" if path == STDIN else path
+        name = "standard input" if path == DASH else path
         with open_input(path) as file:
             for number, data in enumerate(file, 1):
                 if number == 1:
@@ -50,7 +51,7 @@ def read_lines(paths: Sequence[str]) -> Iterator[str]:
 
 def open_input(path: str) -> BinaryIO:
     """A file, or standard input for "-"."""
-    if path == STDIN:
+    if path == DASH:
         if sys.stdin.buffer.closed:
             raise _read_twice()
         return sys.stdin.buffer

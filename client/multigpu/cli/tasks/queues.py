@@ -4,19 +4,18 @@ import click
 
 from multigpu.cli import messages, show, tables
 from multigpu.cli.commands import Group, list_by_default
-from multigpu.cli.options import json_option, size
+from multigpu.cli.options import json_option, parse_size
 from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.rpc import Master, connected
 from multigpu.cli.tables import Column
-from multigpu.cli.text import duration, seconds_of
-from multigpu.cli.text import size as size_text
+from multigpu.cli.text import duration, format_size, seconds_of
 from multigpu.v1 import admin_service_pb2 as admin
 
 COLUMNS = (
     Column("QUEUE", lambda queue: queue.queue),
     Column("STATE", lambda queue: "paused" if queue.paused else "open"),
     Column("QUEUED", lambda queue: f"{queue.queued:,}", right=True),
-    Column("BYTES", lambda queue: size_text(queue.queued_bytes), right=True),
+    Column("BYTES", lambda queue: format_size(queue.queued_bytes), right=True),
     Column("OLDEST", lambda queue: duration(seconds_of(queue.oldest_age)) if queue.HasField("oldest_age") else "-"),
     Column("LEASED", lambda queue: f"{queue.leased:,}", right=True),
     Column("LIMITS", lambda queue: limits_text(queue.limits)),
@@ -71,7 +70,7 @@ def resume(queue: str, master: Master, as_json: bool) -> None:
 )
 @click.argument("queue")
 @click.option("--tasks-max", type=click.IntRange(min=0), metavar="N", help="Unsettled tasks; 0: the master's limit.")
-@click.option("--bytes-max", type=size, metavar="SIZE", help="Their payload bytes; 0: the master's limit.")
+@click.option("--bytes-max", type=parse_size, metavar="SIZE", help="Their payload bytes; 0: the master's limit.")
 @connected
 @json_option
 def limits(queue: str, tasks_max: int | None, bytes_max: int | None, master: Master, as_json: bool) -> None:
@@ -100,5 +99,5 @@ def _show(queue: admin.Queue, *, as_json: bool) -> None:
 
 def limits_text(limits: admin.QueueLimits) -> str:
     parts = [f"{limits.tasks_max:,} tasks"] if limits.tasks_max else []
-    parts += [size_text(limits.bytes_max)] if limits.bytes_max else []
+    parts += [format_size(limits.bytes_max)] if limits.bytes_max else []
     return ", ".join(parts) or "master's"

@@ -15,11 +15,11 @@ from multigpu import AlreadyExistsError, Client, Input, Outcome, RejectedError
 from multigpu.cli import messages, show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
-from multigpu.cli.options import json_option, key_values, master_option, queue_option, seconds_option, size
+from multigpu.cli.options import json_option, key_values, master_option, parse_size, queue_option, seconds_option
 from multigpu.cli.presence import check_takes_model
 from multigpu.cli.progress import Progress
 from multigpu.cli.sdk import cancelled_at_end, sdk_failures, with_flags
-from multigpu.cli.tasks.lines import STDIN, count_lines, open_input, read_lines
+from multigpu.cli.tasks.lines import DASH, count_lines, open_input, read_lines
 
 # Ids are printed after each batch, so that a pipe of any length needs bounded memory.
 BATCH_TASKS = 1_000
@@ -54,7 +54,7 @@ SDK_OPTIONS = (
 @click.option("--parameter", "parameters", multiple=True, metavar="KEY=VALUE", help="For the engine. May be repeated.")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Workers must have it. May be repeated.")
 @click.option(
-    "--device-memory", "device_memory_bytes", type=size, metavar="SIZE", help="Device memory that must be free."
+    "--device-memory", "device_memory_bytes", type=parse_size, metavar="SIZE", help="Device memory that must be free."
 )
 @seconds_option("--deadline", "From now. A task that has not ended by then expires.")
 @seconds_option("--queue-timeout", "How long a task may wait to be dispatched.")
@@ -128,7 +128,7 @@ def _read_inputs(given: dict[str, Any]) -> "_Lines | list[Input]":
     if given["payload"] is not None:
         data = given["payload"].encode()
     else:
-        with open_input(given["file"] or STDIN) as file:
+        with open_input(given["file"] or DASH) as file:
             data = file.read()
     payload = parse(data) if given["parse_json"] else data
     return [Input(payload=payload, partition_key=given["partition_key"], request_id=given["request_id"])]
@@ -144,7 +144,7 @@ class _Lines:
 
     def __iter__(self) -> Iterator[Input]:
         path, key = self._given["lines"], self._given["partition_key"]
-        name = "standard input" if path == STDIN else path
+        name = "standard input" if path == DASH else path
         for number, line in enumerate(read_lines([path]), 1):
             data = line.encode()
             payload = parse(data, f"{name}, line {number}: ") if self._given["parse_json"] else data

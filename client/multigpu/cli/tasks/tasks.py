@@ -20,7 +20,7 @@ from multigpu.cli.presence import note_unknown_queue
 from multigpu.cli.rpc import CALL_TIMEOUT_S, Master, connected
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks.task_filter import filter_options
-from multigpu.cli.text import age, clean, duration, seconds_of, size
+from multigpu.cli.text import age, clean, duration, format_size, seconds_of
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
@@ -171,7 +171,7 @@ def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
         ("State", state_of(task)),
         ("Kind", spec.kind + (f" on {spec.model}" if spec.model else "")),
         ("Queue", f"{spec.queue or 'default'}, priority {spec.priority or 3}"),
-        ("Payload", size(task.payload_bytes) if task.payload_bytes or not settled else ""),
+        ("Payload", format_size(task.payload_bytes) if task.payload_bytes or not settled else ""),
         ("Submitted", f"{task.submit_time.ToJsonString()} ({age(task, 'submit_time')} ago)"),
         ("Attempts", attempts),
         ("Worker", task.worker_id or outcome.worker_id),
@@ -191,7 +191,7 @@ def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
 
 def _bytes_text(data: bytes) -> str:
     decoded = messages.decoded(data, "")
-    return decoded if isinstance(decoded, str) else f"{size(len(data))} of binary data; -o FILE writes it"
+    return decoded if isinstance(decoded, str) else f"{format_size(len(data))} of binary data; -o FILE writes it"
 
 
 def stages_text(stages: task_pb2.Stages) -> str:

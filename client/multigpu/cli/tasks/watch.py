@@ -5,7 +5,7 @@ import click
 from multigpu import Client, Outcome
 from multigpu.cli import messages, show
 from multigpu.cli.commands import Command
-from multigpu.cli.options import json_option, master_option, only_queue_option
+from multigpu.cli.options import json_option, master_option, queue_filter_option
 from multigpu.cli.rpc import Master
 from multigpu.cli.sdk import sdk_failures
 from multigpu.cli.tasks.tasks import stages_text
@@ -23,7 +23,7 @@ from multigpu.v1 import task_service_pb2 as service
 )
 @click.option("--cursor", default="", help="Continue after this point, which an earlier watch printed when it ended.")
 @click.option("--from-now", is_flag=True, help="Omit tasks that have ended already.")
-@only_queue_option
+@queue_filter_option
 @click.option("--kind", default="", metavar="KIND", help="Only tasks of this kind.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N outcomes.")
 @master_option

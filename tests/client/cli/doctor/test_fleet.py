@@ -35,44 +35,44 @@ def script() -> Iterator[UnaryMaster]:
     [(0.001, 0.002, "ok"), (-0.2, 0.01, "ok"), (0.9, 1.9, "ok"), (1.0, 0.01, "warn"), (-60, 0.01, "fail")],
 )
 def test_clock(skew: float, trip: float, verdict: str) -> None:
-    assert one(doctor_fleet.judge_clock(skew, trip)).verdict.value == verdict
+    assert verdicts([doctor_fleet.judge_clock(skew, trip)]) == {"clock": verdict}
 
 
 def test_a_masters_clock_that_is_off(script: UnaryMaster) -> None:
-    assert checked(doctor_fleet.clock, host_of(script.address)).verdict is Verdict.OK
+    assert checked(doctor_fleet.check_clock, host_of(script.address)).verdict is Verdict.OK
     script.answers["GetStats"] = lambda _: stats(server_time=ago(120))
-    found = checked(doctor_fleet.clock, host_of(script.address))
+    found = checked(doctor_fleet.check_clock, host_of(script.address))
     assert found.verdict is Verdict.FAIL
     assert "2 min 0 s ahead of the master's" in found.message
     script.answers["GetStats"] = lambda _: stats(server_time=None)
-    assert checked(doctor_fleet.clock, host_of(script.address)).verdict is Verdict.SKIP
+    assert checked(doctor_fleet.check_clock, host_of(script.address)).verdict is Verdict.SKIP
 
 
-def knows(script: UnaryMaster, *workers: admin.Worker) -> Host:
+def host_with(script: UnaryMaster, *workers: admin.Worker) -> Host:
     script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=workers)
     return host_of(script.address)
 
 
 def test_worker_clocks(script: UnaryMaster) -> None:
-    assert checked(doctor_fleet.worker_clocks, knows(script, cpu_worker())).verdict is Verdict.OK
+    assert checked(doctor_fleet.check_worker_clocks, host_with(script, cpu_worker())).verdict is Verdict.OK
     ahead = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(-30)))
-    assert "ahead" in checked(doctor_fleet.worker_clocks, knows(script, ahead)).message
+    assert "ahead" in checked(doctor_fleet.check_worker_clocks, host_with(script, ahead)).message
     behind = cpu_worker(telemetry=DeviceTelemetry(sample_time=ago(60)))
-    assert checked(doctor_fleet.worker_clocks, knows(script, behind)).verdict is Verdict.WARN
+    assert checked(doctor_fleet.check_worker_clocks, host_with(script, behind)).verdict is Verdict.WARN
 
 
 def test_fleet_versions(script: UnaryMaster) -> None:
-    assert checked(doctor_fleet.fleet_versions, knows(script, cpu_worker())).verdict is Verdict.OK
-    found = checked(doctor_fleet.fleet_versions, knows(script, cpu_worker(version="0.0.9")))
+    assert checked(doctor_fleet.check_fleet_versions, host_with(script, cpu_worker())).verdict is Verdict.OK
+    found = checked(doctor_fleet.check_fleet_versions, host_with(script, cpu_worker(version="0.0.9")))
     assert found.verdict is Verdict.WARN
     assert "box-cpu-0 0.0.9" in found.message
 
 
 def test_workers(script: UnaryMaster) -> None:
-    assert checked(doctor_fleet.workers, knows(script, cpu_worker(), gpu_worker(1))).verdict is Verdict.OK
-    assert checked(doctor_fleet.workers, knows(script)).verdict is Verdict.WARN
-    found = doctor_fleet.workers(
-        knows(
+    assert checked(doctor_fleet.check_workers, host_with(script, cpu_worker(), gpu_worker(1))).verdict is Verdict.OK
+    assert checked(doctor_fleet.check_workers, host_with(script)).verdict is Verdict.WARN
+    found = doctor_fleet.check_workers(
+        host_with(
             script,
             gpu_worker(0),
             gpu_worker(1, health=SICK, quarantined=True),
@@ -89,28 +89,30 @@ def test_workers(script: UnaryMaster) -> None:
 def test_workers_of_one_device_take_no_more_than_it_has(script: UnaryMaster) -> None:
     share = 141 << 30
     alone = gpu_worker(0, model_memory_bytes=share * 9 // 10)
-    assert checked(doctor_fleet.model_memory, knows(script, alone, gpu_worker(1))).verdict is Verdict.OK
-    assert checked(doctor_fleet.model_memory, knows(script, gpu_worker(1))).verdict is Verdict.SKIP
+    assert checked(doctor_fleet.check_model_memory, host_with(script, alone, gpu_worker(1))).verdict is Verdict.OK
+    assert checked(doctor_fleet.check_model_memory, host_with(script, gpu_worker(1))).verdict is Verdict.SKIP
     twin = gpu_worker(0, worker_id="twin", model_memory_bytes=share * 9 // 10)
-    found = checked(doctor_fleet.model_memory, knows(script, alone, twin, gpu_worker(1, model_memory_bytes=share)))
+    found = checked(
+        doctor_fleet.check_model_memory, host_with(script, alone, twin, gpu_worker(1, model_memory_bytes=share))
+    )
     assert found.verdict is Verdict.WARN
     assert "254 GiB of the 141 GiB that cuda:0 has" in found.message
     assert "device_workers = 2" in found.remedy
     elsewhere = gpu_worker(0, worker_id="twin", host="other", model_memory_bytes=share)
-    assert checked(doctor_fleet.model_memory, knows(script, alone, elsewhere)).verdict is Verdict.OK
+    assert checked(doctor_fleet.check_model_memory, host_with(script, alone, elsewhere)).verdict is Verdict.OK
     gone = gpu_worker(0, worker_id="twin", model_memory_bytes=share, state=admin.WORKER_STATE_LOST)
-    assert checked(doctor_fleet.model_memory, knows(script, alone, gone)).verdict is Verdict.OK
+    assert checked(doctor_fleet.check_model_memory, host_with(script, alone, gone)).verdict is Verdict.OK
 
 
 def test_journal_and_breaker(script: UnaryMaster) -> None:
-    assert checked(doctor_fleet.journal, host_of(script.address)).verdict is Verdict.OK
-    assert checked(doctor_fleet.breaker, host_of(script.address)).verdict is Verdict.OK
+    assert checked(doctor_fleet.check_journal, host_of(script.address)).verdict is Verdict.OK
+    assert checked(doctor_fleet.check_breaker, host_of(script.address)).verdict is Verdict.OK
     tripped = admin.Breaker(tripped=True, quarantines=3, quarantines_max=2)
     script.answers["GetStats"] = lambda _: stats(journal_writable=False, breaker=tripped)
-    full = checked(doctor_fleet.journal, host_of(script.address))
+    full = checked(doctor_fleet.check_journal, host_of(script.address))
     assert full.verdict is Verdict.FAIL
     assert "journal_bytes_max" in full.message
-    found = checked(doctor_fleet.breaker, host_of(script.address))
+    found = checked(doctor_fleet.check_breaker, host_of(script.address))
     assert found.verdict is Verdict.FAIL
     assert "3 devices fell sick together, more than 2: not all are quarantined" in found.message
 
@@ -124,10 +126,10 @@ def test_without_a_master() -> None:
 
 def test_a_master_that_rejects_the_token(script: UnaryMaster, tmp_path: Path) -> None:
     script.answers["GetStats"] = RejectionError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
-    found = checked(doctor_fleet.master, host_of(script.address))
+    found = checked(doctor_fleet.check_master, host_of(script.address))
     assert found.verdict is Verdict.FAIL
     assert "a token is needed" in found.message
-    # What keeps us from even trying is a finding as well, not the end.
+    # Unreadable certificates are findings too: the other checks run.
     env = {"MGPU_TLS_CA": str(tmp_path / "none"), "MGPU_MASTER": script.address}
     result = CliRunner().invoke(cli, ["doctor", "--json", "--data-dir", str(tmp_path)], env=env)
     checks = {check["check"]: check for check in json.loads(result.output)["checks"]}
@@ -138,10 +140,10 @@ def test_a_master_that_rejects_the_token(script: UnaryMaster, tmp_path: Path) ->
 
 
 def test_exit_codes() -> None:
-    well, careful, ill = ok("a", "m"), warn("b", "m", "r"), fail("c", "m", "r")
-    assert doctor.exit_code(well) == 0
-    assert doctor.exit_code(well + careful) == 6
-    assert doctor.exit_code(well + careful + ill) == 1
+    passed, warned, failed = ok("a", "m"), warn("b", "m", "r"), fail("c", "m", "r")
+    assert doctor.exit_code([passed]) == 0
+    assert doctor.exit_code([passed, warned]) == 6
+    assert doctor.exit_code([passed, warned, failed]) == 1
 
 
 def test_a_check_that_breaks_does_not_hide_the_others() -> None:
@@ -158,8 +160,8 @@ def test_the_whole_command_on_a_real_fleet(tmp_path: Path, monkeypatch: pytest.M
         listen = {"MGPU_MASTER_LISTEN": fleet.address, "MGPU_MASTER": fleet.address}
         argv = ["doctor", "--json", "--data-dir", str(fleet.data_dir)]
         result = CliRunner().invoke(cli, argv, env=listen)
-        told = json.loads(result.output)
-        checks = {check["check"]: check for check in told["checks"]}
+        printed = json.loads(result.output)
+        checks = {check["check"]: check for check in printed["checks"]}
         for name in (
             "master",
             "journal",
@@ -172,7 +174,7 @@ def test_the_whole_command_on_a_real_fleet(tmp_path: Path, monkeypatch: pytest.M
         ):
             assert checks[name]["verdict"] == "ok", checks[name]
         assert f"pid {fleet.master.pid}" in checks["port listen"]["message"]
-        assert result.exit_code == {"ok": 0, "warn": 6, "fail": 1}[told["verdict"]]
+        assert result.exit_code == {"ok": 0, "warn": 6, "fail": 1}[printed["verdict"]]
         text = CliRunner().invoke(cli, [argv[0], *argv[2:]], env=listen)
         assert text.exit_code == result.exit_code
         assert text.output.splitlines()[0].startswith(("ok    driver", "skip  driver"))

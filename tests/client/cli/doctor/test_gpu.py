@@ -17,7 +17,7 @@ from multigpu.cli.doctor import doctor
 from multigpu.cli.doctor import gpu as doctor_gpu
 from multigpu.cli.doctor.base import Host, Verdict
 
-from tests.client.cli.doctor.checks import checked, host_of, one, verdicts
+from tests.client.cli.doctor.checks import checked, host_of, verdicts
 from tests.fakes.gpus import SimulatedGpus
 
 NOBODY = "65534"
@@ -39,13 +39,13 @@ def on_host(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 def test_healthy_gpus(on_host: Callable[..., Host]) -> None:
     here = on_host()
-    driver = checked(doctor_gpu.driver, here)
+    driver = checked(doctor_gpu.check_driver, here)
     assert driver.verdict is Verdict.OK
     assert "simulated" in driver.message
     assert "4 GPUs" in driver.message
-    found = verdicts(doctor_gpu.gpus(here) + doctor_gpu.nvlink(here) + doctor_gpu.mig(here))
+    found = verdicts([doctor_gpu.check_gpus(here), doctor_gpu.check_nvlink(here), doctor_gpu.check_mig(here)])
     assert found == {"gpus": "ok", "nvlink": "ok", "mig": "ok"}
-    assert verdicts(doctor.run_check(doctor_gpu.permissions, here)) == {"permissions": "skip"}
+    assert verdicts(doctor.run_check(doctor_gpu.check_permissions, here)) == {"permissions": "skip"}
 
 
 def test_unhealthy_gpus(gpus: SimulatedGpus, on_host: Callable[..., Host]) -> None:
@@ -53,15 +53,15 @@ def test_unhealthy_gpus(gpus: SimulatedGpus, on_host: Callable[..., Host]) -> No
     gpus.mig(2, 2)
     gpus.nvlink(0, 1, up=False)
     here = on_host()
-    lost = checked(doctor_gpu.gpus, here)
+    lost = checked(doctor_gpu.check_gpus, here)
     assert lost.verdict is Verdict.FAIL
     assert "GPU 3" in lost.message
-    link = checked(doctor_gpu.nvlink, here)
+    link = checked(doctor_gpu.check_nvlink, here)
     assert link.verdict is Verdict.WARN
     assert "GPU 0: 5 of 6" in link.message
-    cut = checked(doctor_gpu.mig, here)
-    assert cut.verdict is Verdict.WARN
-    assert "GPU 2" in cut.message
+    sliced = checked(doctor_gpu.check_mig, here)
+    assert sliced.verdict is Verdict.WARN
+    assert "GPU 2" in sliced.message
 
 
 def test_a_driver_that_does_not_answer(
@@ -69,24 +69,24 @@ def test_a_driver_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr("multigpu.cli.doctor.base.NVML_TIMEOUT_S", 2.0)
     gpus.hang(1)
-    hung = checked(doctor_gpu.driver, on_host())
+    hung = checked(doctor_gpu.check_driver, on_host())
     assert hung.verdict is Verdict.FAIL
     assert "did not answer" in hung.message
 
 
 def test_no_gpu_and_a_gpu_without_a_driver(tmp_path: Path) -> None:
     (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
-    assert checked(doctor_gpu.driver, host_of(root=tmp_path)).verdict is Verdict.SKIP
+    assert checked(doctor_gpu.check_driver, host_of(root=tmp_path)).verdict is Verdict.SKIP
     device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     device.mkdir()
     (device / "vendor").write_text("0x10de\n")
     (device / "class").write_text("0x030200\n")
-    found = checked(doctor_gpu.driver, host_of(root=tmp_path))
+    found = checked(doctor_gpu.check_driver, host_of(root=tmp_path))
     assert found.verdict is Verdict.FAIL
     assert "install NVIDIA's driver" in found.remedy
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel  580.159.03  Mon\n")
-    assert "580.159.03" in checked(doctor_gpu.driver, host_of(root=tmp_path)).remedy
+    assert "580.159.03" in checked(doctor_gpu.check_driver, host_of(root=tmp_path)).remedy
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_no_gpu_and_a_gpu_without_a_driver(tmp_path: Path) -> None:
     ],
 )
 def test_cuda(torch: str, driver: str, verdict: str) -> None:
-    assert one(doctor_gpu.judge_cuda("2.13.0", torch, driver)).verdict.value == verdict
+    assert verdicts([doctor_gpu.judge_cuda("2.13.0", torch, driver)]) == {"cuda": verdict}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_an_onnxruntime_for_another_cuda_than_torchs_is_a_warning(
     for module in [name for name in sys.modules if name.partition(".")[0] in ("torch", "onnxruntime")]:
         monkeypatch.delitem(sys.modules, module)
     host = SimpleNamespace(gpus=[{"index": 0}], nvml={"cuda": "13.0"})
-    findings = doctor_gpu.cuda(host)  # type: ignore[arg-type]
+    findings = doctor_gpu.check_cuda(host)  # type: ignore[arg-type]
     assert [finding.verdict.value for finding in findings] == verdicts
     if "warn" in verdicts:
         assert "CUDA 12.8" in findings[1].message and "CUDA 13.0" in findings[1].message
@@ -145,34 +145,34 @@ def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         pytest.skip("no torch here")
-    # Its own words, without the seconds that importing it takes.
-    said = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    assert doctor_gpu.installed_torch_cuda() == (said["cuda"] or "")
+    # The version file, without importing torch, which takes seconds.
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    assert doctor_gpu.installed_torch_cuda() == (version["cuda"] or "")
 
 
 def test_mps(gpus: SimulatedGpus, on_host: Callable[..., Host], tmp_path: Path, monkeypatch: Any) -> None:
-    found = checked(doctor_gpu.mps, on_host())
+    found = checked(doctor_gpu.check_mps, on_host())
     assert found.verdict is Verdict.WARN
     assert "nvidia-cuda-mps-control" in found.message
-    assert checked(doctor_gpu.mps, on_host(worker={"mps": "on"})).verdict is Verdict.FAIL
-    assert checked(doctor_gpu.mps, on_host(worker={"mps": "off"})).verdict is Verdict.SKIP
+    assert checked(doctor_gpu.check_mps, on_host(worker={"mps": "on"})).verdict is Verdict.FAIL
+    assert checked(doctor_gpu.check_mps, on_host(worker={"mps": "off"})).verdict is Verdict.SKIP
     # Only that they are on PATH counts: these do nothing.
     for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert checked(doctor_gpu.mps, on_host()).verdict is Verdict.OK
+    assert checked(doctor_gpu.check_mps, on_host()).verdict is Verdict.OK
     gpus.mig(1, 2)
-    assert "MIG is on for GPU 1" in checked(doctor_gpu.mps, on_host()).message
+    assert "MIG is on for GPU 1" in checked(doctor_gpu.check_mps, on_host()).message
 
 
 def test_device_files(tmp_path: Path) -> None:
-    found = one(doctor_gpu.judge_device_files(tmp_path, ["nvidia0"]))
+    found = doctor_gpu.judge_device_files(tmp_path, ["nvidia0"])
     assert found.verdict is Verdict.FAIL
     assert "no /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0" in found.message
     for name in ("nvidiactl", "nvidia-uvm", "nvidia0"):
         (tmp_path / name).touch(mode=0o666)
-    assert one(doctor_gpu.judge_device_files(tmp_path, ["nvidia0"])).verdict is Verdict.OK
+    assert doctor_gpu.judge_device_files(tmp_path, ["nvidia0"]).verdict is Verdict.OK
 
 
 @ROOT
@@ -188,7 +188,7 @@ def test_device_files_of_another_user() -> None:
         code = (
             "import os, sys; from pathlib import Path; from multigpu.cli.doctor import gpu as doctor_gpu\n"
             f"os.setresgid({NOBODY}, {NOBODY}, {NOBODY}); os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
-            "found = doctor_gpu.judge_device_files(Path(sys.argv[1]), ['nvidia0'])[0]\n"
+            "found = doctor_gpu.judge_device_files(Path(sys.argv[1]), ['nvidia0'])\n"
             "print(found.verdict.value, found.message)"
         )
         done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)

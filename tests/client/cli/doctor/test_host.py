@@ -12,7 +12,7 @@ import pytest
 from multigpu.cli.doctor import host as doctor_host
 from multigpu.cli.doctor.base import Verdict
 
-from tests.client.cli.doctor.checks import checked, host_of, one, verdicts
+from tests.client.cli.doctor.checks import checked, host_of, verdicts
 from tests.client.cli.fleet_up import MGPUCTL
 
 NOBODY = "65534"
@@ -21,7 +21,7 @@ ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change users 
 
 @pytest.mark.parametrize(("files", "verdict"), [("4096:4096", "ok"), ("512:4096", "warn"), ("128:4096", "fail")])
 def test_limits(files: str, verdict: str) -> None:
-    code = "from multigpu.cli.doctor import host as doctor_host; print(doctor_host.limits(None)[0].verdict.value)"
+    code = "from multigpu.cli.doctor import host as doctor_host; print(doctor_host.check_limits(None).verdict.value)"
     done = subprocess.run(
         ["prlimit", f"--nofile={files}", sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -29,11 +29,11 @@ def test_limits(files: str, verdict: str) -> None:
 
 
 def test_versions() -> None:
-    assert "grpcio" in checked(doctor_host.versions, host_of()).message
+    assert "grpcio" in checked(doctor_host.check_versions, host_of()).message
 
 
 def test_a_healthy_disk(tmp_path: Path) -> None:
-    found = doctor_host.disk(host_of(data_dir=tmp_path / "not/yet"))
+    found = doctor_host.check_disk(host_of(data_dir=tmp_path / "not/yet"))
     assert {f.check for f in found} == {"file system", "disk", "fsync"}
     assert not [f for f in found if f.verdict is Verdict.FAIL and f.check != "disk"]
     assert list(tmp_path.iterdir()) == []
@@ -42,7 +42,7 @@ def test_a_healthy_disk(tmp_path: Path) -> None:
 def test_a_disk_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d").mkdir()
-    assert not [f for f in doctor_host.disk(host_of(data_dir=Path("d"))) if "not there yet" in f.message]
+    assert not [f for f in doctor_host.check_disk(host_of(data_dir=Path("d"))) if "not there yet" in f.message]
 
 
 @ROOT
@@ -71,7 +71,7 @@ def test_a_disk_of_another_user(tmp_path: Path) -> None:
         "import os; from pathlib import Path; from types import SimpleNamespace as N\n"
         "from multigpu.cli.doctor import host as doctor_host\n"
         f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
-        f"print(doctor_host.disk(N(master_config=N(data_dir=Path('/var/lib/multigpu-nobody'))))[0].message)"
+        f"print(doctor_host.check_disk(N(master_config=N(data_dir=Path('/var/lib/multigpu-nobody'))))[0].message)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"user {NOBODY} can't write /var/lib/multigpu-nobody")
@@ -79,7 +79,7 @@ def test_a_disk_of_another_user(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.002, "ok"), (0.1, "warn"), (2.0, "fail")])
 def test_fsync(seconds: float, verdict: str) -> None:
-    assert one(doctor_host.judge_fsync(seconds, "/data")).verdict.value == verdict
+    assert verdicts([doctor_host.judge_fsync(seconds, "/data")]) == {"fsync": verdict}
 
 
 def test_file_systems() -> None:
@@ -93,11 +93,11 @@ def test_file_systems() -> None:
 def test_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        taken = checked(doctor_host.ports, host_of(listen=f"127.0.0.1:{port}"))
+        taken = checked(doctor_host.check_ports, host_of(listen=f"127.0.0.1:{port}"))
         assert taken.verdict is Verdict.FAIL
         assert f"pid {os.getpid()}" in taken.message
-    assert checked(doctor_host.ports, host_of(listen=f"127.0.0.1:{port}")).verdict is Verdict.OK
-    foreign = checked(doctor_host.ports, host_of(listen="192.0.2.1:7433", tls_cert="a", tls_key="b"))
+    assert checked(doctor_host.check_ports, host_of(listen=f"127.0.0.1:{port}")).verdict is Verdict.OK
+    foreign = checked(doctor_host.check_ports, host_of(listen="192.0.2.1:7433", tls_cert="a", tls_key="b"))
     assert foreign.verdict is Verdict.FAIL
 
 
@@ -119,8 +119,8 @@ mgpu-gone.service      not-found inactive dead     mgpu-gone.service
     ],
 )
 def test_services(listed: str, verdict: str) -> None:
-    found = one(doctor_host.judge_units(listed))
-    assert found.verdict.value == verdict
+    found = doctor_host.judge_units(listed)
+    assert verdicts([found]) == {"services": verdict}
     if verdict == "fail":
         assert "mgpu-worker@0.service" in found.remedy
 
@@ -147,7 +147,7 @@ def certificate(path: Path, days: float) -> str:
 @pytest.mark.parametrize(("days", "verdict"), [(60, "ok"), (5, "warn"), (-1, "fail"), (200, "fail")])
 def test_certificates(tmp_path: Path, days: float, verdict: str) -> None:
     cert = certificate(tmp_path / "master.crt", days)
-    found = doctor_host.certificates(host_of(tls_cert=cert, tls_key=cert.replace(".crt", ".key")))
+    found = doctor_host.check_certificates(host_of(tls_cert=cert, tls_key=cert.replace(".crt", ".key")))
     assert verdicts(found) == {"certificate master.tls_cert": verdict, "key master.tls_key": "ok"}
 
 
@@ -155,10 +155,12 @@ def test_certificates_that_can_not_be_used(tmp_path: Path) -> None:
     cert = certificate(tmp_path / "master.crt", 60)
     key = tmp_path / "master.key"
     key.chmod(0o644)
-    found = doctor_host.certificates(host_of(tls_cert=str(tmp_path / "none"), tls_key=str(key)))
+    found = doctor_host.check_certificates(host_of(tls_cert=str(tmp_path / "none"), tls_key=str(key)))
     assert verdicts(found) == {"certificate master.tls_cert": "fail", "key master.tls_key": "fail"}
     assert (
-        verdicts(doctor_host.certificates(host_of(tls_cert=str(key), tls_key=cert)))["certificate master.tls_cert"]
+        verdicts(doctor_host.check_certificates(host_of(tls_cert=str(key), tls_key=cert)))[
+            "certificate master.tls_cert"
+        ]
         == "fail"
     )
-    assert checked(doctor_host.certificates, host_of()).verdict is Verdict.SKIP
+    assert checked(doctor_host.check_certificates, host_of()).verdict is Verdict.SKIP

@@ -106,13 +106,13 @@ def test_json_has_every_field(script: UnaryMaster) -> None:
     fill(whole.telemetry)
     script.answers["ListWorkers"] = admin.ListWorkersResponse(workers=[whole])
     result = CliRunner().invoke(cli, ["gpus", "--json"], env={"MGPU_MASTER": script.address})
-    (told,) = json.loads(result.output)
+    (shown,) = json.loads(result.output)
     for name, message in (("device", whole.device), ("telemetry", whole.telemetry), ("health", whole.health)):
-        assert set(told[name]) >= {field.name for field, _ in message.ListFields()}, name
-    assert set(told["telemetry"]) == {field.name for field in device_pb2.DeviceTelemetry.DESCRIPTOR.fields}
-    assert told["health"]["state"] == "SICK"
-    assert told["mps"]["state"] == "RUNNING"
-    assert told["quarantined"] is True
+        assert set(shown[name]) >= {field.name for field, _ in message.ListFields()}, name
+    assert set(shown["telemetry"]) == {field.name for field in device_pb2.DeviceTelemetry.DESCRIPTOR.fields}
+    assert shown["health"]["state"] == "SICK"
+    assert shown["mps"]["state"] == "RUNNING"
+    assert shown["quarantined"] is True
 
 
 def fill(message: Any) -> None:
@@ -138,14 +138,14 @@ def test_values_of_a_simulated_driver_are_shown(tmp_path: Path) -> None:
         fleet.start_worker("w1", "--device", "cuda:1")
         fleet.wait_for_workers("w1")
 
-        def told() -> dict[str, Any] | None:
+        def device_with_power() -> dict[str, Any] | None:
             argv = [*MGPUCTL, "--master", fleet.address, "gpus", "--json"]
             output = subprocess.run(argv, capture_output=True, text=True, check=True, env=env).stdout
             (device,) = json.loads(output)
             ready = "power_watts" in device.get("telemetry", {})
             return device if ready else None
 
-        device = until(told)
+        device = until(device_with_power)
     assert device["device"]["name"] == "cuda:1"
     assert "imulated" in device["device"]["product"]
     assert device["telemetry"]["temperature_celsius"] == 71

@@ -1,4 +1,4 @@
-"""`mgpuctl embed` with the real model on a real fleet: every line its vector, in order, whoever is killed meanwhile."""
+"""`mgpuctl embed` with the real model on a real fleet: one vector per line, in order, even if daemons are killed."""
 
 import json
 import os
@@ -66,12 +66,12 @@ def test_every_line_has_its_vector_though_workers_and_master_are_killed(fleet: t
         os.kill(up.children()["multigpu_master.main"], signal.SIGKILL)
         until(lambda: succeeded(address, "hard") >= 110, 120)
         os.kill(up.children()[workers[1]], signal.SIGKILL)
-        said, _ = process.communicate(timeout=200)
+        stdout, _ = process.communicate(timeout=200)
     assert process.returncode == 0
     vectors = np.load(out)
     assert (vectors.shape, vectors.dtype) == ((800, 384), np.float32)
     np.testing.assert_allclose(vectors, direct(texts), atol=1e-5)
-    summary = json.loads(said)
+    summary = json.loads(stdout)
     assert (summary["lines"], summary["dimension"]) == (800, 384)
     assert sum(summary["workers"].values()) == 800
     assert set(summary["workers"]) <= set(workers)
@@ -108,11 +108,11 @@ def test_a_signal_cancels_and_resume_goes_on(
     with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True) as process:
         until(lambda: succeeded(address, queue) >= 1, 60)
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=30)
     assert process.returncode == status
-    assert "Traceback" not in said
-    assert "lines under way were discarded" in said
-    kept = int(said.partition(" are in ")[0].rpartition(" ")[2].replace(",", "")) if "--resume" in said else 0
+    assert "Traceback" not in stderr
+    assert "lines under way were discarded" in stderr
+    kept = int(stderr.partition(" are in ")[0].rpartition(" ")[2].replace(",", "")) if "--resume" in stderr else 0
     assert (tmp_path / "out.npy.part").exists() == bool(kept)
 
     def nothing_left() -> bool:
@@ -141,9 +141,9 @@ def test_resume_embeds_the_lines_of_a_failed_task_again(fleet: tuple[Up, str], t
         ids = sorted(task["task_id"] for task in tasks)
         ok(address, "tasks", "cancel", str(ids[1]))  # not withdrawn: for the client it failed
         ok(address, "queues", "resume", "fails")
-        _, said = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 5
-    assert "32 are in" in said
+    assert "32 are in" in stderr
     summary = json.loads(ok(address, *argv, "--resume", "--json"))
     assert (summary["lines"], summary["resumed_lines"]) == (96, 32)
     np.testing.assert_allclose(np.load(out), direct(texts), atol=1e-5)

@@ -1,4 +1,4 @@
-"""mgpuctl generate as part of a pipe: an engine of a few lines that would never end, and whoever stops listening."""
+"""mgpuctl generate in a pipe: an engine that never ends, and a reader that closes the pipe."""
 
 import json
 import os
@@ -105,11 +105,11 @@ def test_a_reader_that_closes_the_pipe_cancels_the_task(
         # The answer has begun, and is read as it comes.
         assert len(process.stdout.read(5)) == 5
         stop(process, process.stdout)
-        # An answer that nobody reads must not keep it from ending.
+        # An unread answer must not block its exit.
         until(lambda: process.poll() is not None, 60)
-        said = process.stderr.read().decode()
+        stderr = process.stderr.read().decode()
     assert process.returncode == status
-    assert said.strip() == ""
+    assert stderr.strip() == ""
     until(lambda: nothing_runs(address))
     assert counts(address)["cancelled"] == before + 1
 

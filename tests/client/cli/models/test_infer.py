@@ -93,9 +93,9 @@ def test_arrays_from_json_and_files_give_arrays(address: str, tmp_path: Path) ->
     x = np.arange(6, dtype=np.float32).reshape(3, 2)
     np.save(tmp_path / "x.npy", x)
     np.savez(tmp_path / "all.npz", x=x, mask=np.array([True, False, True]))
-    said = json.loads(ok(address, "infer", "doubler", "--input", "x=[[1.5,2],[3,4]]", "--json"))
-    assert said["twice"] == {"dtype": "float32", "shape": [2, 2], "values": [[3, 4], [6, 8]]}
-    assert said["rows"] == {"dtype": "int64", "shape": [2], "values": [0, 1]}
+    outputs = json.loads(ok(address, "infer", "doubler", "--input", "x=[[1.5,2],[3,4]]", "--json"))
+    assert outputs["twice"] == {"dtype": "float32", "shape": [2, 2], "values": [[3, 4], [6, 8]]}
+    assert outputs["rows"] == {"dtype": "int64", "shape": [2], "values": [0, 1]}
     out = tmp_path / "out.npz"
     assert "twice" in ok(address, "infer", "doubler", "--input", f"x=@{tmp_path / 'x.npy'}", "--out", str(out))
     with np.load(out) as found:
@@ -143,8 +143,8 @@ def test_large_tensors_go_by_reference_and_come_back_bit_for_bit(address: str) -
 
 
 def test_the_first_numbers_are_reported_in_a_pipe_too(address: str) -> None:
-    told = ok(address, "infer", "doubler", "--input", "x=[[1.5,2,3,4,5,6,7,8,9]]", "--output", "twice")
-    assert told == "twice  float32 [1, 9]  3, 4, 6, 8, 10, 12, 14, 16, …\n"
+    output = ok(address, "infer", "doubler", "--input", "x=[[1.5,2,3,4,5,6,7,8,9]]", "--output", "twice")
+    assert output == "twice  float32 [1, 9]  3, 4, 6, 8, 10, 12, 14, 16, …\n"
 
 
 def test_whole_numbers_at_the_ends_of_their_type_are_taken() -> None:

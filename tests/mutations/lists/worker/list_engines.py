@@ -84,7 +84,7 @@ ENGINES = (
         breaks="a task runs for longer than its run timeout",
     ),
     limits(
-        name="a beat is no progress",
+        name="progress reports are ignored",
         old="standstill.state != state:",
         new="standstill.state.lease_id != state.lease_id:",
         breaks="a task that reports progress is ended",
@@ -157,7 +157,7 @@ ENGINES = (
     ),
     residency(
         name="failed loads are retried at once",
-        old="and now_s >= r.retry_s]",
+        old="and now_s >= r.retry_at]",
         new="]",
         breaks="a broken model is loaded again and again",
     ),

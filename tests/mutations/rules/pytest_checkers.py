@@ -1,4 +1,4 @@
-"""Ordinary tests as a checker: for rules that random seeds break too seldom, or only in large worlds."""
+"""Pytest tests as checkers: for rules that random seeds break too rarely, or only in large simulations."""
 
 import os
 import tempfile
@@ -9,8 +9,9 @@ import pytest
 from tests.mutations.mutation import planted
 
 TESTS = Path(__file__).resolve().parents[2]
-STORIES = (
-    "core", "scenarios", "master/test_ids.py", "master/test_wire_devices.py", "master/journal/test_journaling.py",
+PYTEST_TESTS = (
+    "core", "scenarios", "master/test_ids.py", "master/test_latencies.py", "master/test_wire_devices.py",
+    "master/test_wire_outcomes.py", "master/journal/test_journaling.py",
     "worker/session/test_session.py", "worker/session/test_batcher.py", "worker/device/test_health.py",
     "master/journal/test_journal_full.py::test_without_a_descriptor_it_rejects_and_goes_on",
     "master/journal/test_journal_lost_log.py::test_a_deleted_log_is_reported_and_salvage_goes_on_without_it",
@@ -27,7 +28,8 @@ WORKER = (
     "worker/mps/test_mps_parts.py::test_claims_of_dead_workers_are_deleted",
 )  # fmt: skip
 STORE = (
-    "master/test_driver.py", "master/test_clock.py", "master/test_wire_devices.py", "disk/test_damage.py",
+    "master/test_driver.py", "master/test_clock.py", "master/test_latencies.py", "master/test_wire_devices.py",
+    "master/test_wire_outcomes.py", "disk/test_damage.py",
     "master/journal/test_journal_expiry.py", "master/journal/test_shared_payloads.py",
     "master/journal/test_backup.py::test_no_master_starts_from_a_backup_that_was_broken_off",
 )  # fmt: skip
@@ -54,8 +56,8 @@ class _Failed:
 
 
 def check(_seed: int) -> None:
-    """AssertionError: one of STORIES failed; names it."""
-    run_tests(STORIES)
+    """AssertionError: one of PYTEST_TESTS failed; names it."""
+    run_tests(PYTEST_TESTS)
 
 
 def store(_seed: int) -> None:
@@ -83,8 +85,8 @@ def run_test(name: str, _seed: int) -> None:
         run_tests((name,))
 
 
-def run_tests(stories: tuple[str, ...]) -> None:
+def run_tests(tests: tuple[str, ...]) -> None:
     failed, root = _Failed(), TESTS.parent
     options = f"-x -q -p no:cacheprovider --rootdir {root} -c {root / 'pyproject.toml'}".split()
-    code = pytest.main([*options, *[str(TESTS / story) for story in stories]], plugins=[failed])
+    code = pytest.main([*options, *[str(TESTS / test) for test in tests]], plugins=[failed])
     assert code == pytest.ExitCode.OK, failed.test or f"pytest ended with {code}"
