@@ -49,6 +49,8 @@ MESSAGES = {
     "ExplainResponse": "Explanation",
     "CountResponse": "TaskCounts",
     "CancelResponse": "CancelResult",
+    "RequeueDeadLettersResponse": "RequeueResult",
+    "DeleteDeadLettersResponse": "DeleteResult",
 }
 # Messages that may be absent. The others are always there, with the defaults of their fields.
 OPTIONAL = {"telemetry", "health", "mps", "handlers", "remapped_rows"}
@@ -158,6 +160,8 @@ def dataclass(file: descriptor_pb2.FileDescriptorProto, index: int, comments: di
     lines += [*summary(found.name, comments.get((4, index), "")), ""]
     reads = []
     for number, each in enumerate(found.field):
+        if each.name == "next_page_token":
+            continue
         attribute, type_, read = types_of(each, maps)
         lines += comment(comments.get((4, index, 2, number), ""))
         lines.append(f"    {attribute}: {type_}")

@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from multigpu import AsyncClient
+from multigpu import AdminClient, AsyncClient
 from multigpu._kinds.embedding import KIND, Chunks
 from multigpu.cli.doctor.nvml import survey
-from multigpu.cli.rpc import Master
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.fleet import WorkerState
 
 from benchmarks.engines.embed_engine import sentences
 from benchmarks.fleet import Fleet
@@ -92,9 +91,9 @@ class GpuFleet(Fleet):
     def wait_ready(self) -> None:
         """RuntimeError: a worker ended, or it took too long; the message has the log's end."""
         until = time.monotonic() + READY_TIMEOUT_S
-        with Master(self.address) as master:
+        with AdminClient(self.address) as admin:
             while True:
-                active = [w for w in master.list_workers() if w.state == admin.WORKER_STATE_ACTIVE]
+                active = [w for w in admin.list_workers() if w.state is WorkerState.ACTIVE]
                 if len(active) == self._count:
                     return
                 if time.monotonic() > until or any(worker.poll() is not None for worker in self.workers):

@@ -964,3 +964,38 @@ class CancelResult:
             unknown=tuple(message.unknown),
             proto=message,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequeueResult:
+    """Which dead letters run again."""
+
+    # In the order of the request.
+    task_ids: tuple[int, ...]
+    unknown_task_ids: tuple[int, ...]
+    proto: admin_service_pb2.RequeueDeadLettersResponse = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, message: admin_service_pb2.RequeueDeadLettersResponse) -> RequeueResult:
+        return cls(
+            task_ids=tuple(message.task_ids),
+            unknown_task_ids=tuple(message.unknown_task_ids),
+            proto=message,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteResult:
+    """How many dead letters were deleted."""
+
+    deleted: int
+    unknown_task_ids: tuple[int, ...]
+    proto: admin_service_pb2.DeleteDeadLettersResponse = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, message: admin_service_pb2.DeleteDeadLettersResponse) -> DeleteResult:
+        return cls(
+            deleted=message.deleted,
+            unknown_task_ids=tuple(message.unknown_task_ids),
+            proto=message,
+        )

@@ -73,12 +73,11 @@ def test_dead_letters(fleet: Fleet, admin: multigpu.AdminClient) -> None:
     listed = list(admin.list_dead_letters("broken"))
     newest = [task.task_id for task in listed]
     assert newest == ids[::-1]
-    assert admin.requeue_dead_letters(queue="broken") == newest
+    assert list(admin.requeue_dead_letters(queue="broken").task_ids) == newest
     until(lambda: admin.count(queue="broken").dead_lettered == 3)
-    assert admin.delete_dead_letters(newest[:1]) == 1
-    with pytest.raises(multigpu.NotFoundError, match=str(newest[0])):
-        admin.delete_dead_letters(newest[:1])
-    assert admin.delete_dead_letters(queue="broken") == 2
+    assert admin.delete_dead_letters(newest[:1]).deleted == 1
+    assert admin.delete_dead_letters(newest[:1]).unknown_task_ids == (newest[0],)
+    assert admin.delete_dead_letters(queue="broken").deleted == 2
     assert list(admin.list_dead_letters("broken")) == []
     with pytest.raises(multigpu.InvalidRequestError, match="either"):
         admin.requeue_dead_letters()

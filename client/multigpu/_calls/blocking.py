@@ -35,6 +35,7 @@ class BlockingCore:
         self._core = Core(*arguments)
         self.master = self._core.master
         self.calls = self._core.calls
+        self.pop_timeout = self._core.pop_timeout
         self._closed = False
         self._thread = LoopThread("multigpu client")
         # Runs at exit if the client is never closed.
@@ -89,6 +90,9 @@ class BlockingCore:
 
     def watch(self, cursor: str, from_now: bool, queue: str, kind: str) -> SyncIterator[list[tuple[Outcome, str]]]:
         return self._iterate(self._core.watch(cursor, from_now, queue, kind))
+
+    def current_cursor(self) -> str:
+        return self._wait(self._core.current_cursor())
 
     def _check(self) -> None:
         if self._closed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,16 +43,17 @@ _CANCEL_TASKS_MAX = 10_000
 
 class Core:
     def __init__(
-        self, master: str | None, window_tasks: int | None, window_bytes: int | None, connect_timeout_s: float
+        self, settings: Mapping[str, Any], token: str | None, timeout_s: float | None, connect_timeout_s: float
     ) -> None:
+        """`settings`: of ClientConfig, where they differ from the configuration."""
         forks.holds(self)
         if not (isinstance(connect_timeout_s, int | float) and connect_timeout_s >= 0):
             raise ConfigError(f"connect_timeout_s: {connect_timeout_s!r} is not a number of seconds")
-        given = {"master": master, "window_tasks": window_tasks, "window_bytes": window_bytes}
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        config = dataclasses.replace(load_client_config(), **changes)
+        config = dataclasses.replace(load_client_config(), **settings)
+        self._timeout_s = pop_timeout({"timeout": timeout_s})
         self.window = Window(config.window_tasks, config.window_bytes)
-        self.connection = Connection(config.master, connect_timeout_s, Credentials.of_client(config))
+        credentials = Credentials.of_client(config) if token is None else Credentials.of(config, token=token)
+        self.connection = Connection(config.master, connect_timeout_s, credentials)
         self.stream = RunStream(self.connection, self.window)
         self.calls = CallFactory()
 
@@ -72,7 +73,7 @@ class Core:
 
     async def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
         self.connection.check()
-        timeout_s = pop_timeout(options)
+        timeout_s = self.pop_timeout(options)
         call = self.calls.one(FutureCall, kind, payload, options, traceparent)
         try:
             answer: Answer = await within(timeout_s, self._answer(call), partial(self._rejection, call))
@@ -94,7 +95,7 @@ class Core:
     ) -> AsyncGenerator[Part | Outcome, None]:
         """The partial outputs of a task, and at last the outcome of one that SUCCEEDED."""
         self.connection.check()
-        timeout_s = pop_timeout(options)
+        timeout_s = self.pop_timeout(options)
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
         try:
             rejection = partial(self._rejection, call)
@@ -105,6 +106,14 @@ class Core:
         finally:
             if not call.done:
                 self.stream.withdraw(call)
+
+    def pop_timeout(self, options: Any) -> float | None:
+        """Removes `timeout` from the options of a call. Returns it, or else the client's."""
+        return pop_timeout(options, self._timeout_s)
+
+    def _unary(self, method: str, request: Any, wait_s: float = 0.0) -> Awaitable[Any]:
+        """Calls a method of TaskService that may take `wait_s`."""
+        return self.connection.unary(method, request, (self._timeout_s or UNARY_TIMEOUT_S) + wait_s)
 
     def submission(self, timeout_s: float | None) -> Submission:
         return Submission(self.connection, timeout_s)
@@ -119,7 +128,7 @@ class Core:
         self, kind: str, options: Any, read: Callable[[Outcome], T], encode: Encode | None
     ) -> tuple[MapBuffer, Callable[[Answer], T]]:
         """The buffer of a map, and what it yields for an answer. `options`: SpecMapOptions; `read`: of an outcome."""
-        timeout_s, window = pop_timeout(options), options.pop("window", None)
+        timeout_s, window = self.pop_timeout(options), options.pop("window", None)
         ordered, return_errors = options.pop("ordered", True), options.pop("return_exceptions", False)
         make_call = self.calls.many(kind, options, current_traceparent(), encode, answer_errors=return_errors)
         if window is not None and window < 1:
@@ -150,7 +159,7 @@ class Core:
             left_s = max(0.0, min(give_up - time.monotonic(), _GET_WAIT_S))
             request.wait.CopyFrom(duration(left_s))
             try:
-                response = await self.connection.unary("Get", request, UNARY_TIMEOUT_S + left_s)
+                response = await self._unary("Get", request, left_s)
             except NotFoundError as error:
                 if isinstance(task, str) and task.isdecimal():
                     raise NotFoundError(f"{error}. A str is a request_id; a task_id is an int: {task}") from error
@@ -168,26 +177,29 @@ class Core:
                 request_ids=[task for task in chunk if isinstance(task, str)],
                 reason=reason,
             )
-            response.MergeFrom(await self.connection.unary("Cancel", request))
+            response.MergeFrom(await self._unary("Cancel", request))
         return response
 
     async def count(self, task_filter: task_service_pb2.TaskFilter) -> task_service_pb2.CountResponse:
         request = task_service_pb2.CountRequest(filter=task_filter)
-        response: task_service_pb2.CountResponse = await self.connection.unary("Count", request)
+        response: task_service_pb2.CountResponse = await self._unary("Count", request)
         return response
 
     async def pages(self, task_filter: task_service_pb2.TaskFilter) -> AsyncGenerator[list[Task], None]:
         request = task_service_pb2.ListRequest(filter=task_filter, page_size=PAGE_SIZE_MAX)
         while True:
-            response = await self.connection.unary("List", request)
+            response = await self._unary("List", request)
             yield [Task(message, listed=True) for message in response.tasks]
             if not response.next_page_token:
                 return
             request.page_token = response.next_page_token
 
+    async def current_cursor(self) -> str:
+        return await watching.current_cursor(self.connection)
+
     async def admin(self, method: str, request: Any) -> Any:
         """Calls a method of AdminService."""
-        return await self.connection.unary(method, request, ADMIN_TIMEOUT_S, service="admin")
+        return await self.connection.unary(method, request, self._timeout_s or ADMIN_TIMEOUT_S, service="admin")
 
     async def admin_pages(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
         """The responses of a method that lists or changes page by page."""

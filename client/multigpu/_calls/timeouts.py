@@ -12,9 +12,9 @@ T = TypeVar("T")
 _SECONDS_MAX = 1e9
 
 
-def pop_timeout(options: Any) -> float | None:
+def pop_timeout(options: Any, default: float | None = None) -> float | None:
     """Removes `timeout` from the options of a call and returns it. Raises InvalidTaskError if it is not valid."""
-    value = options.pop("timeout", None)
+    value = options.pop("timeout", default)
     if value is None:
         return None
     is_number = isinstance(value, Real)  # includes the numbers of NumPy

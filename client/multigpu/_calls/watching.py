@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 import grpc
 import grpc.aio
 
-from multigpu._transport.connection import BREAKS, Connection, backoff_s
+from multigpu._transport.connection import BREAKS, UNARY_TIMEOUT_S, Connection, backoff_s
 from multigpu.errors import CursorExpiredError, TransportError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_service_pb2
@@ -54,6 +54,19 @@ async def frames(
         if not reached and asyncio.get_running_loop().time() > give_up:
             raise connection.explain(grpc.StatusCode.UNAVAILABLE, await stream.details())
         await asyncio.sleep(backoff_s(failures))
+
+
+async def current_cursor(connection: Connection) -> str:
+    """The cursor after the newest outcome. Raises TransportError."""
+    request = task_service_pb2.WatchRequest(from_now=True)
+    stream = connection.stub.Watch(request, timeout=UNARY_TIMEOUT_S, metadata=connection.metadata())
+    try:
+        response = await anext(aiter(stream))
+    except grpc.aio.AioRpcError as error:
+        raise connection.explain(error.code(), error.details()) from None
+    finally:
+        stream.cancel()
+    return str(response.cursor)
 
 
 def _frame(

@@ -7,13 +7,15 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from multigpu._sync.base import BaseClient
-from multigpu.errors import InvalidRequestError, NotFoundError
+from multigpu.errors import InvalidRequestError
 from multigpu.fleet import (
     Breaker,
+    DeleteResult,
     Explanation,
     ModelEntry,
     NewToken,
     Queue,
+    RequeueResult,
     Role,
     Stats,
     Strategy,
@@ -121,31 +123,24 @@ class AdminClient(BaseClient):
             for each in rows:
                 yield Task(each, listed=True)
 
-    def requeue_dead_letters(self, task_ids: Collection[int] = (), *, queue: str = "") -> list[int]:
-        """Runs dead letters again under their ids, with the same input and all attempts: some, or all of a queue.
-        Returns their task_ids. NotFoundError: some are no dead letters; the others were requeued.
-        """
+    def requeue_dead_letters(self, task_ids: Collection[int] = (), *, queue: str = "") -> RequeueResult:
+        """Runs dead letters again under their ids, with the same input and all attempts: some, or all of a queue."""
         request = admin.RequeueDeadLettersRequest(task_ids=_some(task_ids, queue), queue=queue)
-        requeued: list[int] = []
-        unknown: list[int] = []
+        merged = admin.RequeueDeadLettersResponse()
         for page in self._core.admin_pages("RequeueDeadLetters", request):
-            requeued += page.task_ids
-            unknown += page.unknown_task_ids
-        _check_known(unknown)
-        return requeued
+            merged.MergeFrom(page)
+        merged.ClearField("next_page_token")
+        return RequeueResult.of(merged)
 
-    def delete_dead_letters(self, task_ids: Collection[int] = (), *, queue: str = "") -> int:
-        """Deletes dead letters with their input: some, or all of a queue. Returns how many. NotFoundError: some are no
-        dead letters; the others were deleted.
-        """
+    def delete_dead_letters(self, task_ids: Collection[int] = (), *, queue: str = "") -> DeleteResult:
+        """Deletes dead letters with their input: some, or all of a queue."""
         request = admin.DeleteDeadLettersRequest(task_ids=_some(task_ids, queue), queue=queue)
-        deleted = 0
-        unknown: list[int] = []
+        merged = admin.DeleteDeadLettersResponse()
         for page in self._core.admin_pages("DeleteDeadLetters", request):
-            deleted += page.deleted
-            unknown += page.unknown_task_ids
-        _check_known(unknown)
-        return deleted
+            page.deleted += merged.deleted
+            merged.MergeFrom(page)
+        merged.ClearField("next_page_token")
+        return DeleteResult.of(merged)
 
     # Models.
 
@@ -210,8 +205,3 @@ def _some(task_ids: Collection[int], queue: str) -> Collection[int]:
     if bool(task_ids) == bool(queue):
         raise InvalidRequestError("give either task_ids or a queue")
     return task_ids
-
-
-def _check_known(unknown: list[int]) -> None:
-    if unknown:
-        raise NotFoundError(f"no dead letters: {', '.join(map(str, unknown))}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, NoReturn, Self, Unpack
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from multigpu._calls.blocking import BlockingCore
 from multigpu.fleet import CancelResult, TaskCounts
@@ -22,11 +23,20 @@ class BaseClient:
         self,
         master: str | None = None,
         *,
+        token: str | None = None,
+        tls_ca: str | PathLike[str] | None = None,
+        tls_cert: str | PathLike[str] | None = None,
+        tls_key: str | PathLike[str] | None = None,
+        timeout: float | None = None,
         window_tasks: int | None = None,
         window_bytes: int | None = None,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        self._core = BlockingCore(master, window_tasks, window_bytes, connect_timeout_s)
+        files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
+        settings: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
+        limits = {"master": master, "window_tasks": window_tasks, "window_bytes": window_bytes}
+        settings |= {name: value for name, value in limits.items() if value is not None}
+        self._core = BlockingCore(settings, token, timeout, connect_timeout_s)
         self.master: str = self._core.master
 
     def __reduce__(self) -> NoReturn:
@@ -62,6 +72,10 @@ class BaseClient:
         with closing(self._core.watch(cursor, from_now, queue, kind)) as frames:
             for frame in frames:
                 yield from frame
+
+    def current_cursor(self) -> str:
+        """The cursor from which a watch yields what ends from now on."""
+        return self._core.current_cursor()
 
     def count(self, **filters: Unpack[TaskFilter]) -> TaskCounts:
         """How many tasks match all filters, by state and outcome. Default: all."""

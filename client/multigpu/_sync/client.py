@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from multigpu._calls.submitting import cut, single
-from multigpu._calls.timeouts import pop_timeout
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu._sync.base import BaseClient
@@ -50,8 +49,9 @@ class Client(BaseClient):
     """A client of one master. Threads may share it. Ctrl-C in a waiting call cancels the tasks that it started.
     The same call with the same request_ids continues: tasks that had ended are answered, others run again.
 
-    `master` is HOST:PORT; default: MGPU_MASTER, else the config file, else 127.0.0.1:7433. `window_tasks` and
-    `window_bytes` bound the unsettled tasks of all calls together; past them calls wait. The first call connects; a
+    `master` is HOST:PORT; default: MGPU_MASTER, else the config file, else 127.0.0.1:7433. `token` and the files
+    `tls_ca`, `tls_cert` and `tls_key` have defaults there too. `timeout`: of calls that are given none. `window_tasks`
+    and `window_bytes` bound the unsettled tasks of all calls together; past them calls wait. The first call connects; a
     master that can't be reached for `connect_timeout_s` is an UnavailableError. A wrong setting is a ConfigError.
     """
 
@@ -70,7 +70,7 @@ class Client(BaseClient):
         `payloads` may hold Inputs. Returns, for each payload in order, the task_id or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        with self._core.submission(pop_timeout(options)) as submission:
+        with self._core.submission(self._core.pop_timeout(options)) as submission:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
                 submission.send(request)
         return submission.results

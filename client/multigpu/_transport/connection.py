@@ -165,6 +165,10 @@ class Connection:
                 failures += 1
                 delay_s = backoff_s(failures)
                 if error.code() not in _REPEATED or time.monotonic() + delay_s > give_up:
+                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        failure = errors.CallTimeoutError if service == "stub" else errors.UnavailableError
+                        late = f"the master at {self.master} did not answer within {timeout_s:g} s"
+                        raise failure(f"{late}; is it stopped or overloaded?") from None
                     raise self.explain(error.code(), error.details(), task=service == "stub") from None
                 self._refresh()
             await asyncio.sleep(delay_s)
@@ -189,8 +193,6 @@ class Connection:
                 return errors.ResourceExhaustedError(errors.RESOURCE_EXHAUSTED, text)
             case grpc.StatusCode.UNIMPLEMENTED:
                 return errors.TransportError(f"what listens at {self.master} is no multigpu master: {text}")
-            case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return errors.CallTimeoutError(f"the master at {self.master} did not answer in time: {text}")
         return errors.TransportError(f"the call to {self.master} failed with {code.name}: {text}")
 
     async def close(self) -> None:

@@ -11,6 +11,9 @@ import warnings
 
 import click
 
+# gRPC would log the errors that mgpuctl prints. It reads the variable when it is first imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 from multigpu.cli import show
 from multigpu.cli.commands import LazyGroup
 from multigpu.cli.failures import EXIT_CODES, INTERRUPTED, TERMINATED, Failure, TerminatedError

@@ -4,17 +4,22 @@ import base64
 import json
 from typing import Any
 
+from multigpu import Outcome, Task
 from multigpu.cli.text import seconds_of
 
 
-def as_dict(message: Any) -> dict[str, Any]:
-    """A protobuf message for json.dumps, in a shape that scripts can rely on.
+def as_dict(found: Any) -> dict[str, Any]:
+    """A dataclass of multigpu.fleet, a Task or an Outcome, for json.dumps, in a shape that scripts can rely on.
 
     Fields keep their names. Numbers stay numbers (ids are below 2^53), times are RFC 3339 strings, durations seconds,
     enum values short names. A field with presence is omitted when it is absent; every other field is always there.
     Bytes are text where they are UTF-8; else the field is called NAME_base64. A result whose content_type says JSON is
     the value itself.
     """
+    return _as_dict(found.message if isinstance(found, Task | Outcome) else found.proto)
+
+
+def _as_dict(message: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if field.has_presence and not message.HasField(field.name):
@@ -44,7 +49,7 @@ def _value(field: Any, message: Any, content: Any) -> Any:
             return content.ToJsonString()
         if field.message_type.full_name == "google.protobuf.Duration":
             return seconds_of(content)
-        return as_dict(content)
+        return _as_dict(content)
     if isinstance(content, bytes):
         return decoded(content, getattr(message, "content_type", ""))
     return content

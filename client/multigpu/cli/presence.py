@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from multigpu import AdminClient, UnavailableError
 from multigpu.cli import show
+from multigpu.cli.admin import active, connection
 from multigpu.cli.failures import Failure, Unreachable, WrongUsage
-from multigpu.cli.rpc import Master
-from multigpu.v1 import admin_service_pb2 as admin
-from multigpu.v1 import model_pb2
+from multigpu.fleet import ModelState, Worker
 
 POLL_INTERVAL_S = 0.1
 TIMEOUT_S = 60.0
@@ -33,8 +33,8 @@ def wait_for_worker(
     """
     give_up_at = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
     said = ""
-    with Master(address) as master:
-        while (missing := _missing(master, kind, model)) is not None:
+    with connection(address) as admin:
+        while (missing := _missing(admin, kind, model)) is not None:
             left_s = give_up_at - time.monotonic()
             if left_s <= 0 or (timeout_s is None and isinstance(missing, NotServedFailure)):
                 raise missing
@@ -44,20 +44,19 @@ def wait_for_worker(
             time.sleep(min(POLL_INTERVAL_S, left_s))
 
 
-def _missing(master: Master, kind: str, model: str) -> Failure | None:
+def _missing(admin: AdminClient, kind: str, model: str) -> Failure | None:
     try:
-        missing = not_served(master.connected_workers(), kind, model)
+        missing = not_served(active(admin.list_workers()), kind, model)
         if model and isinstance(missing, NotServedFailure):
-            request = admin.ListModelsRequest(name=model.partition(":")[0])
-            for entry in master.call(master.admin.ListModels, request).models:
+            for entry in admin.list_models(model.partition(":")[0]):
                 if entry.model.error:
                     return NotServedFailure(f"the model {model!r} can't be served: {entry.model.error}")
-    except Unreachable as failure:
-        return failure
+    except UnavailableError as error:
+        return Unreachable(str(error))
     return missing
 
 
-def not_served(connected: Sequence[admin.Worker], kind: str, model: str = "") -> Failure | None:
+def not_served(connected: Sequence[Worker], kind: str, model: str = "") -> Failure | None:
     """Why no connected worker takes a task of this kind; None if one does."""
     offered = [capability for worker in connected for capability in worker.capabilities if capability.kind == kind]
     if any(not model or not capability.models or model in capability.models for capability in offered):
@@ -80,8 +79,8 @@ def loading_notes(address: str, kind: str, model: str, say: Callable[[str], None
         said: set[tuple[str, str]] = set()
         while not answered.wait(LOADING_SILENCE_S):
             # The command itself reports failures of its master.
-            with suppress(Failure), Master(address) as master:
-                for model_and_worker in sorted(_loading(master.list_workers(), kind, model) - said):
+            with suppress(Failure), connection(address) as admin:
+                for model_and_worker in sorted(_loading(admin.list_workers(), kind, model) - said):
                     said.add(model_and_worker)
                     say("loading {} on {}…".format(*model_and_worker))
 
@@ -92,13 +91,13 @@ def loading_notes(address: str, kind: str, model: str, say: Callable[[str], None
         answered.set()
 
 
-def _loading(workers: Iterable[admin.Worker], kind: str, model: str) -> set[tuple[str, str]]:
+def _loading(workers: Iterable[Worker], kind: str, model: str) -> set[tuple[str, str]]:
     """Model and worker, for each worker that loads it and has tasks."""
     return {
         (each.model, worker.worker_id)
         for worker in workers
         for each in worker.models
-        if each.state == model_pb2.MODEL_STATE_LOADING and worker.leases
+        if each.state is ModelState.LOADING and worker.leases
         if model in ("", each.model, each.model.partition(":")[0])
         if any(offer.kind == kind and each.model in offer.models for offer in worker.capabilities)
     }
@@ -106,15 +105,15 @@ def _loading(workers: Iterable[admin.Worker], kind: str, model: str) -> set[tupl
 
 def check_takes_model(address: str, kind: str) -> None:
     """WrongUsage: connected workers serve the kind, and none of them has a model for it."""
-    with Master(address) as master:
-        offered = [found for worker in master.list_workers() for found in worker.capabilities if found.kind == kind]
+    with connection(address) as admin:
+        offered = [found for worker in admin.list_workers() for found in worker.capabilities if found.kind == kind]
     if offered and not any(found.models for found in offered):
         raise WrongUsage(f"the kind {kind!r} takes no model: omit --model")
 
 
-def note_unknown_queue(master: Master, name: str) -> None:
+def note_unknown_queue(admin: AdminClient, name: str) -> None:
     """Notes on stderr that no queue of this name has tasks or rules: it may be mistyped."""
-    if name not in ("", "default") and name not in (names := [queue.queue for queue in master.list_queues()]):
+    if name not in ("", "default") and name not in (names := [queue.queue for queue in admin.list_queues()]):
         show.note(f"no queue {name!r} has tasks or rules{suggestion(name, names)}")
 
 

@@ -6,41 +6,47 @@ threads don't survive forks.
 
 import sys
 import time
+from typing import Any
 
+import grpc
+
+from multigpu import AdminClient, UnavailableError
 from multigpu._transport.credentials import Credentials
-from multigpu.cli.failures import Failure, Unreachable
-from multigpu.cli.rpc import Master, wait_until_connected
+from multigpu.cli.admin import active
+from multigpu.cli.failures import Failure
+from multigpu.cli.sdk_errors import failures
 from multigpu.config.config import MasterConfig, load, load_client_config
 
 POLL_INTERVAL_S = 0.05
+RECONNECT = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 100))
+# A local master without TLS and tokens: the client's own may be for another master.
+OPEN_MASTER = {"token": "", "tls_ca": "", "tls_cert": "", "tls_key": ""}
 
 
 def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
     """Returns when all of `worker_ids` are connected."""
-    credentials = _credentials()
-    wait_until_connected(address, credentials)  # a master writes its first token before it listens
-    with Master(address, credentials) as master:
-        while (found := connected(master)) is None or not worker_ids <= found:
+    master = load(MasterConfig).config
+    settings: dict[str, Any] = {} if master.tls_cert or master.require_tokens else OPEN_MASTER
+    credentials = Credentials() if settings else Credentials.of_client(load_client_config())
+    with credentials.channel(address, RECONNECT) as channel:  # a master writes its first token before it listens
+        grpc.channel_ready_future(channel).result()
+    with AdminClient(address, connect_timeout_s=0, **settings) as admin:
+        while (found := connected(admin)) is None or not worker_ids <= found:
             time.sleep(POLL_INTERVAL_S)
 
 
-def _credentials() -> Credentials:
-    """The client's, unless the local master takes none: they may be for another master."""
-    master = load(MasterConfig).config
-    return Credentials.of_client(load_client_config()) if master.tls_cert or master.require_tokens else Credentials()
-
-
-def connected(master: Master) -> set[str] | None:
+def connected(admin: AdminClient) -> set[str] | None:
     """The ids of the connected workers; None while no master answers."""
     try:
-        return {worker.worker_id for worker in master.connected_workers()}
-    except Unreachable:
+        return {worker.worker_id for worker in active(admin.list_workers())}
+    except UnavailableError:
         return None
 
 
 def main() -> None:
     try:
-        wait_until_ready(sys.argv[1], frozenset(sys.argv[2:]))
+        with failures():
+            wait_until_ready(sys.argv[1], frozenset(sys.argv[2:]))
     except Failure as failure:
         failure.show()
         sys.exit(failure.exit_code)

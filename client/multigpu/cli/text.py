@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from datetime import datetime
 from typing import Any
 
 KIB = 1024
@@ -54,3 +55,8 @@ def seconds_of(span: Any) -> float:
 def age(message: Any, field: str) -> str:
     """The time since a Timestamp field; empty if it is absent."""
     return duration(time.time() - seconds_of(getattr(message, field))) if message.HasField(field) else ""
+
+
+def since(instant: datetime | None) -> str:
+    """The time since an instant; empty if it is unknown."""
+    return duration(time.time() - instant.timestamp()) if instant is not None else ""

@@ -26,8 +26,8 @@ def test_an_outcome_has_its_energy() -> None:
 
 def test_mgpuctl_shows_it_with_its_uncertainty() -> None:
     task = task_pb2.Task(task_id=1, outcome=outcome(joules=12.34, method=1, uncertainty=0.2))
-    assert ("Energy", "12.3 J ± 20% by the device's counter") in task_facts(task)
+    assert ("Energy", "12.3 J ± 20% by the device's counter") in task_facts(multigpu.Task(task))
     sampled = task_pb2.Task(task_id=1, outcome=outcome(joules=0.00125, method=2, uncertainty=0.5))
-    assert ("Energy", "0.00125 J ± 50% from sampled power") in task_facts(sampled)
+    assert ("Energy", "0.00125 J ± 50% from sampled power") in task_facts(multigpu.Task(sampled))
     unknown = task_pb2.Task(task_id=1, outcome=outcome())
-    assert "Energy" not in dict(task_facts(unknown))
+    assert "Energy" not in dict(task_facts(multigpu.Task(unknown)))

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from google.protobuf.duration_pb2 import Duration
 from multigpu.cli import cli, tables
 from multigpu.cli.fleet.workers import COLUMNS
+from multigpu.fleet import Worker
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
@@ -53,14 +54,14 @@ def test_workers_table(master: UnaryMaster, run: Run) -> None:
 
 def test_workers_fit_eighty_columns_with_whole_ids() -> None:
     worker_id = "rack7-box12-GPU-8f3b1c1e-7a0f-4a39-9d6f-0d6b1c2a3e4f"
-    lines = tables.rendered(tables.grid(tables.fit([worker(worker_id)], COLUMNS, None)), 80)
+    lines = tables.rendered(tables.grid(tables.fit([Worker.of(worker(worker_id))], COLUMNS, None)), 80)
     assert all(len(line) <= 80 for line in lines)
     assert "".join(line[: lines[0].index("STATE")].strip() for line in lines[1:]) == worker_id
     assert "1,234,567" in lines[1]
 
 
 def test_workers_fit_forty_columns_with_state_and_id() -> None:
-    cells = tables.fit([worker("rack7-box12-GPU-8f3b1c1e")], COLUMNS, 40)
+    cells = tables.fit([Worker.of(worker("rack7-box12-GPU-8f3b1c1e"))], COLUMNS, 40)
     assert [column.name for column in cells][:2] == ["WORKER", "STATE"]
     lines = tables.rendered(tables.grid(cells), 40)
     assert all(len(line) <= 40 for line in lines)

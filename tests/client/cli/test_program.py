@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from multigpu import Outcome
 from multigpu.cli import COMMANDS, cli, messages, progress, show, text
 from multigpu.cli.commands import Command, Group
 from multigpu.v1 import task_pb2
@@ -162,9 +163,9 @@ def test_units() -> None:
 
 
 def test_partials_that_are_no_text_are_all_base64() -> None:
-    data = messages.as_dict(task_pb2.Outcome(partials=[b"text", b"\xff"]))
+    data = messages.as_dict(Outcome(task_pb2.Outcome(partials=[b"text", b"\xff"])))
     assert data["partials_base64"] == ["dGV4dA==", "/w=="]
-    assert messages.as_dict(task_pb2.Outcome(partials=[b"text"]))["partials"] == ["text"]
+    assert messages.as_dict(Outcome(task_pb2.Outcome(partials=[b"text"])))["partials"] == ["text"]
 
 
 def test_a_result_that_utf_8_or_json_cannot_hold_is_printed_all_the_same() -> None:
@@ -173,8 +174,8 @@ def test_a_result_that_utf_8_or_json_cannot_hold_is_printed_all_the_same() -> No
         b"[" * 100_000: ("result_base64", base64.b64encode(b"[" * 100_000).decode()),
     }
     for result, (name, shown) in kinds.items():
-        message = task_pb2.Outcome(result=result, content_type="application/json")
-        printed = show.as_json(messages.as_dict(message))
+        outcome = Outcome(task_pb2.Outcome(result=result, content_type="application/json"))
+        printed = show.as_json(messages.as_dict(outcome))
         assert json.loads(printed.encode())[name] == shown
 
 

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
@@ -46,7 +45,6 @@ def test_dead_letters(master: UnaryMaster, run: Run) -> None:
     )
     requeued = run("dead-letters", "requeue", "--queue", "night", "--json")
     assert json.loads(requeued.stdout)["task_ids"] == [40, 41]
-    assert "requeued 1 so far" in requeued.stderr
 
     rejected = run("dead-letters", "delete", "--queue", "night", input="n\n")
     assert rejected.exit_code == 1
@@ -88,7 +86,9 @@ def test_tasks_get_shows_the_result(master: UnaryMaster, run: Run, tmp_path: Any
     out = tmp_path / "result"
     assert run("tasks", "get", "--request-id", "mine", "--wait", "2", "-o", str(out)).output == ""
     assert out.read_bytes() == b'{"a": [1]}'
-    assert master.asked("Get")[-1] == service.GetRequest(request_id="mine", wait=Duration(seconds=2))
+    asked = master.asked("Get")[-1]
+    assert asked.request_id == "mine"
+    assert 1 < asked.wait.ToTimedelta().total_seconds() <= 2
 
     outcome.result, outcome.content_type = b"\xff\x00", ""
     task.outcome.CopyFrom(outcome)

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from multigpu.cli.rpc import CALL_TIMEOUT_S
+from multigpu._calls.core import ADMIN_TIMEOUT_S
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.journal.write_buffer import DURABLE_S
@@ -274,4 +274,4 @@ def test_a_second_signal_ends_nothing_by_force(tmp_path: Path) -> None:
 
 def test_mgpuctl_waits_for_longer_than_the_master_does() -> None:
     """A failed write is reported with its reason, not as a call that timed out."""
-    assert CALL_TIMEOUT_S >= DURABLE_S + 2
+    assert ADMIN_TIMEOUT_S >= DURABLE_S + 2

@@ -19,6 +19,7 @@ import click
 
 from multigpu._kinds import classification, embedding, inference
 from multigpu.cli import show, tables
+from multigpu.cli.admin import active, connection
 from multigpu.cli.bench import plot
 from multigpu.cli.bench.baseline import Baseline
 from multigpu.cli.bench.run import Bench, rate_text, tasks_in_round
@@ -29,12 +30,11 @@ from multigpu.cli.kinds.infer import read_inputs
 from multigpu.cli.kinds.vectors import File
 from multigpu.cli.options import json_option, master_option
 from multigpu.cli.presence import not_served
-from multigpu.cli.rpc import Master
-from multigpu.cli.sdk import sdk_failures
+from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.tables import Column
 from multigpu.cli.text import plural
 from multigpu.errors import MultigpuError
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.fleet import Worker
 
 # The examples of each kind.
 EXAMPLES = {
@@ -49,6 +49,7 @@ COLUMNS = (
     Column("ITEMS/S", lambda row: rate_text(row.items_per_s), right=True),
     Column("VS PLAIN", lambda row: "n/a" if row.ratio is None else f"{row.ratio:.3g}", right=True),
     Column("P50 MS", lambda row: f"{row.p50_latency_ms:.1f}", right=True),
+    Column("P95 MS", lambda row: f"{row.p95_latency_ms:.1f}", right=True),
     Column("P99 MS", lambda row: f"{row.p99_latency_ms:.1f}", right=True),
 )
 
@@ -102,7 +103,7 @@ def bench(address: str, as_json: bool, plot_file: str | None, **options: Any) ->
         show.note("mgpuctl: this host is busy: VS PLAIN will favour the fleet, whose workers have fewer threads")
     if plot_file and importlib.util.find_spec("matplotlib") is None:
         raise WrongUsage("--plot needs matplotlib: pip install 'multigpu[plot]'")
-    with sdk_failures():
+    with sdk_session():
         measured = _prepared(address, options)
         # Opened before hours of measuring, not after.
         with File(Path(plot_file)) if plot_file else contextlib.nullcontext() as picture:
@@ -129,8 +130,8 @@ def _run(measured: Bench) -> BaseException | None:
 
 def _prepared(address: str, options: dict[str, Any]) -> Bench:
     """The fleet, the examples and the baseline. Raises Failure, UsageError."""
-    with Master(address) as master:
-        kind, model, workers = _chosen(master.connected_workers(), options["model"])
+    with connection(address) as admin:
+        kind, model, workers = _chosen(active(admin.list_workers()), options["model"])
     sizes = options["batch_sizes"] or ((1,) if kind == classification.KIND else (1, 32))
     if kind == classification.KIND and sizes != (1,):
         raise click.UsageError(f"a task of the kind {kind} has one example: omit --batch-size")
@@ -149,7 +150,7 @@ def _prepared(address: str, options: dict[str, Any]) -> Bench:
     )  # fmt: skip
 
 
-def _chosen(connected: Sequence[admin.Worker], model: str) -> tuple[str, str, list[admin.Worker]]:
+def _chosen(connected: Sequence[Worker], model: str) -> tuple[str, str, list[Worker]]:
     """The kind, the name and the workers of a model; if `model` is empty, of the default to embed. Raises Failure."""
     offers = [(each.kind, name, worker) for worker in connected for each in worker.capabilities for name in each.models]
     if not model:

@@ -22,7 +22,7 @@ from multigpu.cli.bench.source import Source
 from multigpu.cli.failures import Failure
 from multigpu.cli.options import client_config
 from multigpu.cli.text import plural
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.fleet import Worker
 
 # Tasks of each caller before a row's rounds, and at least in each round.
 TASKS_MIN = 2
@@ -45,8 +45,12 @@ class Row:
     # The median over the rounds of items/s divided by the baseline's in the same round.
     ratio: float | None
     # Of tasks, from the call to its result.
+    min_latency_ms: float
+    mean_latency_ms: float
     p50_latency_ms: float
+    p95_latency_ms: float
     p99_latency_ms: float
+    max_latency_ms: float
 
 
 def tasks_in_round(items: int, batch_size: int, concurrency: int) -> int:
@@ -58,7 +62,7 @@ class Bench:
     address: str
     kind: str
     model: str
-    workers: Sequence[admin.Worker]
+    workers: Sequence[Worker]
     # Batch sizes and numbers of callers.
     shapes: Sequence[tuple[int, int]]
     items: int
@@ -113,7 +117,6 @@ class Bench:
             if self.baseline is not None and not number % 2:
                 plain.append(await self.baseline.run(payloads))
         items = tasks * batch_size
-        p50, p99 = percentiles_ms(latencies)
         return Row(
             model=self.model,
             batch_size=batch_size,
@@ -123,8 +126,7 @@ class Bench:
             items_per_s=items * self.rounds / sum(fleet),
             plain_items_per_s=items / statistics.median(plain) if plain else None,
             ratio=statistics.median(b / a for a, b in zip(fleet, plain, strict=True)) if plain else None,
-            p50_latency_ms=p50,
-            p99_latency_ms=p99,
+            **latency_fields(latencies),
         )
 
     async def _drive(self, client: AsyncClient, payloads: Sequence[bytes], items: int, concurrency: int) -> list[float]:
@@ -150,13 +152,16 @@ class Bench:
         return latencies
 
 
-def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
-    """p50 and p99 by the nearest rank: always a value that was measured.
+def latency_fields(seconds: Sequence[float]) -> dict[str, float]:
+    """The latencies of a Row. Percentiles are by the nearest rank: always a value that was measured.
 
     https://en.wikipedia.org/wiki/Percentile#The_nearest-rank_method
     """
-    p50, p99 = (1e3 * np.percentile(seconds, (50, 99), method="inverted_cdf")).tolist()
-    return p50, p99
+    ranks = (1e3 * np.percentile(seconds, (0, 50, 95, 99, 100), method="inverted_cdf")).tolist()
+    fields = {
+        f"{name}_latency_ms": value for name, value in zip(("min", "p50", "p95", "p99", "max"), ranks, strict=True)
+    }
+    return {**fields, "mean_latency_ms": 1e3 * statistics.fmean(seconds)}
 
 
 def rate_text(rate: float) -> str:

@@ -10,10 +10,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from multigpu import AdminClient
 from multigpu.cli.failures import Failure
-from multigpu.cli.rpc import Master
+from multigpu.cli.sdk_errors import failures
 from multigpu.config import config
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.fleet import Stats, Worker, WorkerState
 
 NVML_TIMEOUT_S = 20.0
 
@@ -63,7 +64,7 @@ class Host:
     worker_config: config.WorkerConfig
     client_config: config.ClientConfig
     # A connection, or why there can't be one.
-    master: Master | Failure
+    master: AdminClient | Failure
     # Where /dev, /sys and /proc are.
     root: Path = Path("/")
 
@@ -103,38 +104,43 @@ class Host:
             count += vendor == "0x10de" and kind.startswith("0x03")
         return count
 
-    def ask_stats(self) -> admin.GetStatsResponse:
+    def ask_stats(self) -> Stats:
         """New stats of the master. Raises Failure."""
         if isinstance(self.master, Failure):
             raise self.master
-        answer = self.master.call(self.master.admin.GetStats, admin.GetStatsRequest())
-        assert isinstance(answer, admin.GetStatsResponse)
-        return answer
+        with failures():
+            return self.master.stats()
 
     @functools.cached_property
-    def stats_or_failure(self) -> admin.GetStatsResponse | Failure:
+    def stats_or_failure(self) -> Stats | Failure:
         try:
             return self.ask_stats()
         except Failure as failure:
             return failure
 
     @property
-    def stats(self) -> admin.GetStatsResponse:
+    def stats(self) -> Stats:
         """Raises SkipCheck if no master answers."""
         if isinstance(self.stats_or_failure, Failure):
             raise SkipCheck("no master answers")
         return self.stats_or_failure
 
-    @functools.cached_property
-    def workers(self) -> list[admin.Worker]:
-        """Every worker that the master knows. Raises SkipCheck if no master answers."""
+    @property
+    def admin(self) -> AdminClient:
+        """Raises SkipCheck if no master answers."""
         assert self.stats is not None
-        assert isinstance(self.master, Master)
-        return self.master.list_workers()
+        assert isinstance(self.master, AdminClient)
+        return self.master
+
+    @functools.cached_property
+    def workers(self) -> list[Worker]:
+        """Every worker that the master knows. Raises SkipCheck if no master answers."""
+        with failures():
+            return self.admin.list_workers()
 
     @property
-    def connected(self) -> list[admin.Worker]:
-        return [worker for worker in self.workers if worker.state != admin.WORKER_STATE_LOST]
+    def connected(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.state is not WorkerState.LOST]
 
 
 Check = Callable[[Host], Finding | list[Finding]]

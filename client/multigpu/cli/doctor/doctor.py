@@ -13,7 +13,9 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from multigpu import AdminClient
 from multigpu.cli import show, tables
+from multigpu.cli.admin import connection
 from multigpu.cli.commands import Command
 from multigpu.cli.doctor import fleet as doctor_fleet
 from multigpu.cli.doctor import gpu as doctor_gpu
@@ -21,7 +23,6 @@ from multigpu.cli.doctor import host as doctor_host
 from multigpu.cli.doctor.base import Check, Finding, Host, SkipCheck, Verdict, fail, skip
 from multigpu.cli.failures import WARNINGS, Failure
 from multigpu.cli.options import client_config, config_option, json_option, load_config, master_option
-from multigpu.cli.rpc import Master
 from multigpu.cli.text import clean_lines
 from multigpu.config import config
 
@@ -54,7 +55,7 @@ def doctor(data_dir: str | None, address: str, as_json: bool) -> None:
     """
     with contextlib.ExitStack() as stack:
         try:
-            master: Master | Failure = stack.enter_context(Master(address))
+            master: AdminClient | Failure = stack.enter_context(connection(address))
         except Failure as failure:  # certificates or a token that can't be read
             master = failure
         host = Host(

@@ -7,10 +7,11 @@ from multigpu.cli import show
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, warn
 from multigpu.cli.failures import Failure, Unreachable
 from multigpu.cli.fleet import device_columns
-from multigpu.cli.models.models import all_models, id_of
-from multigpu.cli.text import age, duration, format_size, plural, seconds_of
+from multigpu.cli.models.models import id_of
+from multigpu.cli.sdk_errors import failures
+from multigpu.cli.text import duration, format_size, plural, since
+from multigpu.fleet import Worker, WorkerRejection
 from multigpu.handlers import RESERVED_KINDS
-from multigpu.v1 import admin_service_pb2 as admin
 
 CLOCK_ROUNDS = 3
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
@@ -29,7 +30,7 @@ def check_master(host: Host) -> Finding:
         return warn("master", str(stats).partition("; ")[0], remedy)
     if isinstance(stats, Failure):
         return fail("master", f"{address}: {stats}", "use the right certificates and token: docs/security.md")
-    return ok("master", f"{address}, version {stats.version}, up {age(stats, 'start_time')}")
+    return ok("master", f"{address}, version {stats.version}, up {since(stats.start_time)}")
 
 
 def check_journal(host: Host) -> Finding:
@@ -42,14 +43,15 @@ def check_journal(host: Host) -> Finding:
 
 def check_clock(host: Host) -> Finding:
     """The clock skew to the master, by the fastest of a few round trips."""
-    if not host.stats.HasField("server_time"):
+    if host.stats.server_time is None:
         raise SkipCheck(f"a master of version {host.stats.version} doesn't report its time")
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         before = time.time()
-        answer = host.ask_stats()
+        server_time = host.ask_stats().server_time
         after = time.time()
-        rounds.append((after - before, (before + after) / 2 - seconds_of(answer.server_time)))
+        assert server_time is not None
+        rounds.append((after - before, (before + after) / 2 - server_time.timestamp()))
     trip_s, skew_s = min(rounds)
     return judge_clock(skew_s, trip_s)
 
@@ -67,21 +69,24 @@ def judge_clock(skew_s: float, trip_s: float) -> Finding:
 
 def check_worker_clocks(host: Host) -> Finding:
     """Workers' samples are a little older than the heartbeats that bring them."""
-    sampled = [worker for worker in host.connected if worker.telemetry.HasField("sample_time")]
-    if not sampled:
+    ages_s = {
+        worker.worker_id: (worker.last_heartbeat_time - worker.telemetry.sample_time).total_seconds()
+        for worker in host.connected
+        if worker.telemetry is not None and worker.telemetry.sample_time and worker.last_heartbeat_time
+    }
+    if not ages_s:
         raise SkipCheck("no connected worker reports its device")
     names = device_columns.short_names([worker.worker_id for worker in host.workers])
     wrong = []
-    for worker in sampled:
-        age_s = seconds_of(worker.last_heartbeat_time) - seconds_of(worker.telemetry.sample_time)
+    for worker_id, age_s in ages_s.items():
         if age_s < -SKEW_WARN_S:
-            wrong.append(f"{names[worker.worker_id]} is {duration(-age_s)} or more ahead")
+            wrong.append(f"{names[worker_id]} is {duration(-age_s)} or more ahead")
         elif age_s > SAMPLE_AGE_WARN_S:
-            wrong.append(f"{names[worker.worker_id]} is {duration(age_s)} behind, or its driver doesn't answer")
+            wrong.append(f"{names[worker_id]} is {duration(age_s)} behind, or its driver doesn't answer")
     if wrong:
         remedy = "`timedatectl set-ntp true` on these hosts; `mgpuctl doctor` there says more"
         return warn("worker clocks", "; ".join(wrong), remedy)
-    return ok("worker clocks", f"{len(sampled)} workers agree with the master")
+    return ok("worker clocks", f"{len(ages_s)} workers agree with the master")
 
 
 def check_fleet_versions(host: Host) -> Finding:
@@ -99,7 +104,7 @@ def check_handlers(host: Host) -> Finding:
     """Workers that serve the same kind have the same version of its handlers."""
     versions: dict[str, dict[str, list[str]]] = {}
     for worker in host.connected:
-        if worker.handlers.version:
+        if worker.handlers is not None and worker.handlers.version:
             for kind in {c.kind for c in worker.capabilities} - RESERVED_KINDS:
                 versions.setdefault(kind, {}).setdefault(worker.handlers.version, []).append(worker.worker_id)
     # Kinds with the same map of versions are reported once.
@@ -126,10 +131,10 @@ def check_workers(host: Host) -> list[Finding]:
     names = device_columns.short_names([worker.worker_id for worker in host.workers])
     for worker in host.workers:
         name, word = names[worker.worker_id], device_columns.health_word(worker)
-        why = "; ".join(f"{reason.code}: {reason.message}" for reason in worker.health.reasons)
+        why = "; ".join(f"{reason.code}: {reason.message}" for reason in device_columns.reasons(worker))
         message = f"{name} is {word}{f': {why}' if why else ''}"
         if word == "lost":
-            seen = age(worker, "last_heartbeat_time") or "?"
+            seen = since(worker.last_heartbeat_time) or "?"
             remedy = f"look at its host; if it is gone for good, `mgpuctl forget {name}`"
             findings.append(fail("workers", f"{name} is lost, last heard {seen} ago", remedy))
         elif word == "sick" or worker.quarantined:
@@ -143,22 +148,25 @@ def check_workers(host: Host) -> list[Finding]:
 
 def check_rejected_workers(host: Host) -> Finding:
     """The master rejected no worker recently that has not joined since."""
-    now_s = seconds_of(host.stats.server_time)
-    recent = [r for r in host.stats.worker_rejections if seconds_of(r.reject_time) > now_s - REJECTED_RECENTLY_S]
+    now = host.stats.server_time
+
+    def within(rejection: WorkerRejection, seconds: float) -> bool:
+        return bool(now and rejection.reject_time and (now - rejection.reject_time).total_seconds() < seconds)
+
+    recent = [each for each in host.stats.worker_rejections if within(each, REJECTED_RECENTLY_S)]
     text = "\n".join(
-        f"{r.worker_id or '(no worker_id)'} ({r.peer}), {age(r, 'reject_time')} ago: {r.reason}" for r in recent
+        f"{r.worker_id or '(no worker_id)'} ({r.peer}), {since(r.reject_time)} ago: {r.reason}" for r in recent
     )
     remedy = "correct this on their hosts, and start the workers again if they have ended"
-    if any(seconds_of(r.reject_time) > now_s - RETRIED_S for r in recent):
+    if any(within(each, RETRIED_S) for each in recent):
         return fail("rejected workers", text, remedy)
     return warn("rejected workers", text, remedy) if text else ok("rejected workers", "none within the last hour")
 
 
 def check_models(host: Host) -> Finding:
     """Every folder of the workers' model repositories is a model that can be served."""
-    assert host.stats is not None
-    assert not isinstance(host.master, Failure)
-    broken = [e for e in all_models(host.master) if e.model.error]
+    with failures():
+        broken = [e for e in host.admin.list_models() if e.model.error]
     texts = [f"{id_of(e.model)} on {', '.join(e.worker_ids)}: {e.model.error}" for e in broken[:NAMED_MODELS_MAX]]
     message = f"{plural(len(broken), 'model')} can't be served\n" + "\n".join(texts)
     remedy = "repair or remove their folders; `mgpuctl models` lists all"
@@ -167,7 +175,7 @@ def check_models(host: Host) -> Finding:
 
 def check_model_memory(host: Host) -> list[Finding]:
     """The sum of the model_memory_bytes of workers that share a device fits into its memory."""
-    sharing: dict[tuple[str, str], list[admin.Worker]] = {}
+    sharing: dict[tuple[str, str], list[Worker]] = {}
     for worker in host.connected:
         if worker.model_memory_bytes:
             sharing.setdefault((worker.host, worker.device.device_id), []).append(worker)

@@ -2,12 +2,13 @@
 
 import click
 
+from multigpu import AdminClient
 from multigpu.cli import messages, show
+from multigpu.cli.admin import connected
 from multigpu.cli.commands import Group
 from multigpu.cli.options import json_option
-from multigpu.cli.rpc import Master, connected
-from multigpu.cli.text import age
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.cli.text import since
+from multigpu.fleet import Breaker
 
 
 @click.group(
@@ -28,31 +29,31 @@ def breaker() -> None:
 @breaker.command("show", examples=(("mgpuctl breaker show --json", "For scripts."),))
 @connected
 @json_option
-def show_(master: Master, as_json: bool) -> None:
+def show_(admin: AdminClient, as_json: bool) -> None:
     """Whether it has tripped, and how near it is."""
-    _show(master.call(master.admin.GetStats, admin.GetStatsRequest()).breaker, as_json=as_json)
+    _show(admin.stats().breaker, as_json=as_json)
 
 
 @breaker.command("reset", examples=(("mgpuctl breaker reset", "After the cause was found."),))
 @connected
 @json_option
-def reset(master: Master, as_json: bool) -> None:
+def reset(admin: AdminClient, as_json: bool) -> None:
     """Quarantine sick devices again. Devices that are sick now count, and may trip it again."""
-    _show(master.call(master.admin.ResetBreaker, admin.ResetBreakerRequest()).breaker, as_json=as_json)
+    _show(admin.reset_breaker(), as_json=as_json)
 
 
-def breaker_text(message: admin.Breaker) -> str:
-    if not message.tripped:
-        counts = f"{message.quarantines} of at most {message.quarantines_max}"
+def breaker_text(found: Breaker) -> str:
+    if not found.tripped:
+        counts = f"{found.quarantines} of at most {found.quarantines_max}"
         return f"the circuit breaker is closed: {counts} devices were quarantined lately"
     return (
-        f"THE CIRCUIT BREAKER TRIPPED {age(message, 'trip_time')} ago: too many devices fell sick together. Sick "
+        f"THE CIRCUIT BREAKER TRIPPED {since(found.trip_time)} ago: too many devices fell sick together. Sick "
         "devices that can run anything stay in use. Find the common cause, then: mgpuctl breaker reset"
     )
 
 
-def _show(message: admin.Breaker, *, as_json: bool) -> None:
+def _show(found: Breaker, *, as_json: bool) -> None:
     if as_json:
-        show.value(messages.as_dict(message))
+        show.value(messages.as_dict(found))
     else:
-        click.secho(breaker_text(message), fg="red" if message.tripped else None, bold=message.tripped)
+        click.secho(breaker_text(found), fg="red" if found.tripped else None, bold=found.tripped)

@@ -4,11 +4,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from multigpu.cli.messages import enum_name
 from multigpu.cli.tables import Column
-from multigpu.cli.text import age, clean, format_size, plural
-from multigpu.v1 import admin_service_pb2 as admin
-from multigpu.v1 import device_pb2
+from multigpu.cli.text import clean, format_size, plural, since
+from multigpu.fleet import HealthReason, MpsState, Worker, WorkerState
 
 UUID = re.compile(r"((?:GPU|MIG)-[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 # From the best to the worst. "lost" is a state of the worker, not of its health.
@@ -16,7 +14,7 @@ HEALTH_WORDS = ("healthy", "degraded", "recovering", "sick", "lost")
 HEALTH_STYLES = {"degraded": "yellow", "recovering": "cyan", "sick": "bold red", "lost": "red"}
 
 
-def columns(workers: Sequence[admin.Worker]) -> tuple[Column, ...]:
+def columns(workers: Sequence[Worker]) -> tuple[Column, ...]:
     """The columns of these workers' devices; narrow terminals show their ids without the rest of the UUID."""
     names = short_names([worker.worker_id for worker in workers])
     worker_column = Column("WORKER", lambda worker: worker.worker_id, short=lambda worker: names[worker.worker_id])
@@ -37,80 +35,89 @@ def short_names(worker_ids: Sequence[str]) -> dict[str, str]:
     }
 
 
-def health_word(worker: admin.Worker) -> str:
+def health_word(worker: Worker) -> str:
     """One of HEALTH_WORDS. A worker without a health state counts as healthy."""
-    if worker.state == admin.WORKER_STATE_LOST:
+    if worker.state == WorkerState.LOST:
         return "lost"
-    if worker.health.state == device_pb2.HEALTH_STATE_UNSPECIFIED:
+    if worker.health is None or not worker.health.state:
         return "healthy"
-    return enum_name(worker.health, "state").lower()
+    return worker.health.state.name.lower()
 
 
-def style(worker: admin.Worker) -> str:
+def reasons(worker: Worker) -> tuple[HealthReason, ...]:
+    return worker.health.reasons if worker.health is not None else ()
+
+
+def style(worker: Worker) -> str:
     """The colour of a device's row; empty: the terminal's default."""
     word = health_word(worker)
-    if word == "healthy" and (worker.cordoned or worker.state == admin.WORKER_STATE_DRAINING):
+    if word == "healthy" and (worker.cordoned or worker.state == WorkerState.DRAINING):
         return "magenta"
     return "bold red" if worker.quarantined and word == "healthy" else HEALTH_STYLES.get(word, "")
 
 
-def health(worker: admin.Worker, *, reasons: int | None = None) -> str:
-    """The state, its reasons (at most `reasons`), and what keeps tasks away."""
+def health(worker: Worker, *, reasons_max: int | None = None) -> str:
+    """The state, its reasons (at most `reasons_max`), and what keeps tasks away."""
     word = health_word(worker)
     if word == "lost":
         return word
-    codes = ", ".join(reason.code for reason in worker.health.reasons[:reasons])
+    codes = ", ".join(reason.code for reason in reasons(worker)[:reasons_max])
     parts = [f"{word}: {codes}" if codes else word] if word != "healthy" or codes else []
     if worker.quarantined and word in ("healthy", "degraded"):
         parts.append("quarantined")
-    if worker.state == admin.WORKER_STATE_DRAINING:
+    if worker.state == WorkerState.DRAINING:
         parts.append("draining")
     elif worker.cordoned:
         parts.append("cordoned")
     return ", ".join(parts) or word
 
 
-def value(worker: admin.Worker, field: str) -> float | None:
+def value(worker: Worker, field: str) -> float | None:
     """A value of the telemetry; None: unknown."""
-    return float(getattr(worker.telemetry, field)) if worker.telemetry.HasField(field) else None
+    found = getattr(worker.telemetry, field, None)
+    return None if found is None else float(found)
 
 
 def _number(number: float | None, form: str) -> str:
     return "-" if number is None else form.format(number)
 
 
-def _memory_total(worker: admin.Worker) -> int:
-    return int(worker.telemetry.memory_total_bytes or worker.device.memory_total_bytes)
+def _memory_total(worker: Worker) -> int:
+    return int(value(worker, "memory_total_bytes") or worker.device.memory_total_bytes)
 
 
-def memory_share(worker: admin.Worker) -> float | None:
+def memory_share(worker: Worker) -> float | None:
     used, total = value(worker, "memory_used_bytes"), _memory_total(worker)
     return used / total if total and used is not None else None
 
 
-def _memory(worker: admin.Worker) -> str:
+def _memory(worker: Worker) -> str:
     used, total = value(worker, "memory_used_bytes"), _memory_total(worker)
     if used is None:
         return format_size(total) if total else "-"
     return f"{format_size(int(used))} of {format_size(total)}" if total else format_size(int(used))
 
 
-def _power(worker: admin.Worker) -> str:
+def _power(worker: Worker) -> str:
     watts, limit = value(worker, "power_watts"), value(worker, "power_limit_watts")
     if watts is None or limit is None:
         return _number(watts, "{:.0f} W")
     return f"{watts:.0f} of {limit:.0f} W"
 
 
-def _mps(worker: admin.Worker) -> str:
-    if not worker.HasField("mps"):
+def _mps(worker: Worker) -> str:
+    if worker.mps is None:
         return "-"
-    word = enum_name(worker.mps, "state").lower()
+    word = worker.mps.state.name.lower()
     return f"{worker.mps.clients} of {worker.mps.clients_max}" if word == "running" else word
 
 
-def _product(worker: admin.Worker) -> str:
+def _product(worker: Worker) -> str:
     return f"{worker.device.product} (simulated)" if worker.device.simulated else worker.device.product or "-"
+
+
+def _throttled(worker: Worker) -> tuple[str, ...]:
+    return worker.telemetry.throttle_reasons if worker.telemetry is not None else ()
 
 
 HOST = Column("HOST", lambda w: w.host or "-", rank=90)
@@ -123,17 +130,17 @@ DEVICE = (
     Column("POWER", _power, short=lambda w: _number(value(w, "power_watts"), "{:.0f} W"), right=True, rank=40),
     Column(
         "THROTTLED",
-        lambda w: ", ".join(w.telemetry.throttle_reasons) or "-",
-        short=lambda w: ", ".join(w.telemetry.throttle_reasons[:1]) or "-",
+        lambda w: ", ".join(_throttled(w)) or "-",
+        short=lambda w: ", ".join(_throttled(w)[:1]) or "-",
         rank=60,
     ),
     Column("MPS", _mps, rank=65),
     Column("LEASES", lambda w: f"{w.leases:,}", right=True, rank=50),
-    Column("HEALTH", health, short=lambda w: health(w, reasons=0), rank=1),
+    Column("HEALTH", health, short=lambda w: health(w, reasons_max=0), rank=1),
 )
 
 
-def summary(workers: Sequence[admin.Worker]) -> str:
+def summary(workers: Sequence[Worker]) -> str:
     """All devices on one line."""
     hosts = len({worker.host for worker in workers})
     counts = Counter(health_word(worker) for worker in workers)
@@ -145,16 +152,16 @@ def summary(workers: Sequence[admin.Worker]) -> str:
     return line
 
 
-def problems(workers: Sequence[admin.Worker]) -> list[str]:
+def problems(workers: Sequence[Worker]) -> list[str]:
     """A line for each health reason, MPS fault and cordon."""
     lines = []
     names = short_names([worker.worker_id for worker in workers])
     for worker in workers:
         name = names[worker.worker_id]
-        for reason in worker.health.reasons:
-            since = f" for {age(reason, 'since_time')}" if reason.HasField("since_time") else ""
-            lines.append(f"{name}: {health_word(worker)}{since}: {reason.code}: {reason.message}")
-        if worker.mps.state == device_pb2.MPS_STATE_FAULT:
+        for reason in reasons(worker):
+            how_long = f" for {since(reason.since_time)}" if reason.since_time is not None else ""
+            lines.append(f"{name}: {health_word(worker)}{how_long}: {reason.code}: {reason.message}")
+        if worker.mps is not None and worker.mps.state is MpsState.FAULT:
             lines.append(f"{name}: MPS fault: {worker.mps.message}")
         if worker.cordoned and worker.cordon_reason:
             lines.append(f"{name}: cordoned: {worker.cordon_reason}")

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import click
 
+from multigpu import AdminClient
 from multigpu.cli import messages, show, tables
+from multigpu.cli.admin import connected
 from multigpu.cli.commands import Command
 from multigpu.cli.fleet import device_columns
 from multigpu.cli.options import json_option
-from multigpu.cli.rpc import Master, connected
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.fleet import Worker
 
 EMPTY = "no worker has connected yet; start some with `mgpuctl up` or `mgpu-worker`"
 
@@ -24,12 +25,12 @@ EMPTY = "no worker has connected yet; start some with `mgpuctl up` or `mgpu-work
 )
 @connected
 @json_option
-def gpus(master: Master, as_json: bool) -> None:
+def gpus(admin: AdminClient, as_json: bool) -> None:
     """Every device of the fleet: model, load and health.
 
     For a worker on the CPU, memory and load are its host's. "-" is an unknown value.
     """
-    workers = master.list_workers()
+    workers = admin.list_workers()
     if as_json:
         show.value([messages.as_dict(worker) for worker in workers])
     elif not workers:
@@ -39,7 +40,7 @@ def gpus(master: Master, as_json: bool) -> None:
             show.line(text)
 
 
-def lines(workers: Sequence[admin.Worker], width: int | None) -> list[str]:
+def lines(workers: Sequence[Worker], width: int | None) -> list[str]:
     """The table, the problems, and a summary. `width` None: nothing is cut."""
     cells = tables.fit(workers, device_columns.columns(workers), width)
     styles = [device_columns.style(worker) for worker in workers]

@@ -4,13 +4,14 @@ import time
 
 import click
 
+from multigpu import AdminClient
 from multigpu.cli import show
+from multigpu.cli.admin import complete_worker_id, connected, find_worker_id
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.options import json_option
-from multigpu.cli.rpc import Master, complete_worker_id, connected
 from multigpu.cli.text import clean
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.fleet import Handlers, WorkerState
 
 POLL_INTERVAL_S = 0.1
 
@@ -37,7 +38,7 @@ def handlers() -> None:
 @click.option("--all", "everywhere", is_flag=True, help="All connected workers that have handlers.")
 @connected
 @json_option
-def reload(worker_ids: tuple[str, ...], everywhere: bool, master: Master, as_json: bool) -> None:
+def reload(worker_ids: tuple[str, ...], everywhere: bool, admin: AdminClient, as_json: bool) -> None:
     """Have workers read their handlers again, one after the other. Each lets its tasks finish for at most its
     drain_timeout_s; tasks that run longer start again.
 
@@ -46,16 +47,16 @@ def reload(worker_ids: tuple[str, ...], everywhere: bool, master: Master, as_jso
     """
     if bool(worker_ids) == everywhere:
         raise click.UsageError("give either WORKERs or --all")
-    found = [master.find_worker_id(prefix) for prefix in worker_ids]
+    found = [find_worker_id(admin, prefix) for prefix in worker_ids]
     if everywhere:
-        lost = admin.WORKER_STATE_LOST
-        found = [w.worker_id for w in master.list_workers() if w.HasField("handlers") and w.state != lost]
+        connected_workers = [w for w in admin.list_workers() if w.state is not WorkerState.LOST]
+        found = [worker.worker_id for worker in connected_workers if worker.handlers is not None]
         if not found:
             raise NotFound("no connected worker has handlers; start workers with --handlers MODULE")
     reloaded: list[dict[str, str]] = []
     try:
         for worker_id in found:
-            reloaded.append(_reload(master, worker_id))
+            reloaded.append(_reload(admin, worker_id))
             if not as_json:
                 show.line(clean("{worker_id}: {before} before, {version} now".format(**reloaded[-1])))
     finally:
@@ -63,19 +64,24 @@ def reload(worker_ids: tuple[str, ...], everywhere: bool, master: Master, as_jso
             show.value(reloaded)
 
 
-def _reload(master: Master, worker_id: str) -> dict[str, str]:
+def _reload(admin: AdminClient, worker_id: str) -> dict[str, str]:
     """Reloads one worker's handlers and waits for the end. Failure: the worker kept its old version, or was lost."""
-    before = master.call(master.admin.ReloadHandlers, admin.ReloadHandlersRequest(worker_id=worker_id)).worker
+    asked = admin.reload_handlers(worker_id)
+    before = asked.handlers
+    assert before is not None, "else the master rejects the call"
     while True:
-        worker = next((w for w in master.list_workers() if w.worker_id == worker_id), admin.Worker())
-        if worker.session_id != before.session_id:
+        now: Handlers | None = None
+        for worker in admin.list_workers():
+            if worker.worker_id == worker_id and worker.session_id == asked.session_id:
+                now = worker.handlers
+        if now is None:
             raise Failure(f"worker {worker_id} lost its session meanwhile: see `mgpuctl workers`, then reload it again")
-        if worker.handlers.reloads > before.handlers.reloads:
+        if now.reloads > before.reloads:
             break
         time.sleep(POLL_INTERVAL_S)
-    if worker.handlers.error:
+    if now.error:
         raise Failure(
-            f"worker {worker_id} can't import the new handlers and goes on with version {worker.handlers.version}: "
-            f"{worker.handlers.error}; correct them, then reload again"
+            f"worker {worker_id} can't import the new handlers and goes on with version {now.version}: "
+            f"{now.error}; correct them, then reload again"
         )
-    return {"worker_id": worker_id, "before": before.handlers.version, "version": worker.handlers.version}
+    return {"worker_id": worker_id, "before": before.version, "version": now.version}

@@ -2,13 +2,13 @@
 
 import click
 
+from multigpu import AdminClient
 from multigpu.cli import messages, show, tables
+from multigpu.cli.admin import connected
 from multigpu.cli.commands import Group
 from multigpu.cli.options import json_option
-from multigpu.cli.rpc import Master, connected
 from multigpu.cli.tables import Column
 from multigpu.cli.text import clean
-from multigpu.v1 import admin_service_pb2 as admin
 
 
 @click.group(cls=Group)
@@ -26,9 +26,9 @@ def strategy() -> None:
 @click.option("--queue", default="", metavar="QUEUE", help="Of this queue.  [default: the fleet's]")
 @connected
 @json_option
-def get(queue: str, master: Master, as_json: bool) -> None:
+def get(queue: str, admin: AdminClient, as_json: bool) -> None:
     """The strategy in force, and the available ones."""
-    answer = master.call(master.admin.GetStrategy, admin.GetStrategyRequest(queue=queue))
+    answer = admin.get_strategy(queue)
     if as_json:
         show.value(messages.as_dict(answer))
         return
@@ -57,17 +57,17 @@ def get(queue: str, master: Master, as_json: bool) -> None:
 @click.option("--inherit", is_flag=True, help="The queue follows the fleet again.")
 @connected
 @json_option
-def set_(name: str, queue: str, inherit: bool, master: Master, as_json: bool) -> None:
+def set_(name: str, queue: str, inherit: bool, admin: AdminClient, as_json: bool) -> None:
     """Change the strategy. It takes effect at once, and survives restarts."""
     if inherit == bool(name) or (inherit and not queue):
         raise click.UsageError(
             "give either a STRATEGY, or --inherit with --queue; `mgpuctl strategy get` lists strategies"
         )
-    answer = master.call(master.admin.SetStrategy, admin.SetStrategyRequest(queue=queue, strategy=name))
+    chosen = admin.set_strategy(name, queue=queue)
     if as_json:
-        show.value(messages.as_dict(answer))
+        show.value({"strategy": chosen})
     else:
-        show.line(f"{_scope(queue)}: {answer.strategy}")
+        show.line(f"{_scope(queue)}: {chosen}")
 
 
 def _scope(queue: str) -> str:

@@ -2,20 +2,24 @@
 
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import click
 
+from multigpu import AdminClient
 from multigpu.cli import messages, show, tables
+from multigpu.cli.admin import connected, find_worker_id, workers_argument
 from multigpu.cli.commands import Command
 from multigpu.cli.fleet.breaker import breaker_text
 from multigpu.cli.options import json_option, seconds_option
-from multigpu.cli.rpc import Master, connected, workers_argument
 from multigpu.cli.tables import Column
-from multigpu.cli.text import age, format_size
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.cli.text import format_size, since
+from multigpu.fleet import Worker
 
 DRAIN_POLL_INTERVAL_S = 0.2
+T = TypeVar("T")
 SETTLED = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
 
 
@@ -28,16 +32,16 @@ SETTLED = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
 )
 @connected
 @json_option
-def status(master: Master, as_json: bool) -> None:
+def status(admin: AdminClient, as_json: bool) -> None:
     """State of the master: tasks waiting and done, workers, journal."""
-    stats = master.call(master.admin.GetStats, admin.GetStatsRequest())
-    states = dict(sorted(Counter(state_of(worker) for worker in master.list_workers()).items()))
+    stats = admin.stats()
+    states = dict(sorted(Counter(state_of(worker) for worker in admin.list_workers()).items()))
     if as_json:
-        show.value({"master": master.address, "stats": messages.as_dict(stats), "workers": states})
+        show.value({"master": admin.master, "stats": messages.as_dict(stats), "workers": states})
         return
     rejects = f"NOT WRITABLE: durable submits are rejected; {show.JOURNAL_FULL}"
     facts = {
-        "Master": f"{master.address}, version {stats.version}, up {age(stats, 'start_time')}, "
+        "Master": f"{admin.master}, version {stats.version}, up {since(stats.start_time)}, "
         f"{format_size(stats.memory_bytes)} of memory",
         "Workers": ", ".join(f"{count} {state}" for state, count in states.items()) or "none",
         "Strategy": stats.strategy,
@@ -61,9 +65,9 @@ def status(master: Master, as_json: bool) -> None:
 )
 @connected
 @json_option
-def workers(master: Master, as_json: bool) -> None:
+def workers(admin: AdminClient, as_json: bool) -> None:
     """Every worker that the master knows: state, device and load."""
-    show_workers(master.list_workers(), as_json=as_json)
+    show_workers(admin.list_workers(), as_json=as_json)
 
 
 @click.command(
@@ -78,19 +82,16 @@ def workers(master: Master, as_json: bool) -> None:
 @click.option("--wait", is_flag=True, help="Return only when the workers hold no lease any more.")
 @connected
 @json_option
-def drain(worker_ids: tuple[str, ...], timeout_s: float | None, wait: bool, master: Master, as_json: bool) -> None:
+def drain(worker_ids: tuple[str, ...], timeout_s: float | None, wait: bool, admin: AdminClient, as_json: bool) -> None:
     """Give workers no new tasks and let theirs finish. `uncordon` ends it.
 
     A WORKER is an id, or the beginning of one.
     """
-    request = admin.DrainWorkerRequest()
-    if timeout_s is not None:
-        request.timeout.FromNanoseconds(round(timeout_s * 1e9))
-    drained = _for_each(master, master.admin.DrainWorker, worker_ids, request)
+    drained = _for_each(admin, worker_ids, partial(admin.drain_worker, grace_s=timeout_s))
     found = {worker.worker_id for worker in drained}
     while wait and any(worker.leases for worker in drained):
         time.sleep(DRAIN_POLL_INTERVAL_S)
-        drained = [worker for worker in master.list_workers() if worker.worker_id in found]
+        drained = [worker for worker in admin.list_workers() if worker.worker_id in found]
     show_workers(drained, as_json=as_json)
 
 
@@ -102,69 +103,66 @@ def drain(worker_ids: tuple[str, ...], timeout_s: float | None, wait: bool, mast
 @click.option("--reason", default="", help="Why, for other people.")
 @connected
 @json_option
-def cordon(worker_ids: tuple[str, ...], reason: str, master: Master, as_json: bool) -> None:
+def cordon(worker_ids: tuple[str, ...], reason: str, admin: AdminClient, as_json: bool) -> None:
     """Give workers no new tasks. They keep the tasks that they have.
 
     A WORKER is an id, or the beginning of one. Survives restarts.
     """
-    request = admin.CordonWorkerRequest(reason=reason)
-    show_workers(_for_each(master, master.admin.CordonWorker, worker_ids, request), as_json=as_json)
+    show_workers(_for_each(admin, worker_ids, partial(admin.cordon_worker, reason=reason)), as_json=as_json)
 
 
 @click.command(cls=Command, examples=(("mgpuctl uncordon box-cpu-0", "It takes tasks again."),))
 @workers_argument
 @connected
 @json_option
-def uncordon(worker_ids: tuple[str, ...], master: Master, as_json: bool) -> None:
+def uncordon(worker_ids: tuple[str, ...], admin: AdminClient, as_json: bool) -> None:
     """End a cordon or a drain: the workers take tasks again.
 
     A WORKER is an id, or the beginning of one.
     """
-    request = admin.UncordonWorkerRequest()
-    show_workers(_for_each(master, master.admin.UncordonWorker, worker_ids, request), as_json=as_json)
+    show_workers(_for_each(admin, worker_ids, admin.uncordon_worker), as_json=as_json)
 
 
 @click.command(cls=Command, examples=(("mgpuctl forget oldbox-cpu-0", "Take a lost worker off the list."),))
 @workers_argument
 @connected
-def forget(worker_ids: tuple[str, ...], master: Master) -> None:
+def forget(worker_ids: tuple[str, ...], admin: AdminClient) -> None:
     """Remove lost workers from the master's list. A connected worker can't be forgotten."""
-    for worker_id in [master.find_worker_id(prefix) for prefix in worker_ids]:
-        master.call(master.admin.ForgetWorker, admin.ForgetWorkerRequest(worker_id=worker_id))
+    _for_each(admin, worker_ids, admin.forget_worker)
 
 
-def _for_each(master: Master, method: Any, prefixes: tuple[str, ...], request: Any) -> list[admin.Worker]:
-    """Sends the request for each worker. Finds every worker before it sends the first request."""
-    changed = []
-    for worker_id in [master.find_worker_id(prefix) for prefix in prefixes]:
-        request.worker_id = worker_id
-        changed.append(master.call(method, request).worker)
-    return changed
+def _for_each(admin: AdminClient, prefixes: Sequence[str], change: Callable[[str], T]) -> list[T]:
+    """Changes each worker. Finds every worker before it changes the first one."""
+    return [change(worker_id) for worker_id in [find_worker_id(admin, prefix) for prefix in prefixes]]
 
 
-def state_of(worker: admin.Worker) -> str:
+def state_of(worker: Worker) -> str:
     """active, quarantined, cordoned, draining or lost."""
-    state = messages.enum_name(worker, "state").lower()
+    state = worker.state.name.lower()
     if state != "active":
         return state
     return "cordoned" if worker.cordoned else "quarantined" if worker.quarantined else state
 
 
-def _health(worker: admin.Worker) -> str:
+def _health(worker: Worker) -> str:
     """The health state, and the code of its gravest reason."""
-    state = messages.enum_name(worker.health, "state").lower() if worker.health.state else "-"
+    if worker.health is None or not worker.health.state:
+        return "-"
+    state = worker.health.state.name.lower()
     return f"{state}: {worker.health.reasons[0].code}" if worker.health.reasons else state
 
 
-def _memory(worker: admin.Worker) -> str:
+def _memory(worker: Worker) -> str:
     total = worker.device.memory_total_bytes
-    if total and worker.telemetry.HasField("memory_used_bytes"):
-        return f"{worker.telemetry.memory_used_bytes / total:.0%} of {format_size(total)}"
+    used = worker.telemetry.memory_used_bytes if worker.telemetry is not None else None
+    if total and used is not None:
+        return f"{used / total:.0%} of {format_size(total)}"
     return format_size(total) if total else "-"
 
 
-def _busy(worker: admin.Worker) -> str:
-    return f"{worker.telemetry.utilization:.0%}" if worker.telemetry.HasField("utilization") else "-"
+def _busy(worker: Worker) -> str:
+    utilization = worker.telemetry.utilization if worker.telemetry is not None else None
+    return "-" if utilization is None else f"{utilization:.0%}"
 
 
 COLUMNS = (
@@ -177,10 +175,10 @@ COLUMNS = (
     Column("LEASES", lambda worker: f"{worker.leases:,}", right=True, rank=2),
     Column("DONE", lambda worker: f"{worker.succeeded:,}", right=True, rank=6),
     Column("FAILED", lambda worker: f"{worker.failed:,}", right=True, rank=7),
-    Column("HEARD", lambda worker: age(worker, "last_heartbeat_time") or "-", rank=8),
+    Column("HEARD", lambda worker: since(worker.last_heartbeat_time) or "-", rank=8),
 )
 
 
-def show_workers(known: list[admin.Worker], *, as_json: bool) -> None:
+def show_workers(known: list[Worker], *, as_json: bool) -> None:
     empty = "no worker has connected yet; start some with `mgpuctl up` or `mgpu-worker`"
     tables.show_rows(known, COLUMNS, as_json=as_json, empty=empty)

@@ -18,7 +18,7 @@ from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
 from multigpu.cli.kinds.infer import task_options
 from multigpu.cli.options import json_option, master_option
 from multigpu.cli.presence import loading_notes, wait_for_worker
-from multigpu.cli.sdk import sdk_failures
+from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.tasks.lines import DASH, open_input, read_lines
 from multigpu.cli.text import clean
 
@@ -75,7 +75,7 @@ def classify(
             _print(read.popleft().name, failure, as_json=as_json)
             failed, count = failed + 1, count + 1
 
-    with sdk_failures(), Client(address) as client:
+    with sdk_session(), Client(address) as client:
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
         subjects = _subjects(files, read, as_text=as_text)
         results = client.classify_map(model, subjects, top_k, window=WINDOW, return_exceptions=True, **task)

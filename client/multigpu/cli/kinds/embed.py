@@ -24,7 +24,7 @@ from multigpu.cli.kinds.vectors import JsonLinesFile, JsonLinesStdout, NpyFile, 
 from multigpu.cli.options import client_config, json_option, master_option, submit_options
 from multigpu.cli.presence import loading_notes, wait_for_worker
 from multigpu.cli.progress import Progress
-from multigpu.cli.sdk import cancelled_at_end, sdk_failures
+from multigpu.cli.sdk_errors import cancelled_at_end, sdk_session
 from multigpu.cli.tasks.lines import DASH, count_lines, read_lines
 from multigpu.cli.text import duration
 
@@ -81,7 +81,7 @@ def embed(
     sink = choose_sink(output, task["file_format"], as_json=as_json, resume=resume)
     total = count_lines(paths)
     lines_by_worker: Counter[str] = Counter()
-    with Progress("lines", total, quiet=as_json) as progress, sdk_failures(), sink:
+    with Progress("lines", total, quiet=as_json) as progress, sdk_session(), sink:
         resumed = sink.rows
         if resumed:
             progress.say(f"going on after {resumed:,} lines")

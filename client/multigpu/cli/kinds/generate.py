@@ -16,7 +16,7 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
 from multigpu.cli.options import Number, json_option, master_option, submit_options
 from multigpu.cli.presence import loading_notes, wait_for_worker
-from multigpu.cli.sdk import cancelled_at_end, sdk_failures
+from multigpu.cli.sdk_errors import cancelled_at_end, sdk_session
 from multigpu.cli.tasks.lines import DASH, open_input
 from multigpu.cli.text import clean
 
@@ -80,7 +80,7 @@ def generate(
     """
     asked = prompt_of(prompt, system, chat=chat)
     options = {name: value for name, value in given.items() if value not in (None, "", ())}
-    with sdk_failures():
+    with sdk_session():
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
         started_at = time.monotonic()
         with Client(address) as client:

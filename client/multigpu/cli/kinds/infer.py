@@ -30,7 +30,7 @@ from multigpu.cli.options import (
     worker_timeout_option,
 )
 from multigpu.cli.presence import loading_notes, wait_for_worker
-from multigpu.cli.sdk import sdk_failures
+from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.tasks.lines import DASH, open_input
 
 NPY_MAGIC, NPZ_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
@@ -101,7 +101,7 @@ def infer(
     if output_path == DASH and as_json:
         raise click.UsageError("the arrays and --json can't both go to stdout: write the arrays to a file with --out")
     arrays = read_inputs(inputs)
-    with sdk_failures():
+    with sdk_session():
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
         with Client(address) as client, loading_notes(address, KIND, model, show.note):
             found = client.infer(model, arrays, names, **task)

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from multigpu.cli.failures import Failure, Unreachable
-from multigpu.cli.rpc import Master
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu import AdminClient, UnavailableError
+from multigpu.cli.admin import connection
+from multigpu.cli.failures import Failure
+from multigpu.fleet import Worker, WorkerState
 
 DRAIN_TIMEOUT_S = 60.0
 # Engines import their libraries, several at the same time.
@@ -29,59 +30,57 @@ POLL_INTERVAL_S = 0.1
 def roll(address: str, notes: Path) -> int:
     """Returns how many workers it replaced. Raises Failure if one did not come back."""
     notes.mkdir(parents=True, exist_ok=True)
-    with Master(address) as master:
+    with connection(address) as admin:
         host = socket.gethostname()
         for name in sorted(path.name for path in notes.iterdir()):  # of an interrupted run
-            _resume(master, name, notes)
-        workers = _workers_of(master, host)
+            _resume(admin, name, notes)
+        workers = _workers_of(admin, host)
         end_s = time.monotonic() + RECONNECT_TIMEOUT_S  # the master may be new, and workers still connecting
-        while any(w.state == admin.WORKER_STATE_LOST for w in workers) and time.monotonic() < end_s:
+        while any(w.state == WorkerState.LOST for w in workers) and time.monotonic() < end_s:
             time.sleep(POLL_INTERVAL_S)
-            workers = _workers_of(master, host)
+            workers = _workers_of(admin, host)
         for number, worker in enumerate(workers, 1):
             print(f"    worker {number} of {len(workers)}: {worker.worker_id}", flush=True)  # noqa: T201  for the script's output
-            _replace(master, worker, notes)
+            _replace(admin, worker, notes)
     return len(workers)
 
 
-def _workers_of(master: Master, host: str) -> list[admin.Worker]:
-    return [worker for worker in master.list_workers() if worker.host == host and _runs(worker)]
+def _workers_of(admin: AdminClient, host: str) -> list[Worker]:
+    return [worker for worker in admin.list_workers() if worker.host == host and _runs(worker)]
 
 
-def _replace(master: Master, worker: admin.Worker, notes: Path) -> None:
-    active = not worker.cordoned and worker.state == admin.WORKER_STATE_ACTIVE
+def _replace(admin: AdminClient, worker: Worker, notes: Path) -> None:
+    active = not worker.cordoned and worker.state == WorkerState.ACTIVE
     if active:
         (notes / worker.worker_id).touch()
-        request = admin.DrainWorkerRequest(worker_id=worker.worker_id)
-        request.timeout.FromNanoseconds(int(DRAIN_TIMEOUT_S * 1e9))
-        master.call(master.admin.DrainWorker, request)
-        _wait(master, worker.worker_id, lambda found: not found.leases, DRAIN_TIMEOUT_S + 5, "hand back its tasks")
+        admin.drain_worker(worker.worker_id, grace_s=DRAIN_TIMEOUT_S)
+        _wait(admin, worker.worker_id, lambda found: not found.leases, DRAIN_TIMEOUT_S + 5, "hand back its tasks")
     with contextlib.suppress(ProcessLookupError):  # it has ended
         os.kill(worker.pid, signal.SIGTERM)
     _wait(
-        master,
+        admin,
         worker.worker_id,
-        lambda found: found.pid != worker.pid and found.state != admin.WORKER_STATE_LOST,
+        lambda found: found.pid != worker.pid and found.state != WorkerState.LOST,
         RETURN_TIMEOUT_S,
         "come back",
     )
     if active:
-        _resume(master, worker.worker_id, notes)
+        _resume(admin, worker.worker_id, notes)
 
 
-def _resume(master: Master, worker_id: str, notes: Path) -> None:
-    if any(worker.worker_id == worker_id for worker in master.list_workers()):
-        master.call(master.admin.UncordonWorker, admin.UncordonWorkerRequest(worker_id=worker_id))
+def _resume(admin: AdminClient, worker_id: str, notes: Path) -> None:
+    if any(worker.worker_id == worker_id for worker in admin.list_workers()):
+        admin.uncordon_worker(worker_id)
     (notes / worker_id).unlink(missing_ok=True)
 
 
-def _wait(master: Master, worker_id: str, there: Callable[[admin.Worker], bool], timeout_s: float, what: str) -> None:
+def _wait(admin: AdminClient, worker_id: str, there: Callable[[Worker], bool], timeout_s: float, what: str) -> None:
     end_s = time.monotonic() + timeout_s
     while True:
         try:
-            if any(there(worker) for worker in master.list_workers() if worker.worker_id == worker_id):
+            if any(there(worker) for worker in admin.list_workers() if worker.worker_id == worker_id):
                 return
-        except Unreachable:  # it may be starting
+        except UnavailableError:  # it may be starting
             if time.monotonic() > end_s:
                 raise
         if time.monotonic() > end_s:
@@ -91,7 +90,7 @@ def _wait(master: Master, worker_id: str, there: Callable[[admin.Worker], bool],
         time.sleep(POLL_INTERVAL_S)
 
 
-def _runs(worker: admin.Worker) -> bool:
+def _runs(worker: Worker) -> bool:
     """Whether the pid is a worker on this host: a container's pid is another process here."""
     try:
         words = Path(f"/proc/{worker.pid}/cmdline").read_bytes().split(b"\0")

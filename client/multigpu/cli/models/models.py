@@ -7,32 +7,28 @@ from typing import Any
 
 import click
 
+from multigpu import AdminClient, NotFoundError
 from multigpu.cli import messages, show, tables
+from multigpu.cli.admin import connected, find_worker_id
 from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.models.verify import verify
 from multigpu.cli.options import F, Number, json_option
 from multigpu.cli.presence import suggestion
 from multigpu.cli.progress import Progress
-from multigpu.cli.rpc import PAGE_SIZE_MAX, Master, connected
 from multigpu.cli.tables import Column
-from multigpu.cli.text import age, clean, duration, format_size, seconds_of
-from multigpu.v1 import admin_service_pb2 as admin
-from multigpu.v1 import model_pb2
+from multigpu.cli.text import clean, duration, format_size, since
+from multigpu.fleet import Model, ModelEntry, ModelPlace, ModelState
 
 POLL_S = 0.1
 
 
-def _last_use(place: admin.ModelPlace) -> str:
-    return age(place.residency, "last_use_time") if place.residency.HasField("last_use_time") else "-"
-
-
 PLACES = (
     Column("WORKER", lambda place: place.worker_id),
-    Column("STATE", lambda place: messages.enum_name(place.residency, "state").lower()),
+    Column("STATE", lambda place: place.residency.state.name.lower()),
     Column("MEMORY", lambda place: format_size(place.residency.memory_bytes), right=True, rank=2),
     Column("LOADS", lambda place: f"{place.residency.loads:,}", right=True, rank=3),
-    Column("LAST USED", _last_use, right=True, rank=4),
+    Column("LAST USED", lambda place: since(place.residency.last_use_time) or "-", right=True, rank=4),
     Column("PINNED", lambda place: "yes" if place.residency.pinned else "no", rank=1),
 )
 
@@ -54,9 +50,9 @@ models.add_command(verify)
 @models.command("list", examples=(("mgpuctl models list", "All models, and where they are loaded."),))
 @connected
 @json_option
-def list_(master: Master, as_json: bool) -> None:
+def list_(admin: AdminClient, as_json: bool) -> None:
     """All models that workers offer, by name."""
-    entries = all_models(master)
+    entries = admin.list_models()
     empty = "no worker offers a model; give workers a --model-repository"
     tables.show_rows(entries, _columns(entries), as_json=as_json, empty=empty)
 
@@ -71,9 +67,9 @@ def list_(master: Master, as_json: bool) -> None:
 @click.argument("model")
 @connected
 @json_option
-def show_(model: str, master: Master, as_json: bool) -> None:
+def show_(model: str, admin: AdminClient, as_json: bool) -> None:
     """Show one model. Digest, versions, precision and the result of its accuracy gate, where it is loaded."""
-    entries = _require_entries(master, model)
+    entries = _require_entries(admin, model)
     if as_json:
         show.value([messages.as_dict(entry) for entry in entries])
         return
@@ -107,11 +103,11 @@ def _place_options(command: F, *, wait_help: str) -> F:
     ),
 )
 @functools.partial(_place_options, wait_help="Return when it is ready.")
-def load(model: str, wait: bool, master: Master, as_json: bool, **where: Any) -> None:
+def load(model: str, wait: bool, admin: AdminClient, as_json: bool, **where: Any) -> None:
     """Load a model, and keep it loaded until it is unloaded. Survives restarts."""
-    worker_ids = _set_loaded(master, model, wait=wait, quiet=as_json, loaded=True, **where)
+    worker_ids = _set_loaded(admin, model, wait=wait, quiet=as_json, loaded=True, **where)
     if as_json:
-        entries = [messages.as_dict(entry) for entry in _require_entries(master, model)]
+        entries = [messages.as_dict(entry) for entry in _require_entries(admin, model)]
         show.value({"worker_ids": worker_ids, "models": entries})
     else:
         state = "is loaded" if wait else "is being loaded"
@@ -126,9 +122,9 @@ def load(model: str, wait: bool, master: Master, as_json: bool, **where: Any) ->
     ),
 )
 @functools.partial(_place_options, wait_help="Return when it is unloaded.")
-def unload(model: str, wait: bool, master: Master, as_json: bool, **where: Any) -> None:
+def unload(model: str, wait: bool, admin: AdminClient, as_json: bool, **where: Any) -> None:
     """Unload a model, after its tasks on the worker. The next task for it loads it again."""
-    worker_ids = _set_loaded(master, model, wait=wait, quiet=as_json, loaded=False, **where)
+    worker_ids = _set_loaded(admin, model, wait=wait, quiet=as_json, loaded=False, **where)
     if as_json:
         show.value({"worker_ids": worker_ids})
     elif not worker_ids:
@@ -138,35 +134,40 @@ def unload(model: str, wait: bool, master: Master, as_json: bool, **where: Any) 
 
 
 def _set_loaded(
-    master: Master, model: str, *, worker_ids: tuple[str, ...], wait: bool, timeout_s: float, quiet: bool, loaded: bool
+    admin: AdminClient,
+    model: str,
+    *,
+    worker_ids: tuple[str, ...],
+    wait: bool,
+    timeout_s: float,
+    quiet: bool,
+    loaded: bool,
 ) -> list[str]:
     """Loads or unloads a model. Returns the ids of the workers."""
-    where = [master.find_worker_id(prefix) for prefix in worker_ids]
-    method = master.admin.LoadModel if loaded else master.admin.UnloadModel
-    request = admin.LoadModelRequest if loaded else admin.UnloadModelRequest
+    where = [find_worker_id(admin, prefix) for prefix in worker_ids]
     try:
-        chosen = list(master.call(method, request(model=model, worker_ids=where)).worker_ids)
-    except NotFound:
-        _require_entries(master, model)  # its error lists the known models
+        chosen = (admin.load_model if loaded else admin.unload_model)(model, where)
+    except NotFoundError:
+        _require_entries(admin, model)  # its error lists the known models
         raise
     if wait:
         with Progress("workers", len(chosen), quiet=quiet) as progress:
-            _wait_until(master, model, chosen, timeout_s, progress, loaded=loaded)
+            _wait_until(admin, model, chosen, timeout_s, progress, loaded=loaded)
     return chosen
 
 
 def _wait_until(
-    master: Master, model: str, worker_ids: list[str], timeout_s: float, progress: Progress, *, loaded: bool
+    admin: AdminClient, model: str, worker_ids: list[str], timeout_s: float, progress: Progress, *, loaded: bool
 ) -> None:
     """Returns when the model is ready on all of these workers, or gone from them. Raises Failure."""
     give_up_at = time.monotonic() + timeout_s
     left = list(worker_ids)
     while True:
         # `load NAME` means its current version, `unload NAME` all of its versions.
-        entries = [e for e in _find_entries(master, model) if not loaded or e.model.current or id_of(e.model) == model]
+        entries = [e for e in _find_entries(admin, model) if not loaded or e.model.current or id_of(e.model) == model]
         for worker_id in list(left):
             places = [p for e in entries for p in e.places if p.worker_id == worker_id]
-            ready = any(p.residency.state == model_pb2.MODEL_STATE_READY for p in places)
+            ready = any(p.residency.state is ModelState.READY for p in places)
             if ready if loaded else not places:
                 left.remove(worker_id)
                 progress.add(1)
@@ -186,41 +187,36 @@ def _wait_until(
         time.sleep(POLL_S)
 
 
-def all_models(master: Master) -> list[admin.ModelEntry]:
-    request = admin.ListModelsRequest(page_size=PAGE_SIZE_MAX)
-    return [entry for page in master.pages(master.admin.ListModels, request) for entry in page.models]
-
-
-def _find_entries(master: Master, model: str) -> list[admin.ModelEntry]:
+def _find_entries(admin: AdminClient, model: str) -> list[ModelEntry]:
     """The entries of a model: all its versions, or the one named."""
-    return [e for e in all_models(master) if model in (e.model.name, id_of(e.model))]
+    return [e for e in admin.list_models() if model in (e.model.name, id_of(e.model))]
 
 
-def _require_entries(master: Master, model: str) -> list[admin.ModelEntry]:
+def _require_entries(admin: AdminClient, model: str) -> list[ModelEntry]:
     """As `_find_entries`. Raises NotFound if there is none."""
-    entries = _find_entries(master, model)
+    entries = _find_entries(admin, model)
     if not entries:
-        names = {name for e in all_models(master) for name in (e.model.name, id_of(e.model))}
+        names = {name for e in admin.list_models() for name in (e.model.name, id_of(e.model))}
         raise NotFound(f"no worker offers model {model!r}{suggestion(model, names)}")
     return entries
 
 
-def id_of(model: model_pb2.Model) -> str:
+def id_of(model: Model) -> str:
     return f"{model.name}:{model.version}" if model.version else model.name
 
 
-def _title(model: model_pb2.Model) -> str:
+def _title(model: Model) -> str:
     return id_of(model) + (" (current)" if model.version and model.current else "")
 
 
-def _load_time(model: model_pb2.Model) -> str:
-    return duration(seconds_of(model.load_duration)) if model.HasField("load_duration") else ""
+def _load_time(model: Model) -> str:
+    return "" if model.load_duration_s is None else duration(model.load_duration_s)
 
 
-def _columns(entries: list[admin.ModelEntry]) -> tuple[Column, ...]:
+def _columns(entries: list[ModelEntry]) -> tuple[Column, ...]:
     ids = Counter(id_of(e.model) for e in entries)
 
-    def workers(entry: admin.ModelEntry) -> str:
+    def workers(entry: ModelEntry) -> str:
         # A model has several entries if its workers report different facts: then list the workers.
         return str(len(entry.worker_ids)) if ids[id_of(entry.model)] == 1 else ", ".join(entry.worker_ids)
 
@@ -237,14 +233,14 @@ def _columns(entries: list[admin.ModelEntry]) -> tuple[Column, ...]:
     )
 
 
-def _place_text(place: admin.ModelPlace) -> str:
+def _place_text(place: ModelPlace) -> str:
     """The worker; in brackets its state, unless it is ready, and "pinned"."""
-    state = messages.enum_name(place.residency, "state").lower()
+    state = place.residency.state.name.lower()
     notes = [*([state] if state != "ready" else []), *(["pinned"] if place.residency.pinned else [])]
     return place.worker_id + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _detail_rows(entry: admin.ModelEntry) -> list[tuple[str, str]]:
+def _detail_rows(entry: ModelEntry) -> list[tuple[str, str]]:
     model = entry.model
     return [
         ("model", _title(model)),

@@ -6,29 +6,30 @@ from typing import Any
 
 import click
 
+from multigpu import AdminClient
 from multigpu.cli import messages, show, tables
+from multigpu.cli.admin import connected
 from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.failures import Failure
 from multigpu.cli.options import Number, json_option
-from multigpu.cli.rpc import PAGE_SIZE_MAX, Master, connected
 from multigpu.cli.security.files import replace_file
 from multigpu.cli.tables import Column
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.fleet import Role, Token
 
 ROLES = ("submit", "read", "worker", "admin")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def _scope(token: admin.Token) -> str:
+def _scope(token: Token) -> str:
     return " ".join((*token.queues, *token.worker_ids)) or "all"
 
 
-def _roles(token: admin.Token) -> str:
-    return " ".join(admin.Role.Name(role).removeprefix("ROLE_").lower() for role in token.roles)
+def _roles(token: Token) -> str:
+    return " ".join(role.name.lower() for role in token.roles)
 
 
-def _expiry(token: admin.Token) -> str:
-    return f"{token.expire_time.ToDatetime():%Y-%m-%d %H:%M}Z" if token.HasField("expire_time") else "never"
+def _expiry(token: Token) -> str:
+    return f"{token.expire_time:%Y-%m-%d %H:%M}Z" if token.expire_time is not None else "never"
 
 
 COLUMNS = (
@@ -88,26 +89,24 @@ def tokens(context: click.Context, as_json: bool) -> None:
 )  # fmt: skip
 @connected
 @json_option
-def create(master: Master, output: Path | None, as_json: bool, **wanted: Any) -> None:
+def create(admin: AdminClient, output: Path | None, as_json: bool, **wanted: Any) -> None:
     """Make a token, and print it. It can't be shown again: the master keeps its hash."""
-    request = admin.CreateTokenRequest(
-        name=wanted["name"],
-        roles=[f"ROLE_{role.upper()}" for role in wanted["roles"]],
+    if output is not None and (output.exists() or output.is_symlink()):
+        raise Failure(f"{output} is there already, so no token was made: remove it, or name another file")
+    answer = admin.create_token(
+        wanted["name"],
+        [Role[role.upper()] for role in wanted["roles"]],
         queues=wanted["queues"],
         worker_ids=wanted["worker_ids"],
+        ttl_s=wanted["ttl"],
         task_rate=wanted["tasks_per_s"],
         calls_max=wanted["calls_max"],
     )
-    if wanted["ttl"] is not None:
-        request.ttl.FromSeconds(int(wanted["ttl"]))
-    if output is not None and (output.exists() or output.is_symlink()):
-        raise Failure(f"{output} is there already, so no token was made: remove it, or name another file")
-    answer = master.call(master.admin.CreateToken, request)
     if output is not None:
         try:
             replace_file(output, f"{answer.secret}\n".encode(), 0o600)
         except OSError as error:
-            master.call(master.admin.RevokeToken, admin.RevokeTokenRequest(token_id=answer.token.token_id))
+            admin.revoke_token(answer.token.token_id)
             raise Failure(f"{output} can't be written, so no token was made: {error}") from error
     if as_json:
         where = {"file": str(output)} if output is not None else {"token": answer.secret}
@@ -123,21 +122,18 @@ def create(master: Master, output: Path | None, as_json: bool, **wanted: Any) ->
 @tokens.command("list", examples=(("mgpuctl tokens list", "All valid tokens, without their secrets."),))
 @connected
 @json_option
-def list_(master: Master, as_json: bool) -> None:
+def list_(admin: AdminClient, as_json: bool) -> None:
     """Every valid token, the oldest first."""
-    request = admin.ListTokensRequest(page_size=PAGE_SIZE_MAX)
-    known = [token for page in master.pages(master.admin.ListTokens, request) for token in page.tokens]
-    tables.show_rows(known, COLUMNS, as_json=as_json, empty="no tokens")
+    tables.show_rows(admin.list_tokens(), COLUMNS, as_json=as_json, empty="no tokens")
 
 
 @tokens.command("revoke", examples=(("mgpuctl tokens revoke 3f9a0c71b2de", "Its calls end at once."),))
 @click.argument("token_ids", nargs=-1, required=True, metavar="TOKEN…")
 @connected
 @json_option
-def revoke(token_ids: tuple[str, ...], master: Master, as_json: bool) -> None:
+def revoke(token_ids: tuple[str, ...], admin: AdminClient, as_json: bool) -> None:
     """End tokens, and every open call that uses them. Tasks that were submitted with them continue."""
-    requests = [admin.RevokeTokenRequest(token_id=token_id) for token_id in token_ids]
-    ended = [master.call(master.admin.RevokeToken, request).token for request in requests]
+    ended = [admin.revoke_token(token_id) for token_id in token_ids]
     if as_json:
         show.value([messages.as_dict(token) for token in ended])
         return

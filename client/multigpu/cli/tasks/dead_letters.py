@@ -1,34 +1,34 @@
 """`mgpuctl dead-letters`: tasks that failed every attempt, kept with their input until requeued or deleted."""
 
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
+from multigpu import AdminClient, Task
 from multigpu.cli import messages, show, tables
+from multigpu.cli.admin import connected, newest
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import NotFound
 from multigpu.cli.options import TASK_ID, F, json_option, limit_option, queue_filter_option
 from multigpu.cli.presence import note_unknown_queue
-from multigpu.cli.rpc import Master, connected
 from multigpu.cli.tables import Column
-from multigpu.cli.text import age
-from multigpu.v1 import admin_service_pb2 as admin
-from multigpu.v1 import task_pb2
+from multigpu.cli.text import since
 
 
-def _error(task: task_pb2.Task) -> str:
-    error = task.outcome.error if task.outcome.HasField("error") else task.last_error
+def _error(task: Task) -> str:
+    message = task.message
+    error = message.outcome.error if message.outcome.HasField("error") else message.last_error
     return f"{error.type}: {error.message}".partition("\n")[0]
 
 
 COLUMNS = (
     Column("TASK", lambda task: str(task.task_id), right=True),
-    Column("KIND", lambda task: task.spec.kind),
-    Column("QUEUE", lambda task: task.spec.queue),
-    Column("AGE", lambda task: age(task, "submit_time")),
+    Column("KIND", lambda task: task.kind),
+    Column("QUEUE", lambda task: task.message.spec.queue),
+    Column("AGE", lambda task: since(task.submit_time)),
     Column("ATTEMPTS", lambda task: str(task.attempts), right=True),
-    Column("WORKER", lambda task: task.outcome.worker_id or task.worker_id or "-"),
+    Column("WORKER", lambda task: task.message.outcome.worker_id or task.worker_id or "-"),
     Column("ERROR", _error),
 )
 
@@ -49,11 +49,11 @@ def dead_letters() -> None:
 @limit_option("dead letters")
 @connected
 @json_option
-def list_(queue: str, limit: int, master: Master, as_json: bool) -> None:
+def list_(queue: str, limit: int, admin: AdminClient, as_json: bool) -> None:
     """Dead letters, the newest first."""
-    found = master.newest_tasks(master.admin.ListDeadLetters, admin.ListDeadLettersRequest(queue=queue), limit)
+    found = newest(admin.list_dead_letters(queue), limit)
     if not found:
-        note_unknown_queue(master, queue)
+        note_unknown_queue(admin, queue)
     tables.show_rows(found, COLUMNS, as_json=as_json, empty="no dead letters")
 
 
@@ -73,18 +73,20 @@ def chosen(command: F) -> F:
 @chosen
 @connected
 @json_option
-def requeue(task_ids: tuple[int, ...], queue: str, master: Master, as_json: bool) -> None:
+def requeue(task_ids: tuple[int, ...], queue: str, admin: AdminClient, as_json: bool) -> None:
     """Run dead letters again, under their ids, with all attempts. Prints the ids."""
-    request = admin.RequeueDeadLettersRequest(task_ids=task_ids, queue=queue)
-    answer = _apply(master, master.admin.RequeueDeadLetters, request, admin.RequeueDeadLettersResponse())
+    _check_chosen(task_ids, queue)
+    result = admin.requeue_dead_letters(task_ids, queue=queue)
+    if not result.task_ids:
+        note_unknown_queue(admin, queue)
     if as_json:
-        show.value(messages.as_dict(answer))
+        show.value(messages.as_dict(result))
     else:
-        for task_id in answer.task_ids:
+        for task_id in result.task_ids:
             show.line(str(task_id))
-        if queue and not answer.task_ids:
+        if queue and not result.task_ids:
             show.note(f"queue {queue} has no dead letters")
-    _check_known(answer)
+    _check_known(result.unknown_task_ids)
 
 
 @dead_letters.command(
@@ -98,17 +100,19 @@ def requeue(task_ids: tuple[int, ...], queue: str, master: Master, as_json: bool
 @click.option("--yes", is_flag=True, help="Delete a whole queue's without a confirmation.")
 @connected
 @json_option
-def delete(task_ids: tuple[int, ...], queue: str, yes: bool, master: Master, as_json: bool) -> None:
+def delete(task_ids: tuple[int, ...], queue: str, yes: bool, admin: AdminClient, as_json: bool) -> None:
     """Delete dead letters with their input."""
-    if queue and not task_ids and not yes:
+    _check_chosen(task_ids, queue)
+    if queue and not yes:
         _confirm(queue)
-    request = admin.DeleteDeadLettersRequest(task_ids=task_ids, queue=queue)
-    answer = _apply(master, master.admin.DeleteDeadLetters, request, admin.DeleteDeadLettersResponse())
+    result = admin.delete_dead_letters(task_ids, queue=queue)
+    if not result.deleted:
+        note_unknown_queue(admin, queue)
     if as_json:
-        show.value(messages.as_dict(answer))
+        show.value(messages.as_dict(result))
     else:
-        show.line(f"deleted {answer.deleted:,}")
-    _check_known(answer)
+        show.line(f"deleted {result.deleted:,}")
+    _check_known(result.unknown_task_ids)
 
 
 def _confirm(queue: str) -> None:
@@ -122,25 +126,11 @@ def _confirm(queue: str) -> None:
         raise click.Abort
 
 
-def _apply(master: Master, method: Any, request: Any, answer: Any) -> Any:
-    """Calls `method` page by page, merges the answers into `answer`, and reports progress on stderr."""
-    if bool(request.task_ids) == bool(request.queue):
+def _check_chosen(task_ids: Sequence[int], queue: str) -> None:
+    if bool(task_ids) == bool(queue):
         raise click.UsageError("give either TASK_IDs or --queue; `mgpuctl dead-letters list` shows both")
-    deleting = isinstance(answer, admin.DeleteDeadLettersResponse)
-    for page in master.pages(method, request):
-        if deleting:
-            page.deleted += answer.deleted
-        answer.MergeFrom(page)
-        count = answer.deleted if deleting else len(answer.task_ids)
-        if page.next_page_token:
-            show.note(f"{'deleted' if deleting else 'requeued'} {count:,} so far")
-    if not count:
-        note_unknown_queue(master, request.queue)
-    answer.ClearField("next_page_token")
-    return answer
 
 
-def _check_known(answer: Any) -> None:
-    if answer.unknown_task_ids:
-        unknown = ", ".join(map(str, answer.unknown_task_ids))
-        raise NotFound(f"no dead letters: {unknown}; `mgpuctl dead-letters list` shows them")
+def _check_known(unknown: Sequence[int]) -> None:
+    if unknown:
+        raise NotFound(f"no dead letters: {', '.join(map(str, unknown))}; `mgpuctl dead-letters list` shows them")

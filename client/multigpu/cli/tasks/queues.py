@@ -2,21 +2,22 @@
 
 import click
 
+from multigpu import AdminClient
 from multigpu.cli import messages, show, tables
+from multigpu.cli.admin import connected
 from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.options import json_option, parse_size
 from multigpu.cli.presence import note_unknown_queue
-from multigpu.cli.rpc import Master, connected
 from multigpu.cli.tables import Column
-from multigpu.cli.text import duration, format_size, seconds_of
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.cli.text import duration, format_size
+from multigpu.fleet import Queue, QueueLimits
 
 COLUMNS = (
     Column("QUEUE", lambda queue: queue.queue),
     Column("STATE", lambda queue: "paused" if queue.paused else "open"),
     Column("QUEUED", lambda queue: f"{queue.queued:,}", right=True),
     Column("BYTES", lambda queue: format_size(queue.queued_bytes), right=True),
-    Column("OLDEST", lambda queue: duration(seconds_of(queue.oldest_age)) if queue.HasField("oldest_age") else "-"),
+    Column("OLDEST", lambda queue: "-" if queue.oldest_age_s is None else duration(queue.oldest_age_s)),
     Column("LEASED", lambda queue: f"{queue.leased:,}", right=True),
     Column("LIMITS", lambda queue: limits_text(queue.limits)),
     Column("STRATEGY", lambda queue: queue.strategy or "fleet's"),
@@ -35,29 +36,29 @@ def queues(context: click.Context, as_json: bool) -> None:
 @queues.command("list", examples=(("mgpuctl queues list", "All queues, and what waits in them."),))
 @connected
 @json_option
-def list_(master: Master, as_json: bool) -> None:
+def list_(admin: AdminClient, as_json: bool) -> None:
     """All queues, by name."""
-    tables.show_rows(master.list_queues(), COLUMNS, as_json=as_json, empty=EMPTY)
+    tables.show_rows(admin.list_queues(), COLUMNS, as_json=as_json, empty=EMPTY)
 
 
 @queues.command("pause", examples=(("mgpuctl queues pause night", "Its tasks wait until it is resumed."),))
 @click.argument("queue")
 @connected
 @json_option
-def pause(queue: str, master: Master, as_json: bool) -> None:
+def pause(queue: str, admin: AdminClient, as_json: bool) -> None:
     """Stop dispatching from a queue. It still takes tasks; running ones continue. Survives restarts."""
-    note_unknown_queue(master, queue)
-    _show(master.call(master.admin.PauseQueue, admin.PauseQueueRequest(queue=queue)).queue, as_json=as_json)
+    note_unknown_queue(admin, queue)
+    _show(admin.pause_queue(queue), as_json=as_json)
 
 
 @queues.command("resume", examples=(("mgpuctl queues resume night", "Dispatch from it again."),))
 @click.argument("queue")
 @connected
 @json_option
-def resume(queue: str, master: Master, as_json: bool) -> None:
+def resume(queue: str, admin: AdminClient, as_json: bool) -> None:
     """Dispatch from a paused queue again."""
-    note_unknown_queue(master, queue)
-    _show(master.call(master.admin.ResumeQueue, admin.ResumeQueueRequest(queue=queue)).queue, as_json=as_json)
+    note_unknown_queue(admin, queue)
+    _show(admin.resume_queue(queue), as_json=as_json)
 
 
 @queues.command(
@@ -73,31 +74,26 @@ def resume(queue: str, master: Master, as_json: bool) -> None:
 @click.option("--bytes-max", type=parse_size, metavar="SIZE", help="Their payload bytes; 0: the master's limit.")
 @connected
 @json_option
-def limits(queue: str, tasks_max: int | None, bytes_max: int | None, master: Master, as_json: bool) -> None:
+def limits(queue: str, tasks_max: int | None, bytes_max: int | None, admin: AdminClient, as_json: bool) -> None:
     """Set how much may wait in a queue. An omitted limit does not change."""
     if tasks_max is None and bytes_max is None:
         raise click.UsageError("no limit given: use --tasks-max, --bytes-max or both; `queues list` shows the limits")
-    note_unknown_queue(master, queue)
-    wanted = admin.QueueLimits()
-    for known in master.list_queues():
+    note_unknown_queue(admin, queue)
+    for known in admin.list_queues():
         if known.queue == queue:
-            wanted.CopyFrom(known.limits)
-    if tasks_max is not None:
-        wanted.tasks_max = tasks_max
-    if bytes_max is not None:
-        wanted.bytes_max = bytes_max
-    request = admin.SetQueueLimitsRequest(queue=queue, limits=wanted)
-    _show(master.call(master.admin.SetQueueLimits, request).queue, as_json=as_json)
+            tasks_max = known.limits.tasks_max if tasks_max is None else tasks_max
+            bytes_max = known.limits.bytes_max if bytes_max is None else bytes_max
+    _show(admin.set_queue_limits(queue, tasks_max=tasks_max or 0, bytes_max=bytes_max or 0), as_json=as_json)
 
 
-def _show(queue: admin.Queue, *, as_json: bool) -> None:
+def _show(queue: Queue, *, as_json: bool) -> None:
     if as_json:
         show.value(messages.as_dict(queue))
     else:
         tables.show_rows([queue], COLUMNS)
 
 
-def limits_text(limits: admin.QueueLimits) -> str:
+def limits_text(limits: QueueLimits) -> str:
     parts = [f"{limits.tasks_max:,} tasks"] if limits.tasks_max else []
     parts += [format_size(limits.bytes_max)] if limits.bytes_max else []
     return ", ".join(parts) or "master's"

@@ -18,7 +18,7 @@ from multigpu.cli.failures import EXIT_CODES, Failure, TasksFailed
 from multigpu.cli.options import json_option, key_values, master_option, parse_size, queue_option, seconds_option
 from multigpu.cli.presence import check_takes_model
 from multigpu.cli.progress import Progress
-from multigpu.cli.sdk import cancelled_at_end, sdk_failures, with_flags
+from multigpu.cli.sdk_errors import cancelled_at_end, sdk_session, with_flags
 from multigpu.cli.tasks.lines import DASH, count_lines, open_input, read_lines
 
 # Ids are printed after each batch, so that a pipe of any length needs bounded memory.
@@ -94,7 +94,7 @@ def submit(address: str, wait: bool, as_json: bool, **given: Any) -> None:
     # Output on a terminal shows the progress itself.
     progress = Progress("lines", count_lines([given["lines"]]) if lines else 1, quiet=not lines or sys.stdout.isatty())
     try:
-        with progress, sdk_failures(), Client(address) as client:
+        with progress, sdk_session(), Client(address) as client:
             if wait:
                 with cancelled_at_end(client.map_outcomes(given["kind"], inputs, **options)) as outcomes:
                     _print_results(outcomes, progress, many=lines is not None, as_json=as_json)
@@ -214,7 +214,7 @@ def _print_results(outcomes: Iterable[Outcome], progress: Progress, *, many: boo
         done += 1
         failed += not outcome.succeeded
         if as_json:
-            show.line(show.as_json(messages.as_dict(outcome.message)))
+            show.line(show.as_json(messages.as_dict(outcome)))
         elif not outcome.succeeded:
             if many:
                 show.line()  # keeps line N of the output with line N of the input

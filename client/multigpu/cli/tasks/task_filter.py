@@ -5,21 +5,17 @@ from typing import Any
 
 import click
 
+from multigpu import OutcomeState, TaskState
 from multigpu.cli.options import F
-from multigpu.v1 import task_pb2
-from multigpu.v1 import task_service_pb2 as service
+from multigpu.options import TaskFilter
 
-STATES = {
-    "queued": task_pb2.TASK_STATE_QUEUED,
-    "leased": task_pb2.TASK_STATE_LEASED,
-    "settled": task_pb2.TASK_STATE_SETTLED,
-}
+STATES = {state.name.lower(): state for state in (TaskState.QUEUED, TaskState.LEASED, TaskState.SETTLED)}
 OUTCOMES = {
-    "succeeded": task_pb2.OUTCOME_STATE_SUCCEEDED,
-    "failed": task_pb2.OUTCOME_STATE_FAILED,
-    "cancelled": task_pb2.OUTCOME_STATE_CANCELLED,
-    "expired": task_pb2.OUTCOME_STATE_EXPIRED,
-    "dead-lettered": task_pb2.OUTCOME_STATE_DEAD_LETTERED,
+    "succeeded": OutcomeState.SUCCEEDED,
+    "failed": OutcomeState.FAILED,
+    "cancelled": OutcomeState.CANCELLED,
+    "expired": OutcomeState.EXPIRED,
+    "dead-lettered": OutcomeState.DEAD_LETTERED,
 }
 
 
@@ -28,10 +24,13 @@ def filter_options(command: F) -> F:
 
     @functools.wraps(command)
     def with_filter(*args: Any, state: tuple[str, ...], outcome: tuple[str, ...], **kwargs: Any) -> Any:
-        task_filter = service.TaskFilter(
+        task_filter = TaskFilter(
             states=[STATES[name] for name in state],
             outcomes=[OUTCOMES[name] for name in outcome],
-            **{name: kwargs.pop(name) for name in ("queue", "kind", "model", "worker_id")},
+            queue=kwargs.pop("queue"),
+            kind=kwargs.pop("kind"),
+            model=kwargs.pop("model"),
+            worker_id=kwargs.pop("worker_id"),
         )
         return command(*args, task_filter=task_filter, **kwargs)
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
+from multigpu import AdminClient, Task, TaskState
 from multigpu.cli import messages, show, tables
+from multigpu.cli.admin import connected, newest
 from multigpu.cli.commands import Group
 from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.options import (
@@ -17,23 +19,21 @@ from multigpu.cli.options import (
     task_ids_argument,
 )
 from multigpu.cli.presence import note_unknown_queue
-from multigpu.cli.rpc import CALL_TIMEOUT_S, Master, connected
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks.task_filter import filter_options
-from multigpu.cli.text import age, clean, duration, format_size, seconds_of
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.cli.text import clean, duration, format_size, seconds_of, since
+from multigpu.options import TaskFilter
 from multigpu.v1 import task_pb2
-from multigpu.v1 import task_service_pb2 as service
 
 COLUMNS = (
     Column("TASK", lambda task: str(task.task_id), right=True),
     Column("STATE", lambda task: state_of(task).lower()),
-    Column("KIND", lambda task: task.spec.kind),
-    Column("QUEUE", lambda task: task.spec.queue or "default"),
-    Column("PRI", lambda task: str(task.spec.priority or 3), right=True),
-    Column("AGE", lambda task: age(task, "submit_time")),
+    Column("KIND", lambda task: task.kind),
+    Column("QUEUE", lambda task: task.message.spec.queue or "default"),
+    Column("PRI", lambda task: str(task.message.spec.priority or 3), right=True),
+    Column("AGE", lambda task: since(task.submit_time)),
     Column("TRIES", lambda task: str(task.attempts), right=True),
-    Column("WORKER", lambda task: task.worker_id or task.outcome.worker_id or "-"),
+    Column("WORKER", lambda task: task.worker_id or task.message.outcome.worker_id or "-"),
 )
 CANDIDATES = (
     Column("WORKER", lambda found: found.worker_id),
@@ -65,29 +65,28 @@ def tasks() -> None:
 @limit_option("tasks")
 @connected
 @json_option
-def list_(task_filter: service.TaskFilter, limit: int, master: Master, as_json: bool) -> None:
+def list_(task_filter: TaskFilter, limit: int, admin: AdminClient, as_json: bool) -> None:
     """Tasks, the newest first."""
-    found = master.newest_tasks(master.tasks.List, service.ListRequest(filter=task_filter), limit)
+    found = newest(admin.list_tasks(**task_filter), limit)
     if not found:
-        note_unknown_queue(master, task_filter.queue)
+        note_unknown_queue(admin, task_filter["queue"])
     tables.show_rows(found, COLUMNS, as_json=as_json, empty="no such tasks")
 
 
-def state_of(task: task_pb2.Task) -> str:
+def state_of(task: Task) -> str:
     """QUEUED, LEASED, or, once settled, the outcome: SUCCEEDED, FAILED, …"""
-    settled = task.state == task_pb2.TASK_STATE_SETTLED
-    return messages.enum_name(task.outcome, "state") if settled else messages.enum_name(task, "state")
+    return task.outcome.state.name if task.outcome is not None else task.state.name
 
 
 @tasks.command("count", examples=(("mgpuctl tasks count --queue night", "How many, by state."),))
 @filter_options
 @connected
 @json_option
-def count(task_filter: service.TaskFilter, master: Master, as_json: bool) -> None:
+def count(task_filter: TaskFilter, admin: AdminClient, as_json: bool) -> None:
     """How many tasks there are, by state."""
-    counts = messages.as_dict(master.call(master.tasks.Count, service.CountRequest(filter=task_filter)))
+    counts = messages.as_dict(admin.count(**task_filter))
     if not any(counts.values()):
-        note_unknown_queue(master, task_filter.queue)
+        note_unknown_queue(admin, task_filter["queue"])
     if as_json:
         show.value(counts)
     else:
@@ -114,22 +113,17 @@ def get(
     request_ids: tuple[str, ...],
     wait_s: float,
     output: str | None,
-    master: Master,
+    admin: AdminClient,
     as_json: bool,
 ) -> None:
     """Tasks: where each is, how it ended, what it returned."""
-    requests = [service.GetRequest(task_id=task_id) for task_id in task_ids]
-    requests += [service.GetRequest(request_id=request_id) for request_id in request_ids]
-    if not requests:
+    names: list[int | str] = [*task_ids, *request_ids]
+    if not names:
         raise click.UsageError(NO_IDS)
-    if output is not None and len(requests) > 1:
+    if output is not None and len(names) > 1:
         raise click.UsageError("-o writes the result of one task: give one id")
     give_up_at = time.monotonic() + wait_s
-    found: list[task_pb2.Task] = []
-    for request in requests:
-        left_s = max(0.0, give_up_at - time.monotonic()) if found else wait_s
-        request.wait.FromNanoseconds(round(left_s * 1e9))
-        found.append(master.call(master.tasks.Get, request, timeout_s=left_s + CALL_TIMEOUT_S).task)
+    found = [admin.get(name, wait_s=max(0.0, give_up_at - time.monotonic())) for name in names]
     if output is not None:
         _write_result(found[0], output)
     elif as_json:
@@ -142,25 +136,26 @@ def get(
             show.facts(task_facts(task))
 
 
-def _write_result(task: task_pb2.Task, output: str) -> None:
-    if task.outcome.state != task_pb2.OUTCOME_STATE_SUCCEEDED:
-        error = task.outcome.error
-        why = f": {error.type}: {error.message}" if error.type else ""
+def _write_result(task: Task, output: str) -> None:
+    outcome = task.outcome
+    if outcome is None or not outcome.succeeded:
+        why = f": {outcome.error_type}: {outcome.error_message}" if outcome is not None and outcome.error_type else ""
         raise Failure(f"task {task.task_id} has no result: it is {state_of(task)}{why}")
     if output == "-":
-        show.raw(task.outcome.result)
+        show.raw(outcome.result)
         return
     try:
-        Path(output).write_bytes(task.outcome.result)
+        Path(output).write_bytes(outcome.result)
     except OSError as error:
         raise Failure(f"can't write {output}: {error.strerror}") from error
 
 
-def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
+def task_facts(found: Task) -> list[tuple[str, str]]:
     """What `tasks get` prints about a task: (label, text), without empty texts."""
+    task = found.message
     spec, outcome = task.spec, task.outcome
     error = outcome.error if outcome.HasField("error") else task.last_error
-    settled = task.state == task_pb2.TASK_STATE_SETTLED
+    settled = found.state is TaskState.SETTLED
     attempts = (
         str(task.attempts) if settled and not spec.attempts_max else f"{task.attempts} of {spec.attempts_max or 3}"
     )
@@ -168,11 +163,11 @@ def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
     facts = [
         ("Task", str(task.task_id)),
         ("Request", task.request_id),
-        ("State", state_of(task)),
+        ("State", state_of(found)),
         ("Kind", spec.kind + (f" on {spec.model}" if spec.model else "")),
         ("Queue", f"{spec.queue or 'default'}, priority {spec.priority or 3}"),
         ("Payload", format_size(task.payload_bytes) if task.payload_bytes or not settled else ""),
-        ("Submitted", f"{task.submit_time.ToJsonString()} ({age(task, 'submit_time')} ago)"),
+        ("Submitted", f"{task.submit_time.ToJsonString()} ({since(found.submit_time)} ago)"),
         ("Attempts", attempts),
         ("Worker", task.worker_id or outcome.worker_id),
         ("Progress", progress),
@@ -183,7 +178,7 @@ def task_facts(task: task_pb2.Task) -> list[tuple[str, str]]:
     if error.type:
         facts.append(("Error" if task.HasField("outcome") else "Last error", f"{error.type}: {error.message}"))
         facts.append(("Traceback", error.traceback.rstrip()))
-    if outcome.state == task_pb2.OUTCOME_STATE_SUCCEEDED:
+    if found.outcome is not None and found.outcome.succeeded:
         facts += [(f"Output {index}", _bytes_text(part)) for index, part in enumerate(outcome.partials)]
         facts.append(("Result", _bytes_text(outcome.result)))
     return [fact for fact in facts if fact[1]]
@@ -224,12 +219,13 @@ def _energy_text(energy: task_pb2.Energy) -> str:
 @click.option("--reason", default="", help="Recorded in the outcome.")
 @connected
 @json_option
-def cancel(task_ids: tuple[int, ...], request_ids: tuple[str, ...], reason: str, master: Master, as_json: bool) -> None:
+def cancel(
+    task_ids: tuple[int, ...], request_ids: tuple[str, ...], reason: str, admin: AdminClient, as_json: bool
+) -> None:
     """End tasks. Their outcome is CANCELLED; results that come later are ignored."""
     if not task_ids and not request_ids:
         raise click.UsageError(NO_IDS)
-    request = service.CancelRequest(task_ids=task_ids, request_ids=request_ids, reason=reason)
-    answer = master.call(master.tasks.Cancel, request)
+    answer = admin.cancel(*task_ids, *request_ids, reason=reason)
     if as_json:
         show.value(messages.as_dict(answer))
     else:
@@ -243,21 +239,20 @@ def cancel(task_ids: tuple[int, ...], request_ids: tuple[str, ...], reason: str,
 @request_ids_option
 @connected
 @json_option
-def explain(task_ids: tuple[int, ...], request_ids: tuple[str, ...], master: Master, as_json: bool) -> None:
+def explain(task_ids: tuple[int, ...], request_ids: tuple[str, ...], admin: AdminClient, as_json: bool) -> None:
     """Why a task is where it is. Which workers could take it, and what excludes the others."""
     if len(task_ids) + len(request_ids) != 1:
         raise click.UsageError("give one TASK_ID or one --request-id; `mgpuctl tasks list` shows them")
-    requests = [service.GetRequest(request_id=request_id) for request_id in request_ids]
-    task_id = (*task_ids, *(master.call(master.tasks.Get, request).task.task_id for request in requests))[0]
-    answer = master.call(master.admin.Explain, admin.ExplainRequest(task_id=task_id))
+    name: int | str = task_ids[0] if task_ids else request_ids[0]
+    answer = admin.explain(name)
     if as_json:
         show.value(messages.as_dict(answer))
         return
     show.line(clean(answer.summary))
     show.line()
-    ahead = f"{answer.ahead:,} tasks of its queue go first" if answer.HasField("ahead") else ""
+    ahead = f"{answer.ahead:,} tasks of its queue go first" if answer.ahead is not None else ""
     show.facts([("State", state_of(answer.task)), ("Strategy", answer.strategy), ("Ahead", ahead)])
-    if answer.task.state != task_pb2.TASK_STATE_SETTLED:
+    if answer.task.state is not TaskState.SETTLED:
         show.line()
         sys.stdout.flush()
         tables.show_rows(answer.candidates, CANDIDATES, empty="the master knows no workers")

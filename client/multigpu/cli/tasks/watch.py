@@ -6,11 +6,9 @@ from multigpu import Client, Outcome
 from multigpu.cli import messages, show
 from multigpu.cli.commands import Command
 from multigpu.cli.options import json_option, master_option, queue_filter_option
-from multigpu.cli.rpc import Master
-from multigpu.cli.sdk import sdk_failures
+from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.tasks.tasks import stages_text
 from multigpu.cli.text import clean
-from multigpu.v1 import task_service_pb2 as service
 
 
 @click.command(
@@ -35,15 +33,13 @@ def watch(cursor: str, from_now: bool, queue: str, kind: str, limit: int | None,
     """
     if cursor and from_now:
         raise click.UsageError("give either --cursor or --from-now")
-    if from_now:
-        # The SDK returns cursors only with outcomes; this one is to be printed even if no task ends.
-        with Master(address) as master:
-            cursor = master.first(master.tasks.Watch, service.WatchRequest(from_now=True)).cursor
     printed = 0
     try:
-        with sdk_failures(), Client(address) as client:
+        with sdk_session(), Client(address) as client:
+            if from_now:
+                cursor = client.current_cursor()  # printed even if no task ends
             for outcome, after in client.watch(cursor=cursor, queue=queue, kind=kind):
-                show.line(show.as_json(messages.as_dict(outcome.message)) if as_json else _line(outcome))
+                show.line(show.as_json(messages.as_dict(outcome)) if as_json else _line(outcome))
                 cursor = after
                 printed += 1
                 if printed == limit:

@@ -16,10 +16,10 @@ from multigpu.cli import tables
 from multigpu.cli.fleet import device_columns
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks import queues
-from multigpu.cli.text import age, clean
+from multigpu.cli.text import clean, since
 from multigpu.cli.top import state
 from multigpu.cli.top.state import Pane, View
-from multigpu.v1 import admin_service_pb2 as admin
+from multigpu.fleet import Worker
 
 WIDTH_MIN, HEIGHT_MIN = 40, 12
 BARS = "▁▂▃▄▅▆▇█"
@@ -87,7 +87,7 @@ def _spread(left: str, right: str, width: int, style: str) -> Text:
 def _header(view: View, width: int) -> list[Text]:
     stats, master = view.stats, f"multigpu {view.address}"
     if stats is not None:
-        master += f"  up {age(stats, 'start_time')}  {stats.strategy}"
+        master += f"  up {since(stats.start_time)}  {stats.strategy}"
     lines = [_spread(master, f"{view.rate:,.0f} a second" if view.rate is not None else "", width, "bold")]
     if stats is not None:
         work = f"{stats.queued:,} queued, {stats.leased:,} leased, {stats.succeeded:,} done, {stats.failed:,} failed"
@@ -143,7 +143,7 @@ def share_out(rows: int, wanted: dict[Pane, int]) -> dict[Pane, int]:
     return given
 
 
-def _bars(workers: Sequence[admin.Worker], width: int) -> list[Text]:
+def _bars(workers: Sequence[Worker], width: int) -> list[Text]:
     """Every device as one cell, on at most two lines."""
     lines = [Text() for _ in range(0, min(len(workers), 2 * width), width)]
     for index, worker in enumerate(workers[: 2 * width]):
@@ -173,11 +173,11 @@ def _tasks(view: View) -> List:
     names = device_columns.short_names(sorted({task.worker_id for task in view.tasks}))
     columns = (
         Column("TASK", lambda task: str(task.task_id), right=True),
-        Column("KIND", lambda task: task.spec.kind),
-        Column("QUEUE", lambda task: task.spec.queue or "default"),
-        Column("AGE", lambda task: age(task, "submit_time") or "-"),
+        Column("KIND", lambda task: task.kind),
+        Column("QUEUE", lambda task: task.message.spec.queue or "default"),
+        Column("AGE", lambda task: since(task.submit_time) or "-"),
         Column("TRIES", lambda task: str(task.attempts), right=True),
-        Column("DONE", lambda task: f"{task.progress.fraction:.0%}" if task.HasField("progress") else "-", right=True),
+        Column("DONE", lambda task: f"{task.progress:.0%}" if task.message.HasField("progress") else "-", right=True),
         Column("WORKER", lambda task: names[task.worker_id]),
     )
     return List("RUNNING TASKS", view.tasks, columns, [""] * len(view.tasks), "nothing runs")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from multigpu import Task
 from multigpu.cli.fleet import device_columns
-from multigpu.v1 import admin_service_pb2 as admin
-from multigpu.v1 import task_pb2
+from multigpu.fleet import Queue, Stats, Worker
 
 
 class Pane(Enum):
@@ -39,12 +39,12 @@ class View:
     """The data of the screen."""
 
     address: str
-    workers: dict[str, admin.Worker] = field(default_factory=dict)
-    queues: Sequence[admin.Queue] = ()
-    tasks: Sequence[task_pb2.Task] = ()
+    workers: dict[str, Worker] = field(default_factory=dict)
+    queues: Sequence[Queue] = ()
+    tasks: Sequence[Task] = ()
     # More tasks run than were fetched.
     more_tasks: bool = False
-    stats: admin.GetStatsResponse | None = None
+    stats: Stats | None = None
     # Succeeded tasks a second; None: not known yet.
     rate: float | None = None
     # Why the master doesn't answer; empty: it does.
@@ -67,7 +67,7 @@ def _largest_first(number: float | None) -> tuple[bool, float]:
     return number is None, -(number or 0.0)
 
 
-SORTS: tuple[tuple[str, Callable[[admin.Worker], tuple[object, ...]]], ...] = (
+SORTS: tuple[tuple[str, Callable[[Worker], tuple[object, ...]]], ...] = (
     ("worker", lambda w: (w.worker_id,)),
     ("health", lambda w: (-device_columns.HEALTH_WORDS.index(device_columns.health_word(w)), not w.quarantined)),
     ("busy", lambda w: _largest_first(device_columns.value(w, "utilization"))),
@@ -78,7 +78,7 @@ SORTS: tuple[tuple[str, Callable[[admin.Worker], tuple[object, ...]]], ...] = (
 )
 
 
-def devices(view: View) -> list[admin.Worker]:
+def devices(view: View) -> list[Worker]:
     """The workers in the order of the screen."""
     key = SORTS[view.sort][1]
     found = sorted(view.workers.values(), key=lambda worker: (key(worker), worker.worker_id))

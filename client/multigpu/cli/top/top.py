@@ -9,22 +9,21 @@ import queue
 import shutil
 import sys
 import threading
+from itertools import islice
 from typing import Any, Self
 
 import click
 from rich.console import Console
 from rich.live import Live
 
+from multigpu import AdminClient, MultigpuError, TaskState
 from multigpu.cli import show, tables
+from multigpu.cli.admin import connected
 from multigpu.cli.commands import Command
-from multigpu.cli.failures import Failure, TerminatedError
-from multigpu.cli.rpc import PAGE_SIZE_MAX, Master, connected
-from multigpu.cli.text import seconds_of
+from multigpu.cli.failures import TerminatedError
 from multigpu.cli.top import frame as top_frame
 from multigpu.cli.top.state import Order, Verb, View, press
-from multigpu.v1 import admin_service_pb2 as admin
-from multigpu.v1 import task_pb2
-from multigpu.v1 import task_service_pb2 as service
+from multigpu.fleet import Stats
 
 POLL_INTERVAL_S = 1.0
 # GetStats counts rows of the journal: it is called less often.
@@ -45,13 +44,13 @@ Changes = dict[str, Any]
     ),
 )
 @connected
-def top(master: Master) -> None:
+def top(admin: AdminClient) -> None:
     """A live view of devices, queues and running tasks; keys to drain, cordon, cancel.
 
     Continues through restarts of the master. Without a terminal it prints one picture and ends.
     """
-    feed = Feed(master)
-    view = View(address=master.address)
+    feed = Feed(admin)
+    view = View(address=admin.master)
     feed.poll()  # fails if no master answers
     feed.apply(view)
     if sys.stdin.isatty() and sys.stdout.isatty():
@@ -96,12 +95,12 @@ def _live(feed: "Feed", view: View) -> None:
 class Feed:
     """Polls the master and carries out orders, in a thread while it is entered."""
 
-    def __init__(self, master: Master) -> None:
+    def __init__(self, admin: AdminClient) -> None:
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._master = master
+        self._admin = admin
         self._changes: queue.SimpleQueue[Changes] = queue.SimpleQueue()
         self._polls = 0
-        self._stats: admin.GetStatsResponse | None = None
+        self._stats: Stats | None = None
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._run, daemon=True).start()
@@ -129,54 +128,50 @@ class Feed:
                 self._changes.put({"message": self._carry_out(order)})
             try:
                 self.poll()
-            except Failure as failure:
+            except MultigpuError as error:
                 self._polls = 0
-                self._changes.put({"trouble": str(failure)})
+                self._changes.put({"trouble": str(error)})
 
     def poll(self) -> None:
-        """Fetches everything once. Raises Failure."""
-        master = self._master
+        """Fetches everything once. Raises MultigpuError."""
         changes: Changes = self._poll_stats() if self._polls % STATS_EVERY == 0 else {}
-        leased = service.TaskFilter(states=[task_pb2.TASK_STATE_LEASED])
-        tasks = master.call(master.tasks.List, service.ListRequest(filter=leased, page_size=TASKS_MAX))
-        queues = master.call(master.admin.ListQueues, admin.ListQueuesRequest(page_size=PAGE_SIZE_MAX)).queues
+        tasks = list(islice(self._admin.list_tasks(states=[TaskState.LEASED]), TASKS_MAX + 1))
+        queues = self._admin.list_queues()
         changes |= {
-            "workers": {worker.worker_id: worker for worker in master.list_workers()},
+            "workers": {worker.worker_id: worker for worker in self._admin.list_workers()},
             # Busy queues first.
             "queues": sorted(queues, key=lambda queue: (not queue.queued and not queue.leased, queue.queue)),
-            "tasks": sorted(tasks.tasks, key=lambda task: int(task.task_id)),
-            "more_tasks": bool(tasks.next_page_token),
+            "tasks": sorted(tasks[:TASKS_MAX], key=lambda task: task.task_id),
+            "more_tasks": len(tasks) > TASKS_MAX,
             "trouble": "",
         }
         self._polls += 1
         self._changes.put(changes)
 
     def _poll_stats(self) -> Changes:
-        stats = self._master.call(self._master.admin.GetStats, admin.GetStatsRequest())
+        stats = self._admin.stats()
         before, self._stats = self._stats, stats
-        if before is not None and before.start_time == stats.start_time:
-            seconds = seconds_of(stats.server_time) - seconds_of(before.server_time)
+        if before is not None and before.start_time == stats.start_time and stats.server_time and before.server_time:
+            seconds = (stats.server_time - before.server_time).total_seconds()
             if seconds > 0:
                 return {"stats": stats, "rate": max(0, stats.succeeded - before.succeeded) / seconds}
         return {"stats": stats}
 
     def _carry_out(self, order: Order) -> str:
         """Returns the message for the screen."""
-        master, target = self._master, order.target
+        admin, target = self._admin, order.target
         try:
             if order.verb is Verb.CANCEL:
-                request = service.CancelRequest(task_ids=[int(target)], reason=f"cancelled {REASON}")
-                answer = master.call(master.tasks.Cancel, request)
+                answer = admin.cancel(int(target), reason=f"cancelled {REASON}")
                 return f"task {target}: {'cancelled' if answer.cancelled_task_ids else 'had ended before'}"
             if order.verb is Verb.DRAIN:
-                master.call(master.admin.DrainWorker, admin.DrainWorkerRequest(worker_id=target))
+                admin.drain_worker(target)
                 return f"{target}: draining; u ends it"
             if order.verb is Verb.CORDON:
-                cordon = admin.CordonWorkerRequest(worker_id=target, reason=f"cordoned {REASON}")
-                master.call(master.admin.CordonWorker, cordon)
+                admin.cordon_worker(target, reason=f"cordoned {REASON}")
                 return f"{target}: cordoned; u ends it"
             assert order.verb is Verb.UNCORDON
-            master.call(master.admin.UncordonWorker, admin.UncordonWorkerRequest(worker_id=target))
-        except Failure as failure:
-            return str(failure)
+            admin.uncordon_worker(target)
+        except MultigpuError as error:
+            return str(error)
         return f"{target}: takes tasks again"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu import AdminClient
 from multigpu.cli.doctor import doctor
 from multigpu.cli.doctor.base import Check, Finding, Host, Verdict
-from multigpu.cli.rpc import Master
 from multigpu.config import config
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -29,7 +29,7 @@ def host_of(address: str = "127.0.0.1:1", root: Path = Path("/"), worker: Any = 
         master_config=config.MasterConfig(**master),
         worker_config=config.WorkerConfig(**worker or {}),
         client_config=config.ClientConfig(master=address),
-        master=Master(address),
+        master=AdminClient(address, connect_timeout_s=0),
         root=root,
     )
 

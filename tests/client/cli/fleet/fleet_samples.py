@@ -6,8 +6,10 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu import Task
 from multigpu.cli.top import frame as top_frame
 from multigpu.cli.top.state import View
+from multigpu.fleet import Queue, Stats, Worker
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2 as pb
 from multigpu.v1 import task_pb2
@@ -120,10 +122,10 @@ def view_of(count: int, tasks: int = 30) -> View:
     )  # fmt: skip
     return View(
         address="10.0.0.7:7433",
-        workers={w.worker_id: w for w in workers},
-        queues=queues,
-        tasks=running,
-        stats=stats,
+        workers={w.worker_id: Worker.of(w) for w in workers},
+        queues=list(map(Queue.of, queues)),
+        tasks=list(map(Task, running)),
+        stats=Stats.of(stats),
         rate=1234.0,
     )
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from multigpu.cli import cli
 from multigpu.cli.fleet import device_columns, gpus
+from multigpu.fleet import Worker
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2
 
@@ -28,7 +29,7 @@ def script() -> Iterator[UnaryMaster]:
 
 
 def table(workers: list[admin.Worker], width: int | None) -> list[str]:
-    return gpus.lines(workers, width)[: len(workers) + 1]
+    return gpus.lines(list(map(Worker.of, workers)), width)[: len(workers) + 1]
 
 
 @pytest.mark.parametrize("count", [1, 8, 64])
@@ -78,11 +79,11 @@ def test_unknown_values_are_not_zero() -> None:
     ],
 )
 def test_health_texts(fields: dict[str, Any], words: str) -> None:
-    assert device_columns.health(gpu_worker(1, **fields)) == words
+    assert device_columns.health(Worker.of(gpu_worker(1, **fields))) == words
 
 
 def test_reasons_are_reported_below() -> None:
-    lines = gpus.lines(large_fleet(16), 80)
+    lines = gpus.lines(list(map(Worker.of, large_fleet(16))), 80)
     text = " ".join(lines)
     assert "xid_79: the GPU has fallen off the bus; reboot the host" in text
     assert "cordoned: fan replaced at noon" in text

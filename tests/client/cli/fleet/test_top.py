@@ -12,6 +12,7 @@ from multigpu.cli.top import frame as top_frame
 from multigpu.cli.top import state as top_state
 from multigpu.cli.top import terminal as top_terminal
 from multigpu.cli.top.state import Order, Pane, Verb, View, press
+from multigpu.fleet import Queue, Stats
 from multigpu.v1 import admin_service_pb2 as admin
 
 from tests.client.cli.fleet.fleet_samples import drawn, gpu_worker, large_fleet, view_of
@@ -124,7 +125,7 @@ def test_nothing_to_do_on_an_empty_screen() -> None:
 
 def test_alarms_are_shown() -> None:
     view = view_of(8)
-    view.stats = admin.GetStatsResponse(journal_writable=False, breaker=admin.Breaker(tripped=True))
+    view.stats = Stats.of(admin.GetStatsResponse(journal_writable=False, breaker=admin.Breaker(tripped=True)))
     text = "\n".join(text_of(view, 80, 24))
     assert "BREAKER TRIPPED" in text
     assert "JOURNAL NOT WRITABLE: disk full, or journal_bytes_max? The master's log says" in text
@@ -135,7 +136,7 @@ def test_alarms_are_shown() -> None:
 
 def test_foreign_text_reaches_no_terminal() -> None:
     view = view_of(0, 0)
-    view.queues = [admin.Queue(queue="evil\x1b[2J\n")]
+    view.queues = [Queue.of(admin.Queue(queue="evil\x1b[2J\n"))]
     assert "\x1b[2J" not in drawn(view, 80, 24).export_text(styles=False)
 
 

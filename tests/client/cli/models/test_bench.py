@@ -5,7 +5,7 @@ import itertools
 import json
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,14 @@ from click.testing import CliRunner
 from multigpu.cli import cli
 from multigpu.cli.bench import bench
 from multigpu.cli.bench.baseline import Baseline
-from multigpu.cli.bench.run import Row, percentiles_ms, tasks_in_round
+from multigpu.cli.bench.run import Row, latency_fields, tasks_in_round
 from multigpu.cli.bench.sentences import sentences
 from multigpu.cli.bench.source import read_texts, to_embed, to_infer
 from multigpu.cli.failures import Failure, WrongUsage
+from multigpu.fleet import Worker
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import embed_pb2, infer_pb2
+from multigpu.v1.worker_service_pb2 import Capability
 
 from tests.client.cli.fleet_up import MGPUCTL, ok, running
 
@@ -27,16 +29,18 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 def test_a_percentile_is_a_value_that_was_measured() -> None:
-    ms = percentiles_ms([n / 1000 for n in (50, 15, 40, 20, 35)])
-    assert [round(value, 6) for value in ms] == [35, 50]
-    hundred = percentiles_ms([n / 1000 for n in range(100, 0, -1)])
-    assert [round(value, 6) for value in hundred] == [50, 99]
+    def ranks(ms: Iterable[int]) -> list[float]:
+        found = latency_fields([n / 1000 for n in ms])
+        return [round(found[f"{name}_latency_ms"], 6) for name in ("min", "p50", "p95", "p99", "max", "mean")]
+
+    assert ranks((50, 15, 40, 20, 35)) == [15, 35, 50, 50, 50, 32]
+    assert ranks(range(100, 0, -1)) == [1, 50, 95, 99, 100, 50.5]
 
 
 def test_a_row_for_people() -> None:
     row = Row(
         model="m", batch_size=1, concurrency=2, tasks=3, items=3, items_per_s=1234.5, plain_items_per_s=None,
-        ratio=None, p50_latency_ms=2.04, p99_latency_ms=4.0,
+        ratio=None, **latency_fields([0.001, 0.00204, 0.004]),
     )  # fmt: skip
     cells = {column.name: column.cell(row) for column in bench.COLUMNS}
     assert (cells["ITEMS/S"], cells["P50 MS"], cells["VS PLAIN"]) == ("1,234", "2.0", "n/a")
@@ -66,8 +70,8 @@ def test_a_round_is_long_enough_for_every_caller() -> None:
 
 
 def test_a_model_of_another_kind_is_rejected() -> None:
-    worker = admin.Worker()
-    worker.capabilities.add(kind="generate", models=["chat"])
+    chat = Capability(kind="generate", models=["chat"])
+    worker = Worker.of(admin.Worker(capabilities=[chat]))
     with pytest.raises(WrongUsage, match="chat is a model for generate; bench measures models for embed, infer, class"):
         bench._chosen([worker], "chat")
     with pytest.raises(Failure, match="no connected worker serves embed; they serve: generate"):

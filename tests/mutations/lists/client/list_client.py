@@ -70,8 +70,8 @@ CLIENT = (
     settings(
         name="arguments of a client replace the config file",
         module="multigpu._calls.core",
-        old="dataclasses.replace(load_client_config(), **changes)",
-        new="dataclasses.replace(load_client_config().__class__(), **changes)",
+        old="dataclasses.replace(load_client_config(), **settings)",
+        new="dataclasses.replace(load_client_config().__class__(), **settings)",
         breaks="a client drops TLS and its token",
     ),
     settings(
@@ -139,21 +139,21 @@ COMMANDS = (
     dead_letters(
         name="a queue's dead letters are deleted without a confirmation",
         checker=TASKS + "test_dead_letters",
-        old="if queue and not task_ids and not yes:",
+        old="if queue and not yes:",
         new="if False:",
         breaks="a mistyped command deletes every dead letter of a queue",
     ),
     dead_letters(
         name="dead letters are chosen by ids and by a queue",
         checker=TASKS + "test_dead_letters",
-        old="if bool(request.task_ids) == bool(request.queue):",
+        old="if bool(task_ids) == bool(queue):",
         new="if False:",
         breaks="requeue with ids and --queue requeues more than the ids",
     ),
     command(
         name="an ambiguous prefix names the first worker",
         checker=ADMIN + "test_workers_are_named_by_the_beginning_of_an_id",
-        module="multigpu.cli.rpc",
+        module="multigpu.cli.admin",
         old="if len(found) == 1:",
         new="if found:",
         breaks="drain stops another worker than the one that was meant",
@@ -162,8 +162,8 @@ COMMANDS = (
         name="a limit resets the other limit",
         checker=ADMIN + "test_queues",
         module="multigpu.cli.tasks.queues",
-        old="            wanted.CopyFrom(known.limits)\n",
-        new="            pass\n",
+        old="known.limits.bytes_max if bytes_max is None",
+        new="0 if bytes_max is None",
         breaks="--tasks-max removes the limit of bytes",
     ),
     command(

@@ -1,4 +1,4 @@
-"""The SDK's errors as Failures with the same message."""
+"""Errors of the clients as Failures with the same message."""
 
 import logging
 import re
@@ -13,14 +13,14 @@ from multigpu.cli import show
 from multigpu.cli.failures import Failure, NotFound, TasksFailed, Unreachable, WrongUsage
 from multigpu.cli.options import load_config
 from multigpu.config.config import ConfigError, TelemetryConfig
-from multigpu.daemon import telemetry
 
 T = TypeVar("T")
 
 
 def with_flags(text: str) -> str:
     """A message of the SDK or the master with the names of options replaced by this command's flags."""
-    flags = {flag for parameter in click.get_current_context().command.params for flag in parameter.opts}
+    context = click.get_current_context(silent=True)
+    flags = {flag for parameter in context.command.params for flag in parameter.opts} if context is not None else set()
 
     def flag_of(word: re.Match[str]) -> str:
         flag = "--" + word[0].replace("_", "-")
@@ -30,18 +30,11 @@ def with_flags(text: str) -> str:
 
 
 @contextmanager
-def sdk_failures() -> Iterator[None]:
-    """Turns errors of the SDK into Failures, and prints its warnings to stderr."""
-    logger = logging.getLogger("multigpu")
-    handler = _Notes(logging.WARNING)
-    logger.addHandler(handler)
-    logger.propagate = False
+def failures() -> Iterator[None]:
+    """Turns errors of a client into Failures."""
     try:
-        command = click.get_current_context().command_path
-        telemetry.configure_tracing(load_config(TelemetryConfig).config, {"service.name": "mgpuctl"})
-        with telemetry.span(command):
-            yield
-    except ConfigError as error:  # an endpoint is set, but its exporter is not installed
+        yield
+    except ConfigError as error:
         raise WrongUsage(str(error)) from error
     except errors.UnavailableError as error:
         raise Unreachable(str(error)) from error
@@ -50,17 +43,34 @@ def sdk_failures() -> Iterator[None]:
     except errors.TaskError as error:
         raise TasksFailed(str(error)) from error
     except errors.AccessError as error:
-        own = isinstance(error.__cause__, ConfigError)  # the client's own token or certificate can't be read
-        raise (WrongUsage if own else Failure)(str(error)) from error
+        is_local = isinstance(error.__cause__, ConfigError)  # the client's own token or certificate can't be read
+        raise (WrongUsage if is_local else Failure)(str(error)) from error
     except errors.MultigpuError as error:
         raise Failure(with_flags(str(error))) from error
+
+
+@contextmanager
+def sdk_session() -> Iterator[None]:
+    """`failures`, for commands that run tasks: in a span, and with the client's warnings on stderr."""
+    from multigpu.daemon import telemetry  # noqa: PLC0415  it imports structlog
+
+    logger = logging.getLogger("multigpu")
+    handler = _StderrHandler(logging.WARNING)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        with failures():
+            command = click.get_current_context().command_path
+            telemetry.configure_tracing(load_config(TelemetryConfig).config, {"service.name": "mgpuctl"})
+            with telemetry.span(command):
+                yield
     finally:
         telemetry.shut_down_tracing()
         logger.removeHandler(handler)
         logger.propagate = True
 
 
-class _Notes(logging.Handler):
+class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         show.note(f"mgpuctl: {record.getMessage()}")
 
