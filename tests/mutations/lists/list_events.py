@@ -53,7 +53,7 @@ EVENTS = (
     ),
     scheduler(
         name="a second stream is not followed",
-        old="known.streams = (*living, stream)",
+        old="task.streams = (*living, stream)",
         new="pass",
     ),
     scheduler(
