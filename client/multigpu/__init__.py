@@ -44,6 +44,8 @@ from multigpu.handlers import handler as handler
 from multigpu.outcome import Task as Task
 from multigpu.outcome import TaskState as TaskState
 
+__version__ = "0.1.0"
+
 # gRPC reads it as it is imported. Its own handlers of a fork crash the child now and then; see
 # multigpu._transport.forks.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
