@@ -59,7 +59,8 @@ FORBIDDEN_TEXT = [
 ]
 TEXT = {".py", ".md", ".proto", ".toml", ".sh", ".service", ".txt", ".yaml", ".yml", ".js", ""}
 FOLDERS = (
-    "client", "master", "worker", "protos", "tests", "tools", "benchmarks", "docs", "systemd", "examples", ".ci", ".github",
+    "client", "master", "worker", "protos", "tests", "tools", "benchmarks", "docs", "systemd", "examples",
+    ".ci", ".github",
 )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ fail() {
 
 python="${PYTHON:-python3}"
 folder="$(mktemp -d)"
-trap 'rm -rf "$folder"' EXIT
+up=""
+trap '[ -z "$up" ] || kill "$up"; rm -rf "$folder"' EXIT
 unset PYTHONPATH # else the sources of this checkout could be what is imported
 
 # starts PROGRAM…: these must start. The others must name their extra in one line, or start with packages of this extra.
@@ -33,7 +34,7 @@ starts() {
 
 # A fleet runs a task.
 runs_a_task() {
-  local up output
+  local output
   "$bin/mgpuctl" up --workers 1 --device cpu --listen 127.0.0.1:0 --data-dir "$folder/data" --ready-file "$folder/ready" \
     >"$folder/up.log" 2>&1 &
   up=$!
@@ -47,6 +48,7 @@ runs_a_task() {
     submit --kind echo --payload hello --wait)" || fail "the task failed: $output"
   kill "$up"
   wait "$up" || fail "the fleet ended with exit code $?"
+  up=""
   echo "    a fleet ran a task: $output"
 }
 
