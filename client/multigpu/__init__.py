@@ -48,6 +48,8 @@ from multigpu.handles import wait as wait
 from multigpu.outcome import Task as Task
 from multigpu.outcome import TaskState as TaskState
 
+__version__ = "0.1.0"
+
 # gRPC reads it as it is imported. Its own handlers of a fork crash the child now and then; see
 # multigpu._transport.forks.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
