@@ -21,9 +21,9 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 PROGRAMS = {"mgpuctl": "cli", "mgpu-master": "master", "mgpu-worker": "worker"}
-BASE = {"grpcio", "numpy", "protobuf"}
+BASE = {"grpcio", "msgpack", "numpy", "protobuf"}
 # What `pip install multigpu` leaves in an environment, by import name: typing_extensions is grpcio's.
-BASE_FILES = ("google", "grpc", "numpy", "numpy.libs", "typing_extensions.py")
+BASE_FILES = ("google", "grpc", "msgpack", "numpy", "numpy.libs", "typing_extensions.py")
 # Without these the worker runs, and says what it can't do.
 OPTIONAL = {"nvidia-ml-py", "torch", "transformers"}
 NOT_POSIX = ("fcntl", "grp", "pwd", "resource", "termios")

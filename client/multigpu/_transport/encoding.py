@@ -1,6 +1,8 @@
-"""Payloads and results as Python values: bytes travel as they are, everything else as JSON.
+"""Payloads and results as Python values: bytes travel as they are, JSON values as JSON, and values that hold bytes or
+NumPy arrays as MessagePack.
 
-The master reads neither; a content type beside the bytes says which it is, empty for raw bytes.
+The master reads none of them; a content type beside the bytes says which it is, empty for raw bytes. An array is the
+MessagePack extension type 1: its NumPy dtype and its shape as MessagePack, then its elements in C order.
 """
 
 import json
@@ -8,25 +10,79 @@ from typing import Any
 
 RAW = ""
 JSON = "application/json"
+MSGPACK = "application/vnd.msgpack"
+ARRAY = 1
 
 # One encoder for all calls: json.dumps builds a new one whenever an option differs from its defaults.
 _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def encode(value: Any) -> tuple[bytes, str]:
-    """The payload and content type of a value. ValueError: neither bytes nor JSON."""
+    """The payload and content type of a value. ValueError: it is none of these."""
     if isinstance(value, bytes):
         return value, RAW
     if isinstance(value, bytearray | memoryview):
         return bytes(value), RAW
     try:
         return _encode_json(value).encode(), JSON
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"a payload must be bytes or a JSON value, and this {type(value).__name__} is neither: {error}"
-        ) from error
+    except (TypeError, ValueError, RecursionError):
+        return _pack(value), MSGPACK
 
 
 def decode(data: bytes, content_type: str) -> Any:
-    """The value of a result: JSON is parsed, every other content type stays bytes. ValueError: it is not JSON."""
-    return json.loads(data) if content_type == JSON else data
+    """The value of a payload or result; bytes stay bytes. ValueError: it is not what its content type says."""
+    if content_type == JSON:
+        return json.loads(data)
+    return _unpack(data) if content_type == MSGPACK else data
+
+
+def _pack(value: Any) -> bytes:
+    import msgpack  # noqa: PLC0415  few values need it
+
+    try:
+        packed: bytes = msgpack.packb(value, default=_pack_array)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"a value must be bytes, a JSON value, or made of these and NumPy arrays, and this {type(value).__name__} "
+            f"is not: {error}"
+        ) from error
+    return packed
+
+
+def _pack_array(value: Any) -> Any:
+    import msgpack  # noqa: PLC0415  as above
+    import numpy as np  # noqa: PLC0415
+
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.dtype.names:
+        what = (
+            f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"{type(value).__name__} {value!r:.100}"
+        )
+        raise TypeError(f"can't hold {what}")
+    return msgpack.ExtType(ARRAY, msgpack.packb([value.dtype.str, value.shape]) + value.tobytes())
+
+
+def _unpack(data: bytes) -> Any:
+    import msgpack  # noqa: PLC0415  as above
+
+    try:
+        return msgpack.unpackb(data, ext_hook=_unpack_array, strict_map_key=False)
+    except Exception as error:  # its errors have no common class
+        raise ValueError(f"this is not MessagePack: {error!r}") from error
+
+
+def _unpack_array(code: int, data: bytes) -> Any:
+    """A read-only view of the bytes."""
+    import msgpack  # noqa: PLC0415  as above
+    import numpy as np  # noqa: PLC0415
+
+    if code != ARRAY:
+        raise ValueError(f"extension type {code}")
+    header = msgpack.Unpacker()
+    header.feed(data[:1024])
+    (name, shape), at = header.unpack(), header.tell()
+    dtype = np.dtype(name)
+    if dtype.hasobject or dtype.names or min(shape, default=0) < 0:
+        raise ValueError(f"an array of {dtype} with the shape {shape}")
+    return np.ndarray(shape, dtype, buffer=data, offset=at)

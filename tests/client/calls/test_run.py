@@ -1,7 +1,6 @@
 """AsyncClient.run and its relatives against a scripted master over real gRPC."""
 
 import asyncio
-import math
 import zlib
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -24,10 +23,10 @@ async def test_bytes_travel_as_they_are_and_other_values_as_json(master: Scripte
     assert [spec.content_type for spec in master.specs] == ["", "", "application/json"]
 
 
-@pytest.mark.parametrize("payload", [object(), math.nan, {1, 2}, "\ud800"])
+@pytest.mark.parametrize("payload", [object(), {1, 2}, "\ud800"])
 async def test_a_payload_that_cannot_be_encoded_is_not_sent(payload: Any) -> None:
     client = multigpu.AsyncClient("127.0.0.1:1")
-    with pytest.raises(multigpu.InvalidTaskError, match="bytes or a JSON value"):
+    with pytest.raises(multigpu.InvalidTaskError, match="must be bytes, a JSON value"):
         await client.run("echo", payload)
     await client.close()
 

@@ -7,7 +7,6 @@ share connections; at most one per slot runs at a time. Classes are instantiated
 import asyncio
 import contextlib
 import inspect
-import json
 import logging
 import sys
 import threading
@@ -15,18 +14,19 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from multigpu._transport import encoding
+from multigpu._transport.encoding import JSON, MSGPACK
 from multigpu.handlers import Handler, LocalContext, current_context, registered_handlers, task_log
 
 from multigpu_worker.engines.base import Batch, Item, Reporter
 from multigpu_worker.engines.common.failures import BadInputError, bad_input
-from multigpu_worker.engines.common.payloads import JSON
 
 # How often a waiting async handler is checked for cancellation.
 _POLL_S = 0.05
 
 
 class WrongResultTypeError(TypeError):
-    """A handler returned or yielded something that is neither bytes nor JSON."""
+    """A handler returned or yielded something that can't be sent."""
 
 
 class HandlerContext:
@@ -228,11 +228,12 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def _decode(handler: Handler, batch: Batch, item: Item) -> Any:
     """The value of a task. Raises BadInputError."""
-    if batch.content_type == JSON:
+    if batch.content_type in (JSON, MSGPACK):
         try:
-            return json.loads(item.payload)
+            return encoding.decode(item.payload, batch.content_type)
         except ValueError as error:
-            raise BadInputError(f"the payload is not JSON, though its content type says so: {error}") from error
+            why = f"the payload is not {batch.content_type}, though its content type says so: {error}"
+            raise BadInputError(why) from error
     if handler.json_type:
         why = f"the handler takes a {handler.json_type}, and the payload is bytes"
         raise BadInputError(f"{why}: send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)")
@@ -274,14 +275,12 @@ def _encode(value: Any) -> tuple[bytes, str]:
     """Encode a result, and return its content type."""
     if value is None:
         return b"", ""
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value), ""
     try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), JSON
-    except (TypeError, ValueError, RecursionError) as error:
+        return encoding.encode(value)
+    except ValueError as error:
         raise WrongResultTypeError(
-            f"the handler gave a {type(value).__name__}, which is neither bytes nor JSON ({error}); "
-            "return bytes, None or a JSON value. NaN and Infinity are no JSON"
+            f"the handler gave a {type(value).__name__}, which can't be sent ({error}); return bytes, None, a JSON "
+            "value, or what is made of these and NumPy arrays"
         ) from error
 
 
