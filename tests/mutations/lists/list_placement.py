@@ -16,358 +16,190 @@ recall_story = partial(recall, checker="pytest")
 
 PLACEMENT = (
     ranking(
-        name="a ranking keeps what has changed",
-        old="                if pushed.get(worker, worker.version) != worker.version:\n",
-        new="                if pushed.get(worker, worker.version) < worker.version - 1:\n",
+        "a ranking keeps what has changed",
+        "                if pushed.get(worker, worker.version) != worker.version:\n",
+        "                if pushed.get(worker, worker.version) < worker.version - 1:\n",
+    ),
+    dispatch("dispatch while the fleet is awaited", "if state.hold.active(now) or", "if"),
+    dispatch(
+        "P10: dispatch while the journal can't follow",
+        "if state.hold.active(now) or state.ledger.clogged():",
+        "if state.hold.active(now):",
     ),
     dispatch(
-        name="dispatch while the fleet is awaited",
-        old="if state.hold.active(now) or state.ledger.clogged():",
-        new="if state.ledger.clogged():",
+        "paused queues dispatch",
+        "None if queue.paused else state.placement.choose(strategy, resource_class)",
+        "state.placement.choose(strategy, resource_class)",
     ),
+    dispatch("frames don't count up", "            worker.frame += 1\n"),
+    dispatch("a lease names the frame before its own", "now, worker.frame + 1, cost_s)", "now, worker.frame, cost_s)"),
+    dispatch("P4: attempts are not counted", "            task.attempts += 1\n"),
     dispatch(
-        name="dispatch while the journal can't follow",
-        old="if state.hold.active(now) or state.ledger.clogged():",
-        new="if state.hold.active(now):",
-        breaks="P10: outcomes pile up without end",
+        "the next class of a wait list is not tried",
+        "                classes.granted(resource_class)\n        for worker",
+        "                pass\n        for worker",
     ),
-    dispatch(
-        name="paused queues dispatch",
-        old="None if queue.paused else state.placement.choose(strategy, resource_class)",
-        new="state.placement.choose(strategy, resource_class)",
-    ),
-    dispatch(
-        name="frames don't count up",
-        old="            worker.frame += 1\n",
-    ),
-    dispatch(
-        name="a lease names the frame before its own",
-        old="task.attempts, now, worker.frame + 1, cost_s)",
-        new="task.attempts, now, worker.frame, cost_s)",
-    ),
-    dispatch(
-        name="attempts are not counted",
-        old="            task.attempts += 1\n",
-        breaks="P4: attempts without end",
-    ),
-    dispatch(
-        name="the next class of a wait list is not tried",
-        old="                classes.granted(resource_class)\n        for worker",
-        new="                pass\n        for worker",
-    ),
-    dispatch(
-        name="wait lists wait for changes of members",
-        old="        elif classes.parked and (freed or moved):\n",
-        new="        elif False:\n",
-    ),
+    dispatch("wait lists wait for changes of members", "elif classes.parked and (freed or moved):\n", "elif False:\n"),
+    wait_lists("a window that has room again is not noticed", "in list(self.windows.values()):\n", "in ():\n"),
     wait_lists(
-        name="a window that has room again is not noticed",
-        old="        for wait_list in list(self.windows.values()):\n",
-        new="        for wait_list in ():\n",
-    ),
-    wait_lists(
-        name="a worker that was freed is not tried for its own keys",
-        old="            if (wait_list := self.pins.get(worker)) is not None:\n",
-        new="            if False:\n",
+        "a worker that was freed is not tried for its own keys",
+        "            if (wait_list := self.pins.get(worker)) is not None:\n",
     ),
     dispatch(
-        name="whatever a class waits for, it is a window",
-        old="elif pin is None and fleet.open.keys().isdisjoint(able.keys()):",
-        new="elif pin is None:",
+        "whatever a class waits for, it is a window",
+        "elif pin is None and fleet.open.keys().isdisjoint(able.keys()):",
+        "elif pin is None:",
         seeds=5000,
     ),
     dispatch_story(
-        name="paused classes are parked like others",
-        old="            classes.pause(resource_class)\n            return\n",
-        new="            pass\n",
+        "paused classes are parked like others", "            classes.pause(resource_class)\n            return\n"
     ),
     wait_lists(
-        name="a class that waits for something else leaves none offered",
-        old="            self.offer_first(before)  # what",
-        new="            pass  # what",
-        seeds=5000,
+        "a class that waits for something else leaves none offered", "self.offer_first(before)", "pass", seeds=5000
     ),
     wait_lists(
-        name="a class that ends takes the offer of its wait list with it",
-        old="        if offered and wait_list is not None:\n",
-        new="        if False:\n",
+        "a class that ends takes the offer of its wait list with it",
+        "        if offered and wait_list is not None:\n",
         checker="pytest",
     ),
-    wait_lists(
-        name="a class goes on past an older one of its wait list",
-        old="            if entry < first:\n",
-        new="            if True:\n",
-    ),
-    placement(
-        name="the worst of few workers is chosen",
-        old="                if best is None or rank < first:\n",
-        new="                if best is None or rank > first:\n",
+    wait_lists("a class goes on past an older one of its wait list", "if entry < first:\n", "if True:\n"),
+    placement("the worst of few workers is chosen", "best is None or rank < first:", "best is None or rank > first:"),
+    dispatch_story("changed averages do not trigger dispatch", "self._averages != fleet.averages", "False"),
+    dispatch_story(
+        "a task goes back to where it failed",
+        "        if not is_one_of(worker, avoided):\n",
+        "        if not extra.broke or not is_one_of(worker, avoided):\n",
     ),
     dispatch_story(
-        name="changed averages do not trigger dispatch",
-        old="moved = self._averages != fleet.averages",
-        new="moved = False",
-    ),
-    dispatch_story(
-        name="a task goes back to where it failed",
-        old="        if not is_one_of(worker, avoided):\n",
-        new="        if not extra.broke or not is_one_of(worker, avoided):\n",
-    ),
-    dispatch_story(
-        name="a retry loads its model anywhere",
-        old=(
-            "        if other"
-            " and (extra.broke or backlog_suffices(fleet, strategy, backlog.base, other, backlog.size + 1)):\n"
-        ),
-        new="        if other:\n",
+        "a retry loads its model anywhere",
+        "        if other"
+        " and (extra.broke or backlog_suffices(fleet, strategy, backlog.base, other, backlog.size + 1)):\n",
+        "        if other:\n",
     ),
     dispatch(
-        name="a worker that loads a model is not looked at again",
-        old="                self._offer_loading(loads)\n",
-        new="                pass\n",
+        "a worker that loads a model is not looked at again",
+        "                self._offer_loading(loads)\n",
         seeds=20000,
     ),
-    dispatch(
-        name="a worker that comes is not tried",
-        old="        if self._membership != fleet.membership:\n",
-        new="        if False:\n",
+    dispatch("a worker that comes is not tried", "        if self._membership != fleet.membership:\n"),
+    ranking("P10: full windows get leases", "if not worker.accepting or worker.full:", "if not worker.accepting:"),
+    ranking("workers that take nothing get work", "if not worker.accepting or worker.full:", "if worker.full:"),
+    obstacles("device memory is promised twice", "    free -= worker.leased_memory_bytes\n"),
+    ranking(
+        "device memory ignored", "        if short_of_memory(worker, self._shape) is not None:\n            return\n"
     ),
     ranking(
-        name="full windows get leases",
-        old="if not worker.accepting or worker.full:",
-        new="if not worker.accepting:",
-        breaks="P10: a worker holds more than it may",
-    ),
-    ranking(
-        name="workers that take nothing get work",
-        old="if not worker.accepting or worker.full:",
-        new="if worker.full:",
-    ),
-    obstacles(
-        name="device memory is promised twice",
-        old="    free -= worker.leased_memory_bytes\n",
-    ),
-    ranking(
-        name="device memory ignored",
-        old="        if short_of_memory(worker, self._shape) is not None:\n            return\n",
-    ),
-    ranking(
-        name="exclusions of a strategy ignored",
-        old="        if self.strategy.excludes(self._shape, worker, self._fleet) is not None:\n            return\n",
+        "exclusions of a strategy ignored",
+        "        if self.strategy.excludes(self._shape, worker, self._fleet) is not None:\n            return\n",
         seeds=2000,
     ),
+    ranking("stale ranks count", "            if heap[0][2] != worker.version:\n"),
+    ranking("the ranking is reversed", "score, worker.last_dispatch", "-score, worker.last_dispatch", checker="pytest"),
     ranking(
-        name="stale ranks count",
-        old="            if heap[0][2] != worker.version:\n",
-        new="            if False:\n",
+        "rankings forget the newest change",
+        "            for worker in fleet.changes[self._cursor - fleet.changes_base :]:\n",
+        "            for worker in fleet.changes[self._cursor - fleet.changes_base : -1]:\n",
     ),
+    ranking("rankings outlive the fleet that they rank", "self._members != fleet.membership", "self._members == -1"),
     ranking(
-        name="the ranking is reversed",
-        old="        heappush(heap, (score, worker.last_dispatch,",
-        new="        heappush(heap, (-score, worker.last_dispatch,",
-        checker="pytest",
-    ),
-    ranking(
-        name="rankings forget the newest change",
-        old="            for worker in fleet.changes[self._cursor - fleet.changes_base :]:\n",
-        new="            for worker in fleet.changes[self._cursor - fleet.changes_base : -1]:\n",
-    ),
-    ranking(
-        name="rankings outlive the fleet that they rank",
-        old="anew = self._members != fleet.membership or self._averages != fleet.averages",
-        new="anew = self._members == -1 or self._averages != fleet.averages",
-    ),
-    ranking(
-        name="rankings outlive the averages",
-        old="anew = self._members != fleet.membership or self._averages != fleet.averages",
-        new="anew = self._members != fleet.membership",
+        "rankings outlive the averages",
+        "anew = self._members != fleet.membership or self._averages != fleet.averages",
+        "anew = self._members != fleet.membership",
         seeds=2000,
     ),
+    ranking("workers set aside never come back", "            self._bring_back(queued)\n", seeds=5000),
     ranking(
-        name="workers set aside never come back",
-        old="            self._bring_back(queued)\n",
-        new="            pass\n",
-        seeds=5000,
-    ),
-    ranking(
-        name="workers set aside return only for the backlog",
-        old="        if self._resident != self._fleet.resident_workers(self._shape):\n",
-        new="        if False:\n",
+        "workers set aside return only for the backlog",
+        "        if self._resident != self._fleet.resident_workers(self._shape):\n",
         checker="pytest",
     ),
-    ranking(
-        name="workers come back for one task too many",
-        old="        while aside and aside[0][0] <= queued:\n",
-        new="        while aside and aside[0][0] < queued:\n",
-        seeds=5000,
-    ),
+    ranking("workers come back for one task too many", "aside[0][0] <= queued:", "aside[0][0] < queued:", seeds=5000),
     placement(
-        name="nobody waits for a backlog to grow",
-        old="        backlog.waits_to_grow = worker is None and ranking.has_room()\n",
+        "nobody waits for a backlog to grow",
+        "        backlog.waits_to_grow = worker is None and ranking.has_room()\n",
         checker="pytest",
     ),
-    dispatch(
-        name="classes that one event left over wait for another",
-        old="                    self.unfinished_s = now\n",
-    ),
+    dispatch("classes that one event left over wait for another", "                    self.unfinished_s = now\n"),
     dispatch_story(
-        name="backlogs that may grow wait with all of their shape",
-        old="        elif pin is None and resource_class.backlog.waits_to_grow:\n",
-        new="        elif False:\n",
+        "backlogs that may grow wait with all of their shape",
+        "        elif pin is None and resource_class.backlog.waits_to_grow:\n",
+        "        elif False:\n",
     ),
     wait_lists(
-        name="requirements that nothing has any more count",
-        old="                self._backlogs_of[queue] -= 1\n",
+        "requirements that nothing has any more count",
+        "                self._backlogs_of[queue] -= 1\n",
         checker="pytest",
     ),
-    placement(
-        name="pins outlive their workers",
-        old="                del self._pins[key]\n",
-        new="                pass\n",
-    ),
-    placement(
-        name="pins outlive the fleet",
-        old="        if self._pins_members != self._fleet.membership:\n",
-        new="        if self._pins_members == -1:\n",
-    ),
-    placement(
-        name="a new worker takes no partition keys",
-        old="            elif joined:\n",
-        new="            elif False:\n",
-        seeds=2000,
-    ),
-    placement(
-        name="pinned windows are never full",
-        old=(
-            "            if worker is None or worker.full or short_of_memory(worker"
-            ", resource_class.shape) is not None:\n"
-        ),
-        new="            if worker is None or short_of_memory(worker, resource_class.shape) is not None:\n",
-        breaks="P10: a worker holds more than it may",
-    ),
-    wait_lists(
-        name="priority ignored",
-        old="        return resource_class.priority, head.task_id, self._tickets, resource_class\n",
-        new="        return 0, head.task_id, self._tickets, resource_class\n",
+    placement("pins outlive their workers", "                del self._pins[key]\n"),
+    placement("pins outlive the fleet", "self._pins_members != self._fleet.membership:", "self._pins_members == -1:"),
+    placement("a new worker takes no partition keys", "elif joined:\n", "elif False:\n", seeds=2000),
+    placement("P10: pinned windows are never full", "if worker is None or worker.full or", "if worker is None or"),
+    wait_lists("priority ignored", "return resource_class.priority, head.task_id", "return 0, head.task_id"),
+    resource_classes(
+        "a requeued task goes before older tasks",
+        "while len(older) < SORTED_IN and (head := self.head()) is not None and head.task_id < task.task_id:",
+        "while False:",
     ),
     resource_classes(
-        name="a requeued task goes before older tasks",
-        old="while len(older) < SORTED_IN and (head := self.head()) is not None and head.task_id < task.task_id:",
-        new="while False:",
+        "a requeued task goes to the end",
+        "            self._prepend(each)\n",
+        "            (self.append if each is task else self._prepend)(each)\n",
+    ),
+    wait_lists(
+        "P7: a class with tasks is not tried",
+        "        resource_class.put_back(task)\n        self.offer(resource_class)\n",
+        "        resource_class.put_back(task)\n",
+    ),
+    resource_classes("a hollow entry is filled twice", "return  # its hollow", "pass  # its hollow", seeds=5000),
+    wait_lists(
+        "an offered class stays parked",
+        "        self.parked.pop(resource_class, None)\n        heappush(self._heap",
+        "        heappush(self._heap",
+    ),
+    wait_lists("a change of members leaves some parked", "in self.parked:\n", "in list(self.parked)[:1]:\n"),
+    resource_classes("hollow entries are dispatched", "                if task.waiting:", "                if True:"),
+    wait_lists(
+        "a class keeps its place when its head has gone", "            if head.task_id != task_id:\n", seeds=2000
+    ),
+    wait_lists("a taken task is still counted", ".stretch = None\n        resource_class.size -= 1", ".stretch = None"),
+    wait_lists(
+        "a backlog counts what was taken",
+        ".stretch = None\n        resource_class.size -= 1\n        resource_class.backlog.size -= 1\n",
+        ".stretch = None\n        resource_class.size -= 1\n",
+    ),
+    wait_lists(
+        "a backlog counts what has left",
+        "        resource_class.size -= 1\n"
+        "        resource_class.backlog.size -= 1\n"
+        "        if resource_class.size == 0:\n",
+        "        resource_class.size -= 1\n        if resource_class.size == 0:\n",
     ),
     resource_classes(
-        name="a requeued task goes to the end",
-        old="            self._prepend(each)\n",
-        new="            (self.append if each is task else self._prepend)(each)\n",
+        "P10: cancelled tasks stay in memory", "        if 2 * stretch.left > len(tasks):\n", checker="pytest"
     ),
     wait_lists(
-        name="a requeued task's class is not offered",
-        old="        resource_class.put_back(task)\n        self.offer(resource_class)\n",
-        new="        resource_class.put_back(task)\n",
-        breaks="P7: a class with tasks is not tried",
+        "P10: classes in which nothing waits stay in memory",
+        "        if self.by_key.pop(resource_class.key(), None) is not None:\n",
     ),
-    resource_classes(
-        name="a hollow entry is filled twice",
-        old="            return  # its hollow entry is filled again\n",
-        new="            pass  # its hollow entry is filled again\n",
-        seeds=5000,
-    ),
-    wait_lists(
-        name="an offered class stays parked",
-        old="        self.parked.pop(resource_class, None)\n        heappush(self._heap",
-        new="        heappush(self._heap",
-    ),
-    wait_lists(
-        name="a change of members leaves some parked",
-        old="        for resource_class in self.parked:\n",
-        new="        for resource_class in list(self.parked)[:1]:\n",
-    ),
-    resource_classes(
-        name="hollow entries are dispatched",
-        old="                if task.waiting:\n                    return task\n",
-        new="                if True:\n                    return task\n",
-    ),
-    wait_lists(
-        name="a class keeps its place when its head has gone",
-        old="            if head.task_id != task_id:\n",
-        new="            if False:\n",
-        seeds=2000,
-    ),
-    wait_lists(
-        name="a taken task is still counted",
-        old=".stretch = None\n        resource_class.size -= 1\n",
-        new=".stretch = None\n",
-    ),
-    wait_lists(
-        name="a backlog counts what was taken",
-        old=".stretch = None\n        resource_class.size -= 1\n        resource_class.backlog.size -= 1\n",
-        new=".stretch = None\n        resource_class.size -= 1\n",
-    ),
-    wait_lists(
-        name="a backlog counts what has left",
-        old=(
-            "        resource_class.size -= 1\n"
-            "        resource_class.backlog.size -= 1\n"
-            "        if resource_class.size == 0:\n"
-        ),
-        new="        resource_class.size -= 1\n        if resource_class.size == 0:\n",
-    ),
-    resource_classes(
-        name="hollow stretches are never rebuilt",
-        old="        if 2 * stretch.left > len(tasks):\n",
-        new="        if False:\n",
-        breaks="P10: cancelled tasks stay in memory",
-        checker="pytest",
-    ),
-    wait_lists(
-        name="an emptied class is not forgotten",
-        old="        if self.by_key.pop(resource_class.key(), None) is not None:\n",
-        new="        if False:\n",
-        breaks="P10: classes in which nothing waits stay in memory",
-    ),
-    recall(
-        name="leases are not recalled for free slots",
-        old="            self._recall_for_slots(now)\n",
-    ),
-    recall(
-        name="leases are not recalled for urgent tasks",
-        old="            self._recall_for_urgent(now)\n",
-    ),
+    recall("leases are not recalled for free slots", "            self._recall_for_slots(now)\n"),
+    recall("leases are not recalled for urgent tasks", "            self._recall_for_urgent(now)\n"),
     recall_story(
-        name="tasks from before the clock was set back are as young as can be",
-        old="if 0 <= now - head.submit_s < LOOK_S:",
-        new="if now - head.submit_s < LOOK_S:",
+        "tasks from before the clock was set back are as young as can be",
+        "if 0 <= now - head.submit_s < LOOK_S:",
+        "if now - head.submit_s < LOOK_S:",
     ),
-    recall(
-        name="running leases are recalled",
-        old="if lease.running or lease.recalled == worker.session:",
-        new="if lease.recalled == worker.session:",
-    ),
+    recall("running leases are recalled", "if lease.running or lease.recalled", "if lease.recalled"),
     recall_story(
-        name="leases behind a cancelled call are not recalled",
-        old="len(w.leases) > w.slots}",
-        new="len(w.leases) > w.info.slots}",
+        "leases behind a cancelled call are not recalled", "len(w.leases) > w.slots}", "len(w.leases) > w.info.slots}"
     ),
     recall(
-        name="adopted leases are not looked at",
+        "adopted leases are not looked at",
+        "        self._recalls.granted(worker, now)\n        revoked",
+        "        revoked",
         module="multigpu_master.core.workers.sessions",
-        old="        self._recalls.granted(worker, now)\n        revoked",
-        new="        revoked",
         seeds=20000,
     ),
-    recall(
-        name="the recall timer is not armed again",
-        old="        self._arm(now)\n        for worker",
-        new="        for worker",
-    ),
-    recall_story(
-        name="leases of paused queues are recalled",
-        old="return not (queue.paused or ",
-        new="return not (",
-    ),
-    recall_story(
-        name="one free worker gets all recalled leases",
-        old="            share = len(waiting) // (len(free) + 1)\n",
-        new="            share = len(waiting)\n",
-    ),
+    recall("the recall timer is not armed again", "        self._arm(now)\n        for worker", "        for worker"),
+    recall_story("leases of paused queues are recalled", "return not (queue.paused or ", "return not ("),
+    recall_story("one free worker gets all recalled leases", "len(waiting) // (len(free) + 1)\n", "len(waiting)\n"),
 )

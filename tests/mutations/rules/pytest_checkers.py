@@ -41,7 +41,7 @@ import sys
 sys.path.append({root!r})
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import plant
-plant(next(m for m in MUTATIONS if m.name == {name!r}))
+plant(next(m for m in MUTATIONS if m.breaks == {breaks!r}))
 """
 
 
@@ -80,7 +80,7 @@ def run_test(name: str, _seed: int) -> None:
     mutation = planted()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if mutation is not None:
-            (Path(folder) / "sitecustomize.py").write_text(PLANT.format(root=str(TESTS.parent), name=mutation.name))
+            (Path(folder) / "sitecustomize.py").write_text(PLANT.format(root=str(TESTS.parent), breaks=mutation.breaks))
             patch.setenv("PYTHONPATH", os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]))
         run_tests((name,))
 
