@@ -48,11 +48,8 @@ class Mutation:
 
 def _disabled(old: str) -> str:
     """`old`, an `if` or complete statements, replaced by what has no effect."""
-    indent = old[: len(old) - len(old.lstrip(" "))]
-    if old.lstrip().startswith("if ") and old.rstrip().endswith(":"):
-        return f"{indent}if False:" + "\n" * old.endswith("\n")
-    assert old.startswith(" ") and old.endswith("\n"), f"{old!r} is no complete statement: state what replaces it"
-    return f"{indent}pass\n"
+    code = old.strip()
+    return old.replace(code, "if False:" if code.startswith("if ") and code.endswith(":") else "pass")
 
 
 class _Loader(SourceFileLoader):

@@ -32,16 +32,16 @@ ATTEMPTS = (
         "        if task.attempts == lease.attempt:\n            task.attempts -= 1\n",
         "        task.attempts -= 1\n",
     ),
-    attempts("P4: losses are not counted", "        extra.losses += 1\n"),
+    attempts("P4: losses are not counted", "extra.losses += 1"),
     attempts("P4: dead letter never", "        if extra.losses <= LOSSES_MAX:\n", "        if True:\n"),
     attempts(
         "suspects are retried without a delay",
         "0.0 if extra.losses == 1 else self._backoff_s(task, extra.losses - 1)",
         "0.0",
     ),
-    attempts("revoke not sent", "        self._state.outbox.revoke(worker.session, [lease.lease_id], why)\n"),
-    attempts("P2: a lease that was taken back can still be reported", "        del worker.leases[lease.lease_id]\n"),
-    attempts("a taken lease leaves the ranking as it was", "        self._state.fleet.touch(worker)\n"),
+    attempts("revoke not sent", "self._state.outbox.revoke(worker.session, [lease.lease_id], why)"),
+    attempts("P2: a lease that was taken back can still be reported", "del worker.leases[lease.lease_id]"),
+    attempts("a taken lease leaves the ranking as it was", "self._state.fleet.touch(worker)"),
     attempts(
         "P4: a task that never ends is tried for ever",
         """        if error is not None:
@@ -52,18 +52,11 @@ ATTEMPTS = (
         elif error is not None:
             self.failed(""",
     ),
-    attempts(
-        "a settled task stays in its class",
-        "            self._state.classes.leave(self._ledger.class_of(task), task)\n",
-    ),
+    attempts("a settled task stays in its class", "self._state.classes.leave(self._ledger.class_of(task), task)"),
     attempts("a deadline is no end", "if what is Due.DEADLINE:\n", "if what is Due.DEADLINE and task.lease is None:\n"),
     attempts("queue timeouts while workers are awaited", "elif self._state.hold.active(now)", "elif False", seeds=5000),
     attempts("queue timeout ignored", "        else:\n            self._queue_timeout(task, now)\n"),
-    attempts(
-        "queue_timeout does not recall a lease from a window",
-        "                self._state.outbox.recall(lease.worker, [lease])",
-        "                pass",
-    ),
+    attempts("queue_timeout does not recall a lease from a window", "self._state.outbox.recall(lease.worker, [lease])"),
     attempts(
         "a lease returned after its queue_timeout is granted again",
         "        elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:\n",
@@ -72,22 +65,19 @@ ATTEMPTS = (
     attempts_story("queue timeout of what runs", " or (lease is not None and lease.running):\n", ":\n"),
     attempts("queue timeout of a later attempt", "task.attempts > (lease is not None) or (lease", "(lease"),
     attempts("a lease meets the queue timeout", "None and now < due_s", "None:\n            return\n        if False"),
-    attempts("queue_timeout leaves no time to report the start", "        if lease is not None and now < due_s:\n"),
+    attempts("queue_timeout leaves no time to report the start", "if lease is not None and now < due_s:"),
     attempts("a lease that is not begun stays", "            self._withdraw(lease, NOT_BEGUN)", "            return"),
     attempts_story(
-        "a task is granted again to the worker that did not start it",
-        "            task.more().avoids = worker.device_key\n",
+        "a task is granted again to the worker that did not start it", "task.more().avoids = worker.device_key"
     ),
     attempts_story(
-        "a model's loading counts as not begun",
-        "        if not lease.running and worker.residency.loading(lease.model):\n",
+        "a model's loading counts as not begun", "if not lease.running and worker.residency.loading(lease.model):"
     ),
     attempts_story(
-        "a recalled lease is granted to the same worker",
-        "            lease.task.more().avoids = lease.worker.worker_id\n",
+        "a recalled lease is granted to the same worker", "lease.task.more().avoids = lease.worker.worker_id"
     ),
     attempts("run timeout counts from the grant", "since_s = lease.run_s if lease.running else", "since_s ="),
-    attempts("P7: run timeout looks once", "            self._ledger.expiries.at(due_s, task, Due.RUN_TIMEOUT)\n"),
+    attempts("P7: run timeout looks once", "self._ledger.expiries.at(due_s, task, Due.RUN_TIMEOUT)"),
     attempts("pauses don't grow", "spec.backoff_initial_s * 2.0 ** max(0, tries - 1)", "spec.backoff_initial_s"),
     attempts(
         "pauses have no limit",
@@ -99,10 +89,10 @@ ATTEMPTS = (
     ),
     attempts("a settled task wakes", "if task.task_id and task.outcome is None and extra", "if task.task_id and extra"),
     attempts("a rejected task wakes", "task.task_id and task.outcome is None", "task.outcome is None", seeds=5000),
-    attempts("P7: a pause without end", "        self._state.timers.at(not_before_s, due)\n"),
+    attempts("P7: a pause without end", "self._state.timers.at(not_before_s, due)"),
     Mutation(
         "the first reported attempt of a task is adopted",
-        "        ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts\n",
+        "ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts",
         module="multigpu_master.core.workers.sessions",
         seeds=5000,
     ),

@@ -10,7 +10,7 @@ operators = partial(Mutation, module="multigpu_master.core.operators")
 
 EVENTS = (
     scheduler("a requeued dead letter gets another id", "task.task_id = requeued or", "task.task_id =", seeds=20_000),
-    scheduler("timers never fire", "        state.timers.fire(now)\n"),
+    scheduler("timers never fire", "state.timers.fire(now)"),
     scheduler(
         "deadlines ignored",
         "        for task, what in self._expiries.due(now):\n"
@@ -21,17 +21,17 @@ EVENTS = (
     scheduler(
         "tick ignores deadlines", "self.state.timers.next_s(), self._expiries.next_s()", "self.state.timers.next_s(),"
     ),
-    scheduler("outcomes are sent twice", "            self._settled = []\n", module="multigpu_master.core.outbox"),
+    scheduler("outcomes are sent twice", "self._settled = []", module="multigpu_master.core.outbox"),
     scheduler(
         "P5: duplicate request_id taken twice",
         "known = ledger.requests.get(task.request_id) if task.request_id else None",
         "known = None",
     ),
     scheduler("a withdrawn request_id stays taken", " and not _is_free(known.outcome, spec):", ":", checker="pytest"),
-    scheduler("a second stream is not followed", "known.streams = (*living, stream)", "pass"),
+    scheduler("a second stream is not followed", "known.streams = (*living, stream)"),
     scheduler("P10: queues grow without end", "reason or full(state, queue, len(task.payload))", "reason"),
     scheduler("rejections ignored", "why_not = reason or", "why_not ="),
-    scheduler("cancel lost", "            self._attempts.end(task, OutcomeState.CANCELLED, error, now)\n"),
+    scheduler("cancel lost", "self._attempts.end(task, OutcomeState.CANCELLED, error, now)"),
     scheduler(
         "settled tasks are cancelled",
         "for t in dict.fromkeys(event.tasks) if t.outcome is None]",
@@ -40,20 +40,19 @@ EVENTS = (
     ),
     scheduler(
         "a failed submit stays in its class",
-        '                self._attempts.leave(task, "the master could not write the task to its journal")\n',
+        'self._attempts.leave(task, "the master could not write the task to its journal")',
     ),
-    scheduler("a failed submit keeps its place in the accounts", "                ledger.close(task)\n"),
-    scheduler("P1: a task is acknowledged that the journal could not write", "                task.task_id = 0\n"),
+    scheduler("a failed submit keeps its place in the accounts", "ledger.close(task)"),
+    scheduler("P1: a task is acknowledged that the journal could not write", "task.task_id = 0"),
     scheduler(
         "a restarted master does not wait for workers",
         "self.state.hold.until_s = event.hold_until_s",
         "self.state.hold.until_s = 0.0",
     ),
     scheduler(
-        "the wait after a restart has no end of its own",
-        "        self.state.timers.at(event.hold_until_s, lambda _now: None)\n",
+        "the wait after a restart has no end of its own", "self.state.timers.at(event.hold_until_s, lambda _now: None)"
     ),
-    scheduler("P10: outcomes on the disk are not forgotten", "            self.state.ledger.committed(task)\n"),
+    scheduler("P10: outcomes on the disk are not forgotten", "self.state.ledger.committed(task)"),
     admission("a passed deadline is taken", "None and spec.deadline_s <= now", "None and spec.deadline_s < now - 1.0"),
     admission("wait_for_worker ignored", "or not fleet.sessions or fleet.eligible(shape_of(spec)):", "or True:"),
     admission(
@@ -82,10 +81,8 @@ EVENTS = (
         "P10: payloads without end", "ledger.unsettled_bytes + size > limits.bytes_max", "False", checker="pytest"
     ),
     operators("a cordon is forgotten by a restart", "Cordon(event.cordon_reason) if event.cordoned else None", "None"),
-    operators("a restarted master expects no worker", "            self._state.hold.expect(worker.worker_id)\n"),
-    operators(
-        "a cordon does nothing", '        worker.cordon = replace(worker.cordon or Cordon(""), reason=event.reason)\n'
-    ),
+    operators("a restarted master expects no worker", "self._state.hold.expect(worker.worker_id)"),
+    operators("a cordon does nothing", 'worker.cordon = replace(worker.cordon or Cordon(""), reason=event.reason)'),
     operators(
         "an uncordon leaves the drain", "drained, worker.cordon = worker.draining, None", "drained = worker.draining"
     ),
@@ -104,7 +101,7 @@ EVENTS = (
         "drain_deadline_s=deadline_s)\n        self._state.outbox.desire(worker)\n",
         "drain_deadline_s=deadline_s)\n",
     ),
-    operators("a drain has no deadline", "            self._state.timers.at(deadline_s, end)\n"),
+    operators("a drain has no deadline", "self._state.timers.at(deadline_s, end)"),
     operators("P6: leases are taken before the deadline of the drain", "deadline_s, end", "deadline_s - 0.5, end"),
     operators(
         "P6: a drain that was called off takes the leases",
@@ -117,9 +114,7 @@ EVENTS = (
         "if worker.draining:",
         checker="pytest",
     ),
-    operators(
-        "a forgotten worker is still awaited", "        self._state.hold.arrived(event.worker_id, now)\n", seeds=2000
-    ),
+    operators("a forgotten worker is still awaited", "self._state.hold.arrived(event.worker_id, now)", seeds=2000),
     operators(
         "a forgotten worker comes back",
         "        self._state.hold.arrived(event.worker_id, now)\n"
@@ -131,10 +126,10 @@ EVENTS = (
         "members_changed(worker)\n        self._state.outbox.worker_changed(worker, remember=True)\n",
         "members_changed(worker)\n        self._state.outbox.worker_changed(worker)\n",
     ),
-    operators("an uncordon does not fill the worker", "        self._state.fleet.members_changed(worker)\n"),
-    operators("a strategy change forgets what waits", "            self._state.classes.offer_all()\n", seeds=5000),
+    operators("an uncordon does not fill the worker", "self._state.fleet.members_changed(worker)"),
+    operators("a strategy change forgets what waits", "self._state.classes.offer_all()", seeds=5000),
     operators(
         "an unpaused queue is not tried", "        if event.paused is False:\n            self._retry(event.queue)\n"
     ),
-    operators("a pause does nothing", "            queue.paused = event.paused\n"),
+    operators("a pause does nothing", "queue.paused = event.paused"),
 )

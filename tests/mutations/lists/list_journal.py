@@ -35,14 +35,9 @@ JOURNAL = (
         ", settled=tasks, done=done)\n",
         ", settled=tasks)\n        if done is not None:\n            done(None)\n",
     ),
+    journaling("P10: the core is not notified of committed outcomes", "self._handle(ev.SettlesCommitted(settled))"),
     journaling(
-        "P10: the core is not notified of committed outcomes",
-        "            self._handle(ev.SettlesCommitted(settled))\n",
-    ),
-    journaling(
-        "P1: a task is run that the journal rejected",
-        "                self._handle(ev.SubmitFailed(pending.submitted))\n",
-        seeds=1000,
+        "P1: a task is run that the journal rejected", "self._handle(ev.SubmitFailed(pending.submitted))", seeds=1000
     ),
     journaling(
         "clients wait for ever to be told that their tasks are safe",
@@ -50,12 +45,12 @@ JOURNAL = (
     ),
     journaling(
         "outcomes wait for somebody else's entry to reach the disk",
-        "            self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)\n",
+        "self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)",
     ),
-    failures("idle connections of anybody end the master", '    if getattr(error, "errno", None) in NO_DESCRIPTOR:\n'),
+    failures("idle connections of anybody end the master", 'if getattr(error, "errno", None) in NO_DESCRIPTOR:'),
     journaling(
         "P1: tasks that run for long are never written",
-        "            self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)\n",
+        "self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)",
         checker="pytest",
     ),
     journaling(
@@ -81,16 +76,14 @@ JOURNAL = (
     ),
     journaling(
         "P5: a repeated request_id makes a second task once the first has settled",
-        "        self._request_filter.add([task.request_id for task in tasks if task.request_id])\n",
+        "self._request_filter.add([task.request_id for task in tasks if task.request_id])",
         checker="known",
         seeds=50,
     ),
-    driver(
-        "after an exception the master acts on a state that is half changed", "                self._broken = True\n"
-    ),
+    driver("after an exception the master acts on a state that is half changed", "self._broken = True"),
     driver(
         "P1: outcomes are told before they go to the journal",
-        "            self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit\n",
+        "self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit",
     ),
     known(
         "P5: request_ids settled during the load are not in the filter",
@@ -121,12 +114,12 @@ JOURNAL = (
         "        if batch:\n            self._on_commit(batch, first_cursor, None)\n"
         "        try:\n            commit(batch, bytes_total)\n            return len(batch)\n",
     ),
-    sqlite("P1: entries that failed on a full disk are dropped", "            waiting.extendleft(reversed(batch))\n"),
+    sqlite("P1: entries that failed on a full disk are dropped", "waiting.extendleft(reversed(batch))"),
     sqlite("cursors are not in order of settling", "waiting.extendleft(reversed(batch))", "waiting.extendleft(batch)"),
-    sqlite("P9: the last cursor is not advanced", "        self._last_cursor += outcomes\n"),
+    sqlite("P9: the last cursor is not advanced", "self._last_cursor += outcomes"),
     statements(
         "P4: a dead letter can't be tried again",
-        "        letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}\n",
+        "letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}",
     ),
     statements("a dead letter can be tried again twice", "for task_id in written]\n", "for task_id in ()]\n"),
     statements(
@@ -137,19 +130,19 @@ JOURNAL = (
     ),
     statements(
         "a cordon does not survive a restart",
-        "        statements += [setting(key, value) for key, value in entry.settings.items()]\n",
+        "statements += [setting(key, value) for key, value in entry.settings.items()]",
     ),
     sqlite("P1: a full disk rejects outcomes", "            if entry.submits:\n", "            if True:\n"),
     sqlite(
         "a task that was never submitted has an outcome",
-        "            if any(record.task_id in self._rejected for record in entry.settles):\n",
+        "if any(record.task_id in self._rejected for record in entry.settles):",
     ),
     sqlite(
         "clients wait for ever to hear of tasks that were rejected",
         "        if rejected:\n            self._on_commit(rejected, 0, self._full)\n",
     ),
-    sqlite("the first transaction after a full disk fails", '            self._writer.execute("ROLLBACK")\n'),
-    sqlite("submits are rejected for ever", "            self._full = None\n"),
+    sqlite("the first transaction after a full disk fails", 'self._writer.execute("ROLLBACK")'),
+    sqlite("submits are rejected for ever", "self._full = None"),
     sqlite(
         "deletions wait for space",
         "            (self._freeing if frees(entry) and not self._over else self._pending).append(entry)\n",
@@ -185,10 +178,10 @@ JOURNAL = (
     intake("P5: another task is answered with what ended", "answers.append(other or stored)", "answers.append(stored)"),
     wire("P5: no fingerprint is kept", " else None, identity.fingerprint(task),\n", " else None, None,\n"),
     identity("P5: payloads are all alike", 'return "another payload" if 0 <= crc != known >> SPEC_BITS else', "return"),
-    identity("P5: parameters are all alike", "    if known & (1 << SPEC_BITS) - 1 != spec.identity:\n"),
+    identity("P5: parameters are all alike", "if known & (1 << SPEC_BITS) - 1 != spec.identity:"),
     identity(
         "P1: a task that was acknowledged as durable is lost with its master",
-        "    if again.spec.durable and not durable:\n",
+        "if again.spec.durable and not durable:",
         checker="pytest",
     ),
     Mutation(
@@ -198,7 +191,7 @@ JOURNAL = (
     ),
     Mutation(
         "P5: an ephemeral task's payload is forgotten",
-        "                payload_crc(task)\n",
+        "payload_crc(task)",
         module="multigpu_master.core.ephemeral",
         checker="pytest",
     ),

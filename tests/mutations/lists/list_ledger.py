@@ -11,16 +11,10 @@ timers = partial(Mutation, module="multigpu_master.core.timers")
 
 LEDGER = (
     Mutation(
-        "a lease is recalled again and again",
-        "            lease.recalled = worker.session\n",
-        module="multigpu_master.core.outbox",
+        "a lease is recalled again and again", "lease.recalled = worker.session", module="multigpu_master.core.outbox"
     ),
-    ledger("tasks of one class run out of order", "        if requeued:\n", seeds=20_000),
-    fleet(
-        "long run times do not narrow the window",
-        "            pace.allowed = min(pace.allowed, window)\n",
-        checker="pytest",
-    ),
+    ledger("tasks of one class run out of order", "if requeued:", seeds=20_000),
+    fleet("long run times do not narrow the window", "pace.allowed = min(pace.allowed, window)", checker="pytest"),
     fleet(
         "eligible workers are not recomputed",
         "        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
@@ -33,8 +27,8 @@ LEDGER = (
         "        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
         "        self._eligible.clear()\n        self.touch(worker)\n",
     ),
-    fleet("a change does not increment the worker's version", "        worker.version += 1\n"),
-    fleet("labels ignored", "            if worker.info.labels.get(key) != value:\n"),
+    fleet("a change does not increment the worker's version", "worker.version += 1"),
+    fleet("labels ignored", "if worker.info.labels.get(key) != value:"),
     fleet("models ignored", "if not c.models or not shape.model or shape.model in c.models:\n", "if True:\n"),
     Mutation(
         "P10: a fast worker is given more than it said it takes",
@@ -44,22 +38,19 @@ LEDGER = (
     ),
     Mutation(
         "P10: a worker that comes back narrower is given too much",
-        "        self.allowed = narrow_window(info)\n",
+        "self.allowed = narrow_window(info)",
         module="multigpu_master.core.workers.pace",
     ),
-    fleet("bytes of a window don't come back", "        worker.leased_bytes -= payload_bytes\n"),
+    fleet("bytes of a window don't come back", "worker.leased_bytes -= payload_bytes"),
     fleet(
         "promised memory does not come back",
-        "        worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])\n",
+        "worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])",
     ),
-    fleet(
-        "backlogs only grow",
-        "        worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0\n",
-    ),
-    fleet("P2: reports of a session that is over count", "        self.sessions.pop(worker.session, None)\n"),
-    fleet("a lost worker keeps its models", "        worker.residency.lost()\n"),
-    fleet("a worker that left is believed to be leaving", "        worker.stopping = False\n"),
-    fleet("a new session goes on with the old one's frames", "        worker.frame = 0\n"),
+    fleet("backlogs only grow", "worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0"),
+    fleet("P2: reports of a session that is over count", "self.sessions.pop(worker.session, None)"),
+    fleet("a lost worker keeps its models", "worker.residency.lost()"),
+    fleet("a worker that left is believed to be leaving", "worker.stopping = False"),
+    fleet("a new session goes on with the old one's frames", "worker.frame = 0"),
     model(
         "P10: a worker holds one lease more than it may",
         "len(self.leases) >= self.pace.allowed or",
@@ -70,26 +61,24 @@ LEDGER = (
     ),
     model("a cordon doesn't count", "self.cordon or self.stopping or", "self.stopping or"),
     model("a task is dispatched during its retry delay", "self.extra is None or not self.extra.not_before_s", "True"),
-    ledger("deadlines are not armed", "            self.expiries.at(spec.deadline_s, task, Due.DEADLINE)\n"),
+    ledger("deadlines are not armed", "self.expiries.at(spec.deadline_s, task, Due.DEADLINE)"),
     ledger(
         "queue timeouts are not armed",
-        "            self.expiries.at(task.submit_s + spec.queue_timeout_s, task, Due.QUEUE_TIMEOUT)\n",
+        "self.expiries.at(task.submit_s + spec.queue_timeout_s, task, Due.QUEUE_TIMEOUT)",
     ),
     ledger(
         "P7: run timeouts are not armed",
-        "            self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, Due.RUN_TIMEOUT)\n",
+        "self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, Due.RUN_TIMEOUT)",
     ),
     ledger(
         "leased tasks are counted as queued",
         "        queue.queued -= 1\n        queue.queued_bytes -= size\n        queue.leased += 1\n",
         "        queue.queued_bytes -= size\n        queue.leased += 1\n",
     ),
-    fleet("a lease that ends frees nothing", "        self.freed[lease.worker] = None\n"),
-    ledger("P10: the master fills up with tasks that have ended", "        self.unsettled -= 1\n"),
-    ledger("P10: outcomes on their way are not counted", "            self.uncommitted_bytes += outcome_bytes(task)\n"),
-    ledger(
-        "P10: requests of tasks that are forgotten stay in memory", "            del self.requests[task.request_id]\n"
-    ),
+    fleet("a lease that ends frees nothing", "self.freed[lease.worker] = None"),
+    ledger("P10: the master fills up with tasks that have ended", "self.unsettled -= 1"),
+    ledger("P10: outcomes on their way are not counted", "self.uncommitted_bytes += outcome_bytes(task)"),
+    ledger("P10: requests of tasks that are forgotten stay in memory", "del self.requests[task.request_id]"),
     ledger(
         "P5: forgetting one task forgets the request of another",
         "        if self.requests.get(task.request_id) is task:\n",
@@ -104,7 +93,7 @@ LEDGER = (
     ),
     Mutation(
         "P10: ephemeral outcomes outlive their time",
-        "        self._timers.at(due_s, self._expire)\n",
+        "self._timers.at(due_s, self._expire)",
         module="multigpu_master.core.ephemeral",
     ),
     Mutation(

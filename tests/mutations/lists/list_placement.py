@@ -31,9 +31,9 @@ PLACEMENT = (
         "None if queue.paused else state.placement.choose(strategy, resource_class)",
         "state.placement.choose(strategy, resource_class)",
     ),
-    dispatch("frames don't count up", "            worker.frame += 1\n"),
+    dispatch("frames don't count up", "worker.frame += 1"),
     dispatch("a lease names the frame before its own", "now, worker.frame + 1, cost_s)", "now, worker.frame, cost_s)"),
-    dispatch("P4: attempts are not counted", "            task.attempts += 1\n"),
+    dispatch("P4: attempts are not counted", "task.attempts += 1"),
     dispatch(
         "the next class of a wait list is not tried",
         "                classes.granted(resource_class)\n        for worker",
@@ -42,8 +42,7 @@ PLACEMENT = (
     dispatch("wait lists wait for changes of members", "elif classes.parked and (freed or moved):\n", "elif False:\n"),
     wait_lists("a window that has room again is not noticed", "in list(self.windows.values()):\n", "in ():\n"),
     wait_lists(
-        "a worker that was freed is not tried for its own keys",
-        "            if (wait_list := self.pins.get(worker)) is not None:\n",
+        "a worker that was freed is not tried for its own keys", "if (wait_list := self.pins.get(worker)) is not None:"
     ),
     dispatch(
         "whatever a class waits for, it is a window",
@@ -54,12 +53,10 @@ PLACEMENT = (
     dispatch_story(
         "paused classes are parked like others", "            classes.pause(resource_class)\n            return\n"
     ),
-    wait_lists(
-        "a class that waits for something else leaves none offered", "self.offer_first(before)", "pass", seeds=5000
-    ),
+    wait_lists("a class that waits for something else leaves none offered", "self.offer_first(before)", seeds=5000),
     wait_lists(
         "a class that ends takes the offer of its wait list with it",
-        "        if offered and wait_list is not None:\n",
+        "if offered and wait_list is not None:",
         checker="pytest",
     ),
     wait_lists("a class goes on past an older one of its wait list", "if entry < first:\n", "if True:\n"),
@@ -76,15 +73,11 @@ PLACEMENT = (
         " and (extra.broke or backlog_suffices(fleet, strategy, backlog.base, other, backlog.size + 1)):\n",
         "        if other:\n",
     ),
-    dispatch(
-        "a worker that loads a model is not looked at again",
-        "                self._offer_loading(loads)\n",
-        seeds=20000,
-    ),
-    dispatch("a worker that comes is not tried", "        if self._membership != fleet.membership:\n"),
+    dispatch("a worker that loads a model is not looked at again", "self._offer_loading(loads)", seeds=20000),
+    dispatch("a worker that comes is not tried", "if self._membership != fleet.membership:"),
     ranking("P10: full windows get leases", "if not worker.accepting or worker.full:", "if not worker.accepting:"),
     ranking("workers that take nothing get work", "if not worker.accepting or worker.full:", "if worker.full:"),
-    obstacles("device memory is promised twice", "    free -= worker.leased_memory_bytes\n"),
+    obstacles("device memory is promised twice", "free -= worker.leased_memory_bytes"),
     ranking(
         "device memory ignored", "        if short_of_memory(worker, self._shape) is not None:\n            return\n"
     ),
@@ -93,7 +86,7 @@ PLACEMENT = (
         "        if self.strategy.excludes(self._shape, worker, self._fleet) is not None:\n            return\n",
         seeds=2000,
     ),
-    ranking("stale ranks count", "            if heap[0][2] != worker.version:\n"),
+    ranking("stale ranks count", "if heap[0][2] != worker.version:"),
     ranking("the ranking is reversed", "score, worker.last_dispatch", "-score, worker.last_dispatch", checker="pytest"),
     ranking(
         "rankings forget the newest change",
@@ -107,30 +100,26 @@ PLACEMENT = (
         "anew = self._members != fleet.membership",
         seeds=2000,
     ),
-    ranking("workers set aside never come back", "            self._bring_back(queued)\n", seeds=5000),
+    ranking("workers set aside never come back", "self._bring_back(queued)", seeds=5000),
     ranking(
         "workers set aside return only for the backlog",
-        "        if self._resident != self._fleet.resident_workers(self._shape):\n",
+        "if self._resident != self._fleet.resident_workers(self._shape):",
         checker="pytest",
     ),
     ranking("workers come back for one task too many", "aside[0][0] <= queued:", "aside[0][0] < queued:", seeds=5000),
     placement(
         "nobody waits for a backlog to grow",
-        "        backlog.waits_to_grow = worker is None and ranking.has_room()\n",
+        "backlog.waits_to_grow = worker is None and ranking.has_room()",
         checker="pytest",
     ),
-    dispatch("classes that one event left over wait for another", "                    self.unfinished_s = now\n"),
+    dispatch("classes that one event left over wait for another", "self.unfinished_s = now"),
     dispatch_story(
         "backlogs that may grow wait with all of their shape",
         "        elif pin is None and resource_class.backlog.waits_to_grow:\n",
         "        elif False:\n",
     ),
-    wait_lists(
-        "requirements that nothing has any more count",
-        "                self._backlogs_of[queue] -= 1\n",
-        checker="pytest",
-    ),
-    placement("pins outlive their workers", "                del self._pins[key]\n"),
+    wait_lists("requirements that nothing has any more count", "self._backlogs_of[queue] -= 1", checker="pytest"),
+    placement("pins outlive their workers", "del self._pins[key]"),
     placement("pins outlive the fleet", "self._pins_members != self._fleet.membership:", "self._pins_members == -1:"),
     placement("a new worker takes no partition keys", "elif joined:\n", "elif False:\n", seeds=2000),
     placement("P10: pinned windows are never full", "if worker is None or worker.full or", "if worker is None or"),
@@ -158,9 +147,7 @@ PLACEMENT = (
     ),
     wait_lists("a change of members leaves some parked", "in self.parked:\n", "in list(self.parked)[:1]:\n"),
     resource_classes("hollow entries are dispatched", "                if task.waiting:", "                if True:"),
-    wait_lists(
-        "a class keeps its place when its head has gone", "            if head.task_id != task_id:\n", seeds=2000
-    ),
+    wait_lists("a class keeps its place when its head has gone", "if head.task_id != task_id:", seeds=2000),
     wait_lists("a taken task is still counted", ".stretch = None\n        resource_class.size -= 1", ".stretch = None"),
     wait_lists(
         "a backlog counts what was taken",
@@ -174,15 +161,13 @@ PLACEMENT = (
         "        if resource_class.size == 0:\n",
         "        resource_class.size -= 1\n        if resource_class.size == 0:\n",
     ),
-    resource_classes(
-        "P10: cancelled tasks stay in memory", "        if 2 * stretch.left > len(tasks):\n", checker="pytest"
-    ),
+    resource_classes("P10: cancelled tasks stay in memory", "if 2 * stretch.left > len(tasks):", checker="pytest"),
     wait_lists(
         "P10: classes in which nothing waits stay in memory",
-        "        if self.by_key.pop(resource_class.key(), None) is not None:\n",
+        "if self.by_key.pop(resource_class.key(), None) is not None:",
     ),
-    recall("leases are not recalled for free slots", "            self._recall_for_slots(now)\n"),
-    recall("leases are not recalled for urgent tasks", "            self._recall_for_urgent(now)\n"),
+    recall("leases are not recalled for free slots", "self._recall_for_slots(now)"),
+    recall("leases are not recalled for urgent tasks", "self._recall_for_urgent(now)"),
     recall_story(
         "tasks from before the clock was set back are as young as can be",
         "if 0 <= now - head.submit_s < LOOK_S:",

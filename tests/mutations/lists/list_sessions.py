@@ -16,7 +16,7 @@ SESSIONS = (
     ),
     sessions(
         "P2: the old session of a worker lives on beside the new one",
-        "            self._lose(worker, now, kept={h.lease_id for h in ours})\n",
+        "self._lose(worker, now, kept={h.lease_id for h in ours})",
     ),
     sessions(
         "a superseded session is not ended",
@@ -29,50 +29,42 @@ SESSIONS = (
         "leases = [x for x in worker.leases.values() if x.lease_id not in kept]",
         "leases = [x for x in worker.leases.values() if not kept and x.lease_id not in kept]",
     ),
-    sessions("a kept lease keeps its old frame", "                lease.frame = 0\n"),
+    sessions("a kept lease keeps its old frame", "lease.frame = 0"),
     sessions("P2: a settled task is leased again", "task.outcome is not None or task.lease is", "task.lease is"),
     sessions("P2: a task has two leases", "task.outcome is not None or task.lease is not", "task.outcome is not"),
-    sessions(
-        "an adopted task stays in its class",
-        "            self._state.classes.leave(self._ledger.class_of(task), task)\n",
-    ),
-    sessions("an adopted task pauses on", "            extra.not_before_s = 0.0\n", seeds=5000),
-    sessions(
-        "P4: reconnects make a dead letter of a task", "extra.losses = max(0, extra.losses - 1)", "pass", seeds=5000
-    ),
+    sessions("an adopted task stays in its class", "self._state.classes.leave(self._ledger.class_of(task), task)"),
+    sessions("an adopted task pauses on", "extra.not_before_s = 0.0", seeds=5000),
+    sessions("P4: reconnects make a dead letter of a task", "extra.losses = max(0, extra.losses - 1)", seeds=5000),
     sessions(
         "P4: a task has more attempts than it may after a restart of the master",
-        "        task.attempts = max(task.attempts, held.attempt)\n",
+        "task.attempts = max(task.attempts, held.attempt)",
     ),
-    sessions("revoke not sent to a hello", "        outbox.revoke(event.session, revoked, STALE)\n"),
+    sessions("revoke not sent to a hello", "outbox.revoke(event.session, revoked, STALE)"),
     sessions("a drain is not sent to a new session", "worker.draining or worker.checks_asked", "worker.checks_asked"),
     sessions_story(
-        "a drain that is over lets go on",
-        "        if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:\n",
+        "a drain that is over lets go on", "if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:"
     ),
-    sessions("P3: a silent worker keeps its leases", "        self._watch_silence(worker, now + self._suspect_s)\n"),
-    sessions("an awaited worker that is back is awaited", "        self._state.hold.arrived(worker.worker_id, now)\n"),
+    sessions("P3: a silent worker keeps its leases", "self._watch_silence(worker, now + self._suspect_s)"),
+    sessions("an awaited worker that is back is awaited", "self._state.hold.arrived(worker.worker_id, now)"),
     sessions("one worker back is enough", "if not self._expected:", "if True:", module="multigpu_master.core.restart"),
     sessions(
         "a new worker is not remembered",
         "hold.arrived(worker.worker_id, now)\n        outbox.worker_changed(worker, remember=True)\n",
         "hold.arrived(worker.worker_id, now)\n        outbox.worker_changed(worker)\n",
     ),
-    sessions("P4: a task that kills its workers is never charged", "        lease.running = held.running\n"),
+    sessions("P4: a task that kills its workers is never charged", "lease.running = held.running"),
     sessions("each heartbeat restarts the run time", "if held.running and not lease.running:\n", "if held.running:\n"),
     sessions("P3: a heartbeat is not heard", "worker.heard_s = now\n        worker.telemetry", "worker.telemetry"),
     sessions("P3: a report is not heard", "        worker.heard_s = now\n        succeeded = ", "        succeeded = "),
-    sessions("a worker's models are not noted", "        fleet.heard(worker, event.models, event.last_frame, now)\n"),
-    sessions("a stopping worker gets work", "            worker.stopping = event.stopping\n"),
-    sessions("a stopping worker keeps its keys", "            fleet.members_changed(worker)\n"),
-    sessions("loading for ever", "            fleet.idle(worker)\n"),
+    sessions("a worker's models are not noted", "fleet.heard(worker, event.models, event.last_frame, now)"),
+    sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
+    sessions("a stopping worker keeps its keys", "fleet.members_changed(worker)"),
+    sessions("loading for ever", "fleet.idle(worker)"),
     sessions("a heartbeat leaves the ranking as it was", "fleet.free(worker)\n", "fleet.freed[worker] = None\n"),
     sessions("a heartbeat frees nothing", "        fleet.free(worker)\n", "        fleet.touch(worker)\n"),
-    sessions(
-        "revoke not sent to a heartbeat", "        self._outbox.revoke(event.session, unknown, STALE)\n", seeds=5000
-    ),
+    sessions("revoke not sent to a heartbeat", "self._outbox.revoke(event.session, unknown, STALE)", seeds=5000),
     sessions_story(
-        "P7: a lease that its worker has lost is never given to another", "        if len(worker.leases) > len(held):\n"
+        "P7: a lease that its worker has lost is never given to another", "if len(worker.leases) > len(held):"
     ),
     sessions("a lease on its way is taken for lost", "not in held and x.frame <= event.last_frame]", "not in held]"),
     sessions_story(
@@ -105,8 +97,8 @@ SESSIONS = (
         "\n    def succeed",
         module="multigpu_master.core.ledger",
     ),
-    sessions("P9: a partial output that is sent again counts twice", "            if partial.index < known:\n"),
-    sessions_story("P9: outputs are delivered with a gap", "            if partial.index > known:\n"),
+    sessions("P9: a partial output that is sent again counts twice", "if partial.index < known:"),
+    sessions_story("P9: outputs are delivered with a gap", "if partial.index > known:"),
     sessions(
         "P2: outputs count whoever holds the lease",
         "            lease = worker.leases.get(partial.lease_id)\n",
@@ -119,12 +111,10 @@ SESSIONS = (
     ),
     sessions(
         "P7: tasks in the window of a lost worker are in no class",
-        '            self.lost(lease, f"worker {worker_id} was lost", now)\n',
+        'self.lost(lease, f"worker {worker_id} was lost", now)',
         module="multigpu_master.core.attempts",
     ),
-    sessions_story(
-        "lost leases are requeued in the wrong order", "        leases.sort(key=lambda x: -x.task.task_id)\n"
-    ),
+    sessions_story("lost leases are requeued in the wrong order", "leases.sort(key=lambda x: -x.task.task_id)"),
     sessions(
         "P4: a task that kills its workers goes on to the next",
         "        if lease.running:\n            self._ledger.counters",
@@ -152,9 +142,6 @@ SESSIONS = (
         "        if extra is not None and held.attempt <= extra.failed_attempt:\n            return False",
         "        if False:\n            return False",
     ),
-    sessions(
-        "P3: a worker that falls silent later is never missed",
-        "                self._watch_silence(worker, suspect_at_s)\n",
-    ),
+    sessions("P3: a worker that falls silent later is never missed", "self._watch_silence(worker, suspect_at_s)"),
     sessions("a silent session is not ended", "self._outbox.add(ev.EndSession(session", "_ = (ev.EndSession(session"),
 )

@@ -36,10 +36,10 @@ CLIENT = (
         "self._outbox = deque(call for call in self._unsettled.values() if not call.deferred)",
         "self._outbox = deque(call for call in self._outbox if not call.deferred)",
     ),
-    run_state("a task whose caller is gone runs on", "        self._cancel_outbox = list(self._cancelling)\n"),
+    run_state("a task whose caller is gone runs on", "self._cancel_outbox = list(self._cancelling)"),
     run_state(
         "a call that is started again after its withdrawal fails with TaskCancelled",
-        "            if withdrawals and request_id in withdrawals and message.error.type == WITHDRAWN:",
+        "if withdrawals and request_id in withdrawals and message.error.type == WITHDRAWN:",
     ),
     stream(
         "after an error of the writer every call of the client waits for ever",
@@ -61,7 +61,7 @@ CLIENT = (
     ),
     settings(
         "commands of the SDK, threads and child processes do not read the file given by --config",
-        "    os.environ[config.FILE_VARIABLE] = str(Path(str(path)).resolve())\n",
+        "os.environ[config.FILE_VARIABLE] = str(Path(str(path)).resolve())",
         module="multigpu.cli.options",
     ),
 )
@@ -105,7 +105,7 @@ COMMANDS = (
     ),
     command(
         "a script believes that a task is cancelled which the master does not know",
-        "    if answer.unknown:\n",
+        "if answer.unknown:",
         checker=TASKS + "test_tasks_cancel",
         module="multigpu.cli.tasks.tasks",
     ),

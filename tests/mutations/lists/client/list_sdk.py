@@ -25,15 +25,14 @@ SDK = (
         "        _check_name(name, kind)\n        try:",
         "        if name not in TaskOptions.__annotations__:\n            continue\n        try:",
     ),
-    options("a local time is taken as UTC", "    if value.tzinfo is None:"),
+    options("a local time is taken as UTC", "if value.tzinfo is None:"),
     options("a wrong timeout is found by the master only", "if not 0 <= seconds < 1e10:", "if not seconds < 1e10:"),
     options("a task runs with the options of another", "content_type, *options.items()", "content_type, *options"),
     making("all request_ids of a client are the same", 'lambda: f"{prefix}{following():09x}"', "lambda: prefix"),
     making(
-        "P5: the master cannot compare payloads that it does not read",
-        "        if request_id and len(data) >= LARGE_BYTES:",
+        "P5: the master cannot compare payloads that it does not read", "if request_id and len(data) >= LARGE_BYTES:"
     ),
-    making("one call breaks the stream that all calls share", "        if len(data) > _PAYLOAD_BYTES_MAX:"),
+    making("one call breaks the stream that all calls share", "if len(data) > _PAYLOAD_BYTES_MAX:"),
     making("P9: a stream lacks outputs that were sent while it was broken", "isinstance(answer, Outcome):", "False:"),
     making("spans of a run do not join the caller's trace", "traceparent:\n            own", "False:\n            own"),
     making("one wrong item of a million ends the map", "if not answer_errors:", "if True:", checker="maps"),
@@ -62,12 +61,8 @@ SDK = (
         "tasks == _CALL_TASKS_MAX",
         module="multigpu._calls.submitting",
     ),
-    calls(
-        "a cancelled submit leaves its tasks", "            await self.undo()\n", module="multigpu._calls.submitting"
-    ),
-    calls(
-        "P9: an outcome is yielded twice", "        if skip:\n", module="multigpu._calls.watching", checker="reconnect"
-    ),
+    calls("a cancelled submit leaves its tasks", "await self.undo()", module="multigpu._calls.submitting"),
+    calls("P9: an outcome is yielded twice", "if skip:", module="multigpu._calls.watching", checker="reconnect"),
     calls(
         "P9: all outcomes are yielded again",
         "request.cursor, request.from_now = response.cursor, False",
@@ -77,23 +72,21 @@ SDK = (
     ),
     calls(
         "a gap in a generated text is not noticed",
-        '        if result.text != "".join(self._text) or list(result.token_ids) != self._token_ids:',
+        'if result.text != "".join(self._text) or list(result.token_ids) != self._token_ids:',
         module="multigpu._kinds.generation",
     ),
     calls(
-        "vectors are not counted",
-        "        if len(values) != 4 * result.dimension * texts:",
-        module="multigpu._kinds.embedding",
+        "vectors are not counted", "if len(values) != 4 * result.dimension * texts:", module="multigpu._kinds.embedding"
     ),
     mapping("an ordered map yields results as they complete", "self._ordered = ordered\n", "self._ordered = False\n"),
     mapping(
         "P10: an endless input fills the memory",
-        "        if self._tasks_max - self._pulled + self._taken < self._chunk_tasks:",
+        "if self._tasks_max - self._pulled + self._taken < self._chunk_tasks:",
         checker="threads",
     ),
     mapping("P10: large payloads fill the memory", "return held_bytes < self._bytes_max", "return True"),
-    mapping("a closed map leaves its tasks", "                self._stream.withdraw_where(buffer.owns)\n"),
-    mapping("tasks start for a caller that has left", "        self._left = True\n", checker="threads"),
+    mapping("a closed map leaves its tasks", "self._stream.withdraw_where(buffer.owns)"),
+    mapping("tasks start for a caller that has left", "self._left = True", checker="threads"),
     inference(
         "arrays are sent in the host's byte order",
         'values.astype(values.dtype.newbyteorder("<"), copy=False)',
@@ -105,8 +98,7 @@ SDK = (
         "1",
     ),
     inference(
-        "a tensor's shape is not checked",
-        "    if min(shape, default=0) < 0 or math.prod(shape) * DTYPES[dtype] != size:",
+        "a tensor's shape is not checked", "if min(shape, default=0) < 0 or math.prod(shape) * DTYPES[dtype] != size:"
     ),
     calls(
         "a restart of the master is an error of every call",
@@ -115,13 +107,13 @@ SDK = (
         module="multigpu._transport.connection",
         checker="reconnect",
     ),
-    stream("tasks fail because the master was away for seconds", "        if self._reached:\n", "        if False:\n"),
+    stream("tasks fail because the master was away for seconds", "if self._reached:"),
     stream("calls that break their stream never end", "or self._empty_streams >= _EMPTY_STREAMS_MAX:", "or False:"),
     stream("tasks run for a client that has left", "await self.cancellations()\n        self._closed", "self._closed"),
     window("a large call waits for ever", "        if self._waiters or not", "        if not"),
-    window("the window shrinks with each cancelled call", "                self.free(tasks, nbytes)\n"),
-    credentials("anybody on the network reads the token", "        if not self.tls_ca and not is_loopback(address):"),
-    credentials("every user of the host has the token", "            if path.stat().st_mode & stat.S_IRWXO:"),
+    window("the window shrinks with each cancelled call", "self.free(tasks, nbytes)"),
+    credentials("anybody on the network reads the token", "if not self.tls_ca and not is_loopback(address):"),
+    credentials("every user of the host has the token", "if path.stat().st_mode & stat.S_IRWXO:"),
     config(
         "a flag loses to the environment",
         "    for name, value in given.items():\n",
@@ -129,7 +121,7 @@ SDK = (
     ),
     config(
         "a misspelt key means the default until another program starts",
-        '            reject_unknown(table, fields_of(SECTIONS[section]), "key")\n',
+        'reject_unknown(table, fields_of(SECTIONS[section]), "key")',
     ),
     config(
         "a profile replaces values that are set",
@@ -141,16 +133,16 @@ SDK = (
         "values may exceed their maximum", 'limits["maximum"] is not None', "False", module="multigpu.config.fields"
     ),
     values("64MiB are 64 bytes", "int(match[1]) * unit", "int(match[1])", module="multigpu.config.values"),
-    files("a model runs code of its author", "    if rejected:\n"),
+    files("a model runs code of its author", "if rejected:"),
     files("a link serves files that were not to be served", 'inside.rstrip("/") + "/"', "inside"),
     files(
         "a chat template or hidden external data is any file that the worker can read",
-        "            if path.is_symlink():\n",
+        "if path.is_symlink():",
         checker=LINKS + "test_a_link_out_of_the_repository_hides_its_folder",
     ),
     files(
         "a link to a folder in a model folder is followed",
-        "                if path.is_dir():\n",
+        "if path.is_dir():",
         checker=LINKS + "test_a_linked_folder_hides_the_folder_of_its_model",
     ),
     files(
@@ -159,7 +151,7 @@ SDK = (
         module="multigpu.repository.scan",
         checker=LINKS + "test_a_link_out_of_the_repository_hides_its_folder",
     ),
-    files("an incomplete copy is loaded", "    if size != 8 + header_bytes + end:"),
+    files("an incomplete copy is loaded", "if size != 8 + header_bytes + end:"),
     files(
         "a replaced file passes with the hash of the one before",
         "    if time.time_ns() - status.st_mtime_ns > SETTLED_NS:",

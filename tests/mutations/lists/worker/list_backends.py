@@ -18,12 +18,11 @@ memory = partial(Mutation, module=f"{ENGINES_PACKAGE}.tensorrt.device_memory", c
 
 BACK_ENDS = (
     artifacts(
-        "the content of an artifact is not checked",
-        '            if _hash_file(path) != manifest["files"][relative]["sha256"]:\n',
+        "the content of an artifact is not checked", 'if _hash_file(path) != manifest["files"][relative]["sha256"]:'
     ),
     artifacts(
         "an artifact of another key is used",
-        '        if (manifest["kind"], manifest["key"]) != (identity["kind"], identity["key"]):\n',
+        'if (manifest["kind"], manifest["key"]) != (identity["kind"], identity["key"]):',
     ),
     artifacts(
         "an artifact may have foreign files",
@@ -38,7 +37,7 @@ BACK_ENDS = (
         "            pass\n        except (",
     ),
     artifacts("a failed build leaves its files", "_delete(making)\n            unwritable", "unwritable"),
-    artifacts("facts of an artifact are not checked", "        if claimed != _hash_of(manifest):\n"),
+    artifacts("facts of an artifact are not checked", "if claimed != _hash_of(manifest):"),
     cache_file("a row's checksum is ignored", " or _checksum(row) != checksum:\n", ":\n"),
     cache_file("the cache file has no limit of rows", "if rows > min(keep, self._entries):", "if rows > keep:"),
     cache_file("the cache file has no limit of bytes", "if used_bytes > self._bytes_max:\n", "if used_bytes < 0:\n"),
@@ -47,7 +46,7 @@ BACK_ENDS = (
         "expired vectors are served", "not self._settings.ttl_s or abs(now_s - stored_s) < self._settings.ttl_s", "True"
     ),
     cache("vectors with NaN are cached", "for i, key in enumerate(keys) if finite[i]", "for i, key in enumerate(keys)"),
-    cache("memory evicts vectors that are used", "                    self._entries.move_to_end(key)\n"),
+    cache("memory evicts vectors that are used", "self._entries.move_to_end(key)"),
     cache("vectors in memory have no limit of bytes", " or self._bytes > self._settings.bytes_max", ""),
     infer(
         "rows are not tested before tasks are joined",
@@ -94,7 +93,7 @@ BACK_ENDS = (
         "torch.searchsorted(sums, bound)",
         "torch.searchsorted(sums, bound) - 1",
     ),
-    paged("blocks in use are not counted", "        self.used += count\n"),
+    paged("blocks in use are not counted", "self.used += count"),
     paged("a query sees the next token", "    seen = distance >= 0\n", "    seen = distance >= -1\n"),
     Mutation(
         "a plan with NaN passes its trial",

@@ -29,10 +29,7 @@ WORKER = (
     ),
     session("reports that nobody wants are sent again", "if report.lease.lease_id in adopted and", "if"),
     session(
-        "hello lists what runs alone",
-        "            reported += [group for _, group in self._sent]\n",
-        checker="session",
-        seeds=300,
+        "hello lists what runs alone", "reported += [group for _, group in self._sent]", checker="session", seeds=300
     ),
     session(
         "P9: outputs that were on their way are lost",
@@ -49,7 +46,7 @@ WORKER = (
         "        index = lease.partials_received + lease.partials_made\n",
         "        index = lease.partials_made\n",
     ),
-    session("P9: an output overwrites the one before", "        lease.partials_made += 1\n"),
+    session("P9: an output overwrites the one before", "lease.partials_made += 1"),
     session(
         "P9: partial outputs sent again count from 0", "lease.partials_received + index", "index", checker="pytest"
     ),
@@ -62,11 +59,7 @@ WORKER = (
         checker="session",
         seeds=300,
     ),
-    session(
-        "sent reports are not kept until they are acknowledged",
-        "                self._remember(entry, now_s)\n",
-        checker="session",
-    ),
+    session("sent reports are not kept until they are acknowledged", "self._remember(entry, now_s)", checker="session"),
     session("P10: reports that arrived stay in memory", "while self._sent and", "while False and", checker="pytest"),
     session(
         "revoked leases are reported",
@@ -93,21 +86,17 @@ WORKER = (
     ),
     session(
         "P9: leases that can't be resumed are in hello",
-        "            leases = [lease for lease in leases if lease.resumable]\n",
+        "leases = [lease for lease in leases if lease.resumable]",
         checker="session",
     ),
-    session(
-        "P10: the engine stops for bytes that were sent",
-        "        self.unsent_bytes -= frame_bytes\n",
-        checker="session",
-    ),
+    session("P10: the engine stops for bytes that were sent", "self.unsent_bytes -= frame_bytes", checker="session"),
     session("dropped leases make outputs", "        if lease.dropped:\n            return True\n", checker="pytest"),
     session("a worker that leaves keeps its leases", "self.report(now_ns", "_ = (now_ns", checker="pytest"),
-    session("a failed attempt's checkpoint is lost", "                self.heartbeat_due = True\n", checker="pytest"),
+    session("a failed attempt's checkpoint is lost", "self.heartbeat_due = True", checker="pytest"),
     session("P10: every heartbeat carries every checkpoint", "or (lease.saved_unsent and ", "or (", checker="pytest"),
     batcher("the youngest spec is batched first", "key=self._head", "key=self._head, reverse=True"),
-    batcher("dropped leases are run", "            if lease.dropped:\n"),
-    batcher("P10: a batch is larger than the device may bear", "                if batch and tokens > tokens_max:\n"),
+    batcher("dropped leases are run", "if lease.dropped:"),
+    batcher("P10: a batch is larger than the device may bear", "if batch and tokens > tokens_max:"),
     batcher("P7: a task larger than the budget waits for ever", "batch and tokens > tokens_max", "tokens > tokens_max"),
     batcher("P10: a batch has more tasks than it may", "and len(batch) < tasks_max:", "and len(batch) <= tasks_max:"),
     batcher(
@@ -125,16 +114,16 @@ WORKER = (
         "        for lease in reversed(list(leases)):\n            self._returns",
         "        for lease in list(leases):\n            self._returns",
     ),
-    batcher("a displaced lease loses its rank", "            lease.rank = line[0][0]\n"),
+    batcher("a displaced lease loses its rank", "lease.rank = line[0][0]"),
     batcher(
         "a displaced lease goes to the end",
         "            line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))\n",
         "            line.append((lease.rank, lease))\n",
     ),
-    batcher("arrivals are not counted", "        self._arrivals = rank - behind\n"),
+    batcher("arrivals are not counted", "self._arrivals = rank - behind"),
     batcher("an unknown kind begins with all", "None:\n            return 1\n", "None:\n            return waiting\n"),
     batcher("one slot takes what two could share", "max(1, min(tasks, -(-waiting // self.slots)))", "max(1, tasks)"),
-    batcher("a batch of bounded time has no bound", "        if speed.task_s * tasks > self.limits.batch_s:\n"),
+    batcher("a batch of bounded time has no bound", "if speed.task_s * tasks > self.limits.batch_s:"),
     batcher("urgent tasks wait behind all others", "behind = (spec.priority - 1) * AGE_TASKS\n", "behind = 0\n"),
     batcher(
         "a batch goes to a model that is not there",
@@ -144,7 +133,7 @@ WORKER = (
     batcher("returned leases wait for a larger batch", "if delay_s and line[0][0] > 0:\n", "if delay_s:\n"),
     batcher(
         "P7: the time at which a batch is due is not reported",
-        "        self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)\n",
+        "self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)",
     ),
     embed("texts are padded that need not be", "        if model.pads:\n", "        if True:\n"),
     embed("a micro-batch that fits is cut again", "if self.pads else int(", "if True else int("),
