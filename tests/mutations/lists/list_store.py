@@ -112,12 +112,7 @@ STORE = (
     ),
     segments("a damaged result is delivered as a value", "if zlib.crc32(data) != crc:"),
     segments("P1: payloads of queued tasks are lost", "if used:\n            return False\n        (self", "(self"),
-    store(
-        "P9: a cursor is given out twice",
-        "cursor < ?5 AND expire_time_s <= ?3 AND settle",
-        "?5 > 0 AND expire_time_s <= ?3 AND settle",
-        module="multigpu_master.journal.sqlite.sweep",
-    ),
+    store("P9: a cursor is given out twice", "cursor < ?5", "?5 > 0", module="multigpu_master.journal.sqlite.sweep"),
     store(
         "whether a result is expired depends on when it is swept",
         "            expire_time_s <= self._retention.now(outcome.cursor)\n",
