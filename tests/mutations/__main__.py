@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from tests.mutations.checkers import CHECKERS
+from tests.mutations import checkers
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import Mutation
 from tests.mutations.trial import Verdict, attempt, baseline
@@ -24,7 +24,7 @@ def trials(mutations: Iterable[Mutation], seeds: int | None, baseline_seeds: int
     mutations = list(mutations)
     made: list[Trial] = []
     for name in dict.fromkeys(m.checker for m in mutations if "::" not in m.checker):  # tests run in every build
-        stated = CHECKERS[name][2]
+        stated = checkers.baseline_seeds(name)
         made.append(partial(baseline, name, stated if baseline_seeds is None else min(stated, baseline_seeds)))
     return made + [partial(attempt, m, m.seeds if seeds is None else seeds) for m in mutations]
 

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 
 from tests.commands import run_module
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import ROOT, Mutation
-from tests.mutations.rules.pytest_checkers import ACCESS, PYTEST_TESTS, TESTS, WORKER
+from tests.mutations.rules.pytest_checkers import TESTS, TESTS_OF
 
 # Noticed within a few seeds each, so that all of them together take less than a minute.
 SHORT = (
@@ -36,7 +37,7 @@ def test_each_mutation_fits_the_product(mutation: Mutation) -> None:
 NAMED = dict.fromkeys(m.checker for m in MUTATIONS if "::" in m.checker)
 
 
-@pytest.mark.parametrize("test", [*PYTEST_TESTS, *ACCESS, *WORKER, *NAMED])
+@pytest.mark.parametrize("test", [*chain(*TESTS_OF.values()), *NAMED])
 def test_the_tests_that_serve_as_checkers_exist(test: str) -> None:
     path, _, name = test.partition("::")
     assert (TESTS / path).exists()

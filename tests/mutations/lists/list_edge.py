@@ -149,21 +149,44 @@ MESSAGES = (
           checker=REGRESSIONS + "rules_for_an_invalid_queue_name_are_rejected"),
 )  # fmt: skip
 
+HTTP2 = "hostile/test_http2.py::test_"
+
 # What the master does before it knows a peer's token.
-transport = partial(Mutation, module="multigpu_master.rpc.transport", checker="transport")
-registration = partial(Mutation, module="multigpu_master.rpc.registration", checker="transport")
-health = partial(Mutation, module="multigpu_master.rpc.health_service", checker="transport")
+transport = partial(Mutation, module="multigpu_master.rpc.transport")
+registration = partial(Mutation, module="multigpu_master.rpc.registration")
+health = partial(Mutation, module="multigpu_master.rpc.health_service")
 
 TRANSPORT = (
-    health("a peer that reads nothing holds 40 KiB for each call", "if self._calls[peer] >= CALLS_MAX or ", "if "),
-    health("any number of Watch streams of health", "if self._watches >= WATCHES_MAX", "if self._watches >= 1_000_000"),
-    transport("compressed messages are unpacked", '    ("grpc.compression_enabled_algorithms_bitset", 1),\n', ""),
+    health(
+        "a peer that reads nothing holds 40 KiB for each call",
+        "if self._calls[peer] >= CALLS_MAX or ",
+        "if ",
+        HTTP2 + "open_health_calls_are_limited",
+    ),
+    health(
+        "any number of Watch streams of health",
+        "if self._watches >= WATCHES_MAX",
+        "if self._watches >= 1_000_000",
+        HTTP2 + "watches_of_all_connections_are_limited",
+    ),
+    transport(
+        "compressed messages are unpacked",
+        '    ("grpc.compression_enabled_algorithms_bitset", 1),\n',
+        "",
+        HTTP2 + "compressed_messages_are_not_decompressed",
+    ),
     transport(
         "gRPC decodes the path of any call",
         "return self._running_loop.create_task(self._answer(method))",
         "return super()._make_request_call_future(method)",
+        HTTP2 + "an_undecodable_path_ends_one_stream_only",
     ),
-    transport("health requests may be large", "time.process_time() > cpu_s or time.monotonic()", "time.monotonic()"),
+    transport(
+        "health requests may be large",
+        "time.process_time() > cpu_s or time.monotonic()",
+        "time.monotonic()",
+        HTTP2 + "health_requests_hold_little_together",
+    ),
     registration(
         "a request is read before the token is checked",
         """        serve = serve if method.client_streaming else _reading(serve, name, read)
@@ -172,6 +195,7 @@ TRANSPORT = (
         """        serve = serve if auth is None else auth.guard(serve, name)
         serve = serve if method.client_streaming else _reading(serve, name, read)
 """,
+        HTTP2 + "a_message_without_a_token_is_not_read",
     ),
 )
 

@@ -9,8 +9,8 @@ from tests.mutations.mutation import Mutation
 journaling = partial(Mutation, module="multigpu_master.journal.write_buffer")
 sqlite = partial(Mutation, module="multigpu_master.journal.sqlite.journal", checker="journal", seeds=100)
 room = partial(Mutation, module="multigpu_master.journal.sqlite.room", checker="journal", seeds=100)
-log = partial(Mutation, module="multigpu_master.journal.sqlite.wal", checker="log", seeds=20)
-driver = partial(Mutation, module="multigpu_master.driver", checker="driver")
+log = partial(Mutation, module="multigpu_master.journal.sqlite.wal")
+driver = partial(Mutation, module="multigpu_master.driver")
 statements = partial(Mutation, module="multigpu_master.journal.sqlite.statements", checker="journal", seeds=100)
 known = partial(Mutation, module="multigpu_master.journal.request_filter")
 wire = partial(Mutation, module="multigpu_master.wire.tasks")
@@ -18,6 +18,8 @@ identity = partial(Mutation, module="multigpu_master.core.identity")
 failures = partial(Mutation, module="multigpu_master.journal.sqlite.failures", checker="pytest")
 reads = partial(Mutation, module="multigpu_master.journal.sqlite.reads", checker="results", seeds=50)
 intake = partial(Mutation, module="multigpu_master.rpc.intake", checker="results", seeds=50)
+
+DRIVER, LOG = "master/test_driver.py::test_", "disk/test_log_damage.py::test_"
 
 JOURNAL = (
     journaling(
@@ -80,10 +82,15 @@ JOURNAL = (
         checker="known",
         seeds=50,
     ),
-    driver("after an exception the master acts on a state that is half changed", "self._broken = True"),
+    driver(
+        "after an exception the master acts on a state that is half changed",
+        "self._broken = True",
+        checker=DRIVER + "after_an_event_that_failed_half_way_the_master_handles_nothing_more",
+    ),
     driver(
         "P1: outcomes are told before they go to the journal",
         "self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit",
+        checker=DRIVER + "a_result_that_can_not_be_read_is_lost_alone",
     ),
     known(
         "P5: request_ids settled during the load are not in the filter",
@@ -152,13 +159,19 @@ JOURNAL = (
         "outcomes wait for ever, and nothing expires, though the disk has room",
         "self.size_max_bytes if self.limited else UNLIMITED_BYTES",
         "self.size_max_bytes",
-        checker="full",
+        checker="master/journal/test_journal_full.py::test_over_its_limit_it_rejects_submits_and_writes_all_else",
     ),
-    log("after a loss of power a master does not start", "if follows and self._is_whole(number):\n", "if follows:\n"),
+    log(
+        "after a loss of power a master does not start",
+        "if follows and self._is_whole(number):\n",
+        "if follows:\n",
+        LOG + "a_bit_of_a_torn_transaction_that_says_it_has_ended_is_no_damage",
+    ),
     log(
         "P1: a flipped bit drops acknowledged tasks without a word",
         "    commits = list(whole.commits_after(frames_read))\n",
         "    commits = list[int]()\n",
+        LOG + "a_flipped_bit_in_the_log_is_noticed",
     ),
     room("the reserve is never given up", "        self.reserve.give_up()\n        self.limit()\n", checker="full"),
     sqlite(
