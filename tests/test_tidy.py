@@ -57,8 +57,11 @@ FORBIDDEN_TEXT = [
     (r"inde[x]-url|artifactor[y]|pypi\.or[g]/simple", "where packages came from"),
     (r"\bT[O]DO\b|\bF[I]XME\b|\bX{3}\b", "a promise instead of the thing"),
 ]
-TEXT = {".py", ".md", ".proto", ".toml", ".sh", ".service", ".txt", ".yaml", ".js", ""}
-FOLDERS = ("client", "master", "worker", "protos", "tests", "tools", "benchmarks", "docs", "systemd", "examples", ".ci")
+TEXT = {".py", ".md", ".proto", ".toml", ".sh", ".service", ".txt", ".yaml", ".yml", ".js", ""}
+FOLDERS = (
+    "client", "master", "worker", "protos", "tests", "tools", "benchmarks", "docs", "systemd", "examples",
+    ".ci", ".github",
+)  # fmt: skip
 
 
 def product_sources() -> Iterator[Path]:
@@ -226,7 +229,7 @@ def test_every_dependency_is_explained() -> None:
 
 
 def test_links_between_pages_have_a_target() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *(ROOT / "docs").rglob("*.md")]
     broken = [
         f"{relative(page)}: {target}"
         for page in pages
@@ -244,7 +247,7 @@ def test_pictures_are_drawn_from_their_text(tmp_path: Path) -> None:
 
 
 def test_tests_and_benchmarks_that_pages_name_exist() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     named = {(page, path) for page in pages for path in re.findall(r"`(tests/[\w./]*\w)`", page.read_text("utf-8"))}
     missing = [f"{relative(page)}: {path}" for page, path in named if not (ROOT / path).exists()]
     modules = {

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "tools" / "deploy" / "lock"
 TORCH_CPU = "https://download.pytorch.org/whl/cpu/torch/"
-EXTRAS = "worker,otlp,minilm,gguf,vision"
+EXTRAS = "all,otlp,minilm,gguf,vision"
 # What a host needs beside EXTRAS. onnxruntime-gpu from 1.27 on is for CUDA 13; before, it had no builds for aarch64.
 PROFILES = {
     "cpu": ["multigpu[onnx]", "torch=={torch}+cpu"],

@@ -21,6 +21,7 @@ NAMES = {
     "AsyncClient": "Client",
     "AsyncGeneration": "Generation",
     "AsyncStream": "Stream",
+    "AsyncTaskHandle": "TaskHandle",
     "Core": "BlockingCore",
     "_async": "_sync",
     "aclose": "close",
@@ -43,6 +44,11 @@ TEXTS = {
     ),
     "(contextlib.aclosing) ": "",
     ", None]:": ", None, None]:",
+    "AsyncTaskHandle: a submitted task.": "TaskHandle: a submitted task.",
+    "A submitted task. Awaiting it gives its result; asyncio.gather and asyncio.as_completed take it.": (
+        "A submitted task. See multigpu.gather, multigpu.as_completed and multigpu.wait."
+    ),
+    "    def __await__(self) -> Generator[Any, None, Any]:\n        return self.result().__await__()\n\n": "",
     "    from multigpu.options import Iterable\n": "",
 }
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import re
 
 # Of the project's own extras; and the baseline that a fleet is compared with.
-EXTRAS = ("worker", "minilm")
+EXTRAS = ("cli", "master", "worker", "minilm")
 PLAIN_LOOP = "sentence-transformers"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _LEAST = re.compile(r"[>=]=([0-9.]+)")

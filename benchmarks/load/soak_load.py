@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from multigpu import AsyncClient, Input, MultigpuError
+from multigpu import AsyncClient, Input, MultigpuError, RejectedError
 from multigpu.outcome import Outcome, OutcomeState
 
 # How long outcomes are kept: short, so that there is something to forget.
@@ -197,17 +197,18 @@ class Load:
         await self._run("echo", OutcomeState.SUCCEEDED, "large", self.dice.randbytes(MIB))
 
     async def group(self) -> None:
-        """Submit, then Get."""
+        """Submit, then wait."""
         ids = [self.account.ask("group") for _ in range(GROUP)]
         inputs = [Input(payload=i.encode(), request_id=i) for i in ids]
         for request_id, answer in zip(ids, await self.client.submit_many("echo", inputs, **PATIENT), strict=True):
-            if not isinstance(answer, int):
+            if isinstance(answer, RejectedError):
                 raise answer
-            task = await self.client.get(answer, wait_s=60)
-            if task.outcome is None:
+            try:
+                outcome = await answer.outcome(60)
+            except TimeoutError:
                 self.account.find(f"{request_id} had not ended after a minute")
                 continue
-            self.account.answer(task.outcome.state, OutcomeState.SUCCEEDED, request_id)
+            self.account.answer(outcome.state, OutcomeState.SUCCEEDED, request_id)
 
     async def streamed(self) -> None:
         request_id = self.account.ask("stream")

@@ -27,11 +27,11 @@ from multigpu.errors import NotFoundError as NotFoundError
 from multigpu.errors import Outcome as Outcome
 from multigpu.errors import OutcomeState as OutcomeState
 from multigpu.errors import RejectedError as RejectedError
+from multigpu.errors import RemoteError as RemoteError
 from multigpu.errors import ResourceExhaustedError as ResourceExhaustedError
 from multigpu.errors import ResultExpiredError as ResultExpiredError
 from multigpu.errors import ResultLostError as ResultLostError
 from multigpu.errors import TaskCancelled as TaskCancelled
-from multigpu.errors import TaskDeadLettered as TaskDeadLettered
 from multigpu.errors import TaskError as TaskError
 from multigpu.errors import TaskExpired as TaskExpired
 from multigpu.errors import TaskFailed as TaskFailed
@@ -39,10 +39,16 @@ from multigpu.errors import TransportError as TransportError
 from multigpu.errors import UnavailableError as UnavailableError
 from multigpu.errors import UnplaceableError as UnplaceableError
 from multigpu.handlers import Context as Context
-from multigpu.handlers import PermanentError as PermanentError
+from multigpu.handlers import batch as batch
+from multigpu.handlers import context as context
 from multigpu.handlers import handler as handler
+from multigpu.handles import as_completed as as_completed
+from multigpu.handles import gather as gather
+from multigpu.handles import wait as wait
 from multigpu.outcome import Task as Task
 from multigpu.outcome import TaskState as TaskState
+
+__version__ = "0.1.0"
 
 # gRPC reads it as it is imported. Its own handlers of a fork crash the child now and then; see
 # multigpu._transport.forks.
@@ -51,16 +57,20 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 if TYPE_CHECKING:
     from multigpu._async.admin import AsyncAdminClient as AsyncAdminClient
     from multigpu._async.client import AsyncClient as AsyncClient
+    from multigpu._async.handles import AsyncTaskHandle as AsyncTaskHandle
     from multigpu._sync.admin import AdminClient as AdminClient
     from multigpu._sync.client import Client as Client
+    from multigpu._sync.handles import TaskHandle as TaskHandle
     from multigpu.options import Input as Input
 
 _LAZY = {
     "AdminClient": "multigpu._sync.admin",
     "AsyncAdminClient": "multigpu._async.admin",
     "AsyncClient": "multigpu._async.client",
+    "AsyncTaskHandle": "multigpu._async.handles",
     "Client": "multigpu._sync.client",
     "Input": "multigpu.options",
+    "TaskHandle": "multigpu._sync.handles",
 }
 
 

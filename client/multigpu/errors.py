@@ -11,7 +11,8 @@
     │   ├── ResourceExhaustedError  a limit is hit; retry_delay_s says when to try again
     │   └── UnplaceableError        no known worker could ever run it
     ├── TaskError                   the task was accepted and has no result; carries its outcome
-    │   ├── TaskFailed, TaskCancelled, TaskExpired, TaskDeadLettered
+    │   ├── TaskFailed              it raised; also of the class that its handler raised, and its cause is a RemoteError
+    │   ├── TaskCancelled, TaskExpired
     │   ├── ResultExpiredError      it SUCCEEDED, and its result was deleted after the result_ttl
     │   └── ResultLostError         it SUCCEEDED, and its result can no longer be read
     ├── NotFoundError               the master does not know the task, or no longer does
@@ -29,6 +30,8 @@ tasks should keep the values of outcomes, not the outcomes.
 from __future__ import annotations
 
 import enum
+import functools
+import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -56,11 +59,11 @@ UNAVAILABLE = 14
 class MultigpuError(Exception):
     """The root: catch this to catch everything that multigpu raises on purpose.
 
-    `submitted`: if the error ended a `submit_many`, what the call would have returned for the first tasks: the task_id
+    `submitted`: if the error ended a `submit_many`, what the call would have returned for the first tasks: the handle
     of each accepted task, and the error of each rejected one.
     """
 
-    submitted: Sequence[int | RejectedError] = ()
+    submitted: Sequence[Any] = ()
 
 
 class TransportError(MultigpuError):
@@ -255,6 +258,8 @@ class Outcome:
         if self.message.state == _RESULT_MISSING:
             expired = self.error_type == "ResultExpired"
             return ResultExpiredError(self) if expired else ResultLostError(self)
+        if self.state in (OutcomeState.FAILED, OutcomeState.DEAD_LETTERED):
+            return _task_failed(self)
         return _BY_STATE.get(self.state, TaskError)(self)
 
     def _check_there(self) -> None:
@@ -266,7 +271,7 @@ class Outcome:
 
     @property
     def error_type(self) -> str:
-        """The class of the error ("ValueError", "RunTimeout", …); empty when SUCCEEDED."""
+        """The class of the error ("ValueError", "my_module.MyError", "RunTimeout", …); empty when SUCCEEDED."""
         return self.message.error.type
 
     @property
@@ -344,8 +349,16 @@ class TaskError(MultigpuError):
     """The task ended, and there is no result; `outcome` has the details."""
 
     def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
+        Exception.__init__(self, outcome)  # a TaskFailed is of another class too, which may want other arguments
         self.outcome = outcome
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _error_of, (self.outcome,)
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts the task had."""
+        return self.outcome.attempts
 
     def __str__(self) -> str:
         outcome = self.outcome
@@ -357,8 +370,30 @@ class TaskError(MultigpuError):
         return f"{text} ({outcome.attempts} attempt{'' if one else 's'}{where})"
 
 
+class RemoteError(Exception):
+    """What was raised in the worker, as the cause of a TaskFailed. Its text has the worker's traceback."""
+
+    def __init__(self, type_: str, message: str, traceback: str) -> None:
+        super().__init__(type_, message, traceback)
+        self.type, self.message, self.traceback = type_, message, traceback
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" + (f"\n\n{self.traceback.rstrip()}" if self.traceback else "")
+
+
 class TaskFailed(TaskError):  # noqa: N818  an outcome's name, not a category of errors
-    """An attempt failed with an error that is not retryable."""
+    """The last attempt of the task failed. `__cause__` is a RemoteError with the type, message and traceback.
+
+    If a handler raised a built-in exception, or one of a module that this program has imported, the error is of that
+    class too: `except ValueError` catches it.
+    """
+
+    @property
+    def dead_lettered(self) -> bool:
+        """Whether the task ended only because no attempt is left, or it is suspected of breaking workers. Its input is
+        kept: `mgpuctl dead-letters requeue` runs it again.
+        """
+        return self.outcome.state == OutcomeState.DEAD_LETTERED
 
 
 class TaskCancelled(TaskError):  # noqa: N818  as TaskFailed
@@ -367,13 +402,6 @@ class TaskCancelled(TaskError):  # noqa: N818  as TaskFailed
 
 class TaskExpired(TaskError):  # noqa: N818  as TaskFailed
     """The task's deadline or queue timeout passed."""
-
-
-class TaskDeadLettered(TaskError):  # noqa: N818  as TaskFailed
-    """Every attempt failed, or the task broke its engine on several devices, or was lost with too many workers.
-
-    `mgpuctl dead-letters requeue` tries again.
-    """
 
 
 class ResultExpiredError(TaskError):
@@ -385,8 +413,36 @@ class ResultLostError(TaskError):
 
 
 _BY_STATE: dict[OutcomeState, type[TaskError]] = {
-    OutcomeState.FAILED: TaskFailed,
     OutcomeState.CANCELLED: TaskCancelled,
     OutcomeState.EXPIRED: TaskExpired,
-    OutcomeState.DEAD_LETTERED: TaskDeadLettered,
 }
+
+
+def _error_of(outcome: Outcome) -> TaskError:
+    return outcome.to_error()
+
+
+def _task_failed(outcome: Outcome) -> TaskFailed:
+    try:
+        cls = _failed_class(_exception_class(outcome.error_type))
+        error = cls.__new__(cls)
+    except TypeError:  # the class can't be derived from, or can't be made without its arguments
+        error = TaskFailed.__new__(TaskFailed)
+    TaskFailed.__init__(error, outcome)
+    error.__cause__ = RemoteError(outcome.error_type, outcome.error_message, outcome.traceback)
+    return error
+
+
+def _exception_class(name: str) -> type:
+    """The class that a handler raised; TaskFailed if this program has not imported it, and for engines' errors."""
+    module, _, name = name.rpartition(".")
+    found = getattr(sys.modules.get(module or "builtins"), name, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else TaskFailed
+
+
+@functools.cache
+def _failed_class(raised: type) -> type[TaskFailed]:
+    """TaskFailed and the class at once."""
+    if issubclass(TaskFailed, raised):
+        return TaskFailed
+    return type("TaskFailed", (TaskFailed, raised), {"__module__": TaskFailed.__module__})

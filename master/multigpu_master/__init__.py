@@ -2,6 +2,6 @@
 the map.
 """
 
-from importlib.metadata import version
+from multigpu import __version__
 
-VERSION = version("multigpu")
+VERSION = __version__

@@ -13,6 +13,11 @@ from typing import Any
 # gRPC's own log writes text from peers to stderr as it is. Must be set before grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from multigpu import _extras
+
+if error := _extras.missing("mgpu-master", "master"):
+    sys.exit(error)
+
 import click
 import structlog
 import uvloop

@@ -198,10 +198,11 @@ def test_help_shows_every_flag_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
+        ("multigpu", "asyncio click google.protobuf grpc importlib.metadata numpy opentelemetry rich structlog"),
         ("multigpu.config.config", "grpc click structlog numpy asyncio rich google.protobuf"),
         (
             "multigpu._sync.client, multigpu._async.client",
-            "click rich structlog cryptography numpy opentelemetry prometheus_client",
+            "click rich structlog cryptography numpy opentelemetry prometheus_client uvloop",
         ),
     ],
 )

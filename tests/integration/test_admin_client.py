@@ -44,16 +44,16 @@ def test_workers_are_cordoned_and_drained(admin: multigpu.AdminClient) -> None:
 def test_queues_and_strategies(fleet: Fleet, admin: multigpu.AdminClient) -> None:
     assert admin.pause_queue("nightly").paused
     with fleet.client() as client:
-        task_id = client.submit("echo", b"x", queue="nightly", request_id="held back")
+        handle = client.submit("echo", b"x", queue="nightly", request_id="held back")
         (queue,) = (each for each in admin.list_queues() if each.queue == "nightly")
         assert (queue.queued, queue.paused) == (1, True)
         assert queue.oldest_age_s is not None
         explanation = admin.explain("held back")
         assert "paused" in explanation.summary
-        assert explanation.task.task_id == task_id
+        assert explanation.task.task_id == handle.id
         assert len(explanation.candidates) == 2
         assert not admin.resume_queue("nightly").paused
-        assert client.get(task_id, wait_s=30).outcome is not None
+        assert handle.result(30) == b"x"
     limits = admin.set_queue_limits("nightly", tasks_max=5).limits
     assert (limits.tasks_max, limits.bytes_max) == (5, 0)
     before = admin.get_strategy().strategy
@@ -68,7 +68,8 @@ def test_queues_and_strategies(fleet: Fleet, admin: multigpu.AdminClient) -> Non
 
 def test_dead_letters(fleet: Fleet, admin: multigpu.AdminClient) -> None:
     with fleet.client() as client:
-        ids = client.submit_many("fail", [b""] * 3, queue="broken", attempts_max=1)
+        handles = client.submit_many("fail", [b""] * 3, queue="broken", attempts_max=1)
+        ids = [handle.id for handle in handles if isinstance(handle, multigpu.TaskHandle)]
     until(lambda: admin.count(queue="broken").dead_lettered == 3)
     listed = list(admin.list_dead_letters("broken"))
     newest = [task.task_id for task in listed]

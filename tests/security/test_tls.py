@@ -141,8 +141,7 @@ def test_a_fleet_over_tls(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) ->
         assert client.run("echo", b"x", queue="q") == b"x"
         assert client.run("echo", bytes(300_000), queue="q") == bytes(300_000)  # sent, not shared
         assert len(list(client.map("echo", [b"y"] * 500, queue="q"))) == 500
-        task_id = client.submit("echo", b"z", queue="q")
-        assert client.get(task_id, wait_s=20).outcome is not None
+        assert client.submit("echo", b"z", queue="q").result(20) == b"z"
         with pytest.raises(errors.RejectedError, match="not for the queue"):
             client.run("echo", b"x")
     worker.stop()
@@ -232,7 +231,7 @@ def test_a_connected_client_uses_its_renewed_certificate(secured: TlsFleet, monk
     monkeypatch.setenv("MGPU_TLS_CERT", str(secured.ca / "brief.crt"))
     monkeypatch.setenv("MGPU_TLS_KEY", str(secured.ca / "brief.key"))
     with multigpu.Client(secured.fleet.address, connect_timeout_s=20) as client:
-        task_id = client.submit("echo", b"x", wait_for_worker=True)
+        task_id = client.submit("echo", b"x", wait_for_worker=True).id
         assert client.get(task_id).outcome is None
         end = authority.read(secured.ca / "brief.crt").not_valid_after_utc
         until(lambda: end < dt.datetime.now(dt.UTC), what="the end of the certificate")

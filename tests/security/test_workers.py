@@ -32,7 +32,7 @@ def test_a_worker_reconnects_with_a_new_token(secured: SecuredFleet, monkeypatch
         assert client.run("echo", b"1") == b"1"
         secured.revoke(token_id)
         until(lambda: "real" not in secured.active(), what="the worker to lose its session")
-        waiting = client.submit("echo", b"2")
+        waiting = client.submit("echo", b"2").id
         until(lambda: "UNAUTHENTICATED" in worker.log(), what="the worker to say why")
         assert worker.alive
         (secured.fleet.folder / "real.token").write_text(secured.create("second", "worker", worker_ids=["real"])[1])

@@ -101,12 +101,11 @@ async def test_exceptions(start_handlers: Start) -> None:
     _, stream = await start_handlers()
     (report,) = await run(stream, "t.raise", b"key")
     assert report.state == pb.REPORT_STATE_FAILED
-    assert (report.error.type, report.error.retryable) == ("LookupError", True)
+    assert (report.error.type, report.error.retryable) == ("LookupError", False)
     assert report.error.message == "not there: key"
     assert "handlers_for_tests.py" in report.error.traceback
     expected = {
-        "t.permanent": ("PermanentError", False),
-        "t.system_exit": ("SystemExit", True),
+        "t.system_exit": ("SystemExit", False),
         "t.wrong_type": ("WrongResultType", False),
         "t.nan": ("WrongResultType", False),
     }
@@ -119,10 +118,24 @@ async def test_exceptions(start_handlers: Start) -> None:
     await still_works(stream)
 
 
+async def test_retries_are_those_that_the_handler_wants(start_handlers: Start) -> None:
+    _, stream = await start_handlers()
+    for attempt, payload, expected in (
+        (1, b"key", ("KeyError", True)),
+        (2, b"", ("ConnectionError", True)),  # an OSError
+        (3, b"", ("ConnectionError", False)),
+        (1, b"value", ("ValueError", False)),
+    ):
+        stream.lease([(900 + attempt, payload)], attempt=attempt, kind="t.retried")
+        (report,) = await stream.reported(900 + attempt)
+        assert (report.error.type, report.error.retryable) == expected
+        stream.reports.clear()
+
+
 async def test_exceptions_that_cannot_be_formatted(start_handlers: Start) -> None:
     _, stream = await start_handlers()
     (report,) = await run(stream, "t.speechless", b"")
-    assert report.error.type == "SpeechlessError"
+    assert report.error.type == "handlers_for_tests.SpeechlessError"
     (report,) = await run(stream, "t.surrogates", b"")
     assert report.error.type == "RuntimeError"
     assert report.error.message == "?" * 8192

@@ -4,9 +4,9 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
+import multigpu
 from multigpu._transport.credentials import Credentials
 from multigpu.config.config import WorkerConfig
 from multigpu.repository.model import Scan
@@ -181,7 +181,7 @@ def identity_of(config: WorkerConfig, device: Device) -> Identity:
     return Identity(
         worker_id=config.worker_id or f"{host}-{device.info.device_id}",
         host=host,
-        version=metadata.version("multigpu"),
+        version=multigpu.__version__,
         pid=os.getpid(),
         process=secrets.token_hex(8),
         device=device.info,

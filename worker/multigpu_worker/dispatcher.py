@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from multigpu.daemon.telemetry import span_from
+from multigpu.repository.model import BatchRules
 
 from multigpu_worker.device.energy import Energy
 from multigpu_worker.device.health_monitor import HealthMonitor
@@ -27,6 +28,8 @@ from multigpu_worker.session.session import Lease, Report, ReportState, Session,
 
 # With more unsent bytes the engines have to wait, until half of them are sent.
 UNSENT_BYTES_MAX = 64 << 20
+# The limit of handlers that take batches: they count tasks.
+TOKENS_UNLIMITED = 1 << 40
 # Error types of leases that are given back. The master does not count these as losses.
 MAKES_ROOM = "ModelMakesRoom"
 RECALLED = "Recalled"
@@ -55,7 +58,7 @@ class Dispatcher:
         self._loader = loader
         self._health_monitor = health_monitor
         self._wake = wake
-        self.batcher.rules = loader.routes.rules()
+        self._set_rules()
 
     # What the master sends.
 
@@ -154,6 +157,7 @@ class Dispatcher:
     def engine_ready(self) -> None:
         kinds = self._pool.default.host.kinds.values()
         self._one_by_one = frozenset(info.kind for info in kinds if info.one_by_one)
+        self._set_rules()
         self.pump()
 
     def take_reports(self, reports: BatchReports, start_ns: int) -> None:
@@ -229,8 +233,18 @@ class Dispatcher:
 
     def routes_changed(self) -> None:
         """Another model serves a name, or one is ready."""
-        self.batcher.rules = self._loader.routes.rules()
+        self._set_rules()
         self.pump()
+
+    def _set_rules(self) -> None:
+        """How tasks are batched: for models, and for handlers that take batches."""
+        kinds = self._pool.default.host.kinds.values()
+        handlers = {
+            (info.kind, ""): BatchRules(tasks_max=info.tasks_max, tokens_max=TOKENS_UNLIMITED, delay_s=info.delay_s)
+            for info in kinds
+            if info.tasks_max
+        }
+        self.batcher.rules = self._loader.routes.rules() | handlers
 
     def want_heartbeat(self) -> None:
         """Tell the master now how things are."""

@@ -12,6 +12,11 @@ from typing import Any, NoReturn
 # gRPC's own log would write to stderr what peers send, line ends included. Set before grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from multigpu import _extras
+
+if error := _extras.missing("mgpu-worker", "worker"):
+    sys.exit(error)
+
 import click
 import structlog
 import uvloop

@@ -114,7 +114,7 @@ class AsyncAdminClient(AsyncBaseClient):
     async def explain(self, task: TaskName) -> Explanation:
         """Why a task is where it is, by its task_id (int) or request_id (str)."""
         task_id = task if isinstance(task, int) else (await self.get(task)).task_id
-        return Explanation.of(await self._core.admin("Explain", admin.ExplainRequest(task_id=task_id)))
+        return Explanation.of(await self._core.explain(task_id))
 
     async def list_dead_letters(self, queue: str = "") -> AsyncGenerator[Task, None]:
         """Tasks that failed every attempt, the newest first. Default: of all queues."""

@@ -1,6 +1,6 @@
 """AsyncClient: the client for asyncio programs.
 
-`submit` and `submit_many` return task_ids once the tasks are safe on the master's disk. `run`, `map`, `stream` and the
+`submit` and `submit_many` return handles once the tasks are safe on the master's disk. `run`, `map`, `stream` and the
 calls made of them wait for outcomes on one Run stream that all calls of a client share: tasks that many coroutines
 start at the same time travel in the same frames.
 
@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from multigpu._async.base import AsyncBaseClient
+from multigpu._async.handles import AsyncTaskHandle
 from multigpu._async.streams import AsyncGeneration, AsyncStream
 from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from multigpu._kinds.inference import Arrays
     from multigpu.errors import RejectedError
     from multigpu.options import AnyIterable
+    from multigpu.outcome import TaskName
 
 T = TypeVar("T")
 
@@ -57,23 +59,32 @@ class AsyncClient(AsyncBaseClient):
 
     # Submitting.
 
-    async def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> int:
-        """Submits one task and returns its task_id, once it is on the master's disk. Raises RejectedError."""
+    async def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> AsyncTaskHandle:
+        """Submits one task and returns its handle, once it is on the master's disk. Raises RejectedError."""
         own, shared = split_options(options)
-        return single(await self.submit_many(kind, (Input(payload=payload, **own),), **shared))
+        handle: AsyncTaskHandle = single(await self.submit_many(kind, (Input(payload=payload, **own),), **shared))
+        return handle
 
     async def submit_many(
         self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecOptions]
-    ) -> list[int | RejectedError]:
+    ) -> list[AsyncTaskHandle | RejectedError]:
         """Submits many tasks, in calls of up to 10,000 tasks and 32 MiB.
 
-        `payloads` may hold Inputs. Returns, for each payload in order, the task_id or the error by which the task was
+        `payloads` may hold Inputs. Returns, for each payload in order, the handle or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        async with self._core.submission(self._core.pop_timeout(options)) as submission:
+        make_handle = partial(AsyncTaskHandle, self._core)
+        async with self._core.submission(self._core.pop_timeout(options), make_handle) as submission:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
                 await submission.send(request)
         return submission.results
+
+    async def handle(self, task: TaskName) -> AsyncTaskHandle:
+        """The handle of a task that was submitted before, by its task_id (int) or request_id (str). Raises
+        NotFoundError.
+        """
+        found = await self.get(task)
+        return AsyncTaskHandle(self._core, found.task_id, found.request_id)
 
     # Running: these calls wait for the outcomes.
 

@@ -18,9 +18,9 @@ from multigpu._calls.calls import Encode
 from multigpu._calls.core import Core
 from multigpu._calls.mapping import SyncMap
 from multigpu._calls.streaming import Part
-from multigpu._calls.submitting import Submission
+from multigpu._calls.submitting import MakeHandle, Submission
 from multigpu._transport.loop_thread import LoopThread
-from multigpu.errors import ClientClosedError, MultigpuError, Outcome, RejectedError
+from multigpu.errors import ClientClosedError, MultigpuError, Outcome
 from multigpu.outcome import Task, TaskName
 from multigpu.v1 import task_service_pb2
 
@@ -52,8 +52,19 @@ class BlockingCore:
         self._closed = True
         self._finalizer()
 
-    def submission(self, timeout_s: float | None) -> BlockingSubmission:
-        return BlockingSubmission(self._core.submission(timeout_s), self._thread, self._wait)
+    def submission(self, timeout_s: float | None, make_handle: MakeHandle) -> BlockingSubmission:
+        return BlockingSubmission(self._core.submission(timeout_s, make_handle), self._thread, self._wait)
+
+    def follow(self, request_id: str, timeout_s: float | None) -> Outcome:
+        return self._wait(self._core.follow(request_id, timeout_s))
+
+    def follow_all(self, handles: Iterable[Any], ordered: bool, timeout_s: float | None) -> Generator[Any, None, None]:
+        self._check()
+        buffer, convert = self._core.follow_buffer(ordered, timeout_s)
+        return self._interruptible(SyncMap(self._thread, self._core.stream, buffer).run(iter(handles), convert))
+
+    def explain(self, task_id: int) -> Any:
+        return self._wait(self._core.explain(task_id))
 
     def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
         return self._wait(self._core.run(kind, payload, options, traceparent))
@@ -139,7 +150,7 @@ class BlockingSubmission:
         self._wait = wait
 
     @property
-    def results(self) -> list[int | RejectedError]:
+    def results(self) -> list[Any]:
         return self._submission.results
 
     def __enter__(self) -> Self:

@@ -14,12 +14,13 @@ from multigpu._transport.connection import MESSAGE_BYTES_MAX
 from multigpu._transport.encoding import RAW, encode
 from multigpu._transport.payloads import LARGE_BYTES
 from multigpu._transport.run_state import Answer, Call
-from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, Outcome
+from multigpu.errors import INVALID_ARGUMENT, NOT_FOUND, InvalidTaskError, NotFoundError, Outcome, RejectedError
 from multigpu.options import Input, SpecCache, own_fields
 from multigpu.v1 import task_pb2
 
 C = TypeVar("C", bound=Call)
 Encode = Callable[[Any], Any]
+_NO_SPEC = task_pb2.TaskSpec()
 # The rest of a message is for the spec.
 _PAYLOAD_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
@@ -44,6 +45,48 @@ class FutureCall(Call):
     def settle(self, answer: Answer) -> None:
         if not self.future.done():
             self.future.set_result(answer)
+
+
+class FollowCall(FutureCall):
+    """A call for a task that was submitted before."""
+
+    __slots__ = ()
+    follows = True
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(_NO_SPEC, b"", request_id, None)
+
+    def settle(self, answer: Answer) -> None:
+        super().settle(followed(answer))
+
+
+class FollowMapCall(MapCall):
+    """As FollowCall, for one of many handles."""
+
+    __slots__ = ("handle",)
+    follows = True
+
+    def __init__(self, handle: Any, buffer: MapBuffer) -> None:
+        super().__init__(_NO_SPEC, b"", handle.request_id, None, buffer)
+        self.handle = handle
+        if handle._outcome is not None:  # noqa: SLF001  it has ended
+            self.answer = self  # type: ignore[assignment]  # as in settle
+
+    def settle(self, answer: Answer) -> None:
+        """What the map takes is this call: the answer belongs to the handle."""
+        found = followed(answer)
+        if isinstance(found, Outcome):
+            self.handle._outcome = found  # noqa: SLF001
+            super().settle(self)  # type: ignore[arg-type]
+        else:
+            super().settle(found)
+
+
+def followed(answer: Answer) -> Answer:
+    """The answer to a follower: a rejection means that there is no such task."""
+    if isinstance(answer, RejectedError) and answer.code == NOT_FOUND:
+        return NotFoundError(answer.message)
+    return answer
 
 
 class StreamCall(Call):

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from multigpu._calls import watching
-from multigpu._calls.calls import CallFactory, Encode, FutureCall, StreamCall
+from multigpu._calls.calls import CallFactory, Encode, FollowCall, FollowMapCall, FutureCall, StreamCall
 from multigpu._calls.mapping import AsyncMap, MapBuffer
 from multigpu._calls.streaming import Part
-from multigpu._calls.submitting import Submission
-from multigpu._calls.timeouts import pop_timeout, within
+from multigpu._calls.submitting import MakeHandle, Submission
+from multigpu._calls.timeouts import CANCELLED, GOES_ON, pop_timeout, within
 from multigpu._transport import forks
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu._transport.credentials import Credentials
@@ -29,7 +29,7 @@ from multigpu.config.config import ConfigError, load_client_config
 from multigpu.errors import NotFoundError, TaskError
 from multigpu.options import AnyIterable, duration
 from multigpu.outcome import Outcome, Task, TaskName
-from multigpu.v1 import task_service_pb2
+from multigpu.v1 import admin_service_pb2, task_service_pb2
 
 T = TypeVar("T")
 # The longest wait of one Get. A longer one is repeated, so that a dead connection is noticed.
@@ -74,13 +74,9 @@ class Core:
     async def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
         self.connection.check()
         timeout_s = self.pop_timeout(options)
-        call = self.calls.one(FutureCall, kind, payload, options, traceparent)
-        try:
-            answer: Answer = await within(timeout_s, self._answer(call), partial(self._rejection, call))
-        finally:
-            if not call.done:
-                self.stream.withdraw(call)
-        return outcome(answer)
+        return await self._outcome(
+            self.calls.one(FutureCall, kind, payload, options, traceparent), timeout_s, CANCELLED
+        )
 
     def _rejection(self, call: Call) -> str:
         return self.stream.rejection(lambda each: each is call)
@@ -107,6 +103,35 @@ class Core:
             if not call.done:
                 self.stream.withdraw(call)
 
+    async def follow(self, request_id: str, timeout_s: float | None) -> Outcome:
+        """The outcome of a task that was submitted before."""
+        self.connection.check()
+        return await self._outcome(FollowCall(request_id), self.pop_timeout({"timeout": timeout_s}), GOES_ON)
+
+    async def _outcome(self, call: FutureCall, timeout_s: float | None, fate: str) -> Outcome:
+        try:
+            answer: Answer = await within(timeout_s, self._answer(call), partial(self._rejection, call), fate)
+        finally:
+            if not call.done:
+                self.stream.withdraw(call)
+        return outcome(answer)
+
+    def follow_buffer(
+        self, ordered: bool, timeout_s: float | None
+    ) -> tuple[MapBuffer, Callable[[Any], Any]]:  # fmt: skip
+        """As map_buffer, for a map of handles to handles whose tasks have ended."""
+        buffer = MapBuffer(
+            FollowMapCall, ordered=ordered, tasks_max=self.window.tasks_max, bytes_max=self.window.bytes_max,
+            timeout_s=self.pop_timeout({"timeout": timeout_s}), fate=GOES_ON,
+        )  # fmt: skip
+
+        def convert(answer: Any) -> Any:
+            if isinstance(answer, FollowMapCall):
+                return answer.handle
+            raise answer
+
+        return buffer, convert
+
     def pop_timeout(self, options: Any) -> float | None:
         """Removes `timeout` from the options of a call. Returns it, or else the client's."""
         return pop_timeout(options, self._timeout_s)
@@ -115,8 +140,8 @@ class Core:
         """Calls a method of TaskService that may take `wait_s`."""
         return self.connection.unary(method, request, (self._timeout_s or UNARY_TIMEOUT_S) + wait_s)
 
-    def submission(self, timeout_s: float | None) -> Submission:
-        return Submission(self.connection, timeout_s)
+    def submission(self, timeout_s: float | None, make_handle: MakeHandle) -> Submission:
+        return Submission(self.connection, timeout_s, make_handle)
 
     def map(
         self, kind: str, payloads: AnyIterable[Any], options: Any, read: Callable[[Outcome], T], encode: Encode | None
@@ -200,6 +225,9 @@ class Core:
     async def admin(self, method: str, request: Any) -> Any:
         """Calls a method of AdminService."""
         return await self.connection.unary(method, request, self._timeout_s or ADMIN_TIMEOUT_S, service="admin")
+
+    async def explain(self, task_id: int) -> Any:
+        return await self.admin("Explain", admin_service_pb2.ExplainRequest(task_id=task_id))
 
     async def admin_pages(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
         """The responses of a method that lists or changes page by page."""

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, I
 from functools import partial
 from typing import Any, TypeVar
 
-from multigpu._calls.timeouts import timed_out, within
+from multigpu._calls.timeouts import CANCELLED, timeout_error, within
 from multigpu._transport.loop_thread import LoopThread
 from multigpu._transport.run_state import Answer, Call
 from multigpu._transport.run_stream import RunStream
@@ -51,11 +51,13 @@ class MapBuffer:
     """`make_call` makes the call of an item; `timeout_s` limits the wait for each next answer."""
 
     def __init__(
-        self, make_call: "MakeCall", *, ordered: bool, tasks_max: int, bytes_max: int, timeout_s: float | None
-    ) -> None:
+        self, make_call: "MakeCall", *, ordered: bool, tasks_max: int, bytes_max: int, timeout_s: float | None,
+        fate: str = CANCELLED,
+    ) -> None:  # fmt: skip
         assert tasks_max > 0
         self.make_call = make_call
         self.timeout_s = timeout_s
+        self.fate = fate
         self._ordered = ordered
         self._tasks_max = tasks_max
         self._bytes_max = bytes_max
@@ -227,7 +229,8 @@ class AsyncMap:
         self._buffer.waiting = True
         if self._buffer.has_answer() or (feeder.done() and self._buffer.finished):
             self._wake_taker()
-        await within(self._buffer.timeout_s, self._taker, partial(self._stream.rejection, self._buffer.owns))
+        rejection = partial(self._stream.rejection, self._buffer.owns)
+        await within(self._buffer.timeout_s, self._taker, rejection, self._buffer.fate)
 
     def _wake_taker(self) -> None:
         taker, self._taker = self._taker, None
@@ -298,7 +301,7 @@ class SyncMap:
         can_feed = starting is not None and starting.done()
         if not can_feed and not buffer.has_answer() and not self._event.wait(buffer.timeout_s):
             assert buffer.timeout_s is not None, "without a timeout wait() returns True"
-            raise timed_out(buffer.timeout_s, self._stream.rejection(buffer.owns))
+            raise timeout_error(buffer.timeout_s, self._stream.rejection(buffer.owns), buffer.fate)
         buffer.waiting = False
 
     def _withdraw(self) -> None:

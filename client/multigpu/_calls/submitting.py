@@ -4,8 +4,8 @@ Every input has a request_id: a call whose response was lost is repeated, and gi
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
 
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu.errors import MultigpuError, RejectedError, TransportError
@@ -17,6 +17,8 @@ _CALL_BYTES_MAX = 32 << 20
 _UNDO_TIMEOUT_S = 2.0
 
 SpecAndInput = tuple[task_pb2.TaskSpec, task_pb2.TaskInput]
+# From a task_id and a request_id.
+MakeHandle = Callable[[int, str], Any]
 
 
 class Submission:
@@ -24,11 +26,12 @@ class Submission:
     it sent.
     """
 
-    def __init__(self, connection: Connection, timeout_s: float | None) -> None:
+    def __init__(self, connection: Connection, timeout_s: float | None, make_handle: MakeHandle) -> None:
         self._connection = connection
+        self._make_handle = make_handle
         self._timeout_s = UNARY_TIMEOUT_S if timeout_s is None else timeout_s
-        # A task_id or an error for each input.
-        self.results: list[int | RejectedError] = []
+        # A handle or an error for each input.
+        self.results: list[Any] = []
         self._request_ids: list[str] = []
         self._pending: asyncio.Future[task_service_pb2.SubmitResponse] | None = None
 
@@ -49,8 +52,10 @@ class Submission:
         response = await asyncio.shield(self._pending)
         if len(response.results) != len(request_ids):
             raise TransportError(f"the master answered {len(response.results)} of {len(request_ids)} tasks")
-        for each in response.results:
-            self.results.append(RejectedError.of(each.rejection) if each.HasField("rejection") else each.task_id)
+        for each, request_id in zip(response.results, request_ids, strict=True):
+            rejected = each.HasField("rejection")
+            handle = RejectedError.of(each.rejection) if rejected else self._make_handle(each.task_id, request_id)
+            self.results.append(handle)
 
     async def undo(self) -> None:
         """Cancels every submitted task, once the pending call has ended."""
@@ -91,9 +96,9 @@ def cut(inputs: Iterable[SpecAndInput]) -> Iterator[task_service_pb2.SubmitReque
         yield request
 
 
-def single(results: list[int | RejectedError]) -> int:
-    """The task_id of the only task submitted. Raises its RejectedError."""
+def single(results: list[Any]) -> Any:
+    """The handle of the only task submitted. Raises its RejectedError."""
     (result,) = results
-    if isinstance(result, int):
-        return result
-    raise result
+    if isinstance(result, RejectedError):
+        raise result
+    return result

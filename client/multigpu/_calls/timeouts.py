@@ -23,8 +23,15 @@ def pop_timeout(options: Any, default: float | None = None) -> float | None:
     raise InvalidTaskError(INVALID_ARGUMENT, f"timeout={value!r}: give seconds, 0 or more, or None for no limit")
 
 
-async def within(timeout_s: float | None, awaitable: Awaitable[T], rejection: Callable[[], str]) -> T:
-    """The result of an awaitable. Raises timed_out(timeout_s, rejection()) after `timeout_s`; None: no limit."""
+# What becomes of the tasks of a call that has reached its `timeout`.
+CANCELLED = "tasks that this call submitted are cancelled. Give it more time"
+GOES_ON = "the task goes on. Wait again, or cancel it"
+
+
+async def within(
+    timeout_s: float | None, awaitable: Awaitable[T], rejection: Callable[[], str], fate: str = CANCELLED
+) -> T:
+    """The result of an awaitable. Raises timeout_error after `timeout_s`; None: no limit."""
     if timeout_s is None:
         return await awaitable
     try:
@@ -33,14 +40,13 @@ async def within(timeout_s: float | None, awaitable: Awaitable[T], rejection: Ca
     except TimeoutError:
         if not limit.expired():  # the awaitable raised it
             raise
-        raise timed_out(timeout_s, rejection()) from None
+        raise timeout_error(timeout_s, rejection(), fate) from None
 
 
-def timed_out(timeout_s: float, rejection: str) -> CallTimeoutError:
+def timeout_error(timeout_s: float, rejection: str, fate: str) -> CallTimeoutError:
     """The error of a call that has reached its `timeout`. `rejection`: why the master accepts no task now, or ""."""
     if rejection:
         return CallTimeoutError(f"the master accepted no task within {timeout_s:g} s (timeout): {rejection}")
     return CallTimeoutError(
-        f"no answer within {timeout_s:g} s (timeout); tasks that this call submitted are cancelled. Give it more time, "
-        "or ask `mgpuctl tasks explain` why one waits"
+        f"no answer within {timeout_s:g} s (timeout); {fate}, or ask `mgpuctl tasks explain` why one waits"
     )

@@ -1,6 +1,6 @@
 """Client: the client for programs without an event loop.
 
-`submit` and `submit_many` return task_ids once the tasks are safe on the master's disk. `run`, `map`, `stream` and the
+`submit` and `submit_many` return handles once the tasks are safe on the master's disk. `run`, `map`, `stream` and the
 calls made of them wait for outcomes on one Run stream that all calls of a client share: tasks that many threads
 start at the same time travel in the same frames.
 
@@ -18,6 +18,7 @@ from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu._sync.base import BaseClient
+from multigpu._sync.handles import TaskHandle
 from multigpu._sync.streams import Generation, Stream
 from multigpu._transport.traceparent import current_traceparent
 from multigpu.errors import Outcome
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from multigpu._kinds.generation import GenerateOptions, Prompt
     from multigpu._kinds.inference import Arrays
     from multigpu.errors import RejectedError
+    from multigpu.outcome import TaskName
 
 T = TypeVar("T")
 
@@ -57,23 +59,32 @@ class Client(BaseClient):
 
     # Submitting.
 
-    def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> int:
-        """Submits one task and returns its task_id, once it is on the master's disk. Raises RejectedError."""
+    def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> TaskHandle:
+        """Submits one task and returns its handle, once it is on the master's disk. Raises RejectedError."""
         own, shared = split_options(options)
-        return single(self.submit_many(kind, (Input(payload=payload, **own),), **shared))
+        handle: TaskHandle = single(self.submit_many(kind, (Input(payload=payload, **own),), **shared))
+        return handle
 
     def submit_many(
         self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecOptions]
-    ) -> list[int | RejectedError]:
+    ) -> list[TaskHandle | RejectedError]:
         """Submits many tasks, in calls of up to 10,000 tasks and 32 MiB.
 
-        `payloads` may hold Inputs. Returns, for each payload in order, the task_id or the error by which the task was
+        `payloads` may hold Inputs. Returns, for each payload in order, the handle or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        with self._core.submission(self._core.pop_timeout(options)) as submission:
+        make_handle = partial(TaskHandle, self._core)
+        with self._core.submission(self._core.pop_timeout(options), make_handle) as submission:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
                 submission.send(request)
         return submission.results
+
+    def handle(self, task: TaskName) -> TaskHandle:
+        """The handle of a task that was submitted before, by its task_id (int) or request_id (str). Raises
+        NotFoundError.
+        """
+        found = self.get(task)
+        return TaskHandle(self._core, found.task_id, found.request_id)
 
     # Running: these calls wait for the outcomes.
 

@@ -52,4 +52,5 @@ def _forked() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))  # never freed, also not at exit
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forked)

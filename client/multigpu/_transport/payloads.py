@@ -15,7 +15,6 @@ of a process when it ends, however it ends.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import hmac
 import os
@@ -26,6 +25,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+try:
+    import fcntl
+except ImportError:  # Windows: payloads are sent
+    fcntl = None  # type: ignore[assignment]
 
 # Above this size the copies cost more than the file.
 LARGE_BYTES = 128 << 10
@@ -110,7 +114,7 @@ class Directory:
     def of(cls, metadata: Iterable[tuple[str, str | bytes]]) -> "Directory | None":
         """The directory offered in a stream's initial metadata; None: there is none, or this process can't share it."""
         offers = [value for name, value in metadata if name == METADATA]
-        if not offers or not isinstance(offers[0], bytes):
+        if fcntl is None or not offers or not isinstance(offers[0], bytes):
             return None
         digest, path = offers[0][:32], Path(os.fsdecode(offers[0][32:]))
         try:

@@ -52,6 +52,9 @@ Answer = Outcome | MultigpuError
 class Call:
     """One task that a caller waits for. A subclass handles the answer."""
 
+    # True: the task was submitted before, by whomever, and goes on when the caller leaves.
+    follows = False
+
     __slots__ = (
         "deferred", "done", "nbytes", "own", "partials_received", "payload", "place", "request_id", "sent", "spec"
     )  # fmt: skip
@@ -124,7 +127,7 @@ class RunState:
             if first is None:
                 unsettled[call.request_id] = call
                 outbox.append(call)
-            elif _same_task(first, call):
+            elif first.follows or call.follows or _same_task(first, call):
                 self._joined.setdefault(call.request_id, []).append(call)
             else:
                 call.done = True
@@ -146,7 +149,7 @@ class RunState:
         others = self._joined.pop(request_id, None)
         if others:
             self._replace(call, others)
-        elif call.sent:
+        elif call.sent and not call.follows:
             self._cancelling[request_id] = None
             self._cancel_outbox.append(request_id)
             if len(self._cancelling) > _CANCELLING_MAX:
@@ -177,6 +180,12 @@ class RunState:
             call = outbox[0]
             if call.done:
                 outbox.popleft()
+                continue
+            if call.follows:
+                outbox.popleft()
+                frame.follow_request_ids.append(call.request_id)
+                call.sent = True
+                tasks += 1
                 continue
             call_bytes = call.nbytes
             place = None

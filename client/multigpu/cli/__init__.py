@@ -9,6 +9,11 @@ import signal
 import sys
 import warnings
 
+from multigpu import __version__, _extras
+
+if error := _extras.missing("mgpuctl", "cli"):
+    sys.exit(error)
+
 import click
 
 # gRPC would log the errors that mgpuctl prints. It reads the variable when it is first imported.
@@ -70,7 +75,7 @@ COMMANDS = {
 )
 @click.option("--master", metavar="HOST:PORT", default=None, help=MASTER_HELP)
 @config_option
-@click.version_option(package_name="multigpu", message="mgpuctl %(version)s")
+@click.version_option(__version__, message="mgpuctl %(version)s")
 @click.pass_context
 def cli(context: click.Context, master: str | None) -> None:
     """Run and operate a multigpu fleet, and give it tasks.

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from multigpu.v1 import task_pb2 as multigpu_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emultigpu/v1/task_service.proto\x12\x0bmultigpu.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16multigpu/v1/task.proto\"8\n\rSubmitRequest\x12\'\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x16.multigpu.v1.TaskBatch\"<\n\x0eSubmitResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.multigpu.v1.SubmitResult\"X\n\x0cSubmitResult\x12\x11\n\x07task_id\x18\x01 \x01(\x04H\x00\x12+\n\trejection\x18\x02 \x01(\x0b\x32\x16.multigpu.v1.RejectionH\x00\x42\x08\n\x06\x61nswer\"n\n\tRejection\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0bretry_delay\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa7\x01\n\nRunRequest\x12\'\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x16.multigpu.v1.TaskBatch\x12\x1a\n\x12\x63\x61ncel_request_ids\x18\x02 \x03(\t\x12\x13\n\x0bpayload_key\x18\x0e \x01(\x0c\x12\x15\n\rresults_taken\x18\x0f \x01(\x04\x12\x15\n\routcomes_only\x18\x03 \x01(\x08\x12\x11\n\tclient_id\x18\x04 \x01(\t\"\xb0\x01\n\x0bRunResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x0b\x32\x15.multigpu.v1.Accepted\x12(\n\x08rejected\x18\x02 \x03(\x0b\x32\x16.multigpu.v1.Rejection\x12&\n\x08partials\x18\x03 \x03(\x0b\x32\x14.multigpu.v1.Partial\x12&\n\x08outcomes\x18\x04 \x03(\x0b\x32\x14.multigpu.v1.Outcome\"/\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\x04\"a\n\x07Partial\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x05 \x01(\t\"M\n\x0cWatchRequest\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\t\x12\x10\n\x08\x66rom_now\x18\x02 \x01(\x08\x12\r\n\x05queue\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\"G\n\rWatchResponse\x12&\n\x08outcomes\x18\x01 \x03(\x0b\x32\x14.multigpu.v1.Outcome\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\t\"e\n\nGetRequest\x12\x11\n\x07task_id\x18\x01 \x01(\x04H\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x05\n\x03key\".\n\x0bGetResponse\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.multigpu.v1.Task\"\x8b\x02\n\nTaskFilter\x12&\n\x06states\x18\x01 \x03(\x0e\x32\x16.multigpu.v1.TaskState\x12+\n\x08outcomes\x18\x02 \x03(\x0e\x32\x19.multigpu.v1.OutcomeState\x12\r\n\x05queue\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tworker_id\x18\x06 \x01(\t\x12\x33\n\x0fsubmitted_after\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x10submitted_before\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"]\n\x0bListRequest\x12\'\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x17.multigpu.v1.TaskFilter\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"I\n\x0cListResponse\x12 \n\x05tasks\x18\x01 \x03(\x0b\x32\x11.multigpu.v1.Task\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"X\n\rCancelRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\x04\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08withdraw\x18\x04 \x01(\x08\"W\n\x0e\x43\x61ncelResponse\x12\x1a\n\x12\x63\x61ncelled_task_ids\x18\x01 \x03(\x04\x12\x18\n\x10settled_task_ids\x18\x02 \x03(\x04\x12\x0f\n\x07unknown\x18\x03 \x03(\t\"7\n\x0c\x43ountRequest\x12\'\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x17.multigpu.v1.TaskFilter\"\x8d\x01\n\rCountResponse\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x0e\n\x06leased\x18\x02 \x01(\x04\x12\x11\n\tsucceeded\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x06 \x01(\x04\x12\x15\n\rdead_lettered\x18\x07 \x01(\x04\x32\xca\x03\n\x0bTaskService\x12\x41\n\x06Submit\x12\x1a.multigpu.v1.SubmitRequest\x1a\x1b.multigpu.v1.SubmitResponse\x12<\n\x03Run\x12\x17.multigpu.v1.RunRequest\x1a\x18.multigpu.v1.RunResponse(\x01\x30\x01\x12@\n\x05Watch\x12\x19.multigpu.v1.WatchRequest\x1a\x1a.multigpu.v1.WatchResponse0\x01\x12\x38\n\x03Get\x12\x17.multigpu.v1.GetRequest\x1a\x18.multigpu.v1.GetResponse\x12;\n\x04List\x12\x18.multigpu.v1.ListRequest\x1a\x19.multigpu.v1.ListResponse\x12\x41\n\x06\x43\x61ncel\x12\x1a.multigpu.v1.CancelRequest\x1a\x1b.multigpu.v1.CancelResponse\x12>\n\x05\x43ount\x12\x19.multigpu.v1.CountRequest\x1a\x1a.multigpu.v1.CountResponseB\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emultigpu/v1/task_service.proto\x12\x0bmultigpu.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16multigpu/v1/task.proto\"8\n\rSubmitRequest\x12\'\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x16.multigpu.v1.TaskBatch\"<\n\x0eSubmitResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.multigpu.v1.SubmitResult\"X\n\x0cSubmitResult\x12\x11\n\x07task_id\x18\x01 \x01(\x04H\x00\x12+\n\trejection\x18\x02 \x01(\x0b\x32\x16.multigpu.v1.RejectionH\x00\x42\x08\n\x06\x61nswer\"n\n\tRejection\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0bretry_delay\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc3\x01\n\nRunRequest\x12\'\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x16.multigpu.v1.TaskBatch\x12\x1a\n\x12\x63\x61ncel_request_ids\x18\x02 \x03(\t\x12\x13\n\x0bpayload_key\x18\x0e \x01(\x0c\x12\x15\n\rresults_taken\x18\x0f \x01(\x04\x12\x15\n\routcomes_only\x18\x03 \x01(\x08\x12\x11\n\tclient_id\x18\x04 \x01(\t\x12\x1a\n\x12\x66ollow_request_ids\x18\x05 \x03(\t\"\xb0\x01\n\x0bRunResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x0b\x32\x15.multigpu.v1.Accepted\x12(\n\x08rejected\x18\x02 \x03(\x0b\x32\x16.multigpu.v1.Rejection\x12&\n\x08partials\x18\x03 \x03(\x0b\x32\x14.multigpu.v1.Partial\x12&\n\x08outcomes\x18\x04 \x03(\x0b\x32\x14.multigpu.v1.Outcome\"/\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\x04\"a\n\x07Partial\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x05 \x01(\t\"M\n\x0cWatchRequest\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\t\x12\x10\n\x08\x66rom_now\x18\x02 \x01(\x08\x12\r\n\x05queue\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\"G\n\rWatchResponse\x12&\n\x08outcomes\x18\x01 \x03(\x0b\x32\x14.multigpu.v1.Outcome\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\t\"e\n\nGetRequest\x12\x11\n\x07task_id\x18\x01 \x01(\x04H\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x05\n\x03key\".\n\x0bGetResponse\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.multigpu.v1.Task\"\x8b\x02\n\nTaskFilter\x12&\n\x06states\x18\x01 \x03(\x0e\x32\x16.multigpu.v1.TaskState\x12+\n\x08outcomes\x18\x02 \x03(\x0e\x32\x19.multigpu.v1.OutcomeState\x12\r\n\x05queue\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tworker_id\x18\x06 \x01(\t\x12\x33\n\x0fsubmitted_after\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x10submitted_before\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"]\n\x0bListRequest\x12\'\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x17.multigpu.v1.TaskFilter\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"I\n\x0cListResponse\x12 \n\x05tasks\x18\x01 \x03(\x0b\x32\x11.multigpu.v1.Task\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"X\n\rCancelRequest\x12\x10\n\x08task_ids\x18\x01 \x03(\x04\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08withdraw\x18\x04 \x01(\x08\"W\n\x0e\x43\x61ncelResponse\x12\x1a\n\x12\x63\x61ncelled_task_ids\x18\x01 \x03(\x04\x12\x18\n\x10settled_task_ids\x18\x02 \x03(\x04\x12\x0f\n\x07unknown\x18\x03 \x03(\t\"7\n\x0c\x43ountRequest\x12\'\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x17.multigpu.v1.TaskFilter\"\x8d\x01\n\rCountResponse\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x0e\n\x06leased\x18\x02 \x01(\x04\x12\x11\n\tsucceeded\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x06 \x01(\x04\x12\x15\n\rdead_lettered\x18\x07 \x01(\x04\x32\xca\x03\n\x0bTaskService\x12\x41\n\x06Submit\x12\x1a.multigpu.v1.SubmitRequest\x1a\x1b.multigpu.v1.SubmitResponse\x12<\n\x03Run\x12\x17.multigpu.v1.RunRequest\x1a\x18.multigpu.v1.RunResponse(\x01\x30\x01\x12@\n\x05Watch\x12\x19.multigpu.v1.WatchRequest\x1a\x1a.multigpu.v1.WatchResponse0\x01\x12\x38\n\x03Get\x12\x17.multigpu.v1.GetRequest\x1a\x18.multigpu.v1.GetResponse\x12;\n\x04List\x12\x18.multigpu.v1.ListRequest\x1a\x19.multigpu.v1.ListResponse\x12\x41\n\x06\x43\x61ncel\x12\x1a.multigpu.v1.CancelRequest\x1a\x1b.multigpu.v1.CancelResponse\x12>\n\x05\x43ount\x12\x19.multigpu.v1.CountRequest\x1a\x1a.multigpu.v1.CountResponseB\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,35 +44,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REJECTION']._serialized_start=346
   _globals['_REJECTION']._serialized_end=456
   _globals['_RUNREQUEST']._serialized_start=459
-  _globals['_RUNREQUEST']._serialized_end=626
-  _globals['_RUNRESPONSE']._serialized_start=629
-  _globals['_RUNRESPONSE']._serialized_end=805
-  _globals['_ACCEPTED']._serialized_start=807
-  _globals['_ACCEPTED']._serialized_end=854
-  _globals['_PARTIAL']._serialized_start=856
-  _globals['_PARTIAL']._serialized_end=953
-  _globals['_WATCHREQUEST']._serialized_start=955
-  _globals['_WATCHREQUEST']._serialized_end=1032
-  _globals['_WATCHRESPONSE']._serialized_start=1034
-  _globals['_WATCHRESPONSE']._serialized_end=1105
-  _globals['_GETREQUEST']._serialized_start=1107
-  _globals['_GETREQUEST']._serialized_end=1208
-  _globals['_GETRESPONSE']._serialized_start=1210
-  _globals['_GETRESPONSE']._serialized_end=1256
-  _globals['_TASKFILTER']._serialized_start=1259
-  _globals['_TASKFILTER']._serialized_end=1526
-  _globals['_LISTREQUEST']._serialized_start=1528
-  _globals['_LISTREQUEST']._serialized_end=1621
-  _globals['_LISTRESPONSE']._serialized_start=1623
-  _globals['_LISTRESPONSE']._serialized_end=1696
-  _globals['_CANCELREQUEST']._serialized_start=1698
-  _globals['_CANCELREQUEST']._serialized_end=1786
-  _globals['_CANCELRESPONSE']._serialized_start=1788
-  _globals['_CANCELRESPONSE']._serialized_end=1875
-  _globals['_COUNTREQUEST']._serialized_start=1877
-  _globals['_COUNTREQUEST']._serialized_end=1932
-  _globals['_COUNTRESPONSE']._serialized_start=1935
-  _globals['_COUNTRESPONSE']._serialized_end=2076
-  _globals['_TASKSERVICE']._serialized_start=2079
-  _globals['_TASKSERVICE']._serialized_end=2537
+  _globals['_RUNREQUEST']._serialized_end=654
+  _globals['_RUNRESPONSE']._serialized_start=657
+  _globals['_RUNRESPONSE']._serialized_end=833
+  _globals['_ACCEPTED']._serialized_start=835
+  _globals['_ACCEPTED']._serialized_end=882
+  _globals['_PARTIAL']._serialized_start=884
+  _globals['_PARTIAL']._serialized_end=981
+  _globals['_WATCHREQUEST']._serialized_start=983
+  _globals['_WATCHREQUEST']._serialized_end=1060
+  _globals['_WATCHRESPONSE']._serialized_start=1062
+  _globals['_WATCHRESPONSE']._serialized_end=1133
+  _globals['_GETREQUEST']._serialized_start=1135
+  _globals['_GETREQUEST']._serialized_end=1236
+  _globals['_GETRESPONSE']._serialized_start=1238
+  _globals['_GETRESPONSE']._serialized_end=1284
+  _globals['_TASKFILTER']._serialized_start=1287
+  _globals['_TASKFILTER']._serialized_end=1554
+  _globals['_LISTREQUEST']._serialized_start=1556
+  _globals['_LISTREQUEST']._serialized_end=1649
+  _globals['_LISTRESPONSE']._serialized_start=1651
+  _globals['_LISTRESPONSE']._serialized_end=1724
+  _globals['_CANCELREQUEST']._serialized_start=1726
+  _globals['_CANCELREQUEST']._serialized_end=1814
+  _globals['_CANCELRESPONSE']._serialized_start=1816
+  _globals['_CANCELRESPONSE']._serialized_end=1903
+  _globals['_COUNTREQUEST']._serialized_start=1905
+  _globals['_COUNTREQUEST']._serialized_end=1960
+  _globals['_COUNTRESPONSE']._serialized_start=1963
+  _globals['_COUNTRESPONSE']._serialized_end=2104
+  _globals['_TASKSERVICE']._serialized_start=2107
+  _globals['_TASKSERVICE']._serialized_end=2565
 # @@protoc_insertion_point(module_scope)

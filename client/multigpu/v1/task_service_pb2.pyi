@@ -44,20 +44,22 @@ class Rejection(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RunRequest(_message.Message):
-    __slots__ = ("batches", "cancel_request_ids", "payload_key", "results_taken", "outcomes_only", "client_id")
+    __slots__ = ("batches", "cancel_request_ids", "payload_key", "results_taken", "outcomes_only", "client_id", "follow_request_ids")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     CANCEL_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_KEY_FIELD_NUMBER: _ClassVar[int]
     RESULTS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_ONLY_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedCompositeFieldContainer[_task_pb2.TaskBatch]
     cancel_request_ids: _containers.RepeatedScalarFieldContainer[str]
     payload_key: bytes
     results_taken: int
     outcomes_only: bool
     client_id: str
-    def __init__(self, batches: _Optional[_Iterable[_Union[_task_pb2.TaskBatch, _Mapping]]] = ..., cancel_request_ids: _Optional[_Iterable[str]] = ..., payload_key: _Optional[bytes] = ..., results_taken: _Optional[int] = ..., outcomes_only: _Optional[bool] = ..., client_id: _Optional[str] = ...) -> None: ...
+    follow_request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, batches: _Optional[_Iterable[_Union[_task_pb2.TaskBatch, _Mapping]]] = ..., cancel_request_ids: _Optional[_Iterable[str]] = ..., payload_key: _Optional[bytes] = ..., results_taken: _Optional[int] = ..., outcomes_only: _Optional[bool] = ..., client_id: _Optional[str] = ..., follow_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("accepted", "rejected", "partials", "outcomes")

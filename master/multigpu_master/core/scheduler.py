@@ -177,12 +177,16 @@ class Core:
         other = conflict(known.task_id, spec.kind, spec.model, fingerprint(known), again, state, durable=spec.durable)
         if other is not None:
             return other
-        if stream and stream not in known.streams:
-            living = [each for each in known.streams if each in self._streams]
+        return self.follow(known, stream) or known
+
+    def follow(self, task: Task, stream: int) -> ev.Rejection | None:
+        """`stream` follows an unsettled task from now on; 0: none does."""
+        if stream and stream not in task.streams:
+            living = [each for each in task.streams if each in self._streams]
             if len(living) >= STREAMS_MAX:
                 return ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, self.limits.retry_delay_s)
-            known.streams = (*living, stream)
-        return known
+            task.streams = (*living, stream)
+        return None
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
         ended = [t for t in dict.fromkeys(event.tasks) if t.outcome is None]

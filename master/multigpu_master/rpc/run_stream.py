@@ -32,6 +32,7 @@ ACKNOWLEDGE_S = 0.05
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
 DETACHED = ev.Rejection(1, "another call submitted this task, so it goes on; its outcome does not come on this stream")
+NOT_KNOWN = ev.Rejection(5, "no task has this request_id: it was never submitted, or its result_ttl is over")
 CLIENT_ID_BYTES_MAX = 64
 
 
@@ -61,6 +62,8 @@ class RunStream:
             if "" in request_ids:
                 raise InvalidArgumentError("a task on a Run stream needs a request_id: outcomes are matched by it")
             self._submit(batch, request_ids)
+        if frame.follow_request_ids:
+            self._follow(frame.follow_request_ids)
         if frame.cancel_request_ids:
             await self._cancel(frame.cancel_request_ids)
         if self._ended:
@@ -77,6 +80,7 @@ class RunStream:
         check_count(len(frame.client_id), CLIENT_ID_BYTES_MAX, "characters in a client_id")
         check_count(count_tasks(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
         check_count(len(frame.cancel_request_ids), CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
+        check_count(len(frame.follow_request_ids), FRAME_TASKS_MAX, "followed tasks in one frame of a Run stream")
 
     # --- submit ------------------------------------------------------------------------------------------------------
 
@@ -148,6 +152,26 @@ class RunStream:
             self._outbox.room_for(len(data) + 64).message.partials.add(
                 request_id=task.request_id, task_id=task.task_id, index=index, data=data, content_type=content_type
             )
+
+    # --- follow ------------------------------------------------------------------------------------------------------
+
+    def _follow(self, request_ids: Sequence[str]) -> None:
+        """Sends the outcomes of known tasks on this stream, now or when they end."""
+        core, known = self._driver.core, self._driver.known(request_ids)
+        for request_id in request_ids:
+            task: Task | SettledTask | None = core.requests.get(request_id) or known.get(request_id)
+            if task is None or not queries.may_see(task):
+                self._reject(NOT_KNOWN, request_id)
+            elif isinstance(task, Task) and task.outcome is None:
+                new = self._stream not in task.streams
+                if (rejection := core.follow(task, self._stream)) is not None:
+                    self._reject(rejection, request_id)
+                else:
+                    self._outbox.add_pending(int(new))
+                    if task.extra is not None and task.extra.partials:
+                        self._send_partials(task, 0)
+            elif isinstance(task, SettledTask) or not self._driver.tells_later(task, self._stream):
+                self._ended.append(task)
 
     # --- cancel ------------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ async def test_a_wrong_option_is_not_sent(options: Any, error: type[Exception], 
         (task_pb2.OUTCOME_STATE_FAILED, multigpu.TaskFailed),
         (task_pb2.OUTCOME_STATE_CANCELLED, multigpu.TaskCancelled),
         (task_pb2.OUTCOME_STATE_EXPIRED, multigpu.TaskExpired),
-        (task_pb2.OUTCOME_STATE_DEAD_LETTERED, multigpu.TaskDeadLettered),
+        (task_pb2.OUTCOME_STATE_DEAD_LETTERED, multigpu.TaskFailed),
     ],
 )
 async def test_each_outcome_but_success_has_its_error(state: Any, error: type[multigpu.TaskError]) -> None:

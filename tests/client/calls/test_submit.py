@@ -22,12 +22,13 @@ async def test_submit_returns_ids_and_rejections_in_order() -> None:
         assert len(results) == 25_000
         assert master.submits == 3
         assert isinstance(results[3], multigpu.InvalidTaskError)
-        ids = [result for result in results if isinstance(result, int)]
+        ids = [handle.id for handle in results if not isinstance(handle, multigpu.RejectedError)]
         assert len(set(ids)) == 24_999
         with pytest.raises(multigpu.InvalidTaskError, match="not a three"):
             await client.submit("echo", 3)
-        task_id = await client.submit("echo", 4, request_id="four", priority=1)
-        assert (await client.get("four")).task_id == (await client.get(task_id)).task_id == task_id
+        handle = await client.submit("echo", 4, request_id="four", priority=1)
+        assert (await client.get("four")).task_id == (await client.get(handle.id)).task_id == handle.id
+        assert handle.request_id == "four"
         assert master.specs[-1].priority == 1
 
 
@@ -41,7 +42,8 @@ async def test_get_cancel_count_and_list() -> None:
         return as_json([1])
 
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
-        ids = [task_id for task_id in await client.submit_many("echo", range(2500)) if isinstance(task_id, int)]
+        submitted = await client.submit_many("echo", range(2500))
+        ids = [handle.id for handle in submitted if not isinstance(handle, multigpu.RejectedError)]
         task = await client.get(ids[0], wait_s=1)
         assert task.state is multigpu.TaskState.SETTLED
         assert task.outcome is not None

@@ -107,7 +107,7 @@ async def test_an_error_of_submit_many_has_the_answers_until_then() -> None:
         with pytest.raises(multigpu.InvalidTaskError) as raised:
             await client.submit_many("echo", payloads())
         assert master.submits == 1
-        assert raised.value.submitted == list(range(1, 10_001))
+        assert [handle.id for handle in raised.value.submitted] == list(range(1, 10_001))
     with ThreadedMaster() as threaded, multigpu.Client(threaded.address) as synchronous:
         with pytest.raises(multigpu.InvalidTaskError) as raised:
             synchronous.submit_many("echo", payloads())

@@ -36,7 +36,7 @@ async def test_a_call_made_while_the_master_is_away_waits_for_it(master: Scripte
     await until_async(lambda: client._core.stream._failures)
     await master.start()
     assert await asyncio.wait_for(run, 30) == 1
-    assert await asyncio.wait_for(submit, 30) > 0
+    assert (await asyncio.wait_for(submit, 30)).id > 0
 
 
 async def test_a_connected_master_that_has_not_answered_yet_is_waited_for() -> None:

@@ -57,7 +57,7 @@ def gate(value: bytes, ctx: Context) -> Any:
     return b"opened"
 
 
-@handler("trial.raise")
+@handler("trial.raise", retries=9)
 def raising(value: bytes) -> Any:
     if not Path(value.decode()).is_file():
         raise LookupError("not there: " + value.decode())
@@ -107,7 +107,7 @@ def hoard(value: bytes) -> Any:
         mine.append(b"x" * (16 << 20))
 
 
-@handler("trial.third_time")
+@handler("trial.third_time", retries=2)
 def third_time(value: bytes, ctx: Context) -> Any:
     """Fails twice, then says what the attempt before left for it."""
     if ctx.attempt < 3:

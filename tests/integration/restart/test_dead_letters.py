@@ -75,7 +75,7 @@ def test_a_task_that_did_not_succeed_is_run_again_under_its_request_id(fleet: Fl
     assert task_pb2.OutcomeState.Name(fleet.outcome(first).state) == f"OUTCOME_STATE_{state}"
     options: Any = {"queue": queue}
     with fleet.client() as client:
-        assert client.submit(kind, b"60", request_id=name) == first
+        assert client.submit(kind, b"60", request_id=name).id == first
         with pytest.raises(multigpu.AlreadyExistsError):
             client.submit("echo", b"better", request_id=name)
         if call == "run":
@@ -86,12 +86,12 @@ def test_a_task_that_did_not_succeed_is_run_again_under_its_request_id(fleet: Fl
             (outcome,) = client.map_outcomes("echo", [item], retry_failed=True, **options)
             again = outcome.task_id
         else:
-            again = client.submit("echo", b"better", request_id=name, retry_failed=True, **options)
+            again = client.submit("echo", b"better", request_id=name, retry_failed=True, **options).id
         assert again != first
         assert fleet.outcome(again).result == b"better"
         assert client.get(name).task_id == again
         # What has succeeded is not run again, and the first task keeps its own outcome.
-        assert client.submit("echo", b"better", request_id=name, retry_failed=True) == again
+        assert client.submit("echo", b"better", request_id=name, retry_failed=True).id == again
         assert fleet.outcome(first).state != SUCCEEDED
     assert letters(fleet, queue) == []
     fleet.restart_master()
@@ -103,9 +103,10 @@ def test_the_outcome_of_a_requeued_dead_letter_replaces_the_old_one_in_every_cal
     """Watch has both, and a cursor between them is exact: both are of one task."""
     queue, name, gate = "replaced", "replaced", tmp_path / "gate"
     with fleet.client() as client:
-        other = client.submit("echo", b"", queue=queue)
+        other = client.submit("echo", b"", queue=queue).id
         fleet.outcome(other)
-        task_id = client.submit("trial.raise", str(gate).encode(), queue=queue, request_id=name, attempts_max=1)
+        letter = client.submit("trial.raise", str(gate).encode(), queue=queue, request_id=name, attempts_max=1)
+        task_id = letter.id
         fleet.outcome(task_id)
         until(lambda: letters(fleet, queue) == [task_id])
 
@@ -132,7 +133,7 @@ def test_the_outcome_of_a_requeued_dead_letter_replaces_the_old_one_in_every_cal
         fleet.restart_master()
         fleet.wait_for_workers()
         check(SUCCEEDED)
-        assert client.submit("trial.raise", str(gate).encode(), request_id=name) == task_id
+        assert client.submit("trial.raise", str(gate).encode(), request_id=name).id == task_id
         ends = [(DEAD_LETTERED, task_id), (DEAD_LETTERED, task_id), (SUCCEEDED, task_id)]
         watched: list[tuple[Any, str]] = []
         for ended, cursor in client.watch(queue=queue):
@@ -166,7 +167,7 @@ def test_a_dead_letter_whose_request_id_runs_again_is_not_requeued_besides(fleet
     until(lambda: letters(fleet, "again") == [first])
     gate = tmp_path / "gate"
     with fleet.client() as client:
-        again = client.submit("trial.gate", str(gate).encode(), request_id="again", retry_failed=True)
+        again = client.submit("trial.gate", str(gate).encode(), request_id="again", retry_failed=True).id
     answer = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[first]), timeout=30)
     assert (list(answer.task_ids), list(answer.unknown_task_ids)) == ([], [first])
     gate.touch()

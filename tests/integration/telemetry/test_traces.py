@@ -52,8 +52,8 @@ def test_one_trace_from_the_submit_to_the_result(collector: Collector, traced: F
         client.run("echo", b"not sampled")
         with telemetry.span("caller"):
             client.run("echo", b"sampled")
-            task_id = client.submit("sleep", b"0.01")
-        client.get(task_id, wait_s=20)
+            handle = client.submit("sleep", b"0.01")
+        handle.outcome(20)
     telemetry.shut_down_tracing()
     for worker in traced.workers.values():
         worker.stop()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import multigpu
-from multigpu.handlers import Context, PermanentError, handler
+from multigpu.handlers import Context, handler
 
 running: list[int] = []
 
@@ -130,9 +130,9 @@ def surrogates(value: Any, ctx: Context) -> Any:
     raise RuntimeError("\udcff" * 10_000)
 
 
-@handler("t.permanent")
-def permanent(value: Any) -> Any:
-    raise PermanentError("never")
+@handler("t.retried", retries=2, retry_on=(OSError, KeyError))
+def retried(value: Any) -> Any:
+    raise {b"key": KeyError, b"value": ValueError}.get(value, ConnectionError)("again")
 
 
 @handler("t.system_exit")

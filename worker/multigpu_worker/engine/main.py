@@ -15,6 +15,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from multigpu.handlers import registered_handlers
+
 from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
 from multigpu_worker.engines.handlers.sources import Sources
@@ -64,17 +66,20 @@ def main() -> None:
 
 def _import_handlers(
     settings: EngineSettings, sources: Sources, channel: AgentChannel
-) -> tuple[list[tuple[str, bool]], Sources]:
-    """Import the user's handlers. Returns the kinds that this process runs, and the sources that were imported.
+) -> tuple[list[tuple[str, bool, int, float]], Sources]:
+    """Import the user's handlers and instantiate the classes among them. Returns the kinds that this process runs, and
+    the sources that were imported.
 
-    If an import fails, sends the agent the error and ends the process.
+    If that fails, sends the agent the error and ends the process.
     """
     try:
         sources = import_handlers(settings.handlers, sources, lambda file: channel.send(("importing", file)))
+        if registered_handlers():
+            importlib.import_module("multigpu_worker.engines.handlers.engine").instantiate(settings.device)
     except BaseException as error:  # noqa: BLE001  the user's module may raise anything
         channel.send(("rejected", _of_user(error)))
         sys.exit(1)
-    return [(info.kind, info.one_by_one) for info in offered_kinds()], sources
+    return [(info.kind, info.one_by_one, info.tasks_max, info.delay_s) for info in offered_kinds()], sources
 
 
 def _of_user(error: BaseException) -> str:

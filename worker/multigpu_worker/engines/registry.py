@@ -35,6 +35,9 @@ class KindInfo:
     kind: str
     # See Engine.one_by_one.
     one_by_one: bool
+    # Of a handler that takes batches: tasks in one, and how long it may wait to grow, in seconds. 0: as other kinds.
+    tasks_max: int = 0
+    delay_s: float = 0.0
 
 
 def import_handlers(
@@ -74,7 +77,12 @@ def offered_kinds() -> list[KindInfo]:
         KindInfo(kind="sleep", one_by_one=True),
         KindInfo(kind="fail", one_by_one=True),
     ]
-    kinds += [KindInfo(kind=kind, one_by_one=True) for kind in sorted(registered_handlers())]
+    for kind, handler in sorted(registered_handlers().items()):
+        if handler.batching is None:
+            kinds.append(KindInfo(kind=kind, one_by_one=True))
+        else:
+            size, delay_s = handler.batching.max_size, handler.batching.max_wait_ms / 1000
+            kinds.append(KindInfo(kind=kind, one_by_one=False, tasks_max=size, delay_s=delay_s))
     return kinds
 
 
@@ -84,7 +92,7 @@ def build(kind: str) -> Engine:
         module = importlib.import_module("multigpu_worker.engines.diagnostic")
         return cast(Engine, module.ENGINES[kind]())
     module = importlib.import_module("multigpu_worker.engines.handlers.engine")
-    return cast(Engine, module.HandlerEngine())
+    return cast(Engine, module.engine_of(kind))
 
 
 def build_model_engine(spec: ModelSpec, settings: EngineSettings) -> ModelEngine:

@@ -99,9 +99,12 @@ class DefaultHost(EngineHost):
     def _read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         match message[0]:
             case "ready":
-                kinds = {kind: KindInfo(kind=kind, one_by_one=one_by_one) for kind, one_by_one in message[1]}
-                if not all(isinstance(kind, str) for kind in kinds):
-                    raise TypeError(f"kinds that are {kinds!r}")
+                kinds = {
+                    str(kind): KindInfo(
+                        kind=str(kind), one_by_one=bool(alone), tasks_max=int(size), delay_s=float(delay_s)
+                    )
+                    for kind, alone, size, delay_s in message[1]
+                }
                 return partial(self._is_ready, kinds, sources_of(message[2]))
             case "rejected":
                 return partial(self._rejected, str(message[1]))

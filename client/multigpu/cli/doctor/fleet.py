@@ -1,8 +1,8 @@
 """Checks of the fleet: the master, clocks, versions, devices, the journal."""
 
-import importlib.metadata
 import time
 
+import multigpu
 from multigpu.cli import show
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, warn
 from multigpu.cli.failures import Failure, Unreachable
@@ -91,7 +91,7 @@ def check_worker_clocks(host: Host) -> Finding:
 
 def check_fleet_versions(host: Host) -> Finding:
     """Master, workers and mgpuctl have the same version."""
-    own = importlib.metadata.version("multigpu")
+    own = multigpu.__version__
     others = {f"master {host.stats.version}"} if host.stats.version != own else set()
     others |= {f"{worker.worker_id} {worker.version}" for worker in host.connected if worker.version != own}
     if others:

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from multigpu import _extras
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.local.fleet_log import FleetLog
@@ -97,6 +98,9 @@ def up(**options: Any) -> None:
     ready_file = options["ready_file"]
     if ready_file is not None and (ready_file.is_dir() or not os.access(ready_file.parent, os.W_OK)):
         raise WrongUsage(f"--ready-file {ready_file} can't be written: name a file in an existing folder")
+    for extra in ("master", "worker"):
+        if error := _extras.missing("mgpuctl up", extra):
+            sys.exit(error)
     fleet = plan_fleet(options)
     sys.exit(asyncio.run(run_fleet(fleet)))
 

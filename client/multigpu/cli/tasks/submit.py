@@ -193,7 +193,7 @@ def _print_ids(
             if not isinstance(answer, RejectedError):
                 taken += 1
                 progress.add(1)
-                show.line(show.as_json({"task_id": answer}) if as_json else str(answer))
+                show.line(show.as_json({"task_id": answer.id}) if as_json else str(answer.id))
                 continue
             rejected += 1
             message = with_flags(answer.message)

@@ -1,11 +1,10 @@
 """What the tests of `mgpuctl doctor` share: a host with settings, and the findings of one check."""
 
-import importlib.metadata
-import importlib.util
 import time
 from pathlib import Path
 from typing import Any
 
+import multigpu
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu import AdminClient
 from multigpu.cli.doctor import doctor
@@ -19,7 +18,7 @@ from tests.client.cli.fleet.fleet_samples import ago
 def stats(**fields: Any) -> admin.GetStatsResponse:
     now = Timestamp()
     now.FromNanoseconds(time.time_ns())
-    version = importlib.metadata.version("multigpu")
+    version = multigpu.__version__
     defaults: dict[str, Any] = {"version": version, "journal_writable": True, "server_time": now, "start_time": ago(60)}
     return admin.GetStatsResponse(**defaults | fields)
 

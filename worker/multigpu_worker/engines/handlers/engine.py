@@ -1,18 +1,21 @@
 """Runs the user's handlers (multigpu.handlers).
 
 A task runs in the thread that runs its batch. All async handlers share one event loop in a separate thread, so they can
-share connections; at most one per slot runs at a time.
+share connections; at most one per slot runs at a time. Classes are instantiated when the process starts.
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
+import logging
+import sys
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from multigpu.handlers import Handler, PermanentError, registered_handlers
+from multigpu.handlers import Handler, LocalContext, current_context, registered_handlers, task_log
 
 from multigpu_worker.engines.base import Batch, Item, Reporter
 from multigpu_worker.engines.common.failures import BadInputError, bad_input
@@ -29,16 +32,23 @@ class WrongResultTypeError(TypeError):
 class HandlerContext:
     """The `multigpu.handlers.Context` of one attempt."""
 
-    __slots__ = ("_item", "_reporter", "attempt", "checkpoint", "parameters", "partials_received", "task_id")
+    __slots__ = (
+        "_item", "_reporter", "attempt", "checkpoint", "device", "parameters", "partials_received", "task_id"
+    )  # fmt: skip
 
-    def __init__(self, item: Item, parameters: Mapping[str, str], reporter: Reporter) -> None:
+    def __init__(self, device: str, item: Item, parameters: Mapping[str, str], reporter: Reporter) -> None:
         self._item = item
         self._reporter = reporter
+        self.device = device
         self.parameters = parameters
         self.task_id = item.task_id
         self.attempt = item.attempt
         self.checkpoint = item.checkpoint
         self.partials_received = item.partials_received
+
+    @property
+    def log(self) -> "logging.LoggerAdapter[logging.Logger]":
+        return task_log(f"task {self.task_id}, attempt {self.attempt}: ")
 
     @property
     def cancelled(self) -> bool:
@@ -51,13 +61,54 @@ class HandlerContext:
         self._reporter.progress(self._item, fraction, note)
 
 
+class Instances:
+    """The functions to call, by kind: those of classes belong to an instance. `device`: for their contexts."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.context = LocalContext(device)
+        current_context.set(self.context)
+        handlers = registered_handlers()
+        self.functions: dict[str, Callable[..., Any]] = {
+            kind: handler.function if handler.cls is None else handler.cls() for kind, handler in handlers.items()
+        }
+
+
+_instances: Instances | None = None
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+
+
+def instantiate(device: str) -> None:
+    """Makes the instances of handler classes. Raises what they raise."""
+    global _instances  # noqa: PLW0603  one for each process
+    to_log = logging.StreamHandler(sys.stderr)  # which is the worker's log
+    to_log.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger = logging.getLogger("multigpu.handlers")
+    logger.addHandler(to_log)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    _instances = Instances(device)
+
+
+def engine_of(kind: str) -> "HandlerEngine":
+    handler = registered_handlers()[kind]
+    instances = _instances or Instances()
+    return (HandlerEngine if handler.batching is None else BatchHandlerEngine)(handler, instances)
+
+
 class HandlerEngine:
+    """Of one handler."""
+
     one_by_one: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        self._handlers = registered_handlers()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_lock = threading.Lock()
+    def __init__(self, handler: Handler, instances: Instances) -> None:
+        self._handler = handler
+        self._function = instances.functions[handler.kind]
+        self._context = instances.context
+        concurrency = handler.concurrency
+        self._turn: contextlib.AbstractContextManager[Any] = (
+            threading.BoundedSemaphore(concurrency) if concurrency else contextlib.nullcontext()
+        )
 
     def prepare(self, batch: Batch) -> object:
         # Nothing ahead of time: a bad payload must fail only its task.
@@ -65,33 +116,23 @@ class HandlerEngine:
 
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
         del prepared
-        handler = self._handlers[batch.kind]
         for item in batch.items:
             if reporter.cancelled(item):
                 continue
-            reporter.begin(item)
-            try:
-                result, content_type = self._call(handler, batch, item, reporter)
-            except BaseException as error:  # noqa: BLE001  user code may raise anything: it fails its task only
-                _fail(item, error, reporter)
-            else:
-                reporter.succeed(item, result, content_type)
+            with self._turn:
+                reporter.begin(item)
+                try:
+                    result, content_type = self._call(batch, item, reporter)
+                except BaseException as error:  # noqa: BLE001  user code may raise anything: it fails its task only
+                    _fail(self._handler, item, error, reporter)
+                else:
+                    reporter.succeed(item, result, content_type)
 
-    def _call(self, handler: Handler, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
-        value: Any = item.payload
-        if batch.content_type == JSON:
-            try:
-                value = json.loads(item.payload)
-            except ValueError as error:
-                raise BadInputError(f"the payload is not JSON, though its content type says so: {error}") from error
-        elif handler.json_type:
-            why = f"the handler takes a {handler.json_type}, and the payload is bytes"
-            raise BadInputError(f"{why}: send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)")
-        returned: Any
-        if handler.takes_context:
-            returned = handler.function(value, HandlerContext(item, batch.parameters, reporter))
-        else:
-            returned = handler.function(value)
+    def _call(self, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
+        value = _decode(self._handler, batch, item)
+        context = HandlerContext(self._context.device, item, batch.parameters, reporter)
+        current_context.set(context)
+        returned: Any = self._function(value, context) if self._handler.takes_context else self._function(value)
         if type(returned) is bytes:  # the most frequent case
             return returned, ""
         if inspect.isgenerator(returned):
@@ -103,7 +144,7 @@ class HandlerEngine:
         return _encode(returned)
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any], item: Item, reporter: Reporter) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop())
+        future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
         while True:
             try:
                 return future.result(_POLL_S)
@@ -113,12 +154,89 @@ class HandlerEngine:
                 if reporter.cancelled(item):
                     future.cancel()
 
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        with self._loop_lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="handlers-loop", daemon=True).start()
-            return self._loop
+
+class BatchHandlerEngine(HandlerEngine):
+    """Of a handler that takes the values of a batch together."""
+
+    one_by_one: ClassVar[bool] = False
+
+    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
+        del prepared
+        items: list[Item] = []
+        values: list[Any] = []
+        for item in batch.items:
+            if reporter.cancelled(item):
+                continue
+            try:
+                values.append(_decode(self._handler, batch, item))
+                items.append(item)
+            except BadInputError as error:
+                _fail(self._handler, item, error, reporter)
+        if items:
+            self._run_together(items, values, reporter)
+
+    def _run_together(self, items: Sequence[Item], values: Sequence[Any], reporter: Reporter) -> None:
+        """If the call raises, runs each item alone, so that the one at fault fails alone."""
+        try:
+            results = self._call_together(list(values))
+        except BaseException as error:  # noqa: BLE001  as in HandlerEngine.run
+            if len(items) == 1 or isinstance(error, WrongResultTypeError):
+                for item in items:
+                    _fail(self._handler, item, error, reporter)
+                return
+            for item, value in zip(items, values, strict=True):
+                reporter.beat()
+                self._run_together([item], [value], reporter)
+            return
+        for item, result in zip(items, results, strict=True):
+            failure = result if isinstance(result, BaseException) else None
+            try:
+                encoded = _encode(None if failure is not None else result)
+            except WrongResultTypeError as error:
+                failure = error
+            if failure is not None:
+                _fail(self._handler, item, failure, reporter)
+            else:
+                reporter.succeed(item, *encoded)
+
+    def _call_together(self, values: list[Any]) -> list[Any]:
+        current_context.set(self._context)
+        count = len(values)
+        returned = self._function(values)
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run_coroutine_threadsafe(returned, _event_loop()).result()
+        try:
+            results = list(returned)
+        except TypeError:
+            results = []
+        if isinstance(returned, (str, bytes, Mapping)) or len(results) != count:
+            gave = f"{len(results)} results" if isinstance(returned, (list, tuple)) else f"a {type(returned).__name__}"
+            raise WrongResultTypeError(
+                f"the batched handler gave {gave} for {count} values; return a list, one for each"
+            )
+        return results
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    global _loop  # noqa: PLW0603  one for each process
+    with _loop_lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="handlers-loop", daemon=True).start()
+        return _loop
+
+
+def _decode(handler: Handler, batch: Batch, item: Item) -> Any:
+    """The value of a task. Raises BadInputError."""
+    if batch.content_type == JSON:
+        try:
+            return json.loads(item.payload)
+        except ValueError as error:
+            raise BadInputError(f"the payload is not JSON, though its content type says so: {error}") from error
+    if handler.json_type:
+        why = f"the handler takes a {handler.json_type}, and the payload is bytes"
+        raise BadInputError(f"{why}: send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)")
+    return item.payload
 
 
 def _drive(generator: Generator[Any, Any, Any], item: Item, reporter: Reporter) -> Any:
@@ -167,7 +285,7 @@ def _encode(value: Any) -> tuple[bytes, str]:
         ) from error
 
 
-def _fail(item: Item, error: BaseException, reporter: Reporter) -> None:
+def _fail(handler: Handler, item: Item, error: BaseException, reporter: Reporter) -> None:
     if isinstance(error, MemoryError):
         message = "the handler needed more memory than the worker's engine_memory_bytes allows"
         reporter.fail(item, "OutOfMemory", message, retryable=True)
@@ -177,8 +295,14 @@ def _fail(item: Item, error: BaseException, reporter: Reporter) -> None:
         bad_input(error).report(item, reporter)
     else:
         text = "".join(traceback.format_exception(error))
-        retryable = not isinstance(error, PermanentError)
-        reporter.fail(item, type(error).__name__, _message(error), retryable=retryable, traceback=text)
+        left = handler.retries is None or item.attempt <= handler.retries
+        retryable = left and isinstance(error, handler.retry_on)
+        reporter.fail(item, _class_name(type(error)), _message(error), retryable=retryable, traceback=text)
+
+
+def _class_name(cls: type[BaseException]) -> str:
+    """By which a client that has imported the class's module finds it."""
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _message(error: BaseException) -> str:

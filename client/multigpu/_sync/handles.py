@@ -1,0 +1,61 @@
+"""TaskHandle: a submitted task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from multigpu._calls.blocking import BlockingCore
+from multigpu.fleet import Explanation
+from multigpu.outcome import Task
+
+if TYPE_CHECKING:
+    from multigpu.errors import Outcome
+
+
+class TaskHandle:
+    """A submitted task. See multigpu.gather, multigpu.as_completed and multigpu.wait.
+
+    The task goes on without the handle, its client and this process: `client.handle(id)` makes another one anywhere.
+    """
+
+    def __init__(self, blocking: BlockingCore, task_id: int, request_id: str) -> None:
+        self._core = blocking
+        self._outcome: Outcome | None = None
+        # The task_id, which is unique for ever.
+        self.id = task_id
+        # The one it was submitted with, or a random one.
+        self.request_id = request_id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}, request_id {self.request_id!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} can't be pickled: send its id, and use client.handle(id) there")
+
+    def outcome(self, timeout: float | None = None) -> Outcome:
+        """Waits until the task ends and returns how, whatever it is. Raises CallTimeoutError after `timeout` seconds;
+        the task goes on. NotFoundError: its result_ttl is over.
+        """
+        if self._outcome is None:
+            self._outcome = self._core.follow(self.request_id, timeout)
+        return self._outcome
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits until the task ends and returns its result. Raises its TaskError, and as `outcome`."""
+        return (self.outcome(timeout)).value()
+
+    def done(self) -> bool:
+        """Whether the task has ended. Does not wait for it."""
+        return self._outcome is not None or (self.status()).outcome is not None
+
+    def status(self) -> Task:
+        """The task as it is now: queued, leased to a worker, its progress, or ended."""
+        return self._core.get(self.id, 0.0)
+
+    def cancel(self, reason: str = "") -> bool:
+        """Ends the task. False: it had ended before. `reason`: recorded in its outcome."""
+        return bool((self._core.cancel((self.id,), reason)).cancelled_task_ids)
+
+    def explain(self) -> Explanation:
+        """Why the task is where it is: which workers could take it, and what excludes the others."""
+        return Explanation.of(self._core.explain(self.id))

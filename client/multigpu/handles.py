@@ -1,0 +1,47 @@
+"""Waiting for many TaskHandles of one Client. AsyncTaskHandles are awaitables: asyncio has these functions for them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multigpu._sync.handles import TaskHandle
+    from multigpu.errors import Outcome
+
+
+def as_completed(handles: Iterable[TaskHandle], timeout: float | None = None) -> Generator[TaskHandle, None, None]:
+    """Yields the handles as their tasks end. `timeout`: of the wait for each, in seconds; then CallTimeoutError."""
+    return _follow(handles, ordered=False, timeout=timeout)
+
+
+def gather(
+    handles: Iterable[TaskHandle], *, timeout: float | None = None, return_exceptions: bool = False
+) -> list[Any]:
+    """Waits until all tasks have ended, and returns their results in the order of the handles.
+
+    Raises the first TaskError; with `return_exceptions` it takes the place of the result. `timeout`: as `as_completed`.
+    """
+    results: list[Any] = []
+    for handle in _follow(handles, ordered=True, timeout=timeout):
+        outcome = handle.outcome()
+        results.append(outcome.to_error() if return_exceptions and not outcome.succeeded else outcome.value())
+    return results
+
+
+def wait(handles: Iterable[TaskHandle], timeout: float | None = None) -> list[Outcome]:
+    """Waits until all tasks have ended, and returns their outcomes, whatever they are. `timeout`: as `as_completed`."""
+    return [handle.outcome() for handle in _follow(handles, ordered=True, timeout=timeout)]
+
+
+def _follow(
+    handles: Iterable[TaskHandle], *, ordered: bool, timeout: float | None
+) -> Generator[TaskHandle, None, None]:
+    given = list(handles)
+    if not given:
+        return
+    cores = {getattr(handle, "_core", None) for handle in given}
+    core = cores.pop()
+    if cores or not hasattr(core, "follow_all"):
+        raise TypeError("give TaskHandles of one Client; asyncio.gather and asyncio.as_completed take AsyncTaskHandles")
+    yield from core.follow_all(given, ordered, timeout)  # type: ignore[union-attr]  # checked above
