@@ -256,6 +256,8 @@ async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_mo
     with pytest.raises(BrokenError):
         stage.submit("three")
     assert (counters.submitted, len(stage.fatal)) == (2, 1)
+    await stage.durable()
+    assert set(stage.journal.find_requests(["one", "two"])) == {"one", "two"}, "outcomes are journaled all the same"
 
 
 async def test_a_running_master_goes_on_with_ids_that_its_journal_has_begun(stage: Stage, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from tests.mutations.checkers import CHECKERS
+from tests.mutations import checkers
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import Mutation
 from tests.mutations.trial import Verdict, attempt, baseline
@@ -24,7 +24,7 @@ def trials(mutations: Iterable[Mutation], seeds: int | None, baseline_seeds: int
     mutations = list(mutations)
     made: list[Trial] = []
     for name in dict.fromkeys(m.checker for m in mutations if "::" not in m.checker):  # tests run in every build
-        stated = CHECKERS[name][2]
+        stated = checkers.baseline_seeds(name)
         made.append(partial(baseline, name, stated if baseline_seeds is None else min(stated, baseline_seeds)))
     return made + [partial(attempt, m, m.seeds if seeds is None else seeds) for m in mutations]
 
@@ -48,28 +48,30 @@ def run(todo: list[Trial], processes: int) -> list[Verdict]:
 
 def problems(mutations: Iterable[Mutation], verdicts: Iterable[Verdict]) -> list[str]:
     """The mutations that survived, and the checkers that fail on the unmutated product."""
-    names = {m.name for m in mutations}
+    names = {m.breaks for m in mutations}
     wrong = [f"{v.name} survives {v.seeds} seeds" for v in verdicts if v.name in names and not v.noticed]
     return wrong + [f"{v.name}: {v.noticed}" for v in verdicts if v.name not in names and v.noticed]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("--only", metavar="NAME", action="append", help="this one; may be given more than once")
+    parser.add_argument(
+        "--only", metavar="BREAKS", action="append", help="the mutation that breaks this; may be given more than once"
+    )
     parser.add_argument("--seeds", type=int, help="seeds for each mutation, instead of those stated in the list")
     parser.add_argument("--baseline", type=int, metavar="SEEDS", help="at most this many of the unmutated product")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many at a time")
-    parser.add_argument("--list", action="store_true", help="print the names, run nothing")
+    parser.add_argument("--list", action="store_true", help="print what each breaks, run nothing")
     args = parser.parse_args()
-    unknown = [name for name in args.only or () if name not in {m.name for m in MUTATIONS}]
+    unknown = [name for name in args.only or () if name not in {m.breaks for m in MUTATIONS}]
     if unknown:
-        parser.error(f"no mutation {', '.join(unknown)}; --list prints their names")
-    mutations = [m for m in MUTATIONS if not args.only or m.name in args.only]
+        parser.error(f"no mutation {', '.join(unknown)}; --list prints them")
+    mutations = [m for m in MUTATIONS if not args.only or m.breaks in args.only]
     outdated = [
-        f"{m.name}: its text occurs {m.found()} times in {m.path}, not once" for m in mutations if m.found() != 1
+        f"{m.breaks}: its text occurs {m.found()} times in {m.path}, not once" for m in mutations if m.found() != 1
     ]
     if args.list or outdated:
-        print(*(outdated or [f"{m.name} ({m.checker}) {m.breaks}" for m in mutations]), sep="\n")
+        print(*(outdated or [f"{m.breaks} ({m.checker})" for m in mutations]), sep="\n")
         return 1 if outdated else 0
     try:
         verdicts = run(trials(mutations, args.seeds, args.baseline), args.processes)

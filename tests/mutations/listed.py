@@ -22,4 +22,4 @@ MUTATIONS: tuple[Mutation, ...] = (
     *EDGE, *ENGINES, *COMMANDS, *STORE, *BACK_ENDS,
 )  # fmt: skip
 
-assert len({m.name for m in MUTATIONS}) == len(MUTATIONS), "names are unique"
+assert len({m.breaks for m in MUTATIONS}) == len(MUTATIONS), "each mutation breaks something else"

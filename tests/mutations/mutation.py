@@ -6,7 +6,7 @@ the result; it must run in a new process, before the product is imported.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -16,18 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"multigpu_master": ROOT / "master", "multigpu_worker": ROOT / "worker", "multigpu": ROOT / "client"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mutation:
-    """`old` occurs exactly once in the file of `module`; with `new` in its place a rule is broken, and `checker` must
-    notice within `seeds` seeds. `breaks` says which promise, or what else the name leaves open.
+    """`old` occurs exactly once in the file of `module`; with `new` in its place the product breaks a rule, which
+    `breaks` states, and `checker` must notice within `seeds` seeds. Without `new`, `old` has no effect.
     """
 
-    name: str
-    module: str
+    breaks: str
     old: str
-    new: str = ""
-    breaks: str = ""
+    new: str | None = None
     checker: str = "simulator"
+    _: KW_ONLY
+    module: str
     seeds: int = 1000
 
     @property
@@ -40,9 +40,16 @@ class Mutation:
 
     def mutated(self) -> str:
         """The file's text with the mutation in it."""
-        assert self.found() == 1, f"{self.name}: its text occurs {self.found()} times in {self.path}, not once"
-        assert self.old != self.new, f"{self.name} changes nothing"
-        return self.path.read_text("utf-8").replace(self.old, self.new)
+        assert self.found() == 1, f"{self.breaks}: its text occurs {self.found()} times in {self.path}, not once"
+        new = _disabled(self.old) if self.new is None else self.new
+        assert self.old != new, f"{self.breaks}: the mutation changes nothing"
+        return self.path.read_text("utf-8").replace(self.old, new)
+
+
+def _disabled(old: str) -> str:
+    """`old`, an `if` or complete statements, replaced by what has no effect."""
+    code = old.strip()
+    return old.replace(code, "if False:" if code.startswith("if ") and code.endswith(":") else "pass")
 
 
 class _Loader(SourceFileLoader):

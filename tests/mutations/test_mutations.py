@@ -2,41 +2,42 @@
 
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 
 from tests.commands import run_module
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import ROOT, Mutation
-from tests.mutations.rules.pytest_checkers import ACCESS, PYTEST_TESTS, TESTS, WORKER
+from tests.mutations.rules.pytest_checkers import TESTS, TESTS_OF
 
 # Noticed within a few seeds each, so that all of them together take less than a minute.
 SHORT = (
     "timers never fire",
-    "duplicate request_id taken twice",
-    "takeover not fenced",
-    "a drain is interrupted early",
-    "stale report accepted",
-    "one attempt too many",
-    "lease_ids are given twice",
-    "full windows get leases",
-    "acceptance before fsync",
+    "P5: duplicate request_id taken twice",
+    "P2: the old session of a worker lives on beside the new one",
+    "P6: leases are taken before the deadline of the drain",
+    "P2: a result counts whoever holds the lease",
+    "P4: a task has one attempt more than it may",
+    "P2: lease_ids are given twice",
+    "P10: full windows get leases",
+    "P1: acceptance before fsync",
     "dropped leases are run",
-    "a commit is acknowledged before it is made",
+    "P1: a commit is acknowledged before it is made",
     "sent reports are not kept until they are acknowledged",
 )
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=[m.name for m in MUTATIONS])
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[m.breaks for m in MUTATIONS])
 def test_each_mutation_fits_the_product(mutation: Mutation) -> None:
-    assert mutation.found() == 1, f"the text of {mutation.name!r} occurs {mutation.found()} times in {mutation.path}"
+    assert mutation.found() == 1, f"the text of {mutation.breaks!r} occurs {mutation.found()} times in {mutation.path}"
     compile(mutation.mutated(), str(mutation.path), "exec")
 
 
 NAMED = dict.fromkeys(m.checker for m in MUTATIONS if "::" in m.checker)
 
 
-@pytest.mark.parametrize("test", [*PYTEST_TESTS, *ACCESS, *WORKER, *NAMED])
+@pytest.mark.parametrize("test", [*chain(*TESTS_OF.values()), *NAMED])
 def test_the_tests_that_serve_as_checkers_exist(test: str) -> None:
     path, _, name = test.partition("::")
     assert (TESTS / path).exists()

@@ -34,7 +34,7 @@ class Verdict:
 def attempt(mutation: Mutation, seeds: int) -> Verdict:
     """Runs seeds 0, 1, ... on the mutated product. Only in a process that has not imported it yet."""
     plant(mutation)
-    return _seeds(mutation.name, mutation.checker, seeds)
+    return _seeds(mutation.breaks, mutation.checker, seeds)
 
 
 def baseline(name: str, seeds: int) -> Verdict:

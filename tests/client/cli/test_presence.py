@@ -12,29 +12,21 @@ ENGINE = """
 import time
 from pathlib import Path
 from multigpu.v1 import classify_pb2 as pb
+from multigpu_worker.engines.base import ModelEngine
 
-class Slow:
+class Slow(ModelEngine):
     one_by_one = True
-
-    def __init__(self, settings):
-        pass
 
     def load(self):
         while not Path("loaded").exists():
             time.sleep(0.01)
         return {}
 
-    def prepare(self, batch):
-        return None
-
     def run(self, batch, prepared, reporter):
         for item in batch.items:
             reporter.begin(item)
             found = pb.ClassifyResult(classes=[pb.ClassScore(index=3, label="good", score=1)])
             reporter.succeed(item, found.SerializeToString())
-
-    def close(self):
-        pass
 """
 
 

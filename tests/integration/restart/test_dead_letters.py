@@ -1,35 +1,18 @@
 """Dead letters: listed, requeued, deleted, and tasks that run again under the request_id of one that failed."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 import grpc
 import multigpu
 import pytest
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.fleet import Fleet, rejected, until
+from tests.integration.restart.test_attempts import DEAD_LETTERED, FLEET, SUCCEEDED, from_now
 
-FLEET = {
-    "handlers": ["trial_handlers"],
-    "worker_flags": ["--engine-memory-bytes", "600MiB", "--slots", "2", "--result-bytes-max", "1MiB"],
-}
-
-SUCCEEDED = task_pb2.OUTCOME_STATE_SUCCEEDED
-FAILED = task_pb2.OUTCOME_STATE_FAILED
-EXPIRED = task_pb2.OUTCOME_STATE_EXPIRED
-DEAD_LETTERED = task_pb2.OUTCOME_STATE_DEAD_LETTERED
-SOON = Duration(nanos=20_000_000)
-
-
-def from_now(seconds: float) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromNanoseconds(time.time_ns() + int(seconds * 1e9))
-    return stamp
+__all__ = ["FLEET"]  # the settings of the fixture `fleet`
 
 
 def letters(fleet: Fleet, queue: str, page_size: int = 2) -> list[int]:

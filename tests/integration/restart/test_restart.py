@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
 
@@ -17,7 +16,6 @@ from tests.fleet import Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame
 
 FLEET = {"handlers": ["trial_handlers"]}
-SERVING = health_pb2.HealthCheckResponse.SERVING
 
 PARTS = [b"p-%d" % n for n in range(12)]
 

@@ -13,20 +13,15 @@ from tests.worker.scripted_master import SUCCEEDED, Stream
 LONG_S = 60.0
 ENGINE = """
 import os, time
+from multigpu_worker.engines.base import ModelEngine
 from simulated_mps import Client
 
-class Toy:
+class Toy(ModelEngine):
     one_by_one = False
-
-    def __init__(self, settings):
-        pass
 
     def load(self):
         self.client = Client()
         return {}
-
-    def prepare(self, batch):
-        return None
 
     def run(self, batch, prepared, reporter):
         for item in batch.items:
@@ -36,9 +31,6 @@ class Toy:
             if item.payload == b"fault":
                 self.client.fault()
             reporter.succeed(item, b"%d" % os.getpid())
-
-    def close(self):
-        pass
 """
 
 

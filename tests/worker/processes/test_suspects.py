@@ -15,8 +15,9 @@ from tests.worker.scripted_master import SUCCEEDED, Stream
 FAILED = pb.REPORT_STATE_FAILED
 ENGINE = """
 import os, signal, threading, time
+from multigpu_worker.engines.base import ModelEngine
 
-class Answers:
+class Answers(ModelEngine):
     one_by_one = True
 
     def __init__(self, settings):
@@ -56,9 +57,6 @@ class Answers:
             step += 1
             time.sleep(0.003)
         reporter.succeed(item, b"%d" % step)
-
-    def close(self):
-        pass
 """
 
 

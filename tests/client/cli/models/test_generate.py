@@ -19,20 +19,15 @@ from tests.waiting import until
 ENGINE = '''
 import time
 from multigpu.v1 import generate_pb2 as pb
+from multigpu_worker.engines.base import ModelEngine
 
-class Counter:
+class Counter(ModelEngine):
     """Counts in words of two characters, up to tokens_max, or for ever."""
 
     one_by_one = True
 
-    def __init__(self, settings):
-        pass
-
     def load(self):
         return {}
-
-    def prepare(self, batch):
-        return None
 
     def run(self, batch, prepared, reporter):
         for item in batch.items:
@@ -47,9 +42,6 @@ class Counter:
             else:
                 result = pb.GenerateResult(text=text, token_ids=range(count), finish_reason=pb.FINISH_REASON_LENGTH)
                 reporter.succeed(item, result.SerializeToString())
-
-    def close(self):
-        pass
 '''
 Stop = Callable[["subprocess.Popen[bytes]", IO[bytes]], None]
 

@@ -19,10 +19,11 @@ ENGINE = """
 import numpy as np
 from multigpu._kinds.inference import array_of, tensor_of
 from multigpu.v1 import infer_pb2
+from multigpu_worker.engines.base import ModelEngine
 from multigpu_worker.engines.classify.payload import parse, result, text
 from multigpu_worker.engines.common.failures import BadInputError
 
-class Base:
+class Base(ModelEngine):
     one_by_one = False
 
     def __init__(self, settings):
@@ -31,18 +32,12 @@ class Base:
     def load(self):
         return {}
 
-    def prepare(self, batch):
-        return None
-
     def run(self, batch, prepared, reporter):
         for item in batch.items:
             try:
                 reporter.succeed(item, self.answer(item, batch))
             except ValueError as error:
                 reporter.fail(item, "BadInput", str(error), retryable=False)
-
-    def close(self):
-        pass
 
 class Doubler(Base):
     def answer(self, item, batch):
