@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from multigpu import AsyncClient
-from multigpu.errors import TaskError
+from multigpu.outcome import TaskError
 
 from benchmarks.fleet import Fleet
 from benchmarks.measure import table

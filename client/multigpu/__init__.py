@@ -18,23 +18,12 @@ from multigpu.errors import CallTimeoutError as CallTimeoutError
 from multigpu.errors import ClientClosedError as ClientClosedError
 from multigpu.errors import ConfigError as ConfigError
 from multigpu.errors import CursorExpiredError as CursorExpiredError
-from multigpu.errors import Energy as Energy
-from multigpu.errors import EnergyMethod as EnergyMethod
 from multigpu.errors import InvalidRequestError as InvalidRequestError
 from multigpu.errors import InvalidTaskError as InvalidTaskError
 from multigpu.errors import MultigpuError as MultigpuError
 from multigpu.errors import NotFoundError as NotFoundError
-from multigpu.errors import Outcome as Outcome
-from multigpu.errors import OutcomeState as OutcomeState
 from multigpu.errors import RejectedError as RejectedError
-from multigpu.errors import RemoteError as RemoteError
 from multigpu.errors import ResourceExhaustedError as ResourceExhaustedError
-from multigpu.errors import ResultExpiredError as ResultExpiredError
-from multigpu.errors import ResultLostError as ResultLostError
-from multigpu.errors import TaskCancelled as TaskCancelled
-from multigpu.errors import TaskError as TaskError
-from multigpu.errors import TaskExpired as TaskExpired
-from multigpu.errors import TaskFailed as TaskFailed
 from multigpu.errors import TransportError as TransportError
 from multigpu.errors import UnavailableError as UnavailableError
 from multigpu.errors import UnplaceableError as UnplaceableError
@@ -45,7 +34,18 @@ from multigpu.handlers import handler as handler
 from multigpu.handles import as_completed as as_completed
 from multigpu.handles import gather as gather
 from multigpu.handles import wait as wait
+from multigpu.outcome import Energy as Energy
+from multigpu.outcome import EnergyMethod as EnergyMethod
+from multigpu.outcome import Outcome as Outcome
+from multigpu.outcome import OutcomeState as OutcomeState
+from multigpu.outcome import RemoteError as RemoteError
+from multigpu.outcome import ResultExpiredError as ResultExpiredError
+from multigpu.outcome import ResultLostError as ResultLostError
 from multigpu.outcome import Task as Task
+from multigpu.outcome import TaskCancelled as TaskCancelled
+from multigpu.outcome import TaskError as TaskError
+from multigpu.outcome import TaskExpired as TaskExpired
+from multigpu.outcome import TaskFailed as TaskFailed
 from multigpu.outcome import TaskState as TaskState
 
 __version__ = "0.1.0"

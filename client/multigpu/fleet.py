@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from multigpu.errors import OpenEnum, instant, seconds_of
-from multigpu.outcome import Task
+from multigpu._transport.times import instant, seconds_of
+from multigpu.outcome import OpenEnum, Task
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -198,6 +198,7 @@ def handler(
         retries = 0
     _check_count("retries", retries or 0)
     _check_count("concurrency", concurrency)
+    _check_kind(kind)
 
     def register(target: T) -> T:
         cls = target if isinstance(target, type) else None
@@ -206,7 +207,8 @@ def handler(
         if batching is not None and concurrency > 1:
             raise ValueError("a batched handler runs one batch at a time: leave concurrency out")
         name = kind or f"{target.__module__}.{target.__qualname__}"
-        _check_kind(name, target)
+        _check_kind(name)
+        _check_free(name, target)
         takes_context, json_type = _parameters(function, of_class=cls is not None, batched=batching is not None)
         _handlers[name] = Handler(
             kind=name, function=function, cls=cls, takes_context=takes_context, json_type=json_type, retries=retries,
@@ -250,11 +252,14 @@ def _check_count(name: str, count: Any) -> None:
         raise ValueError(f"{name}={count!r}: give a whole number, 0 or more")
 
 
-def _check_kind(kind: str, target: Any) -> None:
+def _check_kind(kind: str) -> None:
     if len(kind.encode()) > KIND_BYTES_MAX:
         raise ValueError(f"a kind has 1 to {KIND_BYTES_MAX} bytes, not {len(kind.encode())}: {kind[:200]!r}")
     if kind in RESERVED_KINDS:
         raise ValueError(f"the kind {kind!r} is multigpu's own; give the handler another, such as 'my.{kind}'")
+
+
+def _check_free(kind: str, target: Any) -> None:
     earlier = _handlers.get(kind)
     if earlier is None:
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multigpu._sync.handles import TaskHandle
-    from multigpu.errors import Outcome
+    from multigpu.outcome import Outcome
 
 
 def as_completed(handles: Iterable[TaskHandle], timeout: float | None = None) -> Generator[TaskHandle, None, None]:

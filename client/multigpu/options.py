@@ -14,8 +14,8 @@ from typing import Any, TypedDict, TypeVar, cast
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, OutcomeState
-from multigpu.outcome import TaskState
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
+from multigpu.outcome import OutcomeState, TaskState
 from multigpu.v1 import generate_pb2, task_pb2, task_service_pb2
 
 T = TypeVar("T")

@@ -12,8 +12,7 @@ from multigpu.fleet import CancelResult, TaskCounts
 from multigpu.options import TaskFilter, filter_of
 
 if TYPE_CHECKING:
-    from multigpu.errors import Outcome
-    from multigpu.outcome import Task, TaskName
+    from multigpu.outcome import Outcome, Task, TaskName
 
 
 class AsyncBaseClient:

@@ -21,7 +21,6 @@ from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
 from multigpu._transport.traceparent import current_traceparent
-from multigpu.errors import Outcome
 from multigpu.options import (
     CallOptions,
     EmbedOptions,
@@ -32,6 +31,7 @@ from multigpu.options import (
     TaskOptions,
     split_options,
 )
+from multigpu.outcome import Outcome
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -10,7 +10,7 @@ from multigpu.fleet import Explanation
 from multigpu.outcome import Task
 
 if TYPE_CHECKING:
-    from multigpu.errors import Outcome
+    from multigpu.outcome import Outcome
 
 
 class AsyncTaskHandle:

@@ -14,8 +14,9 @@ from multigpu._transport.connection import MESSAGE_BYTES_MAX
 from multigpu._transport.encoding import RAW, encode
 from multigpu._transport.payloads import LARGE_BYTES
 from multigpu._transport.run_state import Answer, Call
-from multigpu.errors import INVALID_ARGUMENT, NOT_FOUND, InvalidTaskError, NotFoundError, Outcome, RejectedError
+from multigpu.errors import INVALID_ARGUMENT, NOT_FOUND, InvalidTaskError, NotFoundError, RejectedError
 from multigpu.options import Input, SpecCache, own_fields
+from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2
 
 C = TypeVar("C", bound=Call)

@@ -26,9 +26,9 @@ from multigpu._transport.run_stream import RunStream
 from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
-from multigpu.errors import NotFoundError, TaskError
+from multigpu.errors import NotFoundError
 from multigpu.options import AnyIterable, duration
-from multigpu.outcome import Outcome, Task, TaskName
+from multigpu.outcome import Outcome, Task, TaskError, TaskName
 from multigpu.v1 import admin_service_pb2, task_service_pb2
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from multigpu._calls.timeouts import CANCELLED, timeout_error, within
 from multigpu._transport.loop_thread import LoopThread
 from multigpu._transport.run_state import Answer, Call
 from multigpu._transport.run_stream import RunStream
-from multigpu.errors import Outcome
+from multigpu.outcome import Outcome
 
 CHUNK_TASKS = 256
 # A chunk ends at this share of the window, so that large payloads go to the master a few at a time.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from multigpu._transport.encoding import decode
 
 if TYPE_CHECKING:
-    from multigpu.errors import Outcome
+    from multigpu.outcome import Outcome
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
-from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, Outcome, TransportError
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
+from multigpu.outcome import Outcome
 from multigpu.v1 import classify_pb2
 
 if TYPE_CHECKING:

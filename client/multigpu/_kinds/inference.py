@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError, EncodeError
 
-from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, Outcome, TransportError
+from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
 from multigpu.options import Input
+from multigpu.outcome import Outcome
 from multigpu.v1 import infer_pb2
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from multigpu._sync.base import BaseClient
 from multigpu._sync.handles import TaskHandle
 from multigpu._sync.streams import Generation, Stream
 from multigpu._transport.traceparent import current_traceparent
-from multigpu.errors import Outcome
 from multigpu.options import (
     CallOptions,
     EmbedOptions,
@@ -32,6 +31,7 @@ from multigpu.options import (
     TaskOptions,
     split_options,
 )
+from multigpu.outcome import Outcome
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -27,10 +27,10 @@ from multigpu.errors import (
     UNAVAILABLE,
     AlreadyExistsError,
     MultigpuError,
-    Outcome,
     RejectedError,
     UnavailableError,
 )
+from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2, task_service_pb2
 
 # Limits of a frame; a larger payload goes alone. Large enough to amortise the cost of a message, small enough that the

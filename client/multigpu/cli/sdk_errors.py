@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from multigpu import errors
+from multigpu import TaskError, errors
 from multigpu.cli import show
 from multigpu.cli.failures import Failure, NotFound, TasksFailed, Unreachable, WrongUsage
 from multigpu.cli.options import load_config
@@ -40,7 +40,7 @@ def failures() -> Iterator[None]:
         raise Unreachable(str(error)) from error
     except errors.NotFoundError as error:
         raise NotFound(str(error)) from error
-    except errors.TaskError as error:
+    except TaskError as error:
         raise TasksFailed(str(error)) from error
     except errors.AccessError as error:
         is_local = isinstance(error.__cause__, ConfigError)  # the client's own token or certificate can't be read

@@ -141,10 +141,12 @@ async def test_a_wrong_input_of_a_map_becomes_an_error_in_its_place(tmp_path: Pa
 
 
 def test_every_error_is_exported_and_a_multigpu_error() -> None:
-    from multigpu import errors
+    from multigpu import errors, outcome
     from multigpu.config import config
 
-    raised = {n: e for n, e in vars(errors).items() if isinstance(e, type) and issubclass(e, Exception)}
+    names = vars(errors) | vars(outcome)
+    raised = {n: e for n, e in names.items() if isinstance(e, type) and issubclass(e, Exception)}
+    assert raised.pop("RemoteError") is multigpu.RemoteError, "never raised: a cause"
     for name, error in raised.items():
         assert issubclass(error, multigpu.MultigpuError)
         assert getattr(multigpu, name) is error

@@ -82,7 +82,7 @@ def array(dtype: Any, shape: Any, data: bytes) -> bytes:
     "data",
     [
         b"", b"\xc1", b"\x81", b"\xc7\x00\x05", array("<f4", [2], b"1234"), array("O", [1], b"12345678"),
-        array("<f4", [1 << 62], b""), array("<f4", [-1], b"1234"), array("no such type", [1], b"x"), array(7, [1], b"x"),
+        array("<f4", [1 << 62], b""), array("<f4", [-1], b"1234"), array("none", [1], b"x"), array(7, [1], b"x"),
         array("<f4", "no shape", b"x"), array("i4,f4", [1], b"12345678"), msgpack.packb(msgpack.ExtType(ARRAY, b"")),
         msgpack.packb([1]) + b"more",
     ],

@@ -57,7 +57,7 @@ def gate(value: bytes, ctx: Context) -> Any:
     return b"opened"
 
 
-@handler("trial.raise", retries=9)
+@handler("trial.raise", retry_on=LookupError)
 def raising(value: bytes) -> Any:
     if not Path(value.decode()).is_file():
         raise LookupError("not there: " + value.decode())

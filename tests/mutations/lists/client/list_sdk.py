@@ -46,7 +46,7 @@ SDK = (
     calls(
         "a result that has expired is taken for an empty one",
         "        if not result:\n            self._check_there()\n",
-        module="multigpu.errors",
+        module="multigpu.outcome",
     ),
     calls(
         "NaN and negative timeouts reach the event loop",
