@@ -34,7 +34,7 @@ def from_now(seconds: float) -> Timestamp:
     ("kind", "spec", "state", "error", "words"),
     [
         ("trial.raise", {}, DEAD_LETTERED, "LookupError", "not there: x"),
-        ("trial.wrong_type", {}, FAILED, "WrongResultType", "which can.t be sent"),
+        ("trial.wrong_type", {}, FAILED, "WrongResultType", "which can't be sent"),
         ("trial.exit", {}, DEAD_LETTERED, "EngineDied", "7"),
         ("trial.hang", {"run_timeout": Duration(nanos=300_000_000)}, DEAD_LETTERED, "RunTimeout", "0.3"),
         ("trial.hoard", {}, DEAD_LETTERED, "OutOfMemory", "engine_memory_bytes"),
