@@ -12,6 +12,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from multigpu.contexts import Context as Context
+from multigpu.contexts import context as context
 from multigpu.errors import AccessError as AccessError
 from multigpu.errors import AlreadyExistsError as AlreadyExistsError
 from multigpu.errors import CallTimeoutError as CallTimeoutError
@@ -27,9 +29,7 @@ from multigpu.errors import ResourceExhaustedError as ResourceExhaustedError
 from multigpu.errors import TransportError as TransportError
 from multigpu.errors import UnavailableError as UnavailableError
 from multigpu.errors import UnplaceableError as UnplaceableError
-from multigpu.handlers import Context as Context
 from multigpu.handlers import batch as batch
-from multigpu.handlers import context as context
 from multigpu.handlers import handler as handler
 from multigpu.handles import as_completed as as_completed
 from multigpu.handles import gather as gather

@@ -16,14 +16,18 @@
 
 A worker started with `--handlers my_module` imports the module in its engine process and serves every kind that the
 module registers: "my_module.thumbnail", "my_module.Embedder". A class is instantiated once for each engine process,
-before the worker takes tasks. The function, or the instance, is called with the task's value, and with a `Context` if
-it has a second parameter. The value is bytes, or the parsed JSON if the task's content type is "application/json". If
-the parameter is annotated as bool, dict, float, int, list or str, bytes fail the task.
+before the worker takes tasks. The function, or the instance, is called with the task's value, or with the arguments of
+`submit`, `run` and `map`. They are checked against its parameters and type hints before it runs.
+
+    thumbnail(image)                              # here, as a plain function
+    handle = thumbnail.submit(client, image)      # on a worker
+    images = thumbnail.map(client, many)
 
 It may be a function, an async function, a generator or an async generator. Values that a generator yields are the
-task's partial outputs, delivered at once; the value that it returns is the result. A result or a yielded value is
-bytes, None (no bytes), or any JSON value. A later attempt skips the outputs delivered before, so a generator must yield
-the same values again: they may depend on the task's value, not on chance, the clock or its checkpoint.
+task's partial outputs, delivered at once; the value that it returns is the result. Arguments and results are bytes,
+JSON values, NumPy arrays, and what is made of these; a result of None is b"". A later attempt skips the outputs
+delivered before, so a generator must yield the same values again: they may depend on the task's value, not on chance,
+the clock or its checkpoint.
 
 An exception fails the task. It is tried again only if the handler says so: `retries=3` for any exception, `retry_on`
 for some. Attempts that were lost with a worker, a device or an engine are always repeated.
@@ -31,111 +35,35 @@ for some. Attempts that were lost with a worker, a device or an engine are alway
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import functools
 import inspect
-import logging
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, get_origin, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack, overload
+
+from multigpu._transport.encoding import Arguments
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Coroutine, Generator
+
+    from multigpu._async.client import AsyncClient
+    from multigpu._async.handles import AsyncTaskHandle
+    from multigpu._sync.client import Client
+    from multigpu._sync.handles import TaskHandle
+    from multigpu.options import SpecMapOptions
 
 KIND_BYTES_MAX = 128
 # Kinds that multigpu's own engines serve.
 RESERVED_KINDS = frozenset({"classify", "echo", "embed", "fail", "generate", "infer", "sleep"})
 BATCH_SIZE_MAX, BATCH_WAIT_MS_MAX = 10_000, 10_000
-_JSON_TYPES = frozenset({"bool", "dict", "float", "int", "list", "str"})
+ATTEMPTS_DEFAULT, ATTEMPTS_MAX = 3, 100
 _BATCHING = "__multigpu_batching__"
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T", bound=Callable[..., Any])
 Exceptions = type[BaseException] | tuple[type[BaseException], ...]
-
-
-class Context(Protocol):
-    """The running attempt, for its handler. Safe to use from any thread."""
-
-    @property
-    def device(self) -> str:
-        """The worker's device, as torch names it: "cuda:0", "cpu"."""
-
-    @property
-    def log(self) -> logging.LoggerAdapter[logging.Logger]:
-        """Its lines appear in the worker's log, with the task_id and the attempt."""
-
-    @property
-    def task_id(self) -> int: ...
-
-    @property
-    def attempt(self) -> int:
-        """Which attempt this is, from 1."""
-
-    @property
-    def parameters(self) -> Mapping[str, str]:
-        """The parameters the task was submitted with."""
-
-    @property
-    def checkpoint(self) -> bytes:
-        """The last checkpoint of earlier attempts; empty if there is none."""
-
-    @property
-    def partials_received(self) -> int:
-        """How many partial outputs of earlier attempts have arrived; this attempt's first ones are skipped."""
-
-    @property
-    def cancelled(self) -> bool:
-        """True once the task is cancelled: return soon; the result is dropped."""
-
-    def save_checkpoint(self, data: bytes) -> None:
-        """Saves data for the next attempt, in case this one dies. ValueError: more than 1 MiB."""
-
-    def progress(self, fraction: float, note: str = "") -> None:
-        """Reports progress from 0 to 1, with a short note. Resets a progress timeout."""
-
-
-class LocalContext:
-    """The Context where no task runs: while a class is instantiated, in a batch, and outside workers."""
-
-    task_id, attempt, partials_received, cancelled = 0, 1, 0, False
-    parameters: Mapping[str, str] = {}
-    checkpoint = b""
-
-    def __init__(self, device: str = "") -> None:
-        """`device`: default, the first GPU that torch finds, else the CPU."""
-        self._device = device
-        self.log = task_log("")
-
-    @property
-    def device(self) -> str:
-        if not self._device:
-            torch = importlib.import_module("torch") if importlib.util.find_spec("torch") is not None else None
-            self._device = "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
-        return self._device
-
-    def save_checkpoint(self, data: bytes) -> None:
-        """Nothing: there is no task."""
-
-    def progress(self, fraction: float, note: str = "") -> None:
-        """Nothing: there is no task."""
-
-
-class _TaskLog(logging.LoggerAdapter[logging.Logger]):
-    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
-        assert self.extra is not None
-        return f"{self.extra['prefix']}{msg}", kwargs
-
-
-def task_log(prefix: str) -> logging.LoggerAdapter[logging.Logger]:
-    """A logger that begins its lines with the prefix."""
-    return _TaskLog(logging.getLogger("multigpu.handlers"), {"prefix": prefix})
-
-
-current_context: ContextVar[Context] = ContextVar("multigpu context")
-_local = LocalContext()
-
-
-def context() -> Context:
-    """The Context of the running handler. Outside workers, where handlers run as plain functions: a LocalContext."""
-    return current_context.get(_local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +83,6 @@ class Handler:
     function: Callable[..., Any]
     # None: a function.
     cls: type | None
-    takes_context: bool
-    # The annotation of the task's value, if it is a type of JSON values; else "".
-    json_type: str
     # How often an exception leads to another attempt; None: until the task's attempts_max. Of which classes.
     retries: int | None
     retry_on: tuple[type[BaseException], ...]
@@ -169,16 +94,70 @@ class Handler:
 _handlers: dict[str, Handler] = {}
 
 
+class HandlerFunction(Generic[P, R]):
+    """A function or a class that is a handler. Calling it runs it here; of a class, that makes an instance."""
+
+    def __init__(self, target: Callable[P, R], registered: Handler) -> None:
+        self.__wrapped__ = target
+        self.kind = registered.kind
+        # More attempts than the default, if the handler wants more retries.
+        attempts = min((registered.retries or 0) + 1, ATTEMPTS_MAX)
+        self._options: SpecMapOptions = {"attempts_max": attempts} if attempts > ATTEMPTS_DEFAULT else {}
+        functools.update_wrapper(self, target, updated=())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.__wrapped__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<handler {self.kind}>"
+
+    def options(self, **options: Unpack[SpecMapOptions]) -> Self:
+        """The same handler with options for `submit`, `run` and `map`: queue, priority, timeout …"""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._options = {**self._options, **options}  # noqa: SLF001  its own
+        return other
+
+    @overload
+    def submit(self, client: Client, /, *args: Any, **kwargs: Any) -> TaskHandle: ...
+    @overload
+    def submit(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, AsyncTaskHandle]: ...
+    def submit(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Submits a task that calls the handler with these arguments, and returns its handle."""
+        return client.submit(self.kind, _value_of(args, kwargs), **self._options)
+
+    @overload
+    def run(self, client: Client, /, *args: Any, **kwargs: Any) -> Any: ...
+    @overload
+    def run(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]: ...
+    def run(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a task that calls the handler with these arguments, and returns its result."""
+        return client.run(self.kind, _value_of(args, kwargs), **self._options)
+
+    @overload
+    def map(self, client: Client, values: Iterable[Any], /) -> Generator[Any, None, None]: ...
+    @overload
+    def map(self, client: AsyncClient, values: Iterable[Any], /) -> AsyncGenerator[Any, None]: ...
+    def map(self, client: Any, values: Iterable[Any], /) -> Any:
+        """Runs a task for each value, and yields the results as `client.map` does."""
+        return client.map(self.kind, values, **self._options)
+
+
+def _value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One positional argument is the task's value, as clients in other languages send it."""
+    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+
+
 @overload
-def handler(target: T, /) -> T: ...
+def handler(target: Callable[P, R], /) -> HandlerFunction[P, R]: ...
 @overload
 def handler(
     kind: str = "", /, *, retries: int | None = None, retry_on: Exceptions = (), concurrency: int = 0
-) -> Callable[[T], T]: ...
+) -> Callable[[Callable[P, R]], HandlerFunction[P, R]]: ...
 def handler(
     kind: Any = "", /, *, retries: int | None = None, retry_on: Exceptions = (), concurrency: int = 0
 ) -> Any:  # fmt: skip
-    """Registers a function or a class for a kind of task; it stays as it is. Use it with or without arguments.
+    """Registers a function or a class for a kind of task. Use it with or without arguments.
 
     `kind`: default, the module and the qualified name. `retries`: after how many exceptions the task is tried again;
     default: 0, or with `retry_on` until its attempts_max, which bounds every number of attempts (default 3).
@@ -200,7 +179,7 @@ def handler(
     _check_count("concurrency", concurrency)
     _check_kind(kind)
 
-    def register(target: T) -> T:
+    def register(target: Any) -> HandlerFunction[..., Any]:
         cls = target if isinstance(target, type) else None
         function = _call_of(cls) if cls is not None else target
         batching = getattr(function, _BATCHING, None)
@@ -209,12 +188,12 @@ def handler(
         name = kind or f"{target.__module__}.{target.__qualname__}"
         _check_kind(name)
         _check_free(name, target)
-        takes_context, json_type = _parameters(function, of_class=cls is not None, batched=batching is not None)
-        _handlers[name] = Handler(
-            kind=name, function=function, cls=cls, takes_context=takes_context, json_type=json_type, retries=retries,
-            retry_on=classes or (Exception,), concurrency=concurrency, batching=batching,
+        _check_parameters(function, of_class=cls is not None, batched=batching is not None)
+        registered = _handlers[name] = Handler(
+            kind=name, function=function, cls=cls, retries=retries, retry_on=classes or (Exception,),
+            concurrency=concurrency, batching=batching,
         )  # fmt: skip
-        return target
+        return HandlerFunction(target, registered)
 
     return register
 
@@ -274,8 +253,7 @@ def _call_of(cls: type) -> Callable[..., Any]:
     if "__call__" not in dir(cls) or not inspect.isfunction(getattr(cls, "__call__", None)):  # noqa: B004  the method itself
         raise ValueError(f"the handler class {cls.__qualname__} needs a method __call__(self, value)")
     parameters = list(inspect.signature(cls).parameters.values())
-    variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    if wanted := [p.name for p in parameters if p.default is p.empty and p.kind not in variable]:
+    if wanted := [p.name for p in parameters if p.default is p.empty and p.kind not in _VARIABLE]:
         raise ValueError(
             f"workers instantiate the handler class {cls.__qualname__} without arguments: give "
             f"{', '.join(wanted)} of its __init__ defaults"
@@ -284,26 +262,9 @@ def _call_of(cls: type) -> Callable[..., Any]:
     return function
 
 
-def _parameters(function: Callable[..., Any], *, of_class: bool, batched: bool) -> tuple[bool, str]:
-    """Whether a function takes a context, and the json_type of its value."""
-    positional = [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
-    ][int(of_class) :]
-    required = [parameter for parameter in positional if parameter.default is parameter.empty]
-    if not positional or len(required) > 2 - batched:
-        name = f"{function.__module__}.{function.__qualname__}"
-        if batched:
-            raise ValueError(f"the batched handler {name} must take one list: f(values)")
-        raise ValueError(
-            f"the handler {name} must take the task's value, and may take a context: f(value) or f(value, ctx)"
-        )
-    if batched:
-        return False, ""
-    takes_context = len(positional) >= 2 and (len(required) == 2 or positional[1].name in {"ctx", "context"})
-    annotation = positional[0].annotation
-    # As text if its module postpones the evaluation of annotations.
-    named = annotation if isinstance(annotation, str) else getattr(get_origin(annotation) or annotation, "__name__", "")
-    name = named.partition("[")[0]
-    return takes_context, name if name in _JSON_TYPES else ""
+def _check_parameters(function: Callable[..., Any], *, of_class: bool, batched: bool) -> None:
+    parameters = list(inspect.signature(function).parameters.values())[int(of_class) :]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIABLE]
+    name = f"{function.__module__}.{function.__qualname__}"
+    if batched and (not parameters or len(required) > 1):
+        raise ValueError(f"the batched handler {name} must take one list: f(values)")

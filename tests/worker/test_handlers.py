@@ -51,14 +51,18 @@ async def test_values_and_results(start_handlers: Start) -> None:
     }
 
 
-@pytest.mark.parametrize(("kind", "name"), [("t.dict", "dict"), ("t.quoted_list", "list")])
-async def test_bytes_for_a_handler_of_json_values(start_handlers: Start, kind: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "good"),
+    [("t.dict", "dict[str, typing.Any]", b'{"a": 1}'), ("t.quoted_list", "list[int]", b"[7]")],
+)
+async def test_bytes_for_a_handler_of_json_values(start_handlers: Start, kind: str, name: str, good: bytes) -> None:
     _, stream = await start_handlers()
-    (parsed,) = await run(stream, kind, b'{"a": 1}', content_type="application/json")
+    (parsed,) = await run(stream, kind, good, content_type="application/json")
     assert json.loads(parsed.result) in (["a"], 1)
     (raw,) = await run(stream, kind, b'{"a": 1}')
     assert (raw.error.type, raw.error.retryable) == ("BadInput", False)
-    assert raw.error.message.startswith(f"the handler takes a {name}, and the payload is bytes: send a JSON value")
+    what = f"the argument 'value' must be {name}: bytes is not a {name.partition('[')[0]}: send a JSON value"
+    assert raw.error.message.startswith(what)
 
 
 async def test_async_handlers_share_an_event_loop(start_handlers: Start) -> None:

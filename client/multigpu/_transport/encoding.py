@@ -2,23 +2,34 @@
 NumPy arrays as MessagePack.
 
 The master reads none of them; a content type beside the bytes says which it is, empty for raw bytes. An array is the
-MessagePack extension type 1: its NumPy dtype and its shape as MessagePack, then its elements in C order.
+MessagePack extension type 1: its NumPy dtype and its shape as MessagePack, then its elements in C order. The arguments
+of a call with other than one positional argument are MessagePack: [[positional …], {keyword: …}].
 """
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 RAW = ""
 JSON = "application/json"
 MSGPACK = "application/vnd.msgpack"
+CALL = "application/vnd.multigpu.call"
 ARRAY = 1
 
 # One encoder for all calls: json.dumps builds a new one whenever an option differs from its defaults.
 _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
+class Arguments(NamedTuple):
+    """The arguments of a handler's call, as one value."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def encode(value: Any) -> tuple[bytes, str]:
     """The payload and content type of a value. ValueError: it is none of these."""
+    if type(value) is Arguments:
+        return _pack([value.args, value.kwargs]), CALL
     if isinstance(value, bytes):
         return value, RAW
     if isinstance(value, bytearray | memoryview):
@@ -33,7 +44,16 @@ def decode(data: bytes, content_type: str) -> Any:
     """The value of a payload or result; bytes stay bytes. ValueError: it is not what its content type says."""
     if content_type == JSON:
         return json.loads(data)
+    if content_type == CALL:
+        return _arguments(_unpack(data))
     return _unpack(data) if content_type == MSGPACK else data
+
+
+def _arguments(value: Any) -> Arguments:
+    match value:
+        case [list(args), dict(kwargs)] if all(isinstance(name, str) for name in kwargs):
+            return Arguments(tuple(args), kwargs)
+    raise ValueError("these are not the arguments of a call: [[positional …], {keyword: …}]")
 
 
 def _pack(value: Any) -> bytes:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from multigpu.handlers import Context, handler
+from multigpu.contexts import Context, context
+from multigpu.handlers import handler
 
 from tests.chaos import failpoints
 from tests.chaos.records.history import History
@@ -33,16 +34,18 @@ def _begin(value: bytes, ctx: Context) -> bytes:
 
 
 @handler("chaos.work")
-def work(value: bytes, ctx: Context) -> Any:
+def work(value: bytes) -> Any:
     """Works for the parameter `seconds`; the result names the payload, the attempt and the process."""
+    ctx = context()
     result = _begin(value, ctx)
     time.sleep(float(ctx.parameters["seconds"]))
     return result
 
 
 @handler("chaos.stream")
-def stream(value: bytes, ctx: Context) -> Any:
+def stream(value: bytes) -> Any:
     """Yields `count` parts, one each `seconds`, before its result."""
+    ctx = context()
     result = _begin(value, ctx)
     for index in range(int(ctx.parameters["count"])):
         time.sleep(float(ctx.parameters["seconds"]))

@@ -328,7 +328,7 @@ def test_a_handler_without_a_kind_has_its_qualified_name() -> None:
         return value
 
     kind = f"{__name__}.test_a_handler_without_a_kind_has_its_qualified_name.<locals>.my_handler"
-    assert registered_handlers()[kind].function is my_handler
+    assert registered_handlers()[kind].function is my_handler.__wrapped__
 
 
 @pytest.mark.parametrize("cls", [multigpu.Client, multigpu.AsyncClient])

@@ -20,14 +20,15 @@ from tests.waiting import until
 HANDLERS = """
 import time
 from pathlib import Path
-from multigpu.handlers import Context, handler
+import multigpu
 
 def append(file, line):
     with file.open("ab", buffering=0) as opened:
         opened.write(line + b"\\n")
 
-@handler("lines.count")
-def count(line: bytes, ctx: Context):
+@multigpu.handler("lines.count")
+def count(line: bytes):
+    ctx = multigpu.context()
     folder = Path(ctx.parameters["folder"])
     append(folder / "begun", line)
     while int(line) > 20 and not (folder / "gate").exists():

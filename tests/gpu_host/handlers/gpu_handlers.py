@@ -7,7 +7,8 @@ import os
 import signal
 import time
 
-from multigpu.handlers import Context, handler
+from multigpu.contexts import context
+from multigpu.handlers import handler
 
 from tests.fakes.gpus import SimulatedGpus
 
@@ -21,8 +22,9 @@ def _own() -> tuple[SimulatedGpus, int]:
 
 
 @handler("gpu.work")
-def work(value: bytes, ctx: Context) -> bytes:
+def work(value: bytes) -> bytes:
     """Works for the parameter `seconds`."""
+    ctx = context()
     end_s = time.monotonic() + float(ctx.parameters.get("seconds", "0.1"))
     while (left_s := end_s - time.monotonic()) > 0 and not ctx.cancelled:
         time.sleep(min(left_s, _LOOK_S))
@@ -46,8 +48,9 @@ def illegal_access(value: bytes) -> bytes:
 
 
 @handler("gpu.breaks_on")
-def breaks_on(value: bytes, ctx: Context) -> bytes:
+def breaks_on(value: bytes) -> bytes:
     """Crashes its engine on the GPU number `on`; works everywhere else."""
+    ctx = context()
     gpus, own = _own()
     if own == int(ctx.parameters["on"]):
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -55,8 +58,9 @@ def breaks_on(value: bytes, ctx: Context) -> bytes:
 
 
 @handler("gpu.allocate")
-def allocate(value: bytes, ctx: Context) -> bytes:
+def allocate(value: bytes) -> bytes:
     """Takes so many `bytes` of its GPU's memory for a moment. MemoryError: it hasn't them."""
+    ctx = context()
     gpus, own = _own()
     gpu, wanted = gpus.gpu(own), int(ctx.parameters["bytes"])
     if wanted > gpu.memory_total - gpu.memory_reserved - gpu.memory_used:

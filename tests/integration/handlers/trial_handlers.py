@@ -6,19 +6,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from multigpu.handlers import Context, handler
+from multigpu.contexts import context
+from multigpu.handlers import handler
 
 
 @handler("trial.nap")
-def nap(value: bytes, ctx: Context) -> Any:
+def nap(value: bytes) -> Any:
     """Sleeps for the parameter `seconds`; the result is the payload backwards."""
+    ctx = context()
     time.sleep(float(ctx.parameters.get("seconds", "0.1")))
     return value[::-1]
 
 
 @handler("trial.logged")
-def logged(value: bytes, ctx: Context) -> Any:
+def logged(value: bytes) -> Any:
     """Says in the file `log` that it runs, then works for `seconds`. One write with O_APPEND: lines stay whole."""
+    ctx = context()
     line = f"{ctx.task_id} {ctx.attempt} {os.getpid()} {os.getppid()} {value.decode()}\n".encode()
     descriptor = os.open(ctx.parameters["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -30,8 +33,9 @@ def logged(value: bytes, ctx: Context) -> Any:
 
 
 @handler("trial.stream")
-def stream(value: bytes, ctx: Context) -> Any:
+def stream(value: bytes) -> Any:
     """Yields `count` parts, one each `seconds`."""
+    ctx = context()
     for n in range(int(ctx.parameters.get("count", "5"))):
         time.sleep(float(ctx.parameters.get("seconds", "0.02")))
         yield b"%s-%d" % (value, n)
@@ -48,8 +52,9 @@ def mixed(value: Any) -> Any:
 
 
 @handler("trial.gate")
-def gate(value: bytes, ctx: Context) -> Any:
+def gate(value: bytes) -> Any:
     """Runs until the file that the payload names exists."""
+    ctx = context()
     while not Path(value.decode()).exists():
         if ctx.cancelled:
             return b"cancelled"
@@ -81,13 +86,14 @@ def exit_now(value: bytes) -> Any:
 
 
 @handler("trial.big")
-def big(value: bytes, ctx: Context) -> Any:
+def big(value: bytes) -> Any:
     """A result of so many `bytes`."""
+    ctx = context()
     return bytes(int(ctx.parameters["bytes"]))
 
 
 @handler("trial.kill_worker")
-def kill_worker(value: bytes, ctx: Context) -> Any:
+def kill_worker(value: bytes) -> Any:
     """Takes the whole worker down, agent and all, a moment after it began."""
     time.sleep(0.5)
     os.kill(os.getppid(), signal.SIGKILL)
@@ -108,8 +114,9 @@ def hoard(value: bytes) -> Any:
 
 
 @handler("trial.third_time", retries=2)
-def third_time(value: bytes, ctx: Context) -> Any:
+def third_time(value: bytes) -> Any:
     """Fails twice, then says what the attempt before left for it."""
+    ctx = context()
     if ctx.attempt < 3:
         ctx.save_checkpoint(b"attempt %d" % ctx.attempt)
         raise RuntimeError(f"attempt {ctx.attempt} fails")

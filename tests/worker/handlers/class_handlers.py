@@ -8,14 +8,13 @@ from typing import Any
 import multigpu
 
 
-@multigpu.handler
-class Counter:
+class Base:
     """Counts its instances, and the calls that run at a time."""
 
     made = 0
 
     def __init__(self, step: int = 2) -> None:
-        Counter.made += 1
+        Base.made += 1
         self.step = step
         self.device = multigpu.context().device
         self.running = self.most = 0
@@ -28,12 +27,17 @@ class Counter:
         time.sleep(0.02)
         with self.lock:
             self.running -= 1
-        return {"made": Counter.made, "value": value * self.step, "device": self.device, "pid": os.getpid(),
+        return {"made": Base.made, "value": value * self.step, "device": self.device, "pid": os.getpid(),
                 "most": self.most, "attempt": multigpu.context().attempt}  # fmt: skip
 
 
+@multigpu.handler
+class Counter(Base):
+    pass
+
+
 @multigpu.handler("one.at.a.time", concurrency=1)
-class Single(Counter):
+class Single(Base):
     pass
 
 

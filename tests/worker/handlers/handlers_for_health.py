@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from multigpu.handlers import Context, handler
+from multigpu.contexts import context
+from multigpu.handlers import handler
 from multigpu_worker.engines.common import self_test
 
 # While this file exists the processor computes wrong: a simulated fault, beneath the real self_test.
@@ -61,8 +62,9 @@ elif ANYWAY:
 
 
 @handler("health.work")
-def work(value: bytes, ctx: Context) -> bytes:
+def work(value: bytes) -> bytes:
     """Works for so many seconds. The result is the engine's pid."""
+    ctx = context()
     end_s = time.monotonic() + float(value or b"0")
     while time.monotonic() < end_s and not ctx.cancelled:
         time.sleep(0.01)
@@ -70,8 +72,9 @@ def work(value: bytes, ctx: Context) -> bytes:
 
 
 @handler("health.mark")
-def mark(value: bytes, ctx: Context) -> None:
+def mark(value: bytes) -> None:
     """Creates the file of this name, and works until it is cancelled."""
+    ctx = context()
     Path(value.decode()).touch()
     while not ctx.cancelled:
         time.sleep(0.01)

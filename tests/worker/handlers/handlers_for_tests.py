@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import multigpu
-from multigpu.handlers import Context, handler
+from multigpu.contexts import context
+from multigpu.handlers import handler
 
 running: list[int] = []
 
@@ -23,8 +24,9 @@ def upper(value: Any) -> Any:
 
 
 @handler("t.note")
-def note(value: Any, ctx: Context) -> Any:
+def note(value: Any) -> Any:
     """Notes in the file `log` that it runs."""
+    ctx = context()
     with Path(ctx.parameters["log"]).open("a") as log:
         log.write(f"{ctx.task_id}\n")
     return value
@@ -51,7 +53,8 @@ def none(value: Any) -> Any:
 
 
 @handler("t.context")
-def context(value: Any, ctx: Context) -> Any:
+def show_context(value: Any) -> Any:
+    ctx = context()
     return {
         "task_id": ctx.task_id,
         "attempt": ctx.attempt,
@@ -125,7 +128,8 @@ def speechless(value: Any) -> Any:
 
 
 @handler("t.surrogates")
-def surrogates(value: Any, ctx: Context) -> Any:
+def surrogates(value: Any) -> Any:
+    ctx = context()
     ctx.progress(0.5, "\ud800")
     raise RuntimeError("\udcff" * 10_000)
 
@@ -242,20 +246,23 @@ def use_multiprocessing(value: Any) -> Any:
 
 
 @handler("t.checkpoint_then_raise")
-def checkpoint_then_raise(value: Any, ctx: Context) -> Any:
+def checkpoint_then_raise(value: Any) -> Any:
+    ctx = context()
     ctx.save_checkpoint(b"kept " + value)
     ctx.progress(0.5, "half")
     raise RuntimeError("after the checkpoint")
 
 
 @handler("t.checkpoint_then_exit")
-def checkpoint_then_exit(value: Any, ctx: Context) -> Any:
+def checkpoint_then_exit(value: Any) -> Any:
+    ctx = context()
     ctx.save_checkpoint(b"kept " + value)
     os._exit(1)
 
 
 @handler("t.until_cancelled")
-def until_cancelled(value: Any, ctx: Context) -> Any:
+def until_cancelled(value: Any) -> Any:
+    ctx = context()
     while not ctx.cancelled:
         time.sleep(0.005)
     Path(value.decode()).write_text("seen")
@@ -270,7 +277,8 @@ async def async_forever(value: Any) -> Any:
 
 
 @handler("t.progress")
-def progress(value: Any, ctx: Context) -> Any:
+def progress(value: Any) -> Any:
+    ctx = context()
     for n in range(int(value)):
         time.sleep(0.05)
         ctx.progress(n / int(value), f"step {n}")

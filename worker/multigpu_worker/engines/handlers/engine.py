@@ -14,12 +14,13 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from multigpu._transport import encoding
-from multigpu._transport.encoding import JSON, MSGPACK
-from multigpu.handlers import Handler, LocalContext, current_context, registered_handlers, task_log
+from multigpu._transport.encoding import encode
+from multigpu.contexts import LocalContext, current_context, task_log
+from multigpu.handlers import Handler, registered_handlers
 
 from multigpu_worker.engines.base import Batch, Item, Reporter
 from multigpu_worker.engines.common.failures import BadInputError, bad_input
+from multigpu_worker.engines.handlers.arguments import Parameters
 
 # How often a waiting async handler is checked for cancellation.
 _POLL_S = 0.05
@@ -30,7 +31,7 @@ class WrongResultTypeError(TypeError):
 
 
 class HandlerContext:
-    """The `multigpu.handlers.Context` of one attempt."""
+    """The `multigpu.Context` of one attempt."""
 
     __slots__ = (
         "_item", "_reporter", "attempt", "checkpoint", "device", "parameters", "partials_received", "task_id"
@@ -104,6 +105,8 @@ class HandlerEngine:
     def __init__(self, handler: Handler, instances: Instances) -> None:
         self._handler = handler
         self._function = instances.functions[handler.kind]
+        batched = handler.batching is not None
+        self._parameters = Parameters(handler.function, of_class=handler.cls is not None, batched=batched)
         self._context = instances.context
         concurrency = handler.concurrency
         self._turn: contextlib.AbstractContextManager[Any] = (
@@ -129,10 +132,9 @@ class HandlerEngine:
                     reporter.succeed(item, result, content_type)
 
     def _call(self, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
-        value = _decode(self._handler, batch, item)
-        context = HandlerContext(self._context.device, item, batch.parameters, reporter)
-        current_context.set(context)
-        returned: Any = self._function(value, context) if self._handler.takes_context else self._function(value)
+        args, kwargs = self._parameters.of(item.payload, batch.content_type)
+        current_context.set(HandlerContext(self._context.device, item, batch.parameters, reporter))
+        returned: Any = self._function(*args, **kwargs)
         if type(returned) is bytes:  # the most frequent case
             return returned, ""
         if inspect.isgenerator(returned):
@@ -168,7 +170,8 @@ class BatchHandlerEngine(HandlerEngine):
             if reporter.cancelled(item):
                 continue
             try:
-                values.append(_decode(self._handler, batch, item))
+                (value,), _ = self._parameters.of(item.payload, batch.content_type)
+                values.append(value)
                 items.append(item)
             except BadInputError as error:
                 _fail(self._handler, item, error, reporter)
@@ -226,20 +229,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-def _decode(handler: Handler, batch: Batch, item: Item) -> Any:
-    """The value of a task. Raises BadInputError."""
-    if batch.content_type in (JSON, MSGPACK):
-        try:
-            return encoding.decode(item.payload, batch.content_type)
-        except ValueError as error:
-            why = f"the payload is not {batch.content_type}, though its content type says so: {error}"
-            raise BadInputError(why) from error
-    if handler.json_type:
-        why = f"the handler takes a {handler.json_type}, and the payload is bytes"
-        raise BadInputError(f"{why}: send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)")
-    return item.payload
-
-
 def _drive(generator: Generator[Any, Any, Any], item: Item, reporter: Reporter) -> Any:
     """Run a generator, send its outputs, and return its result."""
     delivered = item.partials_received
@@ -276,7 +265,7 @@ def _encode(value: Any) -> tuple[bytes, str]:
     if value is None:
         return b"", ""
     try:
-        return encoding.encode(value)
+        return encode(value)
     except ValueError as error:
         raise WrongResultTypeError(
             f"the handler gave a {type(value).__name__}, which can't be sent ({error}); return bytes, None, a JSON "

@@ -1,0 +1,97 @@
+"""`context()`: the running attempt, for its handler."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+
+class Context(Protocol):
+    """The running attempt, for its handler. Safe to use from any thread."""
+
+    @property
+    def device(self) -> str:
+        """The worker's device, as torch names it: "cuda:0", "cpu"."""
+
+    @property
+    def log(self) -> logging.LoggerAdapter[logging.Logger]:
+        """Its lines appear in the worker's log, with the task_id and the attempt."""
+
+    @property
+    def task_id(self) -> int: ...
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt this is, from 1."""
+
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """The parameters the task was submitted with."""
+
+    @property
+    def checkpoint(self) -> bytes:
+        """The last checkpoint of earlier attempts; empty if there is none."""
+
+    @property
+    def partials_received(self) -> int:
+        """How many partial outputs of earlier attempts have arrived; this attempt's first ones are skipped."""
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the task is cancelled: return soon; the result is dropped."""
+
+    def save_checkpoint(self, data: bytes) -> None:
+        """Saves data for the next attempt, in case this one dies. ValueError: more than 1 MiB."""
+
+    def progress(self, fraction: float, note: str = "") -> None:
+        """Reports progress from 0 to 1, with a short note. Resets a progress timeout."""
+
+
+class LocalContext:
+    """The Context where no task runs: while a class is instantiated, in a batch, and outside workers."""
+
+    task_id, attempt, partials_received, cancelled = 0, 1, 0, False
+    parameters: Mapping[str, str] = {}
+    checkpoint = b""
+
+    def __init__(self, device: str = "") -> None:
+        """`device`: default, the first GPU that torch finds, else the CPU."""
+        self._device = device
+        self.log = task_log("")
+
+    @property
+    def device(self) -> str:
+        if not self._device:
+            torch = importlib.import_module("torch") if importlib.util.find_spec("torch") is not None else None
+            self._device = "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
+        return self._device
+
+    def save_checkpoint(self, data: bytes) -> None:
+        """Nothing: there is no task."""
+
+    def progress(self, fraction: float, note: str = "") -> None:
+        """Nothing: there is no task."""
+
+
+class _TaskLog(logging.LoggerAdapter[logging.Logger]):
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        assert self.extra is not None
+        return f"{self.extra['prefix']}{msg}", kwargs
+
+
+def task_log(prefix: str) -> logging.LoggerAdapter[logging.Logger]:
+    """A logger that begins its lines with the prefix."""
+    return _TaskLog(logging.getLogger("multigpu.handlers"), {"prefix": prefix})
+
+
+current_context: ContextVar[Context] = ContextVar("multigpu context")
+_local = LocalContext()
+
+
+def context() -> Context:
+    """The Context of the running handler. Outside workers, where handlers run as plain functions: a LocalContext."""
+    return current_context.get(_local)
