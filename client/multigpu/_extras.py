@@ -6,7 +6,7 @@ import importlib.util
 MODULES = {
     "cli": ("click", "cryptography", "rich", "structlog"),
     "master": ("click", "cryptography", "grpc_health", "grpc_reflection", "prometheus_client", "structlog", "uvloop"),
-    "worker": ("click", "structlog", "uvloop"),
+    "worker": ("click", "structlog", "typeguard", "uvloop"),
 }
 
 
