@@ -17,12 +17,12 @@
 A worker started with `--handlers my_module` imports the module in its engine process and serves every kind that the
 module registers: "my_module.thumbnail", "my_module.Embedder". A class is instantiated once for each engine process,
 before the worker takes tasks. The function, or the instance, is called with the task's value, and with a `Context` if
-it has a second parameter. The value is bytes, or the parsed JSON if the task's content type is "application/json". If
-the parameter is annotated as bool, dict, float, int, list or str, bytes fail the task.
+it has a second parameter. The value is what the client gave: bytes, a JSON value, or one with bytes and NumPy arrays in
+it. If the parameter is annotated as bool, dict, float, int, list or str, bytes fail the task.
 
 It may be a function, an async function, a generator or an async generator. Values that a generator yields are the
 task's partial outputs, delivered at once; the value that it returns is the result. A result or a yielded value is
-bytes, None (no bytes), or any JSON value. A later attempt skips the outputs delivered before, so a generator must yield
+such a value too; None is sent as no bytes. A later attempt skips the outputs delivered before, so a generator must yield
 the same values again: they may depend on the task's value, not on chance, the clock or its checkpoint.
 
 An exception fails the task. It is tried again only if the handler says so: `retries=3` for any exception, `retry_on`
