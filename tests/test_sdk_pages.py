@@ -1,4 +1,4 @@
-"""The Python examples of docs/handlers.md and docs/clients.md: real workers serve them, and they print what is stated."""
+"""The Python examples of docs/handlers.md and docs/clients.md run against real workers, and print what is stated."""
 
 import os
 import re
@@ -98,9 +98,8 @@ def test_the_programs_of_clients_print_what_they_say(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_an_array_are_those_that_the_page_spells() -> None:
-    (spelled,) = re.findall(
-        r"is the extension `(\w+)`, the list `(\w+)`, and the elements `(\w+)`", (DOCS / "clients.md").read_text("utf-8")
-    )
+    page = (DOCS / "clients.md").read_text("utf-8")
+    (spelled,) = re.findall(r"is the extension `(\w+)`, the list `(\w+)`, and the elements `(\w+)`", page)
     found = decode(bytes.fromhex("".join(spelled)), MSGPACK)
     np.testing.assert_array_equal(found, np.array([[1, 2]], np.float32), strict=True)
 

@@ -122,7 +122,7 @@ _BY_CODE: dict[int, type[RejectedError]] = {
 
 
 class NotFoundError(MultigpuError):
-    """The master knows no such task: never submitted, or forgotten since it ended. Or no such worker, model or token."""
+    """The master knows no such task (never submitted, or forgotten since it ended), worker, model or token."""
 
 
 class InvalidRequestError(MultigpuError, ValueError):

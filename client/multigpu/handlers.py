@@ -21,9 +21,9 @@ it has a second parameter. The value is what the client gave: bytes, a JSON valu
 it. If the parameter is annotated as bool, dict, float, int, list or str, bytes fail the task.
 
 It may be a function, an async function, a generator or an async generator. Values that a generator yields are the
-task's partial outputs, delivered at once; the value that it returns is the result. A result or a yielded value is
-such a value too; None is sent as no bytes. A later attempt skips the outputs delivered before, so a generator must yield
-the same values again: they may depend on the task's value, not on chance, the clock or its checkpoint.
+task's partial outputs, delivered at once; the value that it returns is the result. A result or a yielded value is such
+a value too; None is sent as no bytes. A later attempt skips the outputs delivered before, so a generator must yield the
+same values again: they may depend on the task's value, not on chance, the clock or its checkpoint.
 
 An exception fails the task. It is tried again only if the handler says so: `retries=3` for any exception, `retry_on`
 for some. Attempts that were lost with a worker, a device or an engine are always repeated.
