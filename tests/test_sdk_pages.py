@@ -99,7 +99,7 @@ def test_the_programs_of_clients_print_what_they_say(tmp_path: Path) -> None:
 
 def test_the_bytes_of_an_array_are_those_that_the_page_spells() -> None:
     page = (DOCS / "clients.md").read_text("utf-8")
-    (spelled,) = re.findall(r"is the extension `(\w+)`, the list `(\w+)`, and the elements `(\w+)`", page)
+    (spelled,) = re.findall(r"is the extension `(\w+)`, the list `(\w+)`, and the\s+elements `(\w+)`", page)
     found = decode(bytes.fromhex("".join(spelled)), MSGPACK)
     np.testing.assert_array_equal(found, np.array([[1, 2]], np.float32), strict=True)
 
