@@ -36,7 +36,7 @@ class Newcomer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.blocks = list(BLOCKS)
+        self.blocks: list[tuple[str, str]] = list(BLOCKS)
         self.env = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
 
     def take(self, language: str) -> str:
