@@ -1,5 +1,6 @@
 """The README tells the truth: its Python and its commands are run against a real fleet."""
 
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-CLIENT_CODE, HANDLER_CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CLIENT_CODE, HANDLER_CODE, SCORES_CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,9 @@ def test_the_python_example_runs(fleet: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_type_checker_takes_the_python_example(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(CLIENT_CODE, "utf-8")
+@pytest.mark.parametrize("code", [CLIENT_CODE, SCORES_CODE], ids=["client", "scores"])
+def test_a_type_checker_takes_the_python_example(code: str, tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(code, "utf-8")
     command = [sys.executable, "-m", "mypy", "--strict", "example.py"]
     env = {**os.environ, "MYPYPATH": str(ROOT / "client")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -69,7 +71,16 @@ def test_the_handler_example_runs(fleet: dict[str, str]) -> None:
     (command,) = re.findall(r"^    mgpuctl (submit .*)$", README, re.MULTILINE)
     words = [sys.executable, "-m", "multigpu.cli", *shlex.split(command)]
     done = subprocess.run(words, env=fleet, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
+    assert done.returncode == 0, done.stderr
+    (score,) = json.loads(done.stdout)
+    assert isinstance(score, float)
+    done = subprocess.run(
+        [sys.executable, "-c", SCORES_CODE], env=fleet, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^\d+ \[-?\d.*\]$", done.stdout, re.MULTILINE)) == 100
+    assert "my_handlers.py" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("ValueError: ")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@
     │   ├── TaskCancelled, TaskExpired
     │   ├── ResultExpiredError      it SUCCEEDED, and its result was deleted after the result_ttl
     │   └── ResultLostError         it SUCCEEDED, and its result can no longer be read
-    ├── NotFoundError               the master does not know the task, or no longer does
+    ├── NotFoundError               the master does not know the task, worker, model or token, or no longer does
     ├── InvalidRequestError         an AdminClient's call makes no sense, or not in this state; also a ValueError
     ├── ConfigError                 a setting is unknown or wrong; also a ValueError
     ├── CursorExpiredError          the outcomes after the cursor are no longer available
@@ -122,7 +122,7 @@ _BY_CODE: dict[int, type[RejectedError]] = {
 
 
 class NotFoundError(MultigpuError):
-    """The master knows no such task: never submitted, or forgotten since it ended."""
+    """The master knows no such task (never submitted, or forgotten since it ended), worker, model or token."""
 
 
 class InvalidRequestError(MultigpuError, ValueError):

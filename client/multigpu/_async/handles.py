@@ -35,7 +35,7 @@ class AsyncTaskHandle:
 
     async def outcome(self, timeout: float | None = None) -> Outcome:
         """Waits until the task ends and returns how, whatever it is. Raises CallTimeoutError after `timeout` seconds;
-        the task goes on. NotFoundError: its result_ttl is over.
+        the task goes on. NotFoundError: the master has forgotten the task, an ephemeral one after its result_ttl.
         """
         if self._outcome is None:
             self._outcome = await self._core.follow(self.request_id, timeout)

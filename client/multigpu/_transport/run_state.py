@@ -166,11 +166,7 @@ class RunState:
 
     def next_frame(self, *, report: bool = False) -> task_service_pb2.RunRequest | None:
         """The next frame; None: there is nothing to send. `report`: also if only a pending report is there."""
-        frame = task_service_pb2.RunRequest(outcomes_only=True, client_id=self._client_id)
-        if self._cancel_outbox:
-            frame.cancel_request_ids.extend(self._cancel_outbox[:_CANCELLING_MAX])
-            self._withdrawals.update(frame.cancel_request_ids)
-            del self._cancel_outbox[:_CANCELLING_MAX]
+        frame = self._frame_of_withdrawals()
         outbox = self._outbox
         tasks = nbytes = 0
         spec = batch = None
@@ -226,6 +222,14 @@ class RunState:
             frame.results_taken = self.sharing.pop_taken()
             return frame
         return frame if tasks or frame.cancel_request_ids else None
+
+    def _frame_of_withdrawals(self) -> task_service_pb2.RunRequest:
+        frame = task_service_pb2.RunRequest(outcomes_only=True, client_id=self._client_id)
+        if self._cancel_outbox:
+            frame.cancel_request_ids.extend(self._cancel_outbox[:_CANCELLING_MAX])
+            self._withdrawals.update(frame.cancel_request_ids)
+            del self._cancel_outbox[:_CANCELLING_MAX]
+        return frame
 
     def _place_of(self, call: Call) -> Reference | None:
         """The reference to a large payload; None: its bytes are sent. A reference made for an earlier stream is valid

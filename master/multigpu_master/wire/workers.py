@@ -62,7 +62,7 @@ def heartbeat(m: worker_service_pb2.Heartbeat, session: int) -> ev.Heartbeat:
         EngineReport(
             embedding_cache=m.embedding_cache.SerializeToString() if m.HasField("embedding_cache") else None,
             mps=devices.cut(m.mps, "message") if m.HasField("mps") else b"",
-            handlers=devices.cut(m.handlers, "version", "error") if m.HasField("handlers") else b"",
+            handlers=devices.cut(m.handlers, "version", "error") if m.HasField("handlers") else None,
         ),
         models.catalog(m.catalog) if m.HasField("catalog") else None,
         m.occupied_slots,
@@ -99,7 +99,8 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
         devices.fill_health(message.health, worker.health)
     if worker.engine.mps:
         message.mps.ParseFromString(worker.engine.mps)
-    if worker.engine.handlers:
+    if worker.engine.handlers is not None:
+        message.handlers.SetInParent()  # present also if empty, as while a worker's engine starts
         message.handlers.ParseFromString(worker.engine.handlers)
     for c in info.capabilities:
         message.capabilities.add(kind=c.kind, models=c.models)

@@ -62,3 +62,12 @@ def test_a_reload_rolls_the_fleet_and_stops_where_the_new_version_cannot_be_impo
         assert {row["handlers"]["version"] for row in rows().values()} == {two}
         assert answers() == {b"two"}
         assert mgpuctl("handlers", "reload").exit_code == 2
+
+
+def test_a_first_reload_whose_engine_starts_slowly_is_waited_for(tmp_path: Path) -> None:
+    """While the engine starts, the worker reports handlers without a version: they are there all the same."""
+    source = "import time, multigpu\ntime.sleep(3)\n@multigpu.handler('k')\ndef k(v: bytes) -> bytes:\n    return v\n"
+    (tmp_path / "slow.py").write_text(source)
+    with Fleet(tmp_path / "fleet", workers=1, handlers=["slow"], handlers_dir=tmp_path) as fleet:
+        done = CliRunner().invoke(cli, ["--master", fleet.address, "handlers", "reload", "--all"])
+        assert done.exit_code == 0, done.stderr

@@ -59,7 +59,7 @@ class EngineReport:
 
     embedding_cache: bytes | None = None  # the serialized EmbeddingCache; None: the worker has none
     mps: bytes = b""  # the serialized MpsStatus
-    handlers: bytes = b""  # the serialized Handlers
+    handlers: bytes | None = None  # the serialized Handlers; None: it has none
 
 
 class ModelState(IntEnum):

