@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests that need no torch with the oldest and the newest grpcio and protobuf that pyproject.toml allows, from a
 # package index, each pair in a fresh environment with the wheel.
-# Arguments: the environments to check. Default: client-oldest oldest newest. The client allows an older grpcio than the
-# master does: client-oldest has it, and runs the tests of the client alone.
+# Arguments: the environments to check. Default: oldest newest. client-oldest is the extra cli alone, with the tests of the
+# client.
 # PYTHON names the Python to use; pip's own settings name the index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -42,7 +42,7 @@ CODE
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" .
 wheel="$(echo "$folder"/multigpu-*.whl)"
 test_packages >"$folder/tests.txt"
-[ $# -gt 0 ] || set -- client-oldest oldest newest
+[ $# -gt 0 ] || set -- oldest newest
 for name in "$@"; do
   tests=("${client_tests[@]}" "${master_tests[@]}")
   case "$name" in
