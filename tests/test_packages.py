@@ -1,6 +1,7 @@
 """The distribution: what the wheel requires and contains, the client without the extras, programs without theirs."""
 
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import multigpu
 import pytest
 from multigpu import _extras
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -61,7 +63,7 @@ def test_programs_check_what_their_extra_installs(extra: str) -> None:
     checked = {packages[module][0].replace("_", "-") for module in _extras.MODULES[extra]}
     # uvloop makes mgpuctl faster, and Windows doesn't have it.
     optional = OPTIONAL | ({"uvloop"} if extra == "cli" else set())
-    assert checked == names(PROJECT["optional-dependencies"][extra]) - optional
+    assert checked == names(PROJECT["optional-dependencies"][extra]) - optional - BASE
 
 
 def test_the_client_works_without_the_extras_and_without_posix() -> None:
@@ -90,6 +92,50 @@ def test_the_client_works_without_the_extras_and_without_posix() -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.returncode) == ("no master\n", 0), done.stderr
+
+
+# Packages that an environment with multigpu may contain too. docs/dependencies.md has their bounds, and vllm's, which
+# takes pip a minute to resolve.
+NEIGHBOURS = ("tritonclient[all]==2.73.0", "ray[default]==2.60.0", "tensorflow==2.21.0")
+
+
+def resolved(requirements: list[str], folder: Path) -> dict[str, str]:
+    """What pip would install from an index for these, by name. Skips the test if no index answers."""
+    pip = (sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check")
+    probe = run(*pip, "download", "--quiet", "--no-deps", "--dest", folder, "typing-extensions")
+    if probe.returncode != 0:
+        pytest.skip(f"no package index answers: {probe.stdout.strip().splitlines()[-1]}")
+    report = folder / "report.json"
+    done = run(*pip, "install", "--quiet", "--dry-run", "--ignore-installed", "--report", report, *requirements)
+    assert done.returncode == 0, done.stdout
+    found = [entry["metadata"] for entry in json.loads(report.read_text("utf-8"))["install"]]
+    return {entry["name"]: entry["version"] for entry in found}
+
+
+def lower_bounds(extra: str = "") -> dict[str, str]:
+    """The lowest version of each package that gRPC's stubs depend on; an extra raises those of the client."""
+    entries = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"].get(extra, [])]
+    bounds = (re.match(r"(grpcio[\w-]*|protobuf)>=([\d.]+)", entry) for entry in entries)
+    return {match[1]: match[2] for match in bounds if match}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", "master"])
+def test_the_lowest_versions_can_be_installed_together(extra: str, tmp_path: Path) -> None:
+    lowest = lower_bounds(extra)
+    assert {"grpcio", "protobuf"} <= lowest.keys()
+    entries = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"].get(extra, [])]
+    found = resolved([*entries, *(f"{name}=={version}" for name, version in lowest.items())], tmp_path)
+    assert all(Version(found[name]) == Version(version) for name, version in lowest.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("neighbours", [[], *([entry] for entry in NEIGHBOURS)])
+def test_the_newest_versions_can_be_installed_together(neighbours: list[str], tmp_path: Path) -> None:
+    """Alone, and with each neighbour. The extra `master` has the narrowest bounds."""
+    entries = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["master"]]
+    found = resolved([*entries, *neighbours], tmp_path)
+    assert {"grpcio", "protobuf", *names(neighbours)} <= found.keys()
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,11 @@ from multigpu import _extras
 if error := _extras.missing("mgpu-master", "master"):
     sys.exit(error)
 
+from multigpu_master.rpc import grpcio_check
+
+if error := grpcio_check.error():
+    sys.exit(error)
+
 import click
 import structlog
 import uvloop

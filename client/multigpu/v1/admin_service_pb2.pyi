@@ -106,7 +106,7 @@ class Worker(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelResidency]
     model_memory_bytes: int
     handlers: _worker_service_pb2.Handlers
-    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., cordoned: _Optional[bool] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[_Union[_worker_service_pb2.Capability, _Mapping]]] = ..., resident_models: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., connect_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., session_id: _Optional[str] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., cordon_reason: _Optional[str] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., quarantined: _Optional[bool] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., handlers: _Optional[_Union[_worker_service_pb2.Handlers, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., cordoned: bool = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[_Union[_worker_service_pb2.Capability, _Mapping]]] = ..., resident_models: _Optional[_Iterable[str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., connect_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., session_id: _Optional[str] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., cordon_reason: _Optional[str] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., quarantined: bool = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., handlers: _Optional[_Union[_worker_service_pb2.Handlers, _Mapping]] = ...) -> None: ...
 
 class WorkerRejection(_message.Message):
     __slots__ = ("worker_id", "peer", "reason", "reject_time")
@@ -224,7 +224,7 @@ class GetStrategyResponse(_message.Message):
     strategy: str
     inherited: bool
     available: _containers.RepeatedCompositeFieldContainer[StrategyInfo]
-    def __init__(self, strategy: _Optional[str] = ..., inherited: _Optional[bool] = ..., available: _Optional[_Iterable[_Union[StrategyInfo, _Mapping]]] = ...) -> None: ...
+    def __init__(self, strategy: _Optional[str] = ..., inherited: bool = ..., available: _Optional[_Iterable[_Union[StrategyInfo, _Mapping]]] = ...) -> None: ...
 
 class StrategyInfo(_message.Message):
     __slots__ = ("name", "summary", "aliases")
@@ -268,7 +268,7 @@ class Queue(_message.Message):
     leased: int
     oldest_age: _duration_pb2.Duration
     limits: QueueLimits
-    def __init__(self, queue: _Optional[str] = ..., paused: _Optional[bool] = ..., strategy: _Optional[str] = ..., queued: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., oldest_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., limits: _Optional[_Union[QueueLimits, _Mapping]] = ...) -> None: ...
+    def __init__(self, queue: _Optional[str] = ..., paused: bool = ..., strategy: _Optional[str] = ..., queued: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., oldest_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., limits: _Optional[_Union[QueueLimits, _Mapping]] = ...) -> None: ...
 
 class QueueLimits(_message.Message):
     __slots__ = ("tasks_max", "bytes_max")
@@ -400,7 +400,7 @@ class Breaker(_message.Message):
     trip_time: _timestamp_pb2.Timestamp
     quarantines: int
     quarantines_max: int
-    def __init__(self, tripped: _Optional[bool] = ..., trip_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., quarantines: _Optional[int] = ..., quarantines_max: _Optional[int] = ...) -> None: ...
+    def __init__(self, tripped: bool = ..., trip_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., quarantines: _Optional[int] = ..., quarantines_max: _Optional[int] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("token_id", "name", "roles", "queues", "worker_ids", "create_time", "expire_time", "task_rate", "calls_max", "calls")
@@ -540,7 +540,7 @@ class GetStatsResponse(_message.Message):
     breaker: Breaker
     server_time: _timestamp_pb2.Timestamp
     worker_rejections: _containers.RepeatedCompositeFieldContainer[WorkerRejection]
-    def __init__(self, version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., requeued: _Optional[int] = ..., stale_reports: _Optional[int] = ..., workers_active: _Optional[int] = ..., workers_lost: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., journal_writable: _Optional[bool] = ..., memory_bytes: _Optional[int] = ..., strategy: _Optional[str] = ..., outcomes_retained: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., server_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., worker_rejections: _Optional[_Iterable[_Union[WorkerRejection, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., requeued: _Optional[int] = ..., stale_reports: _Optional[int] = ..., workers_active: _Optional[int] = ..., workers_lost: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., journal_writable: bool = ..., memory_bytes: _Optional[int] = ..., strategy: _Optional[str] = ..., outcomes_retained: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., server_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., worker_rejections: _Optional[_Iterable[_Union[WorkerRejection, _Mapping]]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("task_id",)

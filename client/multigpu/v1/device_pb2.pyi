@@ -60,7 +60,7 @@ class Device(_message.Message):
     mig_device_ids: _containers.RepeatedScalarFieldContainer[str]
     peers: _containers.RepeatedCompositeFieldContainer[DevicePeer]
     simulated: bool
-    def __init__(self, device_id: _Optional[str] = ..., name: _Optional[str] = ..., product: _Optional[str] = ..., memory_total_bytes: _Optional[int] = ..., compute_capability: _Optional[str] = ..., pci_bus_id: _Optional[str] = ..., driver_version: _Optional[str] = ..., cuda_version: _Optional[str] = ..., mig_enabled: _Optional[bool] = ..., mig_device_ids: _Optional[_Iterable[str]] = ..., peers: _Optional[_Iterable[_Union[DevicePeer, _Mapping]]] = ..., simulated: _Optional[bool] = ...) -> None: ...
+    def __init__(self, device_id: _Optional[str] = ..., name: _Optional[str] = ..., product: _Optional[str] = ..., memory_total_bytes: _Optional[int] = ..., compute_capability: _Optional[str] = ..., pci_bus_id: _Optional[str] = ..., driver_version: _Optional[str] = ..., cuda_version: _Optional[str] = ..., mig_enabled: bool = ..., mig_device_ids: _Optional[_Iterable[str]] = ..., peers: _Optional[_Iterable[_Union[DevicePeer, _Mapping]]] = ..., simulated: bool = ...) -> None: ...
 
 class DevicePeer(_message.Message):
     __slots__ = ("device_id", "nvlinks", "common_ancestor")
@@ -128,7 +128,7 @@ class RemappedRows(_message.Message):
     uncorrectable: int
     pending: bool
     failed: bool
-    def __init__(self, correctable: _Optional[int] = ..., uncorrectable: _Optional[int] = ..., pending: _Optional[bool] = ..., failed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, correctable: _Optional[int] = ..., uncorrectable: _Optional[int] = ..., pending: bool = ..., failed: bool = ...) -> None: ...
 
 class DeviceProcess(_message.Message):
     __slots__ = ("pid", "memory_used_bytes", "mps_client", "idle")
@@ -140,7 +140,7 @@ class DeviceProcess(_message.Message):
     memory_used_bytes: int
     mps_client: bool
     idle: bool
-    def __init__(self, pid: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., mps_client: _Optional[bool] = ..., idle: _Optional[bool] = ...) -> None: ...
+    def __init__(self, pid: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., mps_client: bool = ..., idle: bool = ...) -> None: ...
 
 class DeviceHealth(_message.Message):
     __slots__ = ("state", "since_time", "reasons", "unusable", "checks_passed", "next_check_time")
@@ -156,7 +156,7 @@ class DeviceHealth(_message.Message):
     unusable: bool
     checks_passed: int
     next_check_time: _timestamp_pb2.Timestamp
-    def __init__(self, state: _Optional[_Union[HealthState, str]] = ..., since_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reasons: _Optional[_Iterable[_Union[HealthReason, _Mapping]]] = ..., unusable: _Optional[bool] = ..., checks_passed: _Optional[int] = ..., next_check_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[HealthState, str]] = ..., since_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reasons: _Optional[_Iterable[_Union[HealthReason, _Mapping]]] = ..., unusable: bool = ..., checks_passed: _Optional[int] = ..., next_check_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class HealthReason(_message.Message):
     __slots__ = ("code", "message", "since_time")

@@ -68,7 +68,7 @@ class Model(_message.Message):
     facts: _containers.ScalarMap[str, str]
     error: str
     expected_memory_bytes: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., current: _Optional[bool] = ..., kind: _Optional[str] = ..., engine: _Optional[str] = ..., precision: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., files_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., load_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., facts: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ..., expected_memory_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., current: bool = ..., kind: _Optional[str] = ..., engine: _Optional[str] = ..., precision: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., files_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., load_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., facts: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ..., expected_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelResidency(_message.Message):
     __slots__ = ("model", "state", "memory_bytes", "last_use_time", "loads", "pinned")
@@ -84,4 +84,4 @@ class ModelResidency(_message.Message):
     last_use_time: _timestamp_pb2.Timestamp
     loads: int
     pinned: bool
-    def __init__(self, model: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., memory_bytes: _Optional[int] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., loads: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., memory_bytes: _Optional[int] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., loads: _Optional[int] = ..., pinned: bool = ...) -> None: ...

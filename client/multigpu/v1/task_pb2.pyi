@@ -109,7 +109,7 @@ class TaskSpec(_message.Message):
     result_ttl: _duration_pb2.Duration
     wait_for_worker: bool
     retry_failed: bool
-    def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ..., content_type: _Optional[str] = ..., queue: _Optional[str] = ..., priority: _Optional[int] = ..., required_labels: _Optional[_Mapping[str, str]] = ..., required_device_memory_bytes: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attempts_max: _Optional[int] = ..., backoff_initial: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backoff_max: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., result_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_for_worker: _Optional[bool] = ..., retry_failed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ..., content_type: _Optional[str] = ..., queue: _Optional[str] = ..., priority: _Optional[int] = ..., required_labels: _Optional[_Mapping[str, str]] = ..., required_device_memory_bytes: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attempts_max: _Optional[int] = ..., backoff_initial: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backoff_max: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., result_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_for_worker: bool = ..., retry_failed: bool = ...) -> None: ...
 
 class TaskInput(_message.Message):
     __slots__ = ("payload", "request_id", "partition_key", "units", "traceparent", "partials_received", "payload_place", "payload_crc32")
@@ -163,7 +163,7 @@ class TaskError(_message.Message):
     message: str
     retryable: bool
     traceback: str
-    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., traceback: _Optional[str] = ...) -> None: ...
+    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., traceback: _Optional[str] = ...) -> None: ...
 
 class Stages(_message.Message):
     __slots__ = ("submit_time", "dispatch_time", "start_time", "finish_time")

@@ -59,7 +59,7 @@ class RunRequest(_message.Message):
     outcomes_only: bool
     client_id: str
     follow_request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, batches: _Optional[_Iterable[_Union[_task_pb2.TaskBatch, _Mapping]]] = ..., cancel_request_ids: _Optional[_Iterable[str]] = ..., payload_key: _Optional[bytes] = ..., results_taken: _Optional[int] = ..., outcomes_only: _Optional[bool] = ..., client_id: _Optional[str] = ..., follow_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, batches: _Optional[_Iterable[_Union[_task_pb2.TaskBatch, _Mapping]]] = ..., cancel_request_ids: _Optional[_Iterable[str]] = ..., payload_key: _Optional[bytes] = ..., results_taken: _Optional[int] = ..., outcomes_only: bool = ..., client_id: _Optional[str] = ..., follow_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("accepted", "rejected", "partials", "outcomes")
@@ -105,7 +105,7 @@ class WatchRequest(_message.Message):
     from_now: bool
     queue: str
     kind: str
-    def __init__(self, cursor: _Optional[str] = ..., from_now: _Optional[bool] = ..., queue: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
+    def __init__(self, cursor: _Optional[str] = ..., from_now: bool = ..., queue: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
     __slots__ = ("outcomes", "cursor")
@@ -179,7 +179,7 @@ class CancelRequest(_message.Message):
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     reason: str
     withdraw: bool
-    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., withdraw: _Optional[bool] = ...) -> None: ...
+    def __init__(self, task_ids: _Optional[_Iterable[int]] = ..., request_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., withdraw: bool = ...) -> None: ...
 
 class CancelResponse(_message.Message):
     __slots__ = ("cancelled_task_ids", "settled_task_ids", "unknown")

@@ -5,7 +5,7 @@ import warnings
 
 from multigpu.v1 import task_service_pb2 as multigpu_dot_v1_dot_task__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class TaskServiceStub:
+class TaskServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -71,7 +71,7 @@ class TaskServiceStub:
                 _registered_method=True)
 
 
-class TaskServiceServicer:
+class TaskServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Submit(self, request, context):
@@ -179,7 +179,7 @@ def add_TaskServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class TaskService:
+class TaskService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

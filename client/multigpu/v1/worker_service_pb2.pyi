@@ -113,7 +113,7 @@ class HeldLease(_message.Message):
     progress: _task_pb2.Progress
     checkpoint: bytes
     proof: int
-    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: _Optional[bool] = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ..., proof: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: bool = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ..., proof: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("leases", "last_frame", "telemetry", "draining", "health", "mps", "embedding_cache", "models", "catalog", "handlers", "occupied_slots")
@@ -139,7 +139,7 @@ class Heartbeat(_message.Message):
     catalog: Catalog
     handlers: Handlers
     occupied_slots: int
-    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., draining: _Optional[bool] = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., catalog: _Optional[_Union[Catalog, _Mapping]] = ..., handlers: _Optional[_Union[Handlers, _Mapping]] = ..., occupied_slots: _Optional[int] = ...) -> None: ...
+    def __init__(self, leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., last_frame: _Optional[int] = ..., telemetry: _Optional[_Union[_device_pb2.DeviceTelemetry, _Mapping]] = ..., draining: bool = ..., health: _Optional[_Union[_device_pb2.DeviceHealth, _Mapping]] = ..., mps: _Optional[_Union[_device_pb2.MpsStatus, _Mapping]] = ..., embedding_cache: _Optional[_Union[EmbeddingCache, _Mapping]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.ModelResidency, _Mapping]]] = ..., catalog: _Optional[_Union[Catalog, _Mapping]] = ..., handlers: _Optional[_Union[Handlers, _Mapping]] = ..., occupied_slots: _Optional[int] = ...) -> None: ...
 
 class Handlers(_message.Message):
     __slots__ = ("version", "reloads", "error")
@@ -215,7 +215,7 @@ class Report(_message.Message):
     state: ReportState
     error: _task_pb2.TaskError
     broke_engine: bool
-    def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ..., broke_engine: _Optional[bool] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., state: _Optional[_Union[ReportState, str]] = ..., error: _Optional[_Union[_task_pb2.TaskError, _Mapping]] = ..., broke_engine: bool = ...) -> None: ...
 
 class PartialOutput(_message.Message):
     __slots__ = ("lease_id", "index", "data", "content_type", "checkpoint")
@@ -249,7 +249,7 @@ class SessionResponse(_message.Message):
     results_taken: int
     recalled_lease_ids: _containers.RepeatedScalarFieldContainer[int]
     reload_handlers: bool
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., frame: _Optional[int] = ..., lease_batches: _Optional[_Iterable[_Union[LeaseBatch, _Mapping]]] = ..., revocations: _Optional[_Iterable[_Union[Revocation, _Mapping]]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., results_taken: _Optional[int] = ..., recalled_lease_ids: _Optional[_Iterable[int]] = ..., reload_handlers: _Optional[bool] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., frame: _Optional[int] = ..., lease_batches: _Optional[_Iterable[_Union[LeaseBatch, _Mapping]]] = ..., revocations: _Optional[_Iterable[_Union[Revocation, _Mapping]]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., results_taken: _Optional[int] = ..., recalled_lease_ids: _Optional[_Iterable[int]] = ..., reload_handlers: bool = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session_id", "version", "heartbeat_interval", "session_timeout", "adopted_lease_ids", "incarnation")
