@@ -165,7 +165,7 @@ _DURATIONS = {
 # Options that are no task's, but of a kind's own method.
 _GENERATE = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
 _OF_METHODS = {"classify": ("top_k",), "embed": ("chunk",), "generate": tuple(_GENERATE)}
-_OWN = ("request_id", "partition_key", "units")
+_PER_TASK = ("request_id", "partition_key", "units")
 _UNITS_MAX = (1 << 32) - 1
 
 
@@ -198,14 +198,16 @@ class SpecCache:
         return spec
 
 
-def own_fields(options: dict[str, Any]) -> dict[str, Any]:
+def per_task_fields(options: dict[str, Any]) -> dict[str, Any]:
     """Removes the options of TaskInput from `options` and returns them. Raises InvalidTaskError for a value that the
     field can't hold; later it would break the stream that many calls share.
     """
-    return {name: value for name in _OWN if name in options and (value := _own_value(name, options.pop(name)))}
+    return {
+        name: value for name in _PER_TASK if name in options and (value := _per_task_value(name, options.pop(name)))
+    }
 
 
-def _own_value(name: str, value: Any) -> str | int:
+def _per_task_value(name: str, value: Any) -> str | int:
     """An option of TaskInput, converted for its field; "" or 0: the default."""
     value = str(value) if isinstance(value, uuid.UUID) else value
     try:
@@ -221,7 +223,7 @@ def _own_value(name: str, value: Any) -> str | int:
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptions]:
     """The options of a single task, and those that tasks share."""
     shared = dict(options)
-    return own_fields(shared), cast("SpecOptions", shared)
+    return per_task_fields(shared), cast("SpecOptions", shared)
 
 
 def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
@@ -255,7 +257,7 @@ def _set(spec: task_pb2.TaskSpec, name: str, value: Any) -> None:
             raise TypeError
         getattr(spec, _MAPS[name]).update(value)
     elif name in _DURATIONS:
-        getattr(spec, _DURATIONS[name]).CopyFrom(duration(value))
+        getattr(spec, _DURATIONS[name]).CopyFrom(to_proto_duration(value))
     elif name == "deadline":
         spec.deadline.FromDatetime(_aware(value))
     else:
@@ -274,7 +276,7 @@ def _aware(value: Any) -> datetime:
 
 def _check_name(name: str, kind: str) -> None:
     known = TaskOptions.__annotations__
-    if name in _OWN:
+    if name in _PER_TASK:
         raise TypeError(
             f"{name} belongs to one task: give it with each payload, as multigpu.Input(payload=…, {name}=…)"
         )
@@ -286,7 +288,7 @@ def _check_name(name: str, kind: str) -> None:
         raise TypeError(f"there is no task option {name!r}; {hint}")
 
 
-def duration(seconds: float) -> Duration:
+def to_proto_duration(seconds: float) -> Duration:
     """Seconds as a protobuf Duration. ValueError: negative or not a number."""
     if not 0 <= seconds < 1e10:  # false for NaN too
         raise ValueError("a duration is a number of seconds, 0 or more")

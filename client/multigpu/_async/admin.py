@@ -22,7 +22,7 @@ from multigpu.fleet import (
     Token,
     Worker,
 )
-from multigpu.options import duration
+from multigpu.options import to_proto_duration
 from multigpu.outcome import Task
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -62,7 +62,7 @@ class AsyncAdminClient(AsyncBaseClient):
         """Gives a worker no new tasks, and after `grace_s` takes away those that it still has (default: never)."""
         request = admin.DrainWorkerRequest(worker_id=worker_id)
         if grace_s is not None:
-            request.timeout.CopyFrom(duration(grace_s))
+            request.timeout.CopyFrom(to_proto_duration(grace_s))
         return Worker.of((await self._core.admin("DrainWorker", request)).worker)
 
     async def forget_worker(self, worker_id: str) -> None:
@@ -184,7 +184,7 @@ class AsyncAdminClient(AsyncBaseClient):
             calls_max=calls_max,
         )
         if ttl_s is not None:
-            request.ttl.CopyFrom(duration(ttl_s))
+            request.ttl.CopyFrom(to_proto_duration(ttl_s))
         return NewToken.of(await self._core.admin("CreateToken", request))
 
     async def list_tokens(self) -> list[Token]:

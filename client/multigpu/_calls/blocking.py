@@ -140,7 +140,7 @@ class BlockingCore:
 
     def _confirm_cancellations(self) -> None:
         with contextlib.suppress(concurrent.futures.CancelledError):
-            self._thread.submit(self._core.stream.cancellations()).result()
+            self._thread.submit(self._core.stream.wait_for_cancellations()).result()
 
 
 class BlockingSubmission:

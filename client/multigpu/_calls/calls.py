@@ -15,7 +15,7 @@ from multigpu._transport.encoding import RAW, encode
 from multigpu._transport.payloads import LARGE_BYTES
 from multigpu._transport.run_state import Answer, Call
 from multigpu.errors import INVALID_ARGUMENT, NOT_FOUND, InvalidTaskError, NotFoundError, RejectedError
-from multigpu.options import Input, SpecCache, own_fields
+from multigpu.options import Input, SpecCache, per_task_fields
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2
 
@@ -129,7 +129,7 @@ class CallFactory:
 
     def one(self, cls: Callable[..., C], kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> C:
         """A call of class `cls` for a single task. `options`: TaskOptions."""
-        own = own_fields(options) if options else {}
+        own = per_task_fields(options) if options else {}
         request_id = own.pop("request_id", "")
         if traceparent:
             own["traceparent"] = traceparent
@@ -191,6 +191,6 @@ class CallFactory:
 
 
 def _of_input(item: Input, common: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str, Any]:
-    own = own_fields({"request_id": item.request_id, "partition_key": item.partition_key, "units": item.units})
+    own = per_task_fields({"request_id": item.request_id, "partition_key": item.partition_key, "units": item.units})
     request_id = own.pop("request_id", "")
     return {**own, **(common or {})} or None, request_id, item.payload

@@ -27,7 +27,7 @@ from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
 from multigpu.errors import NotFoundError
-from multigpu.options import AnyIterable, duration
+from multigpu.options import AnyIterable, to_proto_duration
 from multigpu.outcome import Outcome, Task, TaskError, TaskName
 from multigpu.v1 import admin_service_pb2, task_service_pb2
 
@@ -182,7 +182,7 @@ class Core:
             request.task_id = task
         while True:
             left_s = max(0.0, min(give_up - time.monotonic(), _GET_WAIT_S))
-            request.wait.CopyFrom(duration(left_s))
+            request.wait.CopyFrom(to_proto_duration(left_s))
             try:
                 response = await self._unary("Get", request, left_s)
             except NotFoundError as error:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 import grpc
 import grpc.aio
 
-from multigpu._transport.connection import BREAKS, UNARY_TIMEOUT_S, Connection, backoff_s
+from multigpu._transport.connection import RETRYABLE_CODES, UNARY_TIMEOUT_S, Connection, backoff_s
 from multigpu.errors import CursorExpiredError, TransportError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_service_pb2
@@ -49,7 +49,7 @@ async def frames(
             stream.cancel()
         code = await stream.code()
         failures += 1
-        if code not in BREAKS or (code is not grpc.StatusCode.UNAVAILABLE and failures > _FAILURES_MAX):
+        if code not in RETRYABLE_CODES or (code is not grpc.StatusCode.UNAVAILABLE and failures > _FAILURES_MAX):
             raise connection.explain(code, await stream.details())
         if not reached and asyncio.get_running_loop().time() > give_up:
             raise connection.explain(grpc.StatusCode.UNAVAILABLE, await stream.details())

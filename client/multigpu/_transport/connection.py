@@ -37,7 +37,7 @@ _OPTIONS = (
 # How long one attempt to connect may take; longer where `connect_timeout_s` is.
 _ATTEMPT_S = 5.0
 # Statuses that say nothing about the call: the connection or the master went away, or is about to.
-BREAKS = frozenset(
+RETRYABLE_CODES = frozenset(
     {
         grpc.StatusCode.OK,
         grpc.StatusCode.ABORTED,

@@ -321,7 +321,7 @@ class RunState:
         return Outcome(message, len(result), result)
 
     def _settle_rejections(self, response: task_service_pb2.RunResponse) -> dict[float, list[Call]]:
-        later: dict[float, list[Call]] = {}
+        retries_by_delay: dict[float, list[Call]] = {}
         for rejection in response.rejected:
             request_id = rejection.request_id
             if request_id in self._withdrawals and rejection.code in _WITHDRAWAL_CODES:
@@ -334,10 +334,10 @@ class RunState:
             error = RejectedError.of(rejection)
             if error.retry_delay_s is not None and error.code in (RESOURCE_EXHAUSTED, UNAVAILABLE):
                 call.deferred = True
-                later.setdefault(error.retry_delay_s, []).append(call)
+                retries_by_delay.setdefault(error.retry_delay_s, []).append(call)
             else:
                 self._fail(call, partial(RejectedError.of, rejection))
-        return later
+        return retries_by_delay
 
     def _withdrawal_answered(self, request_id: str) -> None:
         """The master has answered a withdrawal."""

@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from multigpu import errors
-from multigpu._transport.connection import BREAKS, Connection, backoff_s, jittered_s
+from multigpu._transport.connection import RETRYABLE_CODES, Connection, backoff_s, jittered_s
 from multigpu._transport.payloads import Directory
 from multigpu._transport.run_state import Call, RunState
 from multigpu._transport.window import Window
@@ -34,7 +34,7 @@ _EMPTY_STREAMS_MAX = 8
 # How long closing waits for the master to confirm withdrawals.
 _CANCEL_TIMEOUT_S = 2.0
 # Maximum delay before results taken from shared files are acknowledged.
-_REPORT_DELAY_S = 0.1
+_ACK_DELAY_S = 0.1
 # Without a shared directory, the initial metadata may come with the first response only.
 _OFFER_TIMEOUT_S = 0.1
 # At most one warning in this time that the master rejects tasks for now.
@@ -57,8 +57,8 @@ class RunStream:
         # Whether the master was ever connected.
         self._reached = False
         # Runs until a report of results taken is sent on its own.
-        self._report_timer: asyncio.TimerHandle | None = None
-        self._report_now = False
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._ack_now = False
         # Why the master rejected calls that wait to be sent again; and the instant of the last warning about it.
         self._rejected: dict[Call, str] = {}
         self._warned_at = float("-inf")
@@ -103,7 +103,7 @@ class RunStream:
                 self._state.withdraw(call)
         self._wake()
 
-    async def cancellations(self, timeout_s: float = _CANCEL_TIMEOUT_S) -> None:
+    async def wait_for_cancellations(self, timeout_s: float = _CANCEL_TIMEOUT_S) -> None:
         """Waits until the master has confirmed every withdrawal, for at most `timeout_s`."""
         if self._state.cancelling and self._supervisor is not None:
             self._confirmed = asyncio.get_running_loop().create_future()
@@ -113,10 +113,10 @@ class RunStream:
         """Ends the stream. Unsettled calls fail with ClientClosedError; their tasks go on in the master."""
         if self._closed:
             return
-        await self.cancellations()
+        await self.wait_for_cancellations()
         self._closed = True
-        if self._report_timer is not None:
-            self._report_timer.cancel()
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
@@ -167,7 +167,7 @@ class RunStream:
         self._state.stream_opened()
         try:
             async with asyncio.TaskGroup() as group:
-                offer = group.create_task(self._learn_offer(stream), name="multigpu run stream offer")
+                offer = group.create_task(self._await_handshake(stream), name="multigpu run stream offer")
                 writer = group.create_task(self._write(stream, offer), name="multigpu run stream writer")
                 with contextlib.suppress(grpc.aio.AioRpcError):  # stream.code() has the status
                     while (frame := await stream.read()) is not grpc.aio.EOF:
@@ -179,7 +179,7 @@ class RunStream:
             stream.cancel()
         return await stream.code(), await stream.details() or ""
 
-    async def _learn_offer(self, stream: Any) -> None:
+    async def _await_handshake(self, stream: Any) -> None:
         """Notes that the master is connected, and what it shares according to the initial metadata."""
         with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # the reader gets the status
             await self._connection.ready(None)
@@ -191,8 +191,8 @@ class RunStream:
         while True:
             if self._state.waits_for_offer:
                 await asyncio.wait([offer], timeout=_OFFER_TIMEOUT_S)
-            frame = self._state.next_frame(report=self._report_now)
-            self._report_now = False
+            frame = self._state.next_frame(report=self._ack_now)
+            self._ack_now = False
             if frame is None:
                 await self._sleep_until_woken()
                 continue
@@ -206,17 +206,17 @@ class RunStream:
             log.info("the stream to the master at %s is back", self._connection.master)
         self._reached = True
         self._failures = self._empty_streams = 0
-        later = self._state.receive(response, nbytes)
+        retries_by_delay = self._state.receive(response, nbytes)
         sharing = self._state.sharing
         if sharing.report_due:
             self._wake()
-        elif sharing.report_pending and self._report_timer is None:
-            self._report_timer = asyncio.get_running_loop().call_later(_REPORT_DELAY_S, self._report)
+        elif sharing.report_pending and self._ack_timer is None:
+            self._ack_timer = asyncio.get_running_loop().call_later(_ACK_DELAY_S, self._ack)
         if self._confirmed is not None and not self._state.cancelling:
             if not self._confirmed.done():
                 self._confirmed.set_result(None)
             self._confirmed = None
-        for delay_s, calls in later.items():
+        for delay_s, calls in retries_by_delay.items():
             messages = {rejection.request_id: rejection.message for rejection in response.rejected}
             self._rejected |= {call: messages[call.request_id] for call in calls}
             if time.monotonic() >= self._warned_at + _WARNING_S:
@@ -225,9 +225,9 @@ class RunStream:
                 log.warning("the master rejects tasks for now; they are sent again until it accepts them: %s", why)
             asyncio.get_running_loop().call_later(jittered_s(delay_s), self._retry, calls)
 
-    def _report(self) -> None:
-        self._report_timer = None
-        self._report_now = True
+    def _ack(self) -> None:
+        self._ack_timer = None
+        self._ack_now = True
         self._wake()
 
     def rejection(self, condition: Callable[[Call], bool]) -> str:
@@ -245,7 +245,7 @@ class RunStream:
         self._failures += 1
         # A restarting master yields UNAVAILABLE, or once INTERNAL if a write was interrupted.
         self._empty_streams = 0 if code is grpc.StatusCode.UNAVAILABLE else self._empty_streams + 1
-        if code not in BREAKS or self._empty_streams >= _EMPTY_STREAMS_MAX:
+        if code not in RETRYABLE_CODES or self._empty_streams >= _EMPTY_STREAMS_MAX:
             self._give_up(code, details)
             return
         if self._failures == 1:

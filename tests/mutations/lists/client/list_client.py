@@ -49,7 +49,7 @@ CLIENT = (
     ),
     stream(
         "a value that no message can carry ends the stream that all calls share",
-        "(value := _own_value(name, options.pop(name)))",
+        "(value := _per_task_value(name, options.pop(name)))",
         "(value := options.pop(name))",
         module="multigpu.options",
     ),

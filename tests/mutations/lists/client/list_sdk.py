@@ -109,7 +109,11 @@ SDK = (
     ),
     stream("tasks fail because the master was away for seconds", "if self._reached:"),
     stream("calls that break their stream never end", "or self._empty_streams >= _EMPTY_STREAMS_MAX:", "or False:"),
-    stream("tasks run for a client that has left", "await self.cancellations()\n        self._closed", "self._closed"),
+    stream(
+        "tasks run for a client that has left",
+        "await self.wait_for_cancellations()\n        self._closed",
+        "self._closed",
+    ),
     window("a large call waits for ever", "        if self._waiters or not", "        if not"),
     window("the window shrinks with each cancelled call", "self.free(tasks, nbytes)"),
     credentials("anybody on the network reads the token", "if not self.tls_ca and not is_loopback(address):"),
