@@ -80,7 +80,7 @@ def test_the_handler_example_runs(fleet: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^\d+ \[-?\d.*\]$", done.stdout, re.MULTILINE)) == 100
     assert "my_handlers.py" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("ValueError: ")
+    assert done.stdout.splitlines()[-1].startswith("RuntimeError: ")
 
 
 @pytest.mark.slow

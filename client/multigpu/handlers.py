@@ -172,7 +172,7 @@ def handler(
         raise TypeError('a handler is registered for a kind of task: @multigpu.handler or @multigpu.handler("my.kind")')
     classes = retry_on if isinstance(retry_on, tuple) else (retry_on,)
     if not all(isinstance(each, type) and issubclass(each, BaseException) for each in classes):
-        raise TypeError(f"retry_on takes classes of exceptions, not {retry_on!r}")
+        raise TypeError(f"retry_on takes a class of exceptions, or a tuple of them, not {retry_on!r}")
     if retries is None and not classes:
         retries = 0
     _check_count("retries", retries or 0)
@@ -211,7 +211,7 @@ def batch(*, max_size: int = 64, max_wait_ms: float = 5.0) -> Callable[[T], T]:
         raise ValueError(f"max_wait_ms={max_wait_ms!r}: give 0 to {BATCH_WAIT_MS_MAX:,}")
 
     def mark(function: T) -> T:
-        if isinstance(function, type):
+        if isinstance(function, type | HandlerFunction):
             raise TypeError("batch belongs to the __call__ of a handler class, below the class's own decorator")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError("a batched handler returns a list: it can't be a generator")

@@ -139,7 +139,7 @@ class Input:
     """A payload with its own options, for calls that take many payloads (map, submit_many)."""
 
     payload: Any
-    request_id: str | uuid.UUID = ""
+    request_id: str | uuid.UUID | None = None
     partition_key: str = ""
     units: int = 0
 
@@ -210,6 +210,8 @@ def per_task_fields(options: dict[str, Any]) -> dict[str, Any]:
 def _per_task_value(name: str, value: Any) -> str | int:
     """An option of TaskInput, converted for its field; "" or 0: the default."""
     value = str(value) if isinstance(value, uuid.UUID) else value
+    if value == "" and name == "request_id":
+        raise InvalidTaskError(INVALID_ARGUMENT, "the request_id is empty: give one, or leave it out")
     try:
         if isinstance(value, bytes):
             raise TypeError  # noqa: TRY301  protobuf takes bytes as text

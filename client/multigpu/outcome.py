@@ -286,18 +286,22 @@ def _task_failed(outcome: Outcome) -> TaskFailed:
     try:
         cls = _failed_class(_exception_class(outcome.error_type))
         error = cls.__new__(cls)
-    except TypeError:  # the class can't be derived from, or can't be made without its arguments
-        error = TaskFailed.__new__(TaskFailed)
-    TaskFailed.__init__(error, outcome)
+        TaskFailed.__init__(error, outcome)
+    except Exception:  # noqa: BLE001  the class can't be derived from, wants arguments, or refuses attributes
+        error = TaskFailed(outcome)
     error.__cause__ = RemoteError(outcome.error_type, outcome.error_message, outcome.traceback)
     return error
 
 
 def _exception_class(name: str) -> type:
-    """The class that a handler raised; TaskFailed if this program has not imported it, and for engines' errors."""
+    """The class that a handler raised; TaskFailed if this program has not imported it, and for engines' errors. Also
+    for our own: a CallTimeoutError of the handler's client says nothing about ours.
+    """
     module, _, name = name.rpartition(".")
     found = getattr(sys.modules.get(module or "builtins"), name, None)
-    return found if isinstance(found, type) and issubclass(found, Exception) else TaskFailed
+    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, MultigpuError):
+        return found
+    return TaskFailed
 
 
 @functools.cache
@@ -305,7 +309,12 @@ def _failed_class(raised: type) -> type[TaskFailed]:
     """TaskFailed and the class at once."""
     if issubclass(TaskFailed, raised):
         return TaskFailed
-    return type("TaskFailed", (TaskFailed, raised), {"__module__": TaskFailed.__module__})
+    return type("TaskFailed", (TaskFailed, raised), {"__module__": TaskFailed.__module__, "__getattr__": _not_sent})
+
+
+def _not_sent(_error: TaskFailed, name: str) -> Any:
+    """In place of a __getattr__ of the class, which may rely on an __init__ that did not run."""
+    raise AttributeError(f"a worker sends the type, message and traceback of an exception, not its {name!r}")
 
 
 class TaskState(OpenEnum):

@@ -205,7 +205,7 @@ class Trial:
         for word in await stream.reported(*wanted, timeout_s=RUN_TIMEOUT_S):
             want, got = wanted[word.lease_id], "" if word.state == SUCCEEDED else word.error.type
             # A fault under it, or beside it, may be how it ends.
-            if got != want and not (want and got in ("SimulatedCudaError", "MpsFault")):
+            if got != want and not (want and got in ("simulated_mps.SimulatedCudaError", "MpsFault")):
                 found.append(f"{deed}: wanted {want or 'success'}, got {got or 'success'}")
         if deed == "restart":
             code = await worker.stop(RUN_TIMEOUT_S)

@@ -131,6 +131,9 @@ def test_what_cannot_be_a_handler() -> None:
         def generator(values: list[int]) -> Any:
             yield values
 
+    with pytest.raises(TypeError, match="below the class's own decorator"):
+        multigpu.batch()(multigpu.handler("a.handler")(run))
+
     for wrong in ({"max_size": 0}, {"max_size": 1.5}, {"max_wait_ms": -1}, {"max_wait_ms": float("nan")}):
         with pytest.raises(ValueError, match="give "):
             multigpu.batch(**wrong)
@@ -144,7 +147,7 @@ def test_what_cannot_be_a_handler() -> None:
     for options in ({"retries": -1}, {"retries": "2"}, {"concurrency": -1}):
         with pytest.raises(ValueError, match="whole number"):
             multigpu.handler("k", **options)
-    with pytest.raises(TypeError, match="classes of exceptions"):
+    with pytest.raises(TypeError, match="a class of exceptions, or a tuple of them"):
         multigpu.handler("k", retry_on=("ValueError",))  # type: ignore[arg-type]
     assert not {"two.lists", "many.batches", "k"} & registered_handlers().keys()
 

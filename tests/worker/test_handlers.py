@@ -63,6 +63,8 @@ async def test_bytes_for_a_handler_of_json_values(start_handlers: Start, kind: s
     assert (raw.error.type, raw.error.retryable) == ("BadInput", False)
     what = f"the argument 'value' must be {name}: bytes is not a {name.partition('[')[0]}: send a JSON value"
     assert raw.error.message.startswith(what)
+    (wrong,) = await run(stream, kind, b"3", content_type="application/json")
+    assert "send a JSON value" not in wrong.error.message
 
 
 async def test_async_handlers_share_an_event_loop(start_handlers: Start) -> None:

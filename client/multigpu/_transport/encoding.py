@@ -1,5 +1,5 @@
 """Payloads and results as Python values: bytes travel as they are, JSON values as JSON, and values that hold bytes or
-NumPy arrays as MessagePack.
+NumPy arrays, or have keys other than str, as MessagePack.
 
 The master reads none of them; a content type beside the bytes says which it is, empty for raw bytes. An array is the
 MessagePack extension type 1: its NumPy dtype and its shape as MessagePack, then its elements in C order. The arguments
@@ -7,6 +7,7 @@ of a call with other than one positional argument are MessagePack: [[positional 
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 RAW = ""
@@ -35,9 +36,23 @@ def encode(value: Any) -> tuple[bytes, str]:
     if isinstance(value, bytearray | memoryview):
         return bytes(value), RAW
     try:
-        return _encode_json(value).encode(), JSON
+        if not any(True for _ in _keys(value)):
+            return _encode_json(value).encode(), JSON
     except (TypeError, ValueError, RecursionError):
-        return _pack(value), MSGPACK
+        pass
+    return _pack(value), MSGPACK
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    """The keys in a value that are no str. JSON would make strings of them."""
+    if isinstance(value, dict):
+        yield from (key for key in value if not isinstance(key, str))
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for each in value:
+        if isinstance(each, dict | list | tuple):
+            yield from _keys(each)
 
 
 def decode(data: bytes, content_type: str) -> Any:
@@ -61,6 +76,7 @@ def _pack(value: Any) -> bytes:
 
     try:
         packed: bytes = msgpack.packb(value, default=_pack_array)
+        _check_keys(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"a value must be bytes, a JSON value, or made of these and NumPy arrays, and this {type(value).__name__} "
@@ -69,16 +85,21 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
+def _check_keys(value: Any) -> None:
+    """MessagePack would make a list of a tuple, which can't be a key again."""
+    if any(isinstance(key, tuple) for key in _keys(value)):
+        raise TypeError("a key can't be a tuple")
+
+
 def _pack_array(value: Any) -> Any:
     import msgpack  # noqa: PLC0415  as above
     import numpy as np  # noqa: PLC0415
 
     if isinstance(value, np.generic):
         return value.item()
-    if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.dtype.names:
-        what = (
-            f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"{type(value).__name__} {value!r:.100}"
-        )
+    array = isinstance(value, np.ndarray)
+    if not array or value.dtype.hasobject or value.dtype.names or isinstance(value, np.ma.MaskedArray):
+        what = f"{type(value).__name__} of {value.dtype}" if array else f"{type(value).__name__} {value!r:.100}"
         raise TypeError(f"can't hold {what}")
     return msgpack.ExtType(ARRAY, msgpack.packb([value.dtype.str, value.shape]) + value.tobytes())
 

@@ -287,7 +287,7 @@ def test_ctrl_c_cancels_what_the_call_started(call: str) -> None:
         import os, sys, threading, multigpu
         from multigpu._transport.run_stream import RunStream
 
-        RunStream.cancellations.__defaults__ = (60.0,)
+        RunStream.wait_for_cancellations.__defaults__ = (60.0,)
         with multigpu.Client(sys.argv[1]) as client:
             try:
                 {INTERRUPTED[call]}

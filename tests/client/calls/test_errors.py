@@ -2,12 +2,21 @@
 
 import pickle
 import traceback
+import urllib.error
 
 import multigpu
 import pytest
 from multigpu.v1 import task_pb2
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "my_handlers.py", line 7, in area\nValueError: two sides\n'
+
+
+class ReadOnly(Exception):  # noqa: N818  a test's
+    """One that refuses the attributes of a TaskFailed."""
+
+    @property
+    def outcome(self) -> str:
+        return "mine"
 
 
 class OwnError(Exception):
@@ -51,11 +60,22 @@ def test_a_failure_is_of_the_class_that_was_raised(type_: str, cls: type[Excepti
 @pytest.mark.parametrize(
     "type_",
     ["BadInput", "RunTimeout", "no.such.Error", "SystemExit", "KeyboardInterrupt", "ExceptionGroup", "print", "os.sep",
-     "multigpu.outcome.TaskFailed", "Exception", ""],
+     "multigpu.outcome.TaskFailed", "multigpu.errors.CallTimeoutError", f"{__name__}.ReadOnly", "Exception", ""],
 )  # fmt: skip
 def test_other_names_are_plain_failures(type_: str) -> None:
     error = error_of(type_)
     assert type(error) is multigpu.TaskFailed
+
+
+def test_a_class_whose_attributes_need_its_constructor_can_be_printed() -> None:
+    """HTTPError has a __getattr__ that reads what its __init__ sets."""
+    error = error_of("urllib.error.HTTPError")
+    assert isinstance(error, urllib.error.HTTPError)
+    assert "two sides" in "".join(traceback.format_exception(error))
+    assert not hasattr(error, "no_such_attribute")
+    error.add_note("a note")
+    with pytest.raises(AttributeError, match="not its 'file'"):
+        error.file  # noqa: B018
 
 
 def test_a_class_that_is_not_imported_is_not_imported_for_it() -> None:

@@ -87,3 +87,12 @@ async def test_a_recorded_span_travels_with_its_tasks(master: ScriptedMaster, cl
     assert parents[0] == ""
     assert all(parent.split("-")[1] == trace_id for parent in parents[1:]), parents
     assert len(parents) == 4
+
+
+async def test_an_empty_request_id_is_an_error(client: AsyncClient) -> None:
+    """An empty order number would have run the task once for each call."""
+    with pytest.raises(multigpu.InvalidTaskError, match="the request_id is empty"):
+        await client.submit("k", b"", request_id="")
+    with pytest.raises(multigpu.InvalidTaskError, match="the request_id is empty"):
+        await client.submit_many("k", [multigpu.Input(payload=b"", request_id="")])
+    assert (await client.submit("k", b"")).request_id

@@ -22,6 +22,7 @@ from tests.fleet import Fleet, until
 
 ROOT = Path(__file__).resolve().parents[3]
 FORMER = "b4d30e6"
+HANDLERS = "tests/integration/handlers"
 TASKS = 1500
 
 # Runs on the SDK of the former release, over the whole upgrade.
@@ -38,9 +39,8 @@ with multigpu.Client(sys.argv[1]) as client:
 @pytest.fixture
 def former(tmp_path: Path) -> Path:
     """A checkout of the former release."""
-    archived = subprocess.run(
-        ["git", "-C", ROOT, "archive", FORMER, "client", "master", "worker"], capture_output=True, check=False
-    )
+    parts = ["client", "master", "worker", HANDLERS]
+    archived = subprocess.run(["git", "-C", ROOT, "archive", FORMER, *parts], capture_output=True, check=False)
     if archived.returncode:
         pytest.skip(f"the history of the repository is not here: {archived.stderr.decode()}")
     tree = tmp_path / "former"
@@ -60,6 +60,7 @@ def test_a_fleet_of_the_former_release_is_upgraded_under_load(former: Path, tmp_
     fleet = Fleet(tmp_path / "fleet", workers=2, handlers=["trial_handlers"])
     own = dict(fleet._env)
     fleet.run_from(former)
+    fleet._env["PYTHONPATH"] = os.pathsep.join([str(former / HANDLERS), fleet._env["PYTHONPATH"]])
     with fleet:
         fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="night"), timeout=30)
         waiting = fleet.submit("trial.nap", *(b"%d" % n for n in range(50)), queue="night")

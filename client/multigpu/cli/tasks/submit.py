@@ -131,7 +131,7 @@ def _read_inputs(given: dict[str, Any]) -> "_Lines | list[Input]":
         with open_input(given["file"] or DASH) as file:
             data = file.read()
     payload = parse(data) if given["parse_json"] else data
-    return [Input(payload=payload, partition_key=given["partition_key"], request_id=given["request_id"])]
+    return [Input(payload=payload, partition_key=given["partition_key"], request_id=given["request_id"] or None)]
 
 
 class _Lines:

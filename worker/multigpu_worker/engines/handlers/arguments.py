@@ -45,7 +45,9 @@ class Parameters:
         try:
             return self._bound(value)
         except BadInputError as error:
-            raise BadInputError(f"{error}{_NOT_JSON}") from None if content_type == RAW else error
+            if content_type == RAW:
+                raise BadInputError(f"{error}{_NOT_JSON}") from None
+            raise
 
     def _bound(self, value: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         if self._single and type(value) is not Arguments:
