@@ -71,7 +71,7 @@ def test_what_json_can_hold_is_json() -> None:
 @pytest.mark.parametrize(
     "value",
     [object(), {1, 2}, "\ud800", np.array([object()]), np.zeros(1, [("a", "i4")]), 1j,
-     {"a": {(1, 2): 3}}, np.ma.array([1, 2], mask=[0, 1])],
+     {"a": {(1, 2): 3}}, np.ma.array([1, 2], mask=[False, True])],
 )  # fmt: skip
 def test_other_values_are_errors(value: Any) -> None:
     with pytest.raises(ValueError, match="a value must be bytes, a JSON value, or made of these and NumPy arrays"):
