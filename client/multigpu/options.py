@@ -126,9 +126,11 @@ def filter_of(filters: TaskFilter) -> task_service_pb2.TaskFilter:
         if (instant := wanted.pop(name, None)) is not None:
             wanted[name] = Timestamp()
             wanted[name].FromDatetime(_aware(instant))
-    for name in ("states", "outcomes"):
+    for name, cls in (("states", TaskState), ("outcomes", OutcomeState)):
         if name in wanted:
-            wanted[name] = [int(each) for each in wanted[name]]
+            wanted[name] = tuple(wanted[name])
+            if wrong := [each for each in wanted[name] if not isinstance(each, cls)]:
+                raise TypeError(f"{name} takes members of multigpu.{cls.__name__}, not {wrong[0]!r}")
     if unknown := wanted.keys() - TaskFilter.__annotations__.keys():
         raise TypeError(f"there is no filter {unknown.pop()!r}; there are {', '.join(TaskFilter.__annotations__)}")
     return task_service_pb2.TaskFilter(**wanted)

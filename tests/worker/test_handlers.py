@@ -231,6 +231,7 @@ async def test_out_of_memory_is_a_clean_failure(start_handlers: Start) -> None:
     engine = process.engine_pids()
     (report,) = await run(stream, "t.hoard", b"")
     assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
+    assert "in hoard" in report.error.traceback
     await still_works(stream)
     assert process.engine_pids() == engine
 

@@ -96,3 +96,8 @@ async def test_an_empty_request_id_is_an_error(client: AsyncClient) -> None:
     with pytest.raises(multigpu.InvalidTaskError, match="the request_id is empty"):
         await client.submit_many("k", [multigpu.Input(payload=b"", request_id="")])
     assert (await client.submit("k", b"")).request_id
+
+
+async def test_a_filter_takes_states_by_their_names_in_python(client: AsyncClient) -> None:
+    with pytest.raises(TypeError, match=r"states takes members of multigpu\.TaskState, not 'queued'"):
+        await client.count(states=["queued"])  # type: ignore[list-item]

@@ -279,15 +279,16 @@ def _encode(value: Any) -> tuple[bytes, str]:
 
 
 def _fail(handler: Handler, item: Item, error: BaseException, reporter: Reporter) -> None:
+    text = "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError):
-        message = "the handler needed more memory than the worker's engine_memory_bytes allows"
-        reporter.fail(item, "OutOfMemory", message, retryable=True)
+        # Another worker may have more.
+        message = f"the handler ran out of memory, the host's or the worker's engine_memory_bytes: {_message(error)}"
+        reporter.fail(item, "OutOfMemory", message, retryable=True, traceback=text)
     elif isinstance(error, WrongResultTypeError):
         reporter.fail(item, "WrongResultType", str(error), retryable=False)
     elif isinstance(error, BadInputError):
         bad_input(error).report(item, reporter)
     else:
-        text = "".join(traceback.format_exception(error))
         left = handler.retries is None or item.attempt <= handler.retries
         retryable = left and isinstance(error, handler.retry_on)
         reporter.fail(item, _class_name(type(error)), _message(error), retryable=retryable, traceback=text)
