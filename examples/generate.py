@@ -14,8 +14,8 @@ messages = [
     {"role": "user", "content": question},
 ]
 with multigpu.Client() as client:
-    generation = client.generate(messages, tokens_max=100)
-    for piece in generation:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+    with client.generate(messages, stream=True, max_tokens=100) as generation:
+        for piece in generation:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
     sys.stdout.write(f"\n[{len(generation.result.token_ids)} tokens by {generation.result.worker_id}]\n")

@@ -39,9 +39,10 @@ TEXTS = {
         "A client of one master. Threads may share it. Ctrl-C in a waiting call cancels the tasks that it started.\n"
         "    The same call with the same request_ids continues: tasks that had ended are answered, others run again."
     ),
-    "A synchronous iterable\n        is pulled on the event loop: wrap one that blocks in an asynchronous one. ": (
-        "They are pulled\n        on the caller's thread, while it waits for a result. "
+    "A synchronous iterable is pulled on the event loop: wrap one that blocks in an asynchronous one.": (
+        "Payloads are pulled on the caller's thread."
     ),
+    "Coroutine[Any, Any, str]": "str",
     "(contextlib.aclosing) ": "",
     ", None]:": ", None, None]:",
     "AsyncTaskHandle: a submitted task.": "TaskHandle: a submitted task.",

@@ -60,9 +60,9 @@ async def score(address: str, model: str, engine: str, precision: str, tasks: di
         options = {"engine": engine, "precision": precision}
         try:
             start = time.perf_counter()
-            await client.embed(texts[:64], model, parameters=options)
+            await client.embed(texts[:64], model=model, parameters=options)
             loaded = time.perf_counter()
-            found = await client.embed(texts, model, parameters=options)
+            found = await client.embed(texts, model=model, parameters=options)
         except TaskError as error:
             return row | {"remark": str(error).splitlines()[0]}
         seconds = time.perf_counter() - loaded

@@ -90,7 +90,7 @@ def ours(engine: GenerateEngine, prompts: tuple[str, ...]) -> Round:
         sinks = [Sink() for _ in prompts]
 
         def run(at: int) -> None:
-            payload = pb.GeneratePayload(prompt=prompts[at], tokens_max=tokens).SerializeToString()
+            payload = pb.GeneratePayload(prompt=prompts[at], max_tokens=tokens).SerializeToString()
             batch = Batch("generate", "", {}, "", [Item(at + 1, at + 1, 1, payload, 1, b"", 0)])
             engine.run(batch, engine.prepare(batch), sinks[at])
 

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def as_completed(handles: Iterable[TaskHandle], timeout: float | None = None) -> Generator[TaskHandle, None, None]:
-    """Yields the handles as their tasks end. `timeout`: of the wait for each, in seconds; then CallTimeoutError."""
+    """Yields the handles as their tasks end. `timeout`: the most seconds that the wait for each may take; then
+    CallTimeoutError. Default: the client's.
+    """
     return _follow(handles, ordered=False, timeout=timeout)
 
 
@@ -20,22 +22,23 @@ def gather(
 ) -> list[Any]:
     """Waits until all tasks have ended, and returns their results in the order of the handles.
 
-    Raises the first TaskError; with `return_exceptions` it takes the place of the result. `timeout`: as `as_completed`.
+    Raises the first TaskError; with `return_exceptions` it takes the place of the result. `timeout`: the most seconds
+    that the call may take; then CallTimeoutError, and the tasks go on. Default: the client's.
     """
     results: list[Any] = []
-    for handle in _follow(handles, ordered=True, timeout=timeout):
+    for handle in _follow(handles, ordered=True, timeout=timeout, total=True):
         outcome = handle.outcome()
         results.append(outcome.to_error() if return_exceptions and not outcome.succeeded else outcome.value())
     return results
 
 
 def wait(handles: Iterable[TaskHandle], timeout: float | None = None) -> list[Outcome]:
-    """Waits until all tasks have ended, and returns their outcomes, whatever they are. `timeout`: as `as_completed`."""
-    return [handle.outcome() for handle in _follow(handles, ordered=True, timeout=timeout)]
+    """Waits until all tasks have ended, and returns their outcomes, whatever they are. `timeout`: as `gather`."""
+    return [handle.outcome() for handle in _follow(handles, ordered=True, timeout=timeout, total=True)]
 
 
 def _follow(
-    handles: Iterable[TaskHandle], *, ordered: bool, timeout: float | None
+    handles: Iterable[TaskHandle], *, ordered: bool, timeout: float | None, total: bool = False
 ) -> Generator[TaskHandle, None, None]:
     given = list(handles)
     if not given:
@@ -44,4 +47,4 @@ def _follow(
     core = cores.pop()
     if cores or not hasattr(core, "follow_all"):
         raise TypeError("give TaskHandles of one Client; asyncio.gather and asyncio.as_completed take AsyncTaskHandles")
-    yield from core.follow_all(given, ordered, timeout)  # type: ignore[union-attr]  # checked above
+    yield from core.follow_all(given, ordered, timeout, total)  # type: ignore[union-attr]  # checked above

@@ -19,7 +19,7 @@ import weakref
 from typing import Any, Self, Unpack
 
 from multigpu import AsyncClient, Client
-from multigpu._kinds.embedding import CHUNK_TEXTS, Chunks, check_texts
+from multigpu._kinds.embedding import BATCH_SIZE, Chunks, check_texts
 from multigpu._transport import forks
 from multigpu.config.config import load_client_config
 from multigpu.options import EmbedOptions
@@ -49,7 +49,7 @@ class MultiGpuEmbeddings(Embeddings):
         model: str = "",
         *,
         master: str | None = None,
-        batch_size: int = CHUNK_TEXTS,
+        batch_size: int = BATCH_SIZE,
         precision: str = "",
         query_priority: int = QUERY_PRIORITY,
         connect_timeout_s: float = 10.0,
@@ -83,20 +83,20 @@ class MultiGpuEmbeddings(Embeddings):
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """One vector for each text, in order."""
         check_texts(texts)
-        return _lists(self._sync().embed(texts, self.model, chunk=self.batch_size, **self.options))
+        return _lists(self._sync().embed(texts, model=self.model, batch_size=self.batch_size, **self.options))
 
     def embed_query(self, text: str) -> list[float]:
         """The vector of one text."""
-        return _lists(self._sync().embed([_one(text)], self.model, **self._query_options()))[0]
+        return _lists(self._sync().embed([_one(text)], model=self.model, **self._query_options()))[0]
 
     async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
         """One vector for each text, in order. Cancelling the coroutine cancels its tasks."""
         check_texts(texts)
-        return _lists(await self._async().embed(texts, self.model, chunk=self.batch_size, **self.options))
+        return _lists(await self._async().embed(texts, model=self.model, batch_size=self.batch_size, **self.options))
 
     async def aembed_query(self, text: str) -> list[float]:
         """The vector of one text. Cancelling the coroutine cancels its task."""
-        return _lists(await self._async().embed([_one(text)], self.model, **self._query_options()))[0]
+        return _lists(await self._async().embed([_one(text)], model=self.model, **self._query_options()))[0]
 
     # Connections.
 

@@ -54,11 +54,10 @@ class EmbedOptions(TypedDict, total=False):
     wait_for_worker: bool
     # Run the request_id again if its task ended without success; the payload may differ. Default: return its error.
     retry_failed: bool
-    # Limit of the call in seconds; in a map or a stream, of the wait for each result. After it the call raises
-    # CallTimeoutError and cancels its tasks, but for those that another call had submitted. Default: no limit.
-    # In a submit it limits each request to the master (default: 60 s), and nothing is cancelled: the master may have
-    # accepted the tasks.
-    timeout: float
+    # The most seconds that the call may block; in a map or a stream, the wait for each result. After it the call
+    # raises CallTimeoutError, and cancels the tasks that it has started; a submit cancels nothing, as the master may
+    # have accepted its tasks. Default: the client's timeout, which is no limit unless it was set; math.inf: no limit.
+    timeout: float | None
 
 
 class SpecOptions(EmbedOptions, total=False):
@@ -83,10 +82,12 @@ class MapOptions(EmbedOptions, total=False):
 
     # Results in the order of the payloads (the default), or as they complete.
     ordered: bool
-    # At most this many payloads are read ahead of the results that were consumed. Default: the client's window_tasks.
-    window: int | None
+    # At most this many payloads are submitted ahead of the results that were consumed. Default: the client's.
+    max_in_flight: int | None
     # Return the errors of tasks in place of their results. Default: an error ends the map and cancels its other tasks.
     return_exceptions: bool
+    # Show a progress bar. It needs the package tqdm.
+    progress: bool
 
 
 class SpecMapOptions(MapOptions, total=False):
@@ -166,7 +167,7 @@ _DURATIONS = {
 }
 # Options that are no task's, but of a kind's own method.
 _GENERATE = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
-_OF_METHODS = {"classify": ("top_k",), "embed": ("chunk",), "generate": tuple(_GENERATE)}
+_OF_METHODS = {"classify": ("top_k",), "embed": ("batch_size",), "generate": tuple(_GENERATE)}
 _PER_TASK = ("request_id", "partition_key", "units")
 _UNITS_MAX = (1 << 32) - 1
 
@@ -174,7 +175,9 @@ _UNITS_MAX = (1 << 32) - 1
 class SpecCache:
     """Builds specs, and returns the same object for the same options."""
 
-    def __init__(self) -> None:
+    def __init__(self, defaults: Mapping[str, Any] | None = None) -> None:
+        """`defaults`: options that are used where they are not given."""
+        self._defaults = defaults or {}
         self._specs: dict[Any, task_pb2.TaskSpec] = {}
         # Held to write: threads may share a client.
         self._building = threading.Lock()
@@ -190,9 +193,9 @@ class SpecCache:
             try:
                 spec = self._specs.get(key)
             except TypeError:
-                return _build(kind, content_type, options)  # raises, and names the wrong option
+                return _build(kind, content_type, {**self._defaults, **options})  # raises, and names the wrong option
         if spec is None:
-            spec = _build(kind, content_type, options)
+            spec = _build(kind, content_type, {**self._defaults, **options})
             with self._building:
                 if len(self._specs) >= _SPECS_MAX:
                     del self._specs[next(iter(self._specs))]

@@ -125,7 +125,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
     [
         ({"MGPU_MASTER_LISTN": "a:1"}, r"variable MGPU_MASTER_LISTN; did you mean MGPU_MASTER_LISTEN\?"),
         ({"MGPU_WORKER_QQQQQQQQQQQQQQ": "1"}, r"unknown environment variable MGPU_WORKER_Q+; unset it"),
-        ({"MGPU_WINDOW_TASK": "1"}, r"did you mean MGPU_WINDOW_TASKS\?"),
+        ({"MGPU_MAX_IN_FLIGT": "1"}, r"did you mean MGPU_MAX_IN_FLIGHT\?"),
         ({"MGPU_WORKER_SLOTS": "many"}, r"MGPU_WORKER_SLOTS: 'many' is not a whole number"),
         ({"MGPU_WORKER_SLOTS": "0"}, r"MGPU_WORKER_SLOTS: 0 is too small"),
         ({"MGPU_WORKER_CANCEL_GRACE_S": "soon"}, r"'soon' is not a number"),
@@ -154,13 +154,13 @@ def test_an_unknown_flag_is_named() -> None:
 def test_the_first_file_there_is_read(tmp_path: Path) -> None:
     user = tmp_path / "multigpu"
     user.mkdir()
-    own = write(user, "[client]\nwindow_tasks = 7\n")
+    own = write(user, "[client]\nmax_in_flight = 7\n")
     env = {"XDG_CONFIG_HOME": str(tmp_path)}
     loaded = load(ClientConfig, env=env)
-    assert (loaded.config.window_tasks, loaded.file) == (7, own)
-    other = write(tmp_path, "[client]\nwindow_tasks = 8\n")
-    assert load(ClientConfig, env={**env, "MGPU_CONFIG": str(other)}).config.window_tasks == 8
-    assert load(ClientConfig, file=own, env={**env, "MGPU_CONFIG": str(other)}).config.window_tasks == 7
+    assert (loaded.config.max_in_flight, loaded.file) == (7, own)
+    other = write(tmp_path, "[client]\nmax_in_flight = 8\n")
+    assert load(ClientConfig, env={**env, "MGPU_CONFIG": str(other)}).config.max_in_flight == 8
+    assert load(ClientConfig, file=own, env={**env, "MGPU_CONFIG": str(other)}).config.max_in_flight == 7
     with pytest.raises(ConfigError, match=r"--config names .*absent, which is not a file"):
         find_file(tmp_path / "absent", env)
 

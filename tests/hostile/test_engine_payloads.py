@@ -66,7 +66,7 @@ def as_json(value: object) -> bytes:
 
 
 TENSORS: Any = {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 3), np.int64)}
-GENERATE = generate_pb2.GeneratePayload(prompt="hi", tokens_max=5, temperature=0.5, stop=["x"], seed=4)
+GENERATE = generate_pb2.GeneratePayload(prompt="hi", max_tokens=5, temperature=0.5, stop=["x"], seed=4)
 Case = tuple[Callable[[bytes, str], object], bytes, str]
 CASES: dict[str, Case] = {
     "infer": (read_infer, input_of(TENSORS, ["z"])[0], ""),
@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
     "classify": (read_classify, classify_pb2.ClassifyPayload(image=picture(), top_k=3).SerializeToString(), ""),
     "classify, JSON": (read_classify, as_json({"text": "a", "top_k": 3}), JSON),
     "generate": (read_generate, GENERATE.SerializeToString(), ""),
-    "generate, JSON": (read_generate, as_json({"prompt": "hi", "tokens_max": 5}), JSON),
+    "generate, JSON": (read_generate, as_json({"prompt": "hi", "max_tokens": 5}), JSON),
     "embed": (embed_payload.parse_texts, embed_pb2.EmbedPayload(texts=["a", "b"]).SerializeToString(), ""),
     "embed, JSON": (embed_payload.parse_texts, as_json(["a", "b"]), JSON),
 }

@@ -37,7 +37,7 @@ OFFLINE = {"up", "models verify", "certs issue", "certs renew", "config show"}
 CALLS: dict[str, str] = {
     "submit": "--kind echo --payload hi --wait --request-id first",
     "embed": "{}/lines.txt -o {}/vectors.npy --model hashes",
-    "generate": "1 --model counter --tokens-max 3",
+    "generate": "1 --model counter --max-tokens 3",
     "infer": "doubler --input x=[1.5]",
     "classify": "letters --text {}/lines.txt",
     "bench": "hashes --batch-size 2 --items 4 --rounds 1 --concurrency 2",

@@ -57,8 +57,8 @@ def test_the_sdk_waits_for_the_retry_delay(secured: SecuredFleet, monkeypatch: p
         begin = time.monotonic()
         with multigpu.Client(secured.fleet.address) as client:
             client.run("echo", b"x", wait_for_worker=True)
-            results = list(client.map("echo", [b"%d" % n for n in range(20)], window=5, wait_for_worker=True))
-            results += list(client.map("echo", [b"%d" % n for n in range(20)], window=5, wait_for_worker=True))
+            results = list(client.map("echo", [b"%d" % n for n in range(20)], max_in_flight=5, wait_for_worker=True))
+            results += list(client.map("echo", [b"%d" % n for n in range(20)], max_in_flight=5, wait_for_worker=True))
         assert results == [b"%d" % n for n in range(20)] * 2
         assert time.monotonic() - begin > 0.5  # 41 tasks, of which 20 may come at once
     finally:

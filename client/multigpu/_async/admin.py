@@ -111,10 +111,10 @@ class AsyncAdminClient(AsyncBaseClient):
 
     # Tasks.
 
-    async def explain(self, task: TaskName) -> Explanation:
+    async def explain(self, task: TaskName, *, timeout: float | None = None) -> Explanation:
         """Why a task is where it is, by its task_id (int) or request_id (str)."""
-        task_id = task if isinstance(task, int) else (await self.get(task)).task_id
-        return Explanation.of(await self._core.explain(task_id))
+        task_id = task if isinstance(task, int) else (await self.get(task, timeout=timeout)).task_id
+        return Explanation.of(await self._core.explain(task_id, timeout))
 
     async def list_dead_letters(self, queue: str = "") -> AsyncGenerator[Task, None]:
         """Tasks that failed every attempt, the newest first. Default: of all queues."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from multigpu._calls.core import Core
 from multigpu.fleet import CancelResult, TaskCounts
-from multigpu.options import TaskFilter, filter_of
+from multigpu.options import SpecOptions, TaskFilter, filter_of
 
 if TYPE_CHECKING:
     from multigpu.outcome import Outcome, Task, TaskName
@@ -27,15 +27,16 @@ class AsyncBaseClient:
         tls_cert: str | PathLike[str] | None = None,
         tls_key: str | PathLike[str] | None = None,
         timeout: float | None = None,
-        window_tasks: int | None = None,
-        window_bytes: int | None = None,
         connect_timeout_s: float = 10.0,
+        defaults: SpecOptions | None = None,
+        max_in_flight: int | None = None,
+        max_in_flight_bytes: int | None = None,
     ) -> None:
         files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
         settings: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
-        limits = {"master": master, "window_tasks": window_tasks, "window_bytes": window_bytes}
+        limits = {"master": master, "max_in_flight": max_in_flight, "max_in_flight_bytes": max_in_flight_bytes}
         settings |= {name: value for name, value in limits.items() if value is not None}
-        self._core = Core(settings, token, timeout, connect_timeout_s)
+        self._core = Core(settings, token, timeout, connect_timeout_s, defaults or {})
         self.master: str = self._core.master
 
     def __reduce__(self) -> NoReturn:
@@ -52,13 +53,15 @@ class AsyncBaseClient:
         """Ends the connection. Pending calls raise ClientClosedError; their durable tasks go on in the master."""
         await self._core.close()
 
-    async def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
-        """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
-        return await self._core.get(task, wait_s)
+    async def get(self, task: TaskName, *, wait_s: float = 0.0, timeout: float | None = None) -> Task:
+        """A task as it is now, by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises
+        NotFoundError.
+        """
+        return await self._core.get(task, wait_s, timeout)
 
-    async def cancel(self, *tasks: TaskName, reason: str = "") -> CancelResult:
+    async def cancel(self, *tasks: TaskName, reason: str = "", timeout: float | None = None) -> CancelResult:
         """Cancels tasks by task_id (int) or request_id (str). `reason`: recorded in their outcomes."""
-        return CancelResult.of(await self._core.cancel(tasks, reason))
+        return CancelResult.of(await self._core.cancel(tasks, reason, timeout))
 
     async def watch(
         self, *, cursor: str = "", from_now: bool = False, queue: str = "", kind: str = ""
@@ -73,17 +76,22 @@ class AsyncBaseClient:
                 for pair in frame:
                     yield pair
 
-    async def current_cursor(self) -> str:
+    async def current_cursor(self, *, timeout: float | None = None) -> str:
         """The cursor from which a watch yields what ends from now on."""
-        return await self._core.current_cursor()
+        return await self._core.current_cursor(timeout)
 
-    async def count(self, **filters: Unpack[TaskFilter]) -> TaskCounts:
+    async def count(self, *, timeout: float | None = None, **filters: Unpack[TaskFilter]) -> TaskCounts:
         """How many tasks match all filters, by state and outcome. Default: all."""
-        return TaskCounts.of(await self._core.count(filter_of(filters)))
+        return TaskCounts.of(await self._core.count(filter_of(filters), timeout))
 
-    async def list_tasks(self, **filters: Unpack[TaskFilter]) -> AsyncGenerator[Task, None]:
-        """Tasks that match all filters, the newest first; their outcomes come without results. Default: all."""
-        async with aclosing(self._core.pages(filter_of(filters))) as pages:
+    async def list_tasks(
+        self, *, timeout: float | None = None, **filters: Unpack[TaskFilter]
+    ) -> AsyncGenerator[Task, None]:
+        """Tasks that match all filters, the newest first; their outcomes come without results. Default: all.
+
+        `timeout`: of each page.
+        """
+        async with aclosing(self._core.pages(filter_of(filters), timeout)) as pages:
             async for page in pages:
                 for task in page:
                     yield task

@@ -34,8 +34,9 @@ class AsyncTaskHandle:
         raise TypeError(f"a {type(self).__name__} can't be pickled: send its id, and use client.handle(id) there")
 
     async def outcome(self, timeout: float | None = None) -> Outcome:
-        """Waits until the task ends and returns how, whatever it is. Raises CallTimeoutError after `timeout` seconds;
-        the task goes on. NotFoundError: the master has forgotten the task, an ephemeral one after its result_ttl.
+        """Waits until the task ends and returns how, whatever it is. Raises CallTimeoutError after `timeout` seconds
+        (default: the client's); the task goes on. NotFoundError: the master has forgotten the task, an ephemeral one
+        after its result_ttl.
         """
         if self._outcome is None:
             self._outcome = await self._core.follow(self.request_id, timeout)
@@ -48,18 +49,18 @@ class AsyncTaskHandle:
     def __await__(self) -> Generator[Any, None, Any]:
         return self.result().__await__()
 
-    async def done(self) -> bool:
+    async def done(self, *, timeout: float | None = None) -> bool:
         """Whether the task has ended. Does not wait for it."""
-        return self._outcome is not None or (await self.status()).outcome is not None
+        return self._outcome is not None or (await self.status(timeout=timeout)).outcome is not None
 
-    async def status(self) -> Task:
+    async def status(self, *, timeout: float | None = None) -> Task:
         """The task as it is now: queued, leased to a worker, its progress, or ended."""
-        return await self._core.get(self.id, 0.0)
+        return await self._core.get(self.id, 0.0, timeout)
 
-    async def cancel(self, reason: str = "") -> bool:
+    async def cancel(self, reason: str = "", *, timeout: float | None = None) -> bool:
         """Ends the task. False: it had ended before. `reason`: recorded in its outcome."""
-        return bool((await self._core.cancel((self.id,), reason)).cancelled_task_ids)
+        return bool((await self._core.cancel((self.id,), reason, timeout)).cancelled_task_ids)
 
-    async def explain(self) -> Explanation:
+    async def explain(self, *, timeout: float | None = None) -> Explanation:
         """Why the task is where it is: which workers could take it, and what excludes the others."""
-        return Explanation.of(await self._core.explain(self.id))
+        return Explanation.of(await self._core.explain(self.id, timeout))

@@ -22,6 +22,12 @@ class AsyncStream(StreamBase[T]):
     def __aiter__(self) -> Self:
         return self
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
     async def __anext__(self) -> T:
         async for part in self._parts:
             if isinstance(part, Part):

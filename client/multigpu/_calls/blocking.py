@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any, Self, TypeVar
 
-from multigpu._calls.calls import Encode
+from multigpu._calls.calls import CallFactory, Encode
 from multigpu._calls.core import Core
 from multigpu._calls.mapping import SyncMap
+from multigpu._calls.progress import ProgressBar
 from multigpu._calls.streaming import Part
 from multigpu._calls.submitting import MakeHandle, Submission
 from multigpu._transport.loop_thread import LoopThread
@@ -30,16 +32,35 @@ Wait = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class BlockingCore:
+    _origin: BlockingCore | None = None
+
     def __init__(self, *arguments: Any) -> None:
         """Takes the arguments of Core."""
         self._core = Core(*arguments)
-        self.master = self._core.master
-        self.calls = self._core.calls
-        self.pop_timeout = self._core.pop_timeout
-        self._closed = False
         self._thread = LoopThread("multigpu client")
         # Runs at exit if the client is never closed.
         self._finalizer = weakref.finalize(self, _finish, self._core, self._thread)
+
+    @property
+    def master(self) -> str:
+        return self._core.master
+
+    @property
+    def calls(self) -> CallFactory:
+        return self._core.calls
+
+    @property
+    def _closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def pop_timeout(self, options: Any) -> float | None:
+        return self._core.pop_timeout(options)
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        other = copy.copy(self)
+        other._core = self._core.with_options(options)  # noqa: SLF001  its own class
+        other._origin = self  # noqa: SLF001  the connection ends when the first of them is dropped
+        return other
 
     def leave(self, exc_type: type[BaseException] | None) -> None:
         interrupted = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
@@ -49,7 +70,6 @@ class BlockingCore:
         self.close()
 
     def close(self) -> None:
-        self._closed = True
         self._finalizer()
 
     def submission(self, timeout_s: float | None, make_handle: MakeHandle) -> BlockingSubmission:
@@ -58,13 +78,15 @@ class BlockingCore:
     def follow(self, request_id: str, timeout_s: float | None) -> Outcome:
         return self._wait(self._core.follow(request_id, timeout_s))
 
-    def follow_all(self, handles: Iterable[Any], ordered: bool, timeout_s: float | None) -> Generator[Any, None, None]:
+    def follow_all(
+        self, handles: Iterable[Any], ordered: bool, timeout_s: float | None, total: bool
+    ) -> Generator[Any, None, None]:
         self._check()
-        buffer, convert = self._core.follow_buffer(ordered, timeout_s)
+        buffer, convert = self._core.follow_buffer(ordered, timeout_s, total)
         return self._interruptible(SyncMap(self._thread, self._core.stream, buffer).run(iter(handles), convert))
 
-    def explain(self, task_id: int) -> Any:
-        return self._wait(self._core.explain(task_id))
+    def explain(self, task_id: int, timeout_s: float | None) -> Any:
+        return self._wait(self._core.explain(task_id, timeout_s))
 
     def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
         return self._wait(self._core.run(kind, payload, options, traceparent))
@@ -75,23 +97,35 @@ class BlockingCore:
         return self._iterate(self._core.parts(kind, payload, options, traceparent))
 
     def map(
-        self, kind: str, payloads: Iterable[Any], options: Any, read: Callable[[Outcome], T], encode: Encode | None
-    ) -> Generator[T, None, None]:
+        self, kind: str, payloads: Iterable[Any], options: Any, read: Callable[[Outcome], T], encode: Encode | None,
+        bar: ProgressBar | None,
+    ) -> Generator[T, None, None]:  # fmt: skip
         self._check()
         buffer, convert = self._core.map_buffer(kind, options, read, encode)
-        return self._interruptible(SyncMap(self._thread, self._core.stream, buffer).run(iter(payloads), convert))
+        source, running = iter(payloads), SyncMap(self._thread, self._core.stream, buffer)
+        try:
+            running.begin(source, sized=isinstance(payloads, Sized))
+        except KeyboardInterrupt:
+            self._confirm_cancellations()
+            raise
+        results = self._interruptible(running.run(source, convert))
+        return results if bar is None else bar.of(results)
 
-    def get(self, task: TaskName, wait_s: float) -> Task:
-        return self._wait(self._core.get(task, wait_s))
+    def get(self, task: TaskName, wait_s: float, timeout_s: float | None) -> Task:
+        return self._wait(self._core.get(task, wait_s, timeout_s))
 
-    def cancel(self, tasks: tuple[TaskName, ...], reason: str) -> task_service_pb2.CancelResponse:
-        return self._wait(self._core.cancel(tasks, reason))
+    def cancel(
+        self, tasks: tuple[TaskName, ...], reason: str, timeout_s: float | None
+    ) -> task_service_pb2.CancelResponse:
+        return self._wait(self._core.cancel(tasks, reason, timeout_s))
 
-    def count(self, task_filter: task_service_pb2.TaskFilter) -> task_service_pb2.CountResponse:
-        return self._wait(self._core.count(task_filter))
+    def count(
+        self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None
+    ) -> task_service_pb2.CountResponse:
+        return self._wait(self._core.count(task_filter, timeout_s))
 
-    def pages(self, task_filter: task_service_pb2.TaskFilter) -> SyncIterator[list[Task]]:
-        return self._iterate(self._core.pages(task_filter))
+    def pages(self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None) -> SyncIterator[list[Task]]:
+        return self._iterate(self._core.pages(task_filter, timeout_s))
 
     def admin(self, method: str, request: Any) -> Any:
         return self._wait(self._core.admin(method, request))
@@ -102,8 +136,8 @@ class BlockingCore:
     def watch(self, cursor: str, from_now: bool, queue: str, kind: str) -> SyncIterator[list[tuple[Outcome, str]]]:
         return self._iterate(self._core.watch(cursor, from_now, queue, kind))
 
-    def current_cursor(self) -> str:
-        return self._wait(self._core.current_cursor())
+    def current_cursor(self, timeout_s: float | None) -> str:
+        return self._wait(self._core.current_cursor(timeout_s))
 
     def _check(self) -> None:
         if self._closed:

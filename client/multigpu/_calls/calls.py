@@ -123,9 +123,11 @@ class StreamCall(Call):
 class CallFactory:
     """Makes the calls of one client. Safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
+        """`defaults`: SpecOptions. Raises TypeError, InvalidTaskError."""
         self._new_id = request_ids()
-        self._spec = SpecCache().get
+        self._spec = SpecCache(defaults).get
+        self._spec("", RAW, {})  # a wrong default shows now
 
     def one(self, cls: Callable[..., C], kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> C:
         """A call of class `cls` for a single task. `options`: TaskOptions."""

@@ -5,6 +5,7 @@ Everything here runs on one event loop, except that `calls` and `map_buffer` may
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 import uuid
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from multigpu._calls import watching
 from multigpu._calls.calls import CallFactory, Encode, FollowCall, FollowMapCall, FutureCall, StreamCall
 from multigpu._calls.mapping import AsyncMap, MapBuffer
+from multigpu._calls.progress import ProgressBar
 from multigpu._calls.streaming import Part
 from multigpu._calls.submitting import MakeHandle, Submission
 from multigpu._calls.timeouts import CANCELLED, GOES_ON, pop_timeout, within
@@ -43,19 +45,33 @@ _CANCEL_TASKS_MAX = 10_000
 
 class Core:
     def __init__(
-        self, settings: Mapping[str, Any], token: str | None, timeout_s: float | None, connect_timeout_s: float
-    ) -> None:
-        """`settings`: of ClientConfig, where they differ from the configuration."""
+        self, settings: Mapping[str, Any], token: str | None, timeout_s: float | None, connect_timeout_s: float,
+        defaults: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """`settings`: of ClientConfig, where they differ from the configuration. `defaults`: SpecOptions."""
         forks.holds(self)
         if not (isinstance(connect_timeout_s, int | float) and connect_timeout_s >= 0):
             raise ConfigError(f"connect_timeout_s: {connect_timeout_s!r} is not a number of seconds")
         config = dataclasses.replace(load_client_config(), **settings)
-        self._timeout_s = pop_timeout({"timeout": timeout_s})
-        self.window = Window(config.window_tasks, config.window_bytes)
+        if timeout_s is not None:
+            defaults = {"timeout": timeout_s, **defaults}
+        self.window = Window(config.max_in_flight, config.max_in_flight_bytes)
         credentials = Credentials.of_client(config) if token is None else Credentials.of(config, token=token)
         self.connection = Connection(config.master, connect_timeout_s, credentials)
         self.stream = RunStream(self.connection, self.window)
-        self.calls = CallFactory()
+        self._set_defaults(defaults)
+
+    def _set_defaults(self, defaults: Mapping[str, Any]) -> None:
+        own = dict(defaults)
+        self._timeout_s = pop_timeout(own)
+        self.calls = CallFactory(own)
+        self._defaults = defaults
+
+    def with_options(self, options: Mapping[str, Any]) -> Core:
+        """The same connection, with other defaults for calls."""
+        other = copy.copy(self)
+        other._set_defaults({**self._defaults, **options})  # noqa: SLF001  its own class
+        return other
 
     @property
     def master(self) -> str:
@@ -106,7 +122,7 @@ class Core:
     async def follow(self, request_id: str, timeout_s: float | None) -> Outcome:
         """The outcome of a task that was submitted before."""
         self.connection.check()
-        return await self._outcome(FollowCall(request_id), self.pop_timeout({"timeout": timeout_s}), GOES_ON)
+        return await self._outcome(FollowCall(request_id), self._timeout_of(timeout_s), GOES_ON)
 
     async def _outcome(self, call: FutureCall, timeout_s: float | None, fate: str) -> Outcome:
         try:
@@ -117,12 +133,12 @@ class Core:
         return outcome(answer)
 
     def follow_buffer(
-        self, ordered: bool, timeout_s: float | None
+        self, ordered: bool, timeout_s: float | None, total: bool
     ) -> tuple[MapBuffer, Callable[[Any], Any]]:  # fmt: skip
-        """As map_buffer, for a map of handles to handles whose tasks have ended."""
+        """As map_buffer, for a map of handles to handles whose tasks have ended. `total`: the timeout is of all."""
         buffer = MapBuffer(
             FollowMapCall, ordered=ordered, tasks_max=self.window.tasks_max, bytes_max=self.window.bytes_max,
-            timeout_s=self.pop_timeout({"timeout": timeout_s}), fate=GOES_ON,
+            timeout_s=self._timeout_of(timeout_s), total=total, fate=GOES_ON,
         )  # fmt: skip
 
         def convert(answer: Any) -> Any:
@@ -136,28 +152,34 @@ class Core:
         """Removes `timeout` from the options of a call. Returns it, or else the client's."""
         return pop_timeout(options, self._timeout_s)
 
-    def _unary(self, method: str, request: Any, wait_s: float = 0.0) -> Awaitable[Any]:
+    def _timeout_of(self, timeout_s: float | None) -> float | None:
+        return self.pop_timeout({"timeout": timeout_s})
+
+    def _unary(self, method: str, request: Any, timeout_s: float | None, wait_s: float = 0.0) -> Awaitable[Any]:
         """Calls a method of TaskService that may take `wait_s`."""
-        return self.connection.unary(method, request, (self._timeout_s or UNARY_TIMEOUT_S) + wait_s)
+        limit_s = self._timeout_of(timeout_s)
+        return self.connection.unary(method, request, (UNARY_TIMEOUT_S if limit_s is None else limit_s) + wait_s)
 
     def submission(self, timeout_s: float | None, make_handle: MakeHandle) -> Submission:
         return Submission(self.connection, timeout_s, make_handle)
 
     def map(
-        self, kind: str, payloads: AnyIterable[Any], options: Any, read: Callable[[Outcome], T], encode: Encode | None
-    ) -> AsyncGenerator[T, None]:
+        self, kind: str, payloads: AnyIterable[Any], options: Any, read: Callable[[Outcome], T], encode: Encode | None,
+        bar: ProgressBar | None,
+    ) -> AsyncGenerator[T, None]:  # fmt: skip
         buffer, convert = self.map_buffer(kind, options, read, encode)
-        return AsyncMap(self.stream, buffer).run(payloads, convert)
+        results = AsyncMap(self.stream, buffer).run(payloads, convert)
+        return results if bar is None else bar.of_async(results)
 
     def map_buffer(
         self, kind: str, options: Any, read: Callable[[Outcome], T], encode: Encode | None
     ) -> tuple[MapBuffer, Callable[[Answer], T]]:
         """The buffer of a map, and what it yields for an answer. `options`: SpecMapOptions; `read`: of an outcome."""
-        timeout_s, window = self.pop_timeout(options), options.pop("window", None)
+        timeout_s, window = self.pop_timeout(options), options.pop("max_in_flight", None)
         ordered, return_errors = options.pop("ordered", True), options.pop("return_exceptions", False)
         make_call = self.calls.many(kind, options, current_traceparent(), encode, answer_errors=return_errors)
         if window is not None and window < 1:
-            raise ValueError(f"window is {window}; it must be at least 1")
+            raise ValueError(f"max_in_flight is {window}; it must be at least 1")
         tasks_max = min(window or self.window.tasks_max, self.window.tasks_max)
         bytes_max = self.window.bytes_max
         buffer = MapBuffer(make_call, ordered=ordered, tasks_max=tasks_max, bytes_max=bytes_max, timeout_s=timeout_s)
@@ -172,7 +194,7 @@ class Core:
 
         return buffer, convert
 
-    async def get(self, task: TaskName, wait_s: float) -> Task:
+    async def get(self, task: TaskName, wait_s: float, timeout_s: float | None) -> Task:
         give_up = time.monotonic() + wait_s
         request = task_service_pb2.GetRequest()
         task = _named(task)
@@ -184,7 +206,7 @@ class Core:
             left_s = max(0.0, min(give_up - time.monotonic(), _GET_WAIT_S))
             request.wait.CopyFrom(to_proto_duration(left_s))
             try:
-                response = await self._unary("Get", request, left_s)
+                response = await self._unary("Get", request, timeout_s, left_s)
             except NotFoundError as error:
                 if isinstance(task, str) and task.isdecimal():
                     raise NotFoundError(f"{error}. A str is a request_id; a task_id is an int: {task}") from error
@@ -193,7 +215,9 @@ class Core:
             if found.outcome is not None or time.monotonic() >= give_up:
                 return found
 
-    async def cancel(self, tasks: tuple[TaskName, ...], reason: str) -> task_service_pb2.CancelResponse:
+    async def cancel(
+        self, tasks: tuple[TaskName, ...], reason: str, timeout_s: float | None
+    ) -> task_service_pb2.CancelResponse:
         response = task_service_pb2.CancelResponse()
         for at in range(0, len(tasks), _CANCEL_TASKS_MAX):
             chunk = [_named(task) for task in tasks[at : at + _CANCEL_TASKS_MAX]]
@@ -202,32 +226,38 @@ class Core:
                 request_ids=[task for task in chunk if isinstance(task, str)],
                 reason=reason,
             )
-            response.MergeFrom(await self._unary("Cancel", request))
+            response.MergeFrom(await self._unary("Cancel", request, timeout_s))
         return response
 
-    async def count(self, task_filter: task_service_pb2.TaskFilter) -> task_service_pb2.CountResponse:
+    async def count(
+        self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None
+    ) -> task_service_pb2.CountResponse:
         request = task_service_pb2.CountRequest(filter=task_filter)
-        response: task_service_pb2.CountResponse = await self._unary("Count", request)
+        response: task_service_pb2.CountResponse = await self._unary("Count", request, timeout_s)
         return response
 
-    async def pages(self, task_filter: task_service_pb2.TaskFilter) -> AsyncGenerator[list[Task], None]:
+    async def pages(
+        self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None
+    ) -> AsyncGenerator[list[Task], None]:
         request = task_service_pb2.ListRequest(filter=task_filter, page_size=PAGE_SIZE_MAX)
         while True:
-            response = await self._unary("List", request)
+            response = await self._unary("List", request, timeout_s)
             yield [Task(message, listed=True) for message in response.tasks]
             if not response.next_page_token:
                 return
             request.page_token = response.next_page_token
 
-    async def current_cursor(self) -> str:
-        return await watching.current_cursor(self.connection)
+    async def current_cursor(self, timeout_s: float | None) -> str:
+        return await watching.current_cursor(self.connection, self._timeout_of(timeout_s))
 
-    async def admin(self, method: str, request: Any) -> Any:
+    async def admin(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
         """Calls a method of AdminService."""
-        return await self.connection.unary(method, request, self._timeout_s or ADMIN_TIMEOUT_S, service="admin")
+        limit_s = self._timeout_of(timeout_s)
+        limit_s = ADMIN_TIMEOUT_S if limit_s is None else limit_s
+        return await self.connection.unary(method, request, limit_s, service="admin")
 
-    async def explain(self, task_id: int) -> Any:
-        return await self.admin("Explain", admin_service_pb2.ExplainRequest(task_id=task_id))
+    async def explain(self, task_id: int, timeout_s: float | None) -> Any:
+        return await self.admin("Explain", admin_service_pb2.ExplainRequest(task_id=task_id), timeout_s)
 
     async def admin_pages(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
         """The responses of a method that lists or changes page by page."""

@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator
 from functools import partial
@@ -48,15 +49,18 @@ class MapCall(Call):
 
 
 class MapBuffer:
-    """`make_call` makes the call of an item; `timeout_s` limits the wait for each next answer."""
+    """`make_call` makes the call of an item; `timeout_s` limits the wait for each next answer, or with `total` all
+    waits together.
+    """
 
     def __init__(
         self, make_call: "MakeCall", *, ordered: bool, tasks_max: int, bytes_max: int, timeout_s: float | None,
-        fate: str = CANCELLED,
+        total: bool = False, fate: str = CANCELLED,
     ) -> None:  # fmt: skip
         assert tasks_max > 0
         self.make_call = make_call
         self.timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s if total and timeout_s is not None else None
         self.fate = fate
         self._ordered = ordered
         self._tasks_max = tasks_max
@@ -69,6 +73,8 @@ class MapBuffer:
         self.wake: Callable[[], object] = lambda: None
         self.waiting = False
         self.exhausted = False
+        # Whether the last chunk ended because the source made us wait.
+        self.source_is_slow = False
         # Written by the side that pulls and takes.
         self._pulled = self._taken = 0
         self._pulled_bytes = self._taken_bytes = 0
@@ -78,6 +84,10 @@ class MapBuffer:
     @property
     def finished(self) -> bool:
         return self.exhausted and self._pulled == self._taken
+
+    def wait_s(self) -> float | None:
+        """How long the next wait may take; None: no limit."""
+        return self.timeout_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def has_capacity(self) -> bool:
         """Whether another chunk may be pulled."""
@@ -98,7 +108,11 @@ class MapBuffer:
             if call.answer is None:
                 chunk.append(call)
                 nbytes += call.nbytes
-            if len(chunk) >= self._chunk_tasks or nbytes >= self._chunk_bytes or time.monotonic() > stop:
+            if len(chunk) >= self._chunk_tasks or nbytes >= self._chunk_bytes:
+                self.source_is_slow = False
+                return chunk
+            if time.monotonic() > stop:
+                self.source_is_slow = True
                 return chunk
         self.exhausted = True
         return chunk
@@ -153,17 +167,35 @@ class AsyncMap:
         self._buffer = buffer
         self._taker: asyncio.Future[None] | None = None
         self._feeder_waits: asyncio.Future[None] | None = None
+        # The caller has dropped the map without reading it.
+        self._unread = False
         buffer.wake = self._wake_taker
 
-    async def run(
+    def run(
         self, source: Iterable[Any] | AsyncIterable[Any], convert: Callable[[Answer], T]
     ) -> AsyncGenerator[T, None]:
-        """Yields convert(answer) for each item. Closing it, or an error, withdraws what it started."""
+        """Begins to start the items. Yields convert(answer) for each. Closing it, or an error, withdraws what it
+        started; if it was never read, the items that the window admits run.
+        """
         self._stream.check()
-        buffer = self._buffer
+        loop = asyncio.get_running_loop()
         feed = self._feed_async(source) if isinstance(source, AsyncIterable) else self._feed(iter(source))
-        feeder = asyncio.get_running_loop().create_task(feed, name="multigpu map feeder")
+        feeder = loop.create_task(feed, name="multigpu map feeder")
         feeder.add_done_callback(self._feeder_ended)
+        results = self._results(feeder, convert)
+        weakref.finalize(results, self._dropped, loop).atexit = False
+        return results
+
+    def _dropped(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Of an iterator that was read, the feeder has ended."""
+        self._unread = True
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._wake_feeder)
+
+    async def _results(
+        self, feeder: asyncio.Task[None], convert: Callable[[Answer], T]
+    ) -> AsyncGenerator[T, None]:  # fmt: skip
+        buffer = self._buffer
         taken = 0
         try:
             while True:
@@ -187,7 +219,8 @@ class AsyncMap:
     async def _feed(self, source: Iterator[Any]) -> None:
         buffer = self._buffer
         while not buffer.exhausted:
-            await self._capacity()
+            if not await self._capacity():
+                return
             chunk = buffer.pull(source)
             if chunk:
                 await self._stream.start(chunk)
@@ -202,7 +235,8 @@ class AsyncMap:
             buffer.add(call)
             if call.answer is None and not self._stream.try_start(call):
                 await self._stream.start((call,))
-            await self._capacity()
+            if not await self._capacity():
+                return
             pulled += 1
             if pulled % CHUNK_TASKS == 0:
                 await asyncio.sleep(0)
@@ -213,14 +247,18 @@ class AsyncMap:
             feeder.exception()  # retrieved, also when the caller left before it was raised there
         self._wake_taker()
 
-    async def _capacity(self) -> None:
+    async def _capacity(self) -> bool:
+        """Waits until another chunk may be pulled. False: nobody reads the results."""
         while not self._buffer.has_capacity():
+            if self._unread:
+                return False
             self._feeder_waits = asyncio.get_running_loop().create_future()
             await self._feeder_waits
+        return True
 
     def _wake_feeder(self) -> None:
         waits = self._feeder_waits
-        if waits is not None and not waits.done() and self._buffer.has_capacity():
+        if waits is not None and not waits.done() and (self._unread or self._buffer.has_capacity()):
             waits.set_result(None)
 
     async def _answered(self, feeder: asyncio.Task[None]) -> None:
@@ -230,7 +268,7 @@ class AsyncMap:
         if self._buffer.has_answer() or (feeder.done() and self._buffer.finished):
             self._wake_taker()
         rejection = partial(self._stream.rejection, self._buffer.owns)
-        await within(self._buffer.timeout_s, self._taker, rejection, self._buffer.fate)
+        await within(self._buffer.wait_s(), self._taker, rejection, self._buffer.fate)
 
     def _wake_taker(self) -> None:
         taker, self._taker = self._taker, None
@@ -246,12 +284,24 @@ class SyncMap:
         self._stream = stream
         self._buffer = buffer
         self._event = threading.Event()
-        # The chunk that the stream's window has not admitted yet; there is at most one.
-        self._starting: concurrent.futures.Future[None] | None = None
+        # The chunks that the stream's window has not admitted yet, in order. After `begin` there is at most one.
+        self._starting: deque[concurrent.futures.Future[None]] = deque()
         # True once the caller has left: a chunk that the loop has not begun to start never starts.
         self._left = False
         # Wakes the caller once the loop thread has handled the whole frame, not at the frame's first outcome.
         buffer.wake = lambda: thread.loop.call_soon(self._event.set)
+
+    def begin(self, source: Iterator[Any], *, sized: bool) -> None:
+        """Starts the items for which there is capacity. Of a source that is not `sized`, which may make us wait for
+        its items, only those that it has at once.
+        """
+        buffer = self._buffer
+        try:
+            while not buffer.exhausted and buffer.has_capacity() and (sized or not buffer.source_is_slow):
+                self._pull(source)
+        except BaseException:
+            self._withdraw()
+            raise
 
     def run(self, source: Iterator[Any], convert: Callable[[Answer], T]) -> Iterator[T]:
         """Yields convert(answer) for each item. Closing it, or an error, withdraws what it started."""
@@ -274,19 +324,21 @@ class SyncMap:
 
     def _feed(self, source: Iterator[Any]) -> bool:
         """Starts another chunk if the last one was admitted and another may be pulled. False: it did not."""
-        starting = self._starting
-        if starting is not None:
-            if not starting.done():
+        while self._starting:
+            if not self._starting[0].done():
                 return False
-            self._starting = None
-            starting.result()
+            self._starting.popleft().result()
         if self._buffer.exhausted or not self._buffer.has_capacity():
             return False
+        self._pull(source)
+        return True
+
+    def _pull(self, source: Iterator[Any]) -> None:
         chunk = self._buffer.pull(source)
         if chunk:
-            self._starting = self._thread.submit(self._start(chunk))
-            self._starting.add_done_callback(lambda _: self._event.set())
-        return True
+            starting = self._thread.submit(self._start(chunk))
+            starting.add_done_callback(lambda _: self._event.set())
+            self._starting.append(starting)
 
     async def _start(self, chunk: list[MapCall]) -> None:
         if not self._left:
@@ -297,9 +349,8 @@ class SyncMap:
         buffer = self._buffer
         self._event.clear()
         buffer.waiting = True
-        starting = self._starting
-        can_feed = starting is not None and starting.done()
-        if not can_feed and not buffer.has_answer() and not self._event.wait(buffer.timeout_s):
+        can_feed = bool(self._starting) and self._starting[0].done()
+        if not can_feed and not buffer.has_answer() and not self._event.wait(buffer.wait_s()):
             assert buffer.timeout_s is not None, "without a timeout wait() returns True"
             raise timeout_error(buffer.timeout_s, self._stream.rejection(buffer.owns), buffer.fate)
         buffer.waiting = False
@@ -309,7 +360,7 @@ class SyncMap:
             return
         # First: cancelling a coroutine that the loop has yet to begin comes too late for its first step.
         self._left = True
-        if self._starting is not None:
-            self._starting.cancel()
+        for starting in self._starting:
+            starting.cancel()
         if not self._thread.loop.is_closed():
             self._thread.loop.call_soon_threadsafe(self._stream.withdraw_where, self._buffer.owns)

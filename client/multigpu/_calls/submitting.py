@@ -4,6 +4,7 @@ Every input has a request_id: a call whose response was lost is repeated, and gi
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
@@ -29,7 +30,8 @@ class Submission:
     def __init__(self, connection: Connection, timeout_s: float | None, make_handle: MakeHandle) -> None:
         self._connection = connection
         self._make_handle = make_handle
-        self._timeout_s = UNARY_TIMEOUT_S if timeout_s is None else timeout_s
+        # The instant at which the whole submission must have ended.
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         # A handle or an error for each input.
         self.results: list[Any] = []
         self._request_ids: list[str] = []
@@ -48,7 +50,8 @@ class Submission:
         """Adds to `results`. Cancelled, it leaves the call pending, for `undo`."""
         request_ids = [each.request_id for batch in request.batches for each in batch.inputs]
         self._request_ids += request_ids
-        self._pending = asyncio.ensure_future(self._connection.unary("Submit", request, self._timeout_s))
+        left_s = UNARY_TIMEOUT_S if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        self._pending = asyncio.ensure_future(self._connection.unary("Submit", request, left_s))
         response = await asyncio.shield(self._pending)
         if len(response.results) != len(request_ids):
             raise TransportError(f"the master answered {len(response.results)} of {len(request_ids)} tasks")

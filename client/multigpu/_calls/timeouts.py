@@ -1,6 +1,7 @@
 """The option `timeout` of a call."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from numbers import Real
 from typing import Any, TypeVar
@@ -13,14 +14,18 @@ _SECONDS_MAX = 1e9
 
 
 def pop_timeout(options: Any, default: float | None = None) -> float | None:
-    """Removes `timeout` from the options of a call and returns it. Raises InvalidTaskError if it is not valid."""
-    value = options.pop("timeout", default)
+    """Removes `timeout` from the options of a call and returns it; in place of None, the default. None: no limit.
+    Raises InvalidTaskError if it is not valid.
+    """
+    value = options.pop("timeout", None)
     if value is None:
-        return None
+        return default
     is_number = isinstance(value, Real)  # includes the numbers of NumPy
+    if is_number and value == math.inf:
+        return None
     if is_number and 0 <= value < _SECONDS_MAX:
         return float(value)
-    raise InvalidTaskError(INVALID_ARGUMENT, f"timeout={value!r}: give seconds, 0 or more, or None for no limit")
+    raise InvalidTaskError(INVALID_ARGUMENT, f"timeout={value!r}: give seconds, 0 or more; math.inf for no limit")
 
 
 # What becomes of the tasks of a call that has reached its `timeout`.
@@ -44,9 +49,9 @@ async def within(
 
 
 def timeout_error(timeout_s: float, rejection: str, fate: str) -> CallTimeoutError:
-    """The error of a call that has reached its `timeout`. `rejection`: why the master accepts no task now, or ""."""
+    """The error of a call that has reached its `timeout`. `rejection`: why no task reaches the master now, or ""."""
     if rejection:
-        return CallTimeoutError(f"the master accepted no task within {timeout_s:g} s (timeout): {rejection}")
+        return CallTimeoutError(f"no answer within {timeout_s:g} s (timeout): {rejection}")
     return CallTimeoutError(
         f"no answer within {timeout_s:g} s (timeout); {fate}, or ask `mgpuctl tasks explain` why one waits"
     )

@@ -56,13 +56,16 @@ async def frames(
         await asyncio.sleep(backoff_s(failures))
 
 
-async def current_cursor(connection: Connection) -> str:
-    """The cursor after the newest outcome. Raises TransportError."""
+async def current_cursor(connection: Connection, timeout_s: float | None) -> str:
+    """The cursor after the newest outcome. Raises CallTimeoutError, TransportError."""
+    timeout_s = UNARY_TIMEOUT_S if timeout_s is None else timeout_s
     request = task_service_pb2.WatchRequest(from_now=True)
-    stream = connection.stub.Watch(request, timeout=UNARY_TIMEOUT_S, metadata=connection.metadata())
+    stream = connection.stub.Watch(request, timeout=timeout_s, metadata=connection.metadata())
     try:
         response = await anext(aiter(stream))
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise connection.late(timeout_s) from None
         raise connection.explain(error.code(), error.details()) from None
     finally:
         stream.cancel()

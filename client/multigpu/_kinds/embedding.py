@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     Vectors = NDArray[np.float32]
 
 KIND = "embed"
-CHUNK_TEXTS = 32
-_CHUNK_TEXTS_MAX = 10_000
+BATCH_SIZE = 32
+_BATCH_SIZE_MAX = 10_000
 
 
 class Chunks:
-    """Cuts texts into inputs of up to `chunk` texts, and turns the outcomes, in the same order, into rows again."""
+    """Cuts texts into inputs of up to `batch_size` texts, and turns outcomes, in the same order, into rows again."""
 
-    def __init__(self, chunk: int) -> None:
-        if not 1 <= chunk <= _CHUNK_TEXTS_MAX:
-            raise ValueError(f"chunk is {chunk}; an embed task takes 1 to {_CHUNK_TEXTS_MAX:,} texts")
-        self._chunk = chunk
+    def __init__(self, batch_size: int) -> None:
+        if not 1 <= batch_size <= _BATCH_SIZE_MAX:
+            raise ValueError(f"batch_size is {batch_size}; an embed task takes 1 to {_BATCH_SIZE_MAX:,} texts")
+        self._batch_size = batch_size
         # Texts of each input without an outcome.
         self._sizes: deque[int] = deque()
 
@@ -40,14 +40,14 @@ class Chunks:
 
     def cut(self, texts: Iterable[str]) -> Iterator[Input]:
         iterator = iter(texts)
-        while part := list(islice(iterator, self._chunk)):
+        while part := list(islice(iterator, self._batch_size)):
             yield self._input(part)
 
     async def _cut_async(self, texts: AsyncIterable[str]) -> AsyncIterator[Input]:
         part: list[str] = []
         async for text in texts:
             part.append(text)
-            if len(part) == self._chunk:
+            if len(part) == self._batch_size:
                 yield self._input(part)
                 part = []
         if part:

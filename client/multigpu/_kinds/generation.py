@@ -31,7 +31,7 @@ class GenerateOptions(CallOptions, total=False):
     """How text is generated, beside the options of the task. Every one is optional."""
 
     # The most tokens to generate. Default: 256, or what the model's context leaves if that is less.
-    tokens_max: int
+    max_tokens: int
     # 0 (the default): always the most likely token. At most 2.
     temperature: float
     # Draw from the most likely tokens with this total probability. Default 1: from all.
@@ -53,7 +53,7 @@ class Generated:
     # Without the prompt and without the stop string.
     text: str
     token_ids: tuple[int, ...]
-    # "stop": the model ended, or a stop string came. "length": tokens_max, or the end of the context, was reached.
+    # "stop": the model ended, or a stop string came. "length": max_tokens, or the end of the context, was reached.
     finish_reason: str
     prompt_tokens: int
     # The worker of the last attempt.
@@ -81,6 +81,13 @@ def task_of(prompt: Prompt, options: GenerateOptions) -> tuple[bytes, dict[str, 
 
 
 _FIELDS = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
+
+
+def text_of(outcome: Outcome) -> str:
+    """The text in the outcome of a task. Raises its TaskError."""
+    if not outcome.succeeded:
+        raise outcome.to_error()
+    return str(_parse(generate_pb2.GenerateResult, outcome.result).text)
 
 
 class GenerationBase(StreamBase[str]):

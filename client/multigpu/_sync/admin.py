@@ -111,10 +111,10 @@ class AdminClient(BaseClient):
 
     # Tasks.
 
-    def explain(self, task: TaskName) -> Explanation:
+    def explain(self, task: TaskName, *, timeout: float | None = None) -> Explanation:
         """Why a task is where it is, by its task_id (int) or request_id (str)."""
-        task_id = task if isinstance(task, int) else (self.get(task)).task_id
-        return Explanation.of(self._core.explain(task_id))
+        task_id = task if isinstance(task, int) else (self.get(task, timeout=timeout)).task_id
+        return Explanation.of(self._core.explain(task_id, timeout))
 
     def list_dead_letters(self, queue: str = "") -> Generator[Task, None, None]:
         """Tasks that failed every attempt, the newest first. Default: of all queues."""

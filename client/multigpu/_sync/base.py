@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from multigpu._calls.blocking import BlockingCore
 from multigpu.fleet import CancelResult, TaskCounts
-from multigpu.options import TaskFilter, filter_of
+from multigpu.options import SpecOptions, TaskFilter, filter_of
 
 if TYPE_CHECKING:
     from multigpu.outcome import Outcome, Task, TaskName
@@ -27,15 +27,16 @@ class BaseClient:
         tls_cert: str | PathLike[str] | None = None,
         tls_key: str | PathLike[str] | None = None,
         timeout: float | None = None,
-        window_tasks: int | None = None,
-        window_bytes: int | None = None,
         connect_timeout_s: float = 10.0,
+        defaults: SpecOptions | None = None,
+        max_in_flight: int | None = None,
+        max_in_flight_bytes: int | None = None,
     ) -> None:
         files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
         settings: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
-        limits = {"master": master, "window_tasks": window_tasks, "window_bytes": window_bytes}
+        limits = {"master": master, "max_in_flight": max_in_flight, "max_in_flight_bytes": max_in_flight_bytes}
         settings |= {name: value for name, value in limits.items() if value is not None}
-        self._core = BlockingCore(settings, token, timeout, connect_timeout_s)
+        self._core = BlockingCore(settings, token, timeout, connect_timeout_s, defaults or {})
         self.master: str = self._core.master
 
     def __reduce__(self) -> NoReturn:
@@ -52,13 +53,15 @@ class BaseClient:
         """Ends the connection. Pending calls raise ClientClosedError; their durable tasks go on in the master."""
         self._core.close()
 
-    def get(self, task: TaskName, *, wait_s: float = 0.0) -> Task:
-        """A task by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises NotFoundError."""
-        return self._core.get(task, wait_s)
+    def get(self, task: TaskName, *, wait_s: float = 0.0, timeout: float | None = None) -> Task:
+        """A task as it is now, by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises
+        NotFoundError.
+        """
+        return self._core.get(task, wait_s, timeout)
 
-    def cancel(self, *tasks: TaskName, reason: str = "") -> CancelResult:
+    def cancel(self, *tasks: TaskName, reason: str = "", timeout: float | None = None) -> CancelResult:
         """Cancels tasks by task_id (int) or request_id (str). `reason`: recorded in their outcomes."""
-        return CancelResult.of(self._core.cancel(tasks, reason))
+        return CancelResult.of(self._core.cancel(tasks, reason, timeout))
 
     def watch(
         self, *, cursor: str = "", from_now: bool = False, queue: str = "", kind: str = ""
@@ -72,16 +75,19 @@ class BaseClient:
             for frame in frames:
                 yield from frame
 
-    def current_cursor(self) -> str:
+    def current_cursor(self, *, timeout: float | None = None) -> str:
         """The cursor from which a watch yields what ends from now on."""
-        return self._core.current_cursor()
+        return self._core.current_cursor(timeout)
 
-    def count(self, **filters: Unpack[TaskFilter]) -> TaskCounts:
+    def count(self, *, timeout: float | None = None, **filters: Unpack[TaskFilter]) -> TaskCounts:
         """How many tasks match all filters, by state and outcome. Default: all."""
-        return TaskCounts.of(self._core.count(filter_of(filters)))
+        return TaskCounts.of(self._core.count(filter_of(filters), timeout))
 
-    def list_tasks(self, **filters: Unpack[TaskFilter]) -> Generator[Task, None, None]:
-        """Tasks that match all filters, the newest first; their outcomes come without results. Default: all."""
-        with closing(self._core.pages(filter_of(filters))) as pages:
+    def list_tasks(self, *, timeout: float | None = None, **filters: Unpack[TaskFilter]) -> Generator[Task, None, None]:
+        """Tasks that match all filters, the newest first; their outcomes come without results. Default: all.
+
+        `timeout`: of each page.
+        """
+        with closing(self._core.pages(filter_of(filters), timeout)) as pages:
             for page in pages:
                 yield from page

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
+from multigpu._calls.progress import ProgressBar, progress_bar
 from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
-from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks, Stack, check_texts
+from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks, Stack, check_texts
 from multigpu._sync.base import BaseClient
 from multigpu._sync.handles import TaskHandle
 from multigpu._sync.streams import Generation, Stream
@@ -52,10 +53,23 @@ class Client(BaseClient):
     The same call with the same request_ids continues: tasks that had ended are answered, others run again.
 
     `master` is HOST:PORT; default: MGPU_MASTER, else the config file, else 127.0.0.1:7433. `token` and the files
-    `tls_ca`, `tls_cert` and `tls_key` have defaults there too. `timeout`: of calls that are given none. `window_tasks`
-    and `window_bytes` bound the unsettled tasks of all calls together; past them calls wait. The first call connects; a
-    master that can't be reached for `connect_timeout_s` is an UnavailableError. A wrong setting is a ConfigError.
+    `tls_ca`, `tls_cert` and `tls_key` have defaults there too. The first call connects; a master that can't be reached
+    for `connect_timeout_s` is an UnavailableError. A wrong setting is a ConfigError.
+
+    `timeout`: the most seconds that a call may block, of an iterator the wait for each item, when the call itself is
+    given none; then it raises CallTimeoutError, a TimeoutError. Default: no limit. `defaults`: options of every task,
+    such as {"queue": "night"}. `max_in_flight` (default 8192) and `max_in_flight_bytes` (64 MiB) bound the unsettled
+    tasks of all calls together; past them calls wait.
     """
+
+    def with_options(self, **options: Unpack[SpecOptions]) -> Self:
+        """A client with other defaults for its calls: `timeout`, `queue`, `priority`, `labels` … It has the same
+        connection and limits as this one, and closing one closes both. Raises as `submit` for a wrong option.
+        """
+        other = object.__new__(type(self))
+        other.master = self.master
+        other._core = self._core.with_options(options)
+        return other
 
     # Submitting.
 
@@ -79,11 +93,11 @@ class Client(BaseClient):
                 submission.send(request)
         return submission.results
 
-    def handle(self, task: TaskName) -> TaskHandle:
+    def handle(self, task: TaskName, *, timeout: float | None = None) -> TaskHandle:
         """The handle of a task that was submitted before, by its task_id (int) or request_id (str). Raises
         NotFoundError.
         """
-        found = self.get(task)
+        found = self.get(task, timeout=timeout)
         return TaskHandle(self._core, found.task_id, found.request_id)
 
     # Running: these calls wait for the outcomes.
@@ -107,40 +121,49 @@ class Client(BaseClient):
     def map(self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecMapOptions]) -> Generator[Any, None, None]:
         """Runs a task for each payload and yields the results, in the order of the payloads unless `ordered` is False.
 
-        At most `window` payloads (default: the client's) are pulled ahead of the results taken. They are pulled
-        on the caller's thread, while it waits for a result. Payloads may be Inputs. An error ends
-        the map and cancels what it started; with `return_exceptions` it takes the place of the result. Close the
-        iterator to stop early.
+        The call itself submits the first `max_in_flight` payloads (default: the client's), also if nobody reads the
+        results; taking results submits more. Of an iterator that makes it wait, the call submits what is there.
+        Payloads are pulled on the caller's thread.
+        Payloads may be Inputs. An error ends the map and cancels what it started; with `return_exceptions` it takes the
+        place of the result. Close the iterator to stop early. `progress` shows a bar, by tqdm.
         """
-        return self._map(kind, payloads, options, Outcome.value)
+        return self._map(kind, payloads, options, Outcome.value, bar=_bar_of(options, payloads))
 
     def map_outcomes(
         self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecMapOptions]
     ) -> Generator[Outcome, None, None]:
         """As `map`, but yields the outcome of each task, whatever it is. A rejected task still ends the map."""
-        return self._map(kind, payloads, options, lambda outcome: outcome)
+        return self._map(kind, payloads, options, lambda outcome: outcome, bar=_bar_of(options, payloads))
 
     def _map(
-        self, kind: str, payloads: Any, options: Any, read: Callable[[Outcome], T], encode: Encode | None = None
+        self,
+        kind: str,
+        payloads: Any,
+        options: Any,
+        read: Callable[[Outcome], T],
+        encode: Encode | None = None,
+        bar: ProgressBar | None = None,
     ) -> Generator[T, None, None]:
-        return self._core.map(kind, payloads, options, read, encode)
+        return self._core.map(kind, payloads, options, read, encode, bar)
 
     # Embeddings.
 
     def embed(
         self,
         texts: Iterable[str],
-        model: str = "",
         *,
-        chunk: int = CHUNK_TEXTS,
+        model: str = "",
+        batch_size: int = BATCH_SIZE,
+        progress: bool = False,
         **options: Unpack[EmbedOptions],
     ) -> Vectors:
         """The vectors of texts: float32 [n, dimension], in the order of the texts. No texts: [0, 0].
 
-        `model`: default, the workers' own. `chunk`: texts in a task, 1 to 10,000. Raises as `map`.
+        `model`: default, the workers' own. `batch_size`: texts in a task, 1 to 10,000. Raises as `map`.
         """
         stack = Stack(texts)
-        with closing(self.embed_iter(texts, model, chunk=chunk, **options)) as parts:
+        rows_of = self.embed_iter(texts, model=model, batch_size=batch_size, progress=progress, **options)
+        with closing(rows_of) as parts:
             for rows in parts:
                 stack.add(rows)
         return stack.array()
@@ -148,32 +171,56 @@ class Client(BaseClient):
     def embed_iter(
         self,
         texts: Iterable[str],
-        model: str = "",
         *,
-        chunk: int = CHUNK_TEXTS,
+        model: str = "",
+        batch_size: int = BATCH_SIZE,
+        progress: bool = False,
         **options: Unpack[EmbedOptions],
     ) -> Generator[Vectors, None, None]:
-        """As `embed`, for endless input: yields the vectors of `chunk` texts at a time, float32 [≤ chunk, dim]."""
+        """As `embed`, for endless input: yields the vectors of `batch_size` texts at a time, float32
+        [≤ batch_size, dimension].
+        """
         check_texts(texts)
-        chunks = Chunks(chunk)
-        return self._map(KIND, chunks.inputs(texts), {"model": model, **options}, chunks.rows)
+        chunks = Chunks(batch_size)
+        bar = progress_bar("text", texts, len) if progress else None
+        return self._map(KIND, chunks.inputs(texts), {"model": model, **options}, chunks.rows, bar=bar)
 
     # Text.
 
-    def generate(self, prompt: Prompt, model: str = "", **options: Unpack[GenerateOptions]) -> Generation:
-        """Continues a text, or answers in a conversation: an iterator of pieces of text, as they come.
+    @overload
+    def generate(
+        self, prompt: Prompt, *, model: str = ..., stream: Literal[False] = ..., **options: Unpack[GenerateOptions]
+    ) -> str: ...
+    @overload
+    def generate(
+        self, prompt: Prompt, *, model: str = ..., stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> Generation: ...
+    def generate(
+        self, prompt: Prompt, *, model: str = "", stream: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Any:
+        """Continues a text, or answers in a conversation. Returns the text, or raises as `run`.
 
-        Read to its end it has the whole as `result`. Closing or dropping it cancels the task. `prompt`: a str, or
-        messages such as {"role": "user", "content": "…"}. `model`: default, the workers' own. Raises as `stream`.
+        `prompt`: a str, or messages such as {"role": "user", "content": "…"}. `model`: default, the workers' own. With
+        `stream` it returns an iterator of pieces of text as they come, to be used in a `with` block: leaving the block
+        before the end cancels the task. Read to its end it has the whole as `result`. It raises as `stream`.
         """
         payload, task = generation.task_of(prompt, options)
-        parts = self._core.parts(generation.KIND, payload, {"model": model, **task}, current_traceparent())
-        return Generation(parts)
+        if not stream:
+            return self._text(payload, {"model": model, **task})
+        return Generation(self._core.parts(generation.KIND, payload, {"model": model, **task}, current_traceparent()))
+
+    def _text(self, payload: bytes, options: Any) -> str:
+        return generation.text_of(self._core.run(generation.KIND, payload, options, current_traceparent()))
 
     # Models.
 
     def infer(
-        self, model: str, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] = (), **options: Unpack[CallOptions]
+        self,
+        inputs: Mapping[str, ArrayLike],
+        *,
+        model: str,
+        outputs: Sequence[str] = (),
+        **options: Unpack[CallOptions],
     ) -> Arrays:
         """Runs a model: arrays by the names of its inputs in, read-only arrays by the names of its outputs out.
 
@@ -184,17 +231,19 @@ class Client(BaseClient):
 
     def infer_map(
         self,
-        model: str,
         inputs: Iterable[Mapping[str, ArrayLike]],
+        *,
+        model: str,
         outputs: Sequence[str] = (),
         **options: Unpack[MapOptions],
     ) -> Generator[Arrays, None, None]:
         """As `infer`, for many inputs: a task for each. See `map`."""
         encode = partial(inference.task_of, outputs=outputs)
-        return self._map(inference.KIND, inputs, {"model": model, **options}, inference.read, encode)
+        bar = _bar_of(options, inputs)
+        return self._map(inference.KIND, inputs, {"model": model, **options}, inference.read, encode, bar)
 
     def classify(
-        self, model: str, subject: Subject, top_k: int = classification.TOP_K, **options: Unpack[CallOptions]
+        self, subject: Subject, *, model: str, top_k: int = classification.TOP_K, **options: Unpack[CallOptions]
     ) -> list[Label]:
         """The most likely classes of a picture (its bytes, or a Path to it) or a text (str), the most likely first.
 
@@ -205,11 +254,18 @@ class Client(BaseClient):
 
     def classify_map(
         self,
-        model: str,
         subjects: Iterable[Subject],
+        *,
+        model: str,
         top_k: int = classification.TOP_K,
         **options: Unpack[MapOptions],
     ) -> Generator[list[Label], None, None]:
         """As `classify`, for many pictures or texts: a task for each. See `map`."""
         encode = classification.encoder(subjects, top_k)
-        return self._map(classification.KIND, subjects, {"model": model, **options}, classification.read, encode)
+        bar = _bar_of(options, subjects)
+        return self._map(classification.KIND, subjects, {"model": model, **options}, classification.read, encode, bar)
+
+
+def _bar_of(options: Any, items: Any) -> ProgressBar | None:
+    """Removes `progress` from the options of a map, and makes the bar that it asks for."""
+    return progress_bar("task", items) if options.pop("progress", False) else None

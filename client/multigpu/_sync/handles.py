@@ -33,8 +33,9 @@ class TaskHandle:
         raise TypeError(f"a {type(self).__name__} can't be pickled: send its id, and use client.handle(id) there")
 
     def outcome(self, timeout: float | None = None) -> Outcome:
-        """Waits until the task ends and returns how, whatever it is. Raises CallTimeoutError after `timeout` seconds;
-        the task goes on. NotFoundError: the master has forgotten the task, an ephemeral one after its result_ttl.
+        """Waits until the task ends and returns how, whatever it is. Raises CallTimeoutError after `timeout` seconds
+        (default: the client's); the task goes on. NotFoundError: the master has forgotten the task, an ephemeral one
+        after its result_ttl.
         """
         if self._outcome is None:
             self._outcome = self._core.follow(self.request_id, timeout)
@@ -44,18 +45,18 @@ class TaskHandle:
         """Waits until the task ends and returns its result. Raises its TaskError, and as `outcome`."""
         return (self.outcome(timeout)).value()
 
-    def done(self) -> bool:
+    def done(self, *, timeout: float | None = None) -> bool:
         """Whether the task has ended. Does not wait for it."""
-        return self._outcome is not None or (self.status()).outcome is not None
+        return self._outcome is not None or (self.status(timeout=timeout)).outcome is not None
 
-    def status(self) -> Task:
+    def status(self, *, timeout: float | None = None) -> Task:
         """The task as it is now: queued, leased to a worker, its progress, or ended."""
-        return self._core.get(self.id, 0.0)
+        return self._core.get(self.id, 0.0, timeout)
 
-    def cancel(self, reason: str = "") -> bool:
+    def cancel(self, reason: str = "", *, timeout: float | None = None) -> bool:
         """Ends the task. False: it had ended before. `reason`: recorded in its outcome."""
-        return bool((self._core.cancel((self.id,), reason)).cancelled_task_ids)
+        return bool((self._core.cancel((self.id,), reason, timeout)).cancelled_task_ids)
 
-    def explain(self) -> Explanation:
+    def explain(self, *, timeout: float | None = None) -> Explanation:
         """Why the task is where it is: which workers could take it, and what excludes the others."""
-        return Explanation.of(self._core.explain(self.id))
+        return Explanation.of(self._core.explain(self.id, timeout))

@@ -22,6 +22,12 @@ class Stream(StreamBase[T]):
     def __iter__(self) -> Self:
         return self
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __next__(self) -> T:
         for part in self._parts:
             if isinstance(part, Part):

@@ -154,24 +154,32 @@ class Connection:
     async def unary(
         self, method: str, request: Any, timeout_s: float = UNARY_TIMEOUT_S, *, service: str = "stub"
     ) -> Any:
-        """Calls a method of a service by name. Raises MultigpuErrors."""
-        give_up = time.monotonic() + self.connect_timeout_s
+        """Calls a method of a service by name. `timeout_s`: of everything. Raises MultigpuErrors."""
+        end = time.monotonic() + timeout_s
+        give_up = min(end, time.monotonic() + self.connect_timeout_s)
         failures = 0
         while True:
             try:
                 call = getattr(getattr(self, service), method)
-                return await call(request, timeout=timeout_s, metadata=self.metadata())
+                return await call(request, timeout=max(0.0, end - time.monotonic()), metadata=self.metadata())
             except grpc.aio.AioRpcError as error:
                 failures += 1
                 delay_s = backoff_s(failures)
                 if error.code() not in _REPEATED or time.monotonic() + delay_s > give_up:
                     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                        failure = errors.CallTimeoutError if service == "stub" else errors.UnavailableError
-                        late = f"the master at {self.master} did not answer within {timeout_s:g} s"
-                        raise failure(f"{late}; is it stopped or overloaded?") from None
-                    raise self.explain(error.code(), error.details(), task=service == "stub") from None
+                        raise self.late(timeout_s) from None
+                    failure = self.explain(error.code(), error.details(), task=service == "stub")
+                    if give_up == end and isinstance(failure, errors.UnavailableError):
+                        late = f"no answer within {timeout_s:g} s (timeout): {failure}"
+                        raise errors.CallTimeoutError(late) from None
+                    raise failure from None
                 self._refresh()
             await asyncio.sleep(delay_s)
+
+    def late(self, timeout_s: float) -> errors.CallTimeoutError:
+        """The error of a call that the master has not answered in time."""
+        what = f"the master at {self.master} did not answer within {timeout_s:g} s (timeout)"
+        return errors.CallTimeoutError(f"{what}; is it stopped or overloaded?")
 
     def explain(self, code: grpc.StatusCode, details: str | None, *, task: bool = True) -> errors.MultigpuError:
         """The error to raise for a status. `task`: of a call about tasks."""

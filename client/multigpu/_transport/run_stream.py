@@ -62,6 +62,8 @@ class RunStream:
         # Why the master rejected calls that wait to be sent again; and the instant of the last warning about it.
         self._rejected: dict[Call, str] = {}
         self._warned_at = float("-inf")
+        # Why the last stream broke, while there is no other.
+        self._broken = ""
         # Consecutive streams that ended without a frame; the subset whose status was not UNAVAILABLE.
         self._failures = 0
         self._empty_streams = 0
@@ -184,6 +186,7 @@ class RunStream:
         with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # the reader gets the status
             await self._connection.ready(None)
             self._reached = True
+            self._broken = ""
             self._state.offered(Directory.of(await stream.initial_metadata()))
             self._wake()
 
@@ -231,8 +234,10 @@ class RunStream:
         self._wake()
 
     def rejection(self, condition: Callable[[Call], bool]) -> str:
-        """Why the master rejected a call that fulfils the condition and waits to be sent again; "": there is none."""
-        return next((why for call, why in list(self._rejected.items()) if condition(call)), "")
+        """Why there is no connection, or why the master rejected a call that fulfils the condition and waits to be sent
+        again; "": neither.
+        """
+        return self._broken or next((why for call, why in list(self._rejected.items()) if condition(call)), "")
 
     def _retry(self, calls: list[Call]) -> None:
         for call in calls:
@@ -251,6 +256,7 @@ class RunStream:
         if self._failures == 1:
             master = self._connection.master
             log.warning("the stream to the master at %s broke (%s: %s); reconnecting", master, code.name, details)
+        self._broken = str(self._connection.explain(code, details))
         await asyncio.sleep(backoff_s(self._failures))
         if self._reached:
             await self._connection.ready(None)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from multigpu import AdminClient, UnavailableError
+from multigpu import AdminClient, CallTimeoutError, UnavailableError
 from multigpu.cli import show
 from multigpu.cli.admin import active, connection
 from multigpu.cli.failures import Failure, Unreachable, WrongUsage
@@ -51,7 +51,7 @@ def _missing(admin: AdminClient, kind: str, model: str) -> Failure | None:
             for entry in admin.list_models(model.partition(":")[0]):
                 if entry.model.error:
                     return NotServedFailure(f"the model {model!r} can't be served: {entry.model.error}")
-    except UnavailableError as error:
+    except (UnavailableError, CallTimeoutError) as error:
         return Unreachable(str(error))
     return missing
 

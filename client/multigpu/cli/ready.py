@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from multigpu import AdminClient, UnavailableError
+from multigpu import AdminClient, CallTimeoutError, UnavailableError
 from multigpu._transport.credentials import Credentials
 from multigpu.cli.admin import active
 from multigpu.cli.failures import Failure
@@ -39,7 +39,7 @@ def connected(admin: AdminClient) -> set[str] | None:
     """The ids of the connected workers; None while no master answers."""
     try:
         return {worker.worker_id for worker in active(admin.list_workers())}
-    except UnavailableError:
+    except (UnavailableError, CallTimeoutError):
         return None
 
 

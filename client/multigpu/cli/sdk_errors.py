@@ -36,7 +36,7 @@ def failures() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise WrongUsage(str(error)) from error
-    except errors.UnavailableError as error:
+    except (errors.UnavailableError, errors.CallTimeoutError) as error:
         raise Unreachable(str(error)) from error
     except errors.NotFoundError as error:
         raise NotFound(str(error)) from error

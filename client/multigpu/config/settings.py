@@ -42,8 +42,8 @@ class ClientConfig(Checked):
     section: ClassVar[str] = "client"
 
     master: str = setting("127.0.0.1:7433", "The master's address.", check=check_address)
-    window_tasks: int = setting(8192, "Maximum of unsettled tasks of a client.", minimum=1, maximum=1_000_000)
-    window_bytes: int = setting(64 * MIB, "Maximum of their payload bytes.", minimum=MIB)
+    max_in_flight: int = setting(8192, "Maximum of unsettled tasks of a client.", minimum=1, maximum=1_000_000)
+    max_in_flight_bytes: int = setting(64 * MIB, "Maximum of their payload bytes.", minimum=MIB)
     tls_ca: str = tls_ca()
     tls_cert: str = setting("", "File of the client's certificate, if the master requires one.")
     tls_key: str = setting("", "File of its key.")

@@ -59,7 +59,7 @@ def test_the_calls(master: ScriptedMaster, client: Client) -> None:
 def test_map(master: ScriptedMaster, client: Client) -> None:
     assert list(client.map("echo", range(5000))) == list(range(5000))
     master.reversed = True
-    assert list(client.map("echo", range(5000), window=100)) == list(range(5000))
+    assert list(client.map("echo", range(5000), max_in_flight=100)) == list(range(5000))
     assert sorted(client.map("echo", range(5000), ordered=False)) == list(range(5000))
     outcomes = list(client.map_outcomes("echo", [multigpu.Input(payload=b"x", request_id="mine")]))
     assert [outcome.request_id for outcome in outcomes] == ["mine"]
@@ -80,7 +80,7 @@ def test_map_pulls_no_more_than_its_window_on_the_callers_thread(window: int) ->
             yield i
 
     with ThreadedMaster() as master, multigpu.Client(master.address) as client:
-        for _ in client.map("echo", items(), window=window):
+        for _ in client.map("echo", items(), max_in_flight=window):
             taken += 1
         assert taken == 2000
         assert ahead <= window
@@ -127,7 +127,7 @@ def test_errors() -> None:
 
 def test_leaving_a_map_early_cancels_the_rest(master: ScriptedMaster, client: Client) -> None:
     master.outcomes_per_frame = 1
-    results = client.map("echo", range(1000), window=200)
+    results = client.map("echo", range(1000), max_in_flight=200)
     assert next(results) == 0
     master.gate.clear()
     results.close()
@@ -146,7 +146,7 @@ def test_a_chunk_whose_start_is_still_scheduled_when_its_map_is_closed_never_sta
             client._core._thread.loop.call_soon_threadsafe(left.wait, 5)
             yield from range(1, 1000)
 
-        results = client.map("echo", source(), window=200)
+        results = client.map("echo", source(), max_in_flight=200)
         assert next(results) == 0
         results.close()
         left.set()
@@ -165,12 +165,12 @@ def test_a_failed_map_starts_no_further_tasks() -> None:
         with contextlib.suppress(multigpu.ClientClosedError):
             client.run("echo", b"other")
 
-    with ThreadedMaster(answer) as master, multigpu.Client(master.address, window_tasks=8) as client:
+    with ThreadedMaster(answer) as master, multigpu.Client(master.address, max_in_flight=8) as client:
         for _ in range(6):
             threading.Thread(target=hold, daemon=True).start()
         until(lambda: len(master.inputs) == 6)
         with pytest.raises(multigpu.TaskFailed):
-            list(client.map("echo", [b"bad", b"x", b"y", b"z"], window=8))
+            list(client.map("echo", [b"bad", b"x", b"y", b"z"], max_in_flight=8))
         until(lambda: master.cancelled)
         time.sleep(0.1)
         assert [task.payload for task in master.inputs[6:]] == [b"bad", b"x"]
@@ -273,7 +273,7 @@ def test_a_client_collected_on_its_own_loop_thread_ends() -> None:
 
 INTERRUPTED = {
     "run": 'client.run("sleep", 1)',
-    "map": 'list(client.map("sleep", range(100), window=50))',
+    "map": 'list(client.map("sleep", range(100), max_in_flight=50))',
     "stream": 'list(client.stream("sleep", 1))',
     "embed": "client.embed(str(i) for i in range(100))",
     "between": 'it = client.map("sleep", range(100)); next(it); print("first", flush=True); threading.Event().wait(30)',

@@ -24,7 +24,7 @@ def embed(spec: Spec, task: Task) -> Reply:
 async def test_embed_gives_one_row_a_text() -> None:
     async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
         texts = [f"text {i} żółw" * (i % 5) for i in range(1001)]
-        vectors = await client.embed(texts, "my-model", chunk=10, priority=1)
+        vectors = await client.embed(texts, model="my-model", batch_size=10, priority=1)
         assert vectors.dtype == np.float32
         assert vectors.flags.writeable
         np.testing.assert_array_equal(vectors, vectors_of(texts))
@@ -38,7 +38,7 @@ async def test_embed_gives_one_row_a_text() -> None:
         np.testing.assert_array_equal(await client.embed(texts_async()), vectors_of(texts))
         np.testing.assert_array_equal(await client.embed(text for text in texts), vectors_of(texts))
         assert (await client.embed([])).shape == (0, 0)
-        sizes = [len(rows) async for rows in client.embed_iter(texts, chunk=400)]
+        sizes = [len(rows) async for rows in client.embed_iter(texts, batch_size=400)]
         assert sizes == [400, 400, 201]
 
 
@@ -52,8 +52,8 @@ async def test_embed_rejects_other_types_than_texts() -> None:
             await client.embed(["fine", b"x"])  # type: ignore[list-item]
         with pytest.raises(multigpu.InvalidTaskError, match="Unicode"):
             await client.embed(["\ud800"])
-        with pytest.raises(ValueError, match="chunk is 0"):
-            await client.embed(["x"], chunk=0)
+        with pytest.raises(ValueError, match="batch_size is 0"):
+            await client.embed(["x"], batch_size=0)
 
 
 async def test_a_result_with_another_number_of_vectors_is_an_error() -> None:
@@ -74,4 +74,4 @@ async def test_vectors_of_different_models_are_an_error() -> None:
 
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(multigpu.TransportError, match=r"vectors of 2, others of 3.*name the model"):
-            await client.embed(["ab", "abc"], chunk=1)
+            await client.embed(["ab", "abc"], batch_size=1)

@@ -9,6 +9,7 @@ import pytest
 from multigpu.v1 import generate_pb2, task_pb2
 
 from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task
+from tests.waiting import until_async
 
 PIECES = ["Once", "", " upon", " a tïme"]
 
@@ -39,10 +40,11 @@ def script(master: ScriptedMaster, prompt: str = "Tell", chunks: list[bytes] = C
 
 async def test_generate_yields_pieces_and_has_a_result() -> None:
     async with ScriptedMaster(tell) as master, multigpu.AsyncClient(master.address) as client:
-        script(master, tokens_max=8, temperature=0.5, stop=["\n"], seed=0)
+        script(master, max_tokens=8, temperature=0.5, stop=["\n"], seed=0)
         generation = client.generate(
-            "Tell", "my-model", tokens_max=8, temperature=0.5, stop=["\n"], seed=0, priority=1, request_id="mine"
-        )
+            "Tell", model="my-model", stream=True, max_tokens=8, temperature=0.5, stop=["\n"], seed=0, priority=1,
+            request_id="mine",
+        )  # fmt: skip
         with pytest.raises(RuntimeError, match="not ended"):
             print(generation.result)
         assert [piece async for piece in generation] == ["Once", " upon", " a tïme"]
@@ -60,11 +62,11 @@ async def test_the_synchronous_client_returns_the_same() -> None:
 
         def read() -> None:
             with multigpu.Client(master.address) as client:
-                generation = client.generate("Tell")
+                generation = client.generate("Tell", stream=True)
                 assert list(generation) == ["Once", " upon", " a tïme"]
                 assert generation.result.text == "Once upon a tïme"
                 assert list(generation) == []
-                assert "".join(client.generate([{"role": "user", "content": "Tell"}])) == "Once upon a tïme"
+                assert client.generate([{"role": "user", "content": "Tell"}]) == "Once upon a tïme"
 
         await asyncio.to_thread(read)
 
@@ -78,16 +80,16 @@ async def test_closing_or_dropping_a_generation_cancels_its_task() -> None:
 
         def let_go() -> None:
             with multigpu.Client(master.address) as client:
-                generation = client.generate("Tell", request_id="dropped")
+                generation = client.generate("Tell", stream=True, request_id="dropped")
                 assert next(generation) == "Once"
                 del generation
-                closed = client.generate("Tell", request_id="closed")
+                closed = client.generate("Tell", stream=True, request_id="closed")
                 assert next(closed) == "Once"
                 closed.close()
 
         await asyncio.to_thread(let_go)
         async with multigpu.AsyncClient(master.address) as client:
-            generation = client.generate("Tell", request_id="closed too")
+            generation = client.generate("Tell", stream=True, request_id="closed too")
             assert await anext(generation) == "Once"
             await generation.aclose()
         async with asyncio.timeout(20):
@@ -100,7 +102,7 @@ async def test_pieces_that_differ_from_the_result_are_an_error() -> None:
         for chunks in (CHUNKS[:3], [*CHUNKS, CHUNKS[1]], [CHUNKS[0], *CHUNKS], [b"\xff"]):
             script(master, chunks=chunks)
             with pytest.raises(multigpu.TransportError, match="another protocol"):
-                async for _ in client.generate("Tell"):
+                async for _ in client.generate("Tell", stream=True):
                     pass
 
 
@@ -113,26 +115,26 @@ async def test_wrong_prompts_and_options_are_not_sent() -> None:
         ([{"role": "user", "text": "x"}], {}, multigpu.InvalidTaskError, "text"),
         ("\ud800", {}, multigpu.InvalidTaskError, "generate can't take this"),
         ("a", {"stop": "\n"}, TypeError, r"\[stop\]"),
-        ("a", {"tokens_max": -1}, multigpu.InvalidTaskError, "generate can't take this"),
+        ("a", {"max_tokens": -1}, multigpu.InvalidTaskError, "generate can't take this"),
         ("a", {"seed": 1 << 64}, multigpu.InvalidTaskError, "generate can't take this"),
     ]
     for prompt, options, error, text in wrong:
         with pytest.raises(error, match=text):
-            client.generate(prompt, **options)
+            client.generate(prompt, stream=True, **options)
     with pytest.raises(TypeError, match="temprature"):
-        await anext(client.generate("a", temprature=1))  # type: ignore[call-arg]
+        await client.generate("a", temprature=1)  # type: ignore[call-overload]
     await client.close()
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "hint"),
     [
-        ("generate", "max_tokens", "did you mean 'tokens_max' of the client's method generate?"),
-        ("generate", "tokens_max", "did you mean 'tokens_max' of the client's method generate?"),
+        ("generate", "max_tokens", "did you mean 'max_tokens' of the client's method generate?"),
+        ("generate", "max_tokens", "did you mean 'max_tokens' of the client's method generate?"),
         ("classify", "topk", "did you mean 'top_k' of the client's method classify?"),
         ("echo", "return_exception", "did you mean 'return_exceptions' of a map?"),
         ("echo", "run_timeout", "did you mean 'run_timeout_s'?"),
-        ("generate", "xyz", "tokens_max"),
+        ("generate", "xyz", "max_tokens"),
     ],
 )
 async def test_an_unknown_option_gets_a_hint_at_those_of_its_kind(kind: str, name: str, hint: str) -> None:
@@ -140,3 +142,18 @@ async def test_an_unknown_option_gets_a_hint_at_those_of_its_kind(kind: str, nam
     async with multigpu.AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match=f"^there is no task option '{name}'; .*{re.escape(hint)}"):
             await client.run(kind, b"", **options)
+
+
+async def test_leaving_the_block_of_a_stream_cancels_its_task() -> None:
+    async with ScriptedMaster(lambda _, __: None) as master, multigpu.AsyncClient(master.address) as client:
+        script(master)
+        async with client.generate("Tell", stream=True, request_id="left") as stream:
+            assert await anext(stream) == "Once"
+        await until_async(lambda: "left" in master.cancelled)
+
+        def read() -> None:
+            with multigpu.Client(master.address) as other, other.generate("Tell", stream=True, request_id="too") as it:
+                next(it)
+
+        await asyncio.to_thread(read)
+        await until_async(lambda: "too" in master.cancelled)

@@ -72,24 +72,24 @@ def test_a_tensor_that_contradicts_itself_is_an_error(dtype: str, shape: list[in
 async def test_infer_returns_arrays_by_name() -> None:
     async with ScriptedMaster(twice) as master, multigpu.AsyncClient(master.address) as client:
         x, y = np.arange(12, dtype=np.float32).reshape(3, 4), np.array([1, 2, 3])
-        found = await client.infer("doubler", {"x": x, "y": y}, priority=2, request_id="mine")
+        found = await client.infer({"x": x, "y": y}, model="doubler", priority=2, request_id="mine")
         np.testing.assert_array_equal(found["x2"], 2 * x)
         np.testing.assert_array_equal(found["y2"], 2 * y)
-        assert list(await client.infer("doubler", {"x": x, "y": y}, ["y2"])) == ["y2"]
+        assert list(await client.infer({"x": x, "y": y}, model="doubler", outputs=["y2"])) == ["y2"]
         spec, task = master.specs[0], master.inputs[0]
         assert (spec.kind, spec.model, spec.priority) == ("infer", "doubler", 2)
         assert (task.units, task.request_id) == (3, "mine")
         with pytest.raises(multigpu.TaskFailed, match="no input x among z"):
-            await client.infer("doubler", {"z": x})
+            await client.infer({"z": x}, model="doubler")
 
 
 async def test_infer_map_keeps_the_order_and_returns_errors_in_place() -> None:
     async with ScriptedMaster(twice) as master, multigpu.AsyncClient(master.address) as client:
         inputs: list[dict[str, Any]] = [{"x": np.full((1, 2), i)} for i in range(50)]
-        found = [arrays["x2"][0, 0] async for arrays in client.infer_map("doubler", inputs)]
+        found = [arrays["x2"][0, 0] async for arrays in client.infer_map(inputs, model="doubler")]
         assert found == [2 * i for i in range(50)]
         inputs[20] = {"z": [1]}
-        mixed: list[Any] = [item async for item in client.infer_map("doubler", inputs, return_exceptions=True)]
+        mixed: list[Any] = [item async for item in client.infer_map(inputs, model="doubler", return_exceptions=True)]
         assert [i for i, item in enumerate(mixed) if isinstance(item, multigpu.TaskFailed)] == [20]
         assert mixed[21]["x2"].tolist() == [[42, 42]]
 
@@ -97,17 +97,17 @@ async def test_infer_map_keeps_the_order_and_returns_errors_in_place() -> None:
 async def test_wrong_inputs_of_infer_are_not_sent() -> None:
     async with ScriptedMaster(twice) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(multigpu.InvalidTaskError, match="at least one input"):
-            await client.infer("m", {})
+            await client.infer({}, model="m")
         with pytest.raises(multigpu.InvalidTaskError, match="complex128"):
-            await client.infer("m", {"x": [1j]})
+            await client.infer({"x": [1j]}, model="m")
         with pytest.raises(multigpu.InvalidTaskError, match=r"'x' has 2,147,483,648 bytes, .*split it"):
-            await client.infer("m", {"x": np.broadcast_to(np.float32(0), (1 << 29,))})
+            await client.infer({"x": np.broadcast_to(np.float32(0), (1 << 29,))}, model="m")
         with pytest.raises(multigpu.InvalidTaskError, match="'x' is no array"):
-            await client.infer("m", {"x": [[1, 2], [3]]})
+            await client.infer({"x": [[1, 2], [3]]}, model="m")
         with pytest.raises(TypeError, match="dict of arrays"):
-            await client.infer("m", np.zeros(3))  # type: ignore[arg-type]
+            await client.infer(np.zeros(3), model="m")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"pass \[name\]"):
-            await client.infer("m", {"x": [1]}, "x2")
+            await client.infer({"x": [1]}, model="m", outputs="x2")
         assert master.inputs == []
 
 
@@ -117,9 +117,9 @@ async def test_an_unreadable_result_is_a_transport_error() -> None:
 
     async with ScriptedMaster(answer) as master, multigpu.AsyncClient(master.address) as client:
         with pytest.raises(multigpu.TransportError, match="infer"):
-            await client.infer("m", {"x": [1]})
+            await client.infer({"x": [1]}, model="m")
         with pytest.raises(multigpu.TransportError, match="classify"):
-            await client.classify("m", "text")
+            await client.classify("text", model="m")
 
 
 async def test_classify_takes_pictures_paths_and_texts(tmp_path: Path) -> None:
@@ -135,18 +135,18 @@ async def test_classify_takes_pictures_paths_and_texts(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"12345")
     async with ScriptedMaster(classify) as master, multigpu.AsyncClient(master.address) as client:
-        found = await client.classify("m", b"123")
+        found = await client.classify(b"123", model="m")
         assert [label.index for label in found] == [0, 1, 2, 3, 4]
         assert (found[0].label, found[0].score) == ("picture of 3", 0.5)
-        many = [labels[0].label async for labels in client.classify_map("m", [picture, "good", b"1"], 1)]
+        many = [labels[0].label async for labels in client.classify_map([picture, "good", b"1"], model="m", top_k=1)]
         assert many == ["picture of 5", "good", "picture of 1"]
         with pytest.raises(FileNotFoundError):
-            await client.classify("m", tmp_path / "none.png")
+            await client.classify(tmp_path / "none.png", model="m")
         with pytest.raises(multigpu.InvalidTaskError, match="no bytes"):
-            await client.classify("m", b"")
+            await client.classify(b"", model="m")
         with pytest.raises(ValueError, match="top_k is 0"):
-            await client.classify("m", b"1", 0)
+            await client.classify(b"1", model="m", top_k=0)
         with pytest.raises(TypeError, match="bytes, a path or a str"):
-            await client.classify("m", 3)  # type: ignore[arg-type]
+            await client.classify(3, model="m")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"\[one\]"):
-            [labels async for labels in client.classify_map("m", "text")]
+            [labels async for labels in client.classify_map("text", model="m")]

@@ -48,7 +48,7 @@ async def test_bytes_bound_what_is_pulled_ahead() -> None:
             ahead = max(ahead, pulled - taken)
             yield bytes(300_000)
 
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, window_bytes=1 << 20) as client:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, max_in_flight_bytes=1 << 20) as client:
         async for _ in client.map("echo", items()):
             taken += 1
             await asyncio.sleep(0.01)  # answers pile up unread, and count as their payloads did
@@ -75,7 +75,7 @@ async def test_breaks_duplicates_and_rejections_leave_no_gap_and_no_repeat(seed:
         master.outcomes_per_frame = dice.choice([1, 10, 100, 1000])
         master.copies = dice.choice([1, 2])
         ordered = dice.random() < 0.5
-        got = [value async for value in client.map("echo", range(2000), ordered=ordered, window=300)]
+        got = [value async for value in client.map("echo", range(2000), ordered=ordered, max_in_flight=300)]
         assert (got if ordered else sorted(got)) == list(range(2000)), f"seed {seed}"
         assert set(master.answered.values()) == {1}
 
@@ -116,7 +116,7 @@ async def test_a_bad_payload_or_source_ends_the_map(master: ScriptedMaster, clie
 
 async def test_closing_a_map_early_cancels_what_it_started(master: ScriptedMaster, client: AsyncClient) -> None:
     master.outcomes_per_frame = 2
-    async with aclosing(client.map("echo", range(1000), window=200)) as results:
+    async with aclosing(client.map("echo", range(1000), max_in_flight=200)) as results:
         assert await anext(results) == 0
         master.gate.clear()
     asked = {task.request_id for task in master.inputs}
@@ -151,7 +151,7 @@ async def test_an_asynchronous_source_is_bounded_too(master: ScriptedMaster, cli
             yield i
 
     master.gate.clear()
-    results = client.map("echo", items(), window=50)
+    results = client.map("echo", items(), max_in_flight=50)
     first = asyncio.ensure_future(anext(results))
     await until_async(lambda: pulled >= 38)
     await asyncio.sleep(0.05)
@@ -176,7 +176,7 @@ def test_a_big_map_holds_only_its_window() -> None:
         import multigpu
 
         async def main():
-            async with multigpu.AsyncClient(sys.argv[1], window_tasks=2048) as client:
+            async with multigpu.AsyncClient(sys.argv[1], max_in_flight=2048) as client:
                 async def consume(count):
                     seen = 0
                     async for result in client.map("echo", (b"%1024d" % i for i in range(count)), ephemeral=True):

@@ -206,7 +206,7 @@ async def test_one_request_id_is_one_task(master: ScriptedMaster, client: AsyncC
 
 
 async def test_the_window_bounds_unsettled_tasks() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, window_tasks=4) as client:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, max_in_flight=4) as client:
         master.gate.clear()
         runs = [asyncio.create_task(client.run("echo", i)) for i in range(10)]
         await until_async(lambda: len(master.inputs) == 4)
@@ -219,7 +219,7 @@ async def test_the_window_bounds_unsettled_tasks() -> None:
 
 
 async def test_the_window_bounds_bytes_too() -> None:
-    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, window_bytes=1 << 20) as client:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address, max_in_flight_bytes=1 << 20) as client:
         master.gate.clear()
         runs = [asyncio.create_task(client.run("echo", bytes(400_000))) for _ in range(5)]
         await until_async(lambda: len(master.inputs) == 2)

@@ -187,7 +187,7 @@ def test_json_lines_give_the_same_float32_again(tmp_path: Path) -> None:
     [
         (["embed", "x.txt"], "-o vectors.npy"),
         (["embed", "x.txt", "--format", "jsonl", "--json"], "can't both go to stdout"),
-        (["embed", "x.txt", "-o", "a.npy", "--chunk", "0"], "--chunk"),
+        (["embed", "x.txt", "-o", "a.npy", "--batch-size", "0"], "--batch-size"),
         (["submit", "--payload", "x"], "--kind"),
         (["submit", "--kind", "echo", "--payload", "x", "--file", "y"], "one of --payload"),
         (["submit", "--kind", "echo", "--payload", "x", "--priority", "9"], "--priority"),

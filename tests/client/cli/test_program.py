@@ -122,7 +122,7 @@ def test_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> None:
     settings = json.loads(CliRunner().invoke(cli, ["config", "show", "--json"], env=env).output)["settings"]
     assert settings["worker"]["slots"] == {"value": 4, "source": str(file)}
     assert settings["master"]["listen"] == {"value": "127.0.0.1:9", "source": "MGPU_MASTER_LISTEN"}
-    assert settings["client"]["window_tasks"]["source"] == "default"
+    assert settings["client"]["max_in_flight"]["source"] == "default"
     printed = CliRunner().invoke(cli, ["config", "show", "worker"], env=env).output
     assert "[worker]" in printed
     assert "[master]" not in printed

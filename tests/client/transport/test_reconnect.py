@@ -178,7 +178,7 @@ async def test_closing_while_the_master_is_away() -> None:
 
 async def test_closing_ends_calls_that_wait_for_the_window() -> None:
     async with ScriptedMaster() as master:
-        client = multigpu.AsyncClient(master.address, window_tasks=2)
+        client = multigpu.AsyncClient(master.address, max_in_flight=2)
         master.gate.clear()
         runs = [asyncio.create_task(client.run("echo", i)) for i in range(6)]
         await until_async(lambda: len(master.inputs) == 2)

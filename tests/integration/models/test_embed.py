@@ -24,7 +24,7 @@ def test_every_text_has_its_vector_though_a_worker_and_the_master_are_killed(fle
     def embed() -> None:
         try:
             with fleet.client() as client:
-                for vectors in client.embed_iter(texts, chunk=8):
+                for vectors in client.embed_iter(texts, batch_size=8):
                     seen.append(vectors)
         except BaseException as error:
             failed.append(error)
@@ -44,6 +44,6 @@ def test_every_text_has_its_vector_though_a_worker_and_the_master_are_killed(fle
     # Undisturbed, and in other chunks: the same vectors, of length one.
     fleet.wait_for_workers()
     with fleet.client() as client:
-        again = client.embed(texts, chunk=50)
+        again = client.embed(texts, batch_size=50)
     assert np.abs(vectors - again).max() < 1e-5
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 1e-5

@@ -48,20 +48,20 @@ def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_
         tmp_path / "fleet", workers=1, worker_flags=flags, master_flags=["--metrics-listen", f"127.0.0.1:{port}"]
     ) as fleet:
         with fleet.client() as client:
-            first = client.embed(TEXTS, chunk=10)
-            np.testing.assert_array_equal(client.embed(TEXTS, chunk=7), first)
+            first = client.embed(TEXTS, batch_size=10)
+            np.testing.assert_array_equal(client.embed(TEXTS, batch_size=7), first)
             until(lambda: texts_by_result(port) == {"hit": 30, "joined": 0, "miss": 30}, 60, "the counts")
             # What an engine has not written when it is killed is lost.
             until(lambda: vectors_in(file) == 30, 60, "the file")
             fleet.workers["w0"].kill()
             fleet.start_worker("w1")
             fleet.wait_for_workers("w1")
-            np.testing.assert_array_equal(client.embed(TEXTS, chunk=30), first)
+            np.testing.assert_array_equal(client.embed(TEXTS, batch_size=30), first)
             # The lost worker's last report is still shown.
             until(lambda: texts_by_result(port) == {"hit": 60, "joined": 0, "miss": 30}, 60, "the counts")
             alike = [f"Sentence {n} that four hundred tasks ask for." for n in range(40)]
             # Ten in a row: in one batch, and in the next, which is prepared meanwhile.
-            vectors = client.embed([text for text in alike for _ in range(10)], chunk=1).reshape(40, 10, -1)
+            vectors = client.embed([text for text in alike for _ in range(10)], batch_size=1).reshape(40, 10, -1)
             np.testing.assert_array_equal(vectors, np.broadcast_to(vectors[:, :1], vectors.shape))
             until(lambda: texts_by_result(port).total() == 90 + 400, 60, "the counts")
             assert texts_by_result(port)["miss"] == 30 + 40

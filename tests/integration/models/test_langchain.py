@@ -98,7 +98,7 @@ def test_copies_connect_by_themselves(embeddings: MultiGpuEmbeddings) -> None:
 
 
 async def test_errors_say_what_is_wrong(fleet: Fleet) -> None:
-    with pytest.raises(ValueError, match="chunk is 0"):
+    with pytest.raises(ValueError, match="batch_size is 0"):
         MultiGpuEmbeddings(batch_size=0)
     nowhere = MultiGpuEmbeddings(master="127.0.0.1:9", connect_timeout_s=0.2)
     with pytest.raises(multigpu.UnavailableError, match=r"127\.0\.0\.1:9"):

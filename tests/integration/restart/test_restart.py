@@ -233,7 +233,7 @@ def test_a_restart_under_load_changes_no_result(fleet: Fleet, signum: int, ephem
         try:
             with fleet.client() as client:
                 options: Any = {"parameters": {"seconds": "0.004"}, "ephemeral": ephemeral}
-                results.extend(client.map("trial.nap", payloads, window=200, **options))
+                results.extend(client.map("trial.nap", payloads, max_in_flight=200, **options))
         except BaseException as error:
             failed.append(error)
 

@@ -84,6 +84,8 @@ def test_quarantine_and_return_are_logged(tmp_path: Path) -> None:
         assert entry.items() >= {"level": "warning", "worker_id": "w0"}.items()
         # The order depends on the driver.
         assert entry["reason"].startswith(("xid_79: ", "gpu_is_lost: "))
+        # The worker must have seen the loss itself, not only its event: it notices a reset by the end of the loss.
+        until(lambda: "gpu_is_lost" in {reason.code for reason in fleet.worker("w0").health.reasons})
         gpus.return_(0, reset=True)
         entry = event(fleet, "device back from quarantine")
         assert entry.items() >= {"level": "info", "worker_id": "w0"}.items()

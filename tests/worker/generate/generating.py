@@ -135,12 +135,12 @@ class Plain:
             kind.from_pretrained(folder, dtype=torch.float32), transformers.AutoTokenizer.from_pretrained(folder)
         )
 
-    def greedy(self, prompt: str, tokens_max: int, **options: Any) -> list[int]:
+    def greedy(self, prompt: str, max_tokens: int, **options: Any) -> list[int]:
         import torch
 
         ids = torch.tensor([self.tokenizer(prompt)["input_ids"]])
         answer = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens_max, **options
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, **options
         )
         tokens: list[int] = answer[0, ids.shape[1] :].tolist()
         return tokens

@@ -69,10 +69,10 @@ def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEn
     lengths = [60, 7, 40, 1]
     expected = [plain.greedy(prompt, count) for prompt, count in zip(PROMPTS, lengths, strict=True)]
     for prompt, count, tokens in zip(PROMPTS, lengths, expected, strict=True):
-        (alone,) = run_all(engine, [ask(prompt, tokens_max=count)])
+        (alone,) = run_all(engine, [ask(prompt, max_tokens=count)])
         check(alone, plain, tokens)
         assert alone.result.prompt_tokens == len(plain.tokenizer(prompt)["input_ids"])
-    asks = [ask(prompt, tokens_max=count) for prompt, count in zip(PROMPTS * 3, lengths * 3, strict=True)]
+    asks = [ask(prompt, max_tokens=count) for prompt, count in zip(PROMPTS * 3, lengths * 3, strict=True)]
     for recorder, tokens in zip(run_all(engine, asks), expected * 3, strict=True):
         check(recorder, plain, tokens)
 
@@ -86,7 +86,7 @@ def test_answer_ends_at_the_models_end_token(folder: Path, engine: GenerateEngin
     config.eos_token_id, was = tokens[12], config.eos_token_id
     try:
         cut = tokens[: tokens.index(tokens[12]) + 1]
-        (recorder,) = run_all(engine, [ask("Hello", tokens_max=30)])
+        (recorder,) = run_all(engine, [ask("Hello", max_tokens=30)])
         result = recorder.result
         assert list(result.token_ids) == cut == plain.greedy("Hello", 30)
         assert result.finish_reason == pb.FINISH_REASON_STOP
@@ -96,7 +96,7 @@ def test_answer_ends_at_the_models_end_token(folder: Path, engine: GenerateEngin
 
 
 def test_repetition_penalty_equals_transformers(engine: GenerateEngine, plain: Plain) -> None:
-    (recorder,) = run_all(engine, [ask("one two one two", tokens_max=30, repetition_penalty=1.4)])
+    (recorder,) = run_all(engine, [ask("one two one two", max_tokens=30, repetition_penalty=1.4)])
     tokens = plain.greedy("one two one two", 30, repetition_penalty=1.4)
     assert tokens != plain.greedy("one two one two", 30)
     check(recorder, plain, tokens)
@@ -104,18 +104,18 @@ def test_repetition_penalty_equals_transformers(engine: GenerateEngine, plain: P
 
 def test_sampled_answers_depend_on_the_seed_only(engine: GenerateEngine) -> None:
     def seeded(seed: int) -> Ask:
-        return ask("Hello", tokens_max=30, temperature=0.9, top_p=0.95, top_k=50, seed=seed)
+        return ask("Hello", max_tokens=30, temperature=0.9, top_p=0.95, top_k=50, seed=seed)
 
     (alone,) = run_all(engine, [seeded(5)])
-    together = run_all(engine, [ask("x" * 100, tokens_max=20), seeded(5), seeded(6), seeded(5)])
+    together = run_all(engine, [ask("x" * 100, max_tokens=20), seeded(5), seeded(6), seeded(5)])
     answers = [list(recorder.result.token_ids) for recorder in (alone, *together)]
     assert answers[0] == answers[2] == answers[4] != answers[3]
     assert all(not chunk.HasField("seed") for chunk in alone.parsed_chunks())
-    unseeded = run_all(engine, [ask("Hello", tokens_max=30, temperature=0.9) for _ in range(2)])
+    unseeded = run_all(engine, [ask("Hello", max_tokens=30, temperature=0.9) for _ in range(2)])
     seeds = [recorder.parsed_chunks()[0].seed for recorder in unseeded]
     assert seeds[0] != seeds[1] and unseeded[0].result.token_ids != unseeded[1].result.token_ids
     assert not any(chunk.HasField("seed") for recorder in unseeded for chunk in recorder.parsed_chunks()[1:])
-    (again,) = run_all(engine, [ask("Hello", tokens_max=30, temperature=0.9, seed=seeds[0])])
+    (again,) = run_all(engine, [ask("Hello", max_tokens=30, temperature=0.9, seed=seeds[0])])
     assert again.result == unseeded[0].result
 
 
@@ -123,7 +123,7 @@ def test_answer_ends_before_its_stop_string(engine: GenerateEngine, plain: Plain
     tokens = plain.greedy("Hello", 60)
     text = plain.tokenizer.decode(tokens)
     word = next(text[at : at + 3] for at in range(20, 50) if "\ufffd" not in text[at : at + 3])
-    (recorder,) = run_all(engine, [ask("Hello", tokens_max=60, stop=["never there", word])])
+    (recorder,) = run_all(engine, [ask("Hello", max_tokens=60, stop=["never there", word])])
     result = recorder.result
     assert result.text == "".join(chunk.text for chunk in recorder.parsed_chunks()) == text[: text.index(word)]
     assert result.finish_reason == pb.FINISH_REASON_STOP
@@ -132,7 +132,7 @@ def test_answer_ends_before_its_stop_string(engine: GenerateEngine, plain: Plain
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"stop": ["qqqq", "\n\t"], "temperature": 0.8}])
 def test_next_attempt_continues_after_the_last_chunk(engine: GenerateEngine, fields: dict[str, Any]) -> None:
-    first = ask("Schöne", tokens_max=24, **fields)
+    first = ask("Schöne", max_tokens=24, **fields)
     (whole,) = run_all(engine, [first])
     # 0: all reported chunks are lost and sent again.
     cuts = range(len(whole.chunks) + 1)
@@ -147,14 +147,14 @@ def test_next_attempt_continues_after_the_last_chunk(engine: GenerateEngine, fie
 
 def test_chunks_of_another_model_are_rejected(engine: GenerateEngine, plain: Plain) -> None:
     other = pb.GenerateChunk(text="something else", token_ids=plain.greedy("Hello", 3)).SerializeToString()
-    first = ask("Hello", tokens_max=10)
+    first = ask("Hello", max_tokens=10)
     (recorder,) = run_all(engine, [Ask(first.payload, (other,))])
     assert recorder.outcome is not None
     assert recorder.outcome[0] == "BadInput" and "is not the one that began it" in recorder.outcome[1]
 
 
 def test_chunks_too_large_to_pass_on_are_generated_again(engine: GenerateEngine) -> None:
-    first = ask("Hello", tokens_max=20, temperature=0.7)
+    first = ask("Hello", max_tokens=20, temperature=0.7)
     (whole,) = run_all(engine, [first])
     for count in (1, 5, len(whole.chunks)):
         item = Item(1, 1, 2, first.payload, 1, b"", count, ())
@@ -165,7 +165,7 @@ def test_chunks_too_large_to_pass_on_are_generated_again(engine: GenerateEngine)
 
 
 def test_one_bad_task_fails_alone(engine: GenerateEngine, plain: Plain) -> None:
-    asks = [ask("Hello", tokens_max=20), Ask(b"\xff\xff"), ask("x" * 600), ask(), ask("a", tokens_max=20)]
+    asks = [ask("Hello", max_tokens=20), Ask(b"\xff\xff"), ask("x" * 600), ask(), ask("a", max_tokens=20)]
     recorders = run_all(engine, asks)
     check(recorders[0], plain, plain.greedy("Hello", 20))
     check(recorders[4], plain, plain.greedy("a", 20))
@@ -178,9 +178,9 @@ def test_one_bad_task_fails_alone(engine: GenerateEngine, plain: Plain) -> None:
 
 
 def test_cancelled_answer_stops_and_others_continue(engine: GenerateEngine, plain: Plain) -> None:
-    gone = ask("Schöne", tokens_max=400)
+    gone = ask("Schöne", max_tokens=400)
     gone.recorder.cancel_after = 1
-    recorders = run_all(engine, [ask("Hello", tokens_max=60), gone, ask("a", tokens_max=60)])
+    recorders = run_all(engine, [ask("Hello", max_tokens=60), gone, ask("a", max_tokens=60)])
     check(recorders[0], plain, plain.greedy("Hello", 60))
     check(recorders[2], plain, plain.greedy("a", 60))
     assert gone.recorder.outcome is None and len(gone.recorder.chunks) == 1
@@ -188,7 +188,7 @@ def test_cancelled_answer_stops_and_others_continue(engine: GenerateEngine, plai
 
 def test_json_in_json_out(engine: GenerateEngine, plain: Plain) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    payload = json.dumps({"messages": messages, "tokens_max": 20, "temperature": 0.5}).encode()
+    payload = json.dumps({"messages": messages, "max_tokens": 20, "temperature": 0.5}).encode()
     (recorder,) = run_all(engine, [Ask(payload, content_type=JSON)])
     assert recorder.outcome is not None and recorder.outcome[2] == JSON
     result = json.loads(recorder.outcome[1])
@@ -218,7 +218,7 @@ def test_invalid_template_or_token_fails_its_task(
     # A tokenizer that knows more than its model does; and an answer that such a one began.
     monkeypatch.setattr(model, "vocabulary", 258)
     began = pb.GenerateChunk(token_ids=[model.tokenizer.convert_tokens_to_ids("<|user|>")]).SerializeToString()
-    asks = [ask("Hello <|assistant|>", tokens_max=5), ask("Hello", tokens_max=5), ask("Hello", tokens_max=5)]
+    asks = [ask("Hello <|assistant|>", max_tokens=5), ask("Hello", max_tokens=5), ask("Hello", max_tokens=5)]
     asks[1].partials = (began,)
     unknown, gone_on, well = run_all(engine, asks)
     for recorder in (unknown, gone_on):
@@ -237,7 +237,7 @@ def test_long_prompt_does_not_delay_others(engine: GenerateEngine, monkeypatch: 
         return forward(model, pieces, wanted)
 
     monkeypatch.setattr(engine._model.__class__, "forward", lambda _, pieces, wanted: watched(pieces, wanted))
-    run_all(engine, [ask("a", tokens_max=300), ask("y" * 400, tokens_max=2), ask("z" * 30, tokens_max=2)])
+    run_all(engine, [ask("a", max_tokens=300), ask("y" * 400, max_tokens=2), ask("z" * 30, max_tokens=2)])
     assert max(map(sum, steps)) <= 64
     mixed = [step for step in steps if len(step) > 1 and max(step) > 1]
     assert len(mixed) >= 4, "the long prompt never met the others"
@@ -260,12 +260,12 @@ def test_last_sequence_waits_if_blocks_run_out(folder: Path, plain: Plain, monke
 
     monkeypatch.setattr(scheduler, "_interrupt", watched)
     prompts = [f"{at} {PROMPTS[at % 4]}" for at in range(6)]
-    recorders = run_all(engine, [ask(prompt, tokens_max=90) for prompt in prompts])
+    recorders = run_all(engine, [ask(prompt, max_tokens=90) for prompt in prompts])
     for prompt, recorder in zip(prompts, recorders, strict=True):
         check(recorder, plain, plain.greedy(prompt, 90))
     assert interrupted, "there was room for all"
     assert scheduler._pool.used == 0
-    (full,) = run_all(engine, [ask("n" * 200, tokens_max=120)])
+    (full,) = run_all(engine, [ask("n" * 200, max_tokens=120)])
     check(full, plain, plain.greedy("n" * 200, 120))
     engine.close()
 
@@ -288,19 +288,19 @@ def test_out_of_memory_shrinks_steps_without_changing_answers(
         return forward(self, pieces, wanted)
 
     monkeypatch.setattr(type(model), "forward", short)
-    asks = [ask(prompt, tokens_max=60) for prompt in PROMPTS]
+    asks = [ask(prompt, max_tokens=60) for prompt in PROMPTS]
     for prompt, recorder in zip(PROMPTS, run_all(engine, asks), strict=True):
         check(recorder, plain, plain.greedy(prompt, 60))
     assert scheduler._step_tokens == 16 and scheduler._pool.blocks_max < model.cache.blocks
     found_out = len(rejected)
-    run_all(engine, [ask("b" * 50, tokens_max=5)])
+    run_all(engine, [ask("b" * 50, max_tokens=5)])
     assert len(rejected) == found_out, "the shortage was forgotten"
     room["tokens"] = 0
-    (hopeless,) = run_all(engine, [ask("Hello", tokens_max=5)])
+    (hopeless,) = run_all(engine, [ask("Hello", max_tokens=5)])
     assert hopeless.outcome is not None
     assert hopeless.outcome[0] == "OutOfMemory" and hopeless.outcome[2] is True
     room["tokens"] = 20
-    (well,) = run_all(engine, [ask("Hello", tokens_max=5)])
+    (well,) = run_all(engine, [ask("Hello", max_tokens=5)])
     check(well, plain, plain.greedy("Hello", 5))
     engine.close()
 
@@ -320,7 +320,7 @@ def test_failed_step_fails_only_the_sequence_that_causes_it(
             raise IndexError("a token that the model has no row for")
         return forward(self, pieces, wanted)
 
-    asks = [ask(prompt, tokens_max=12) for prompt in ("Hello", "x" * 70 + mark, "a", mark)]
+    asks = [ask(prompt, max_tokens=12) for prompt in ("Hello", "x" * 70 + mark, "a", mark)]
     with monkeypatch.context() as patch:
         patch.setattr(type(engine._model), "forward", broken)
         with pytest.raises(IndexError, match="no row"):
@@ -329,7 +329,7 @@ def test_failed_step_fails_only_the_sequence_that_causes_it(
     check(asks[2].recorder, plain, expected[1])
     assert asks[1].recorder.outcome is None and asks[3].recorder.outcome is None
     assert steps.index(1) < len(steps) - steps[::-1].index(2), "they were not together again"
-    (well,) = run_all(engine, [ask("Hello", tokens_max=5)])
+    (well,) = run_all(engine, [ask("Hello", max_tokens=5)])
     check(well, plain, plain.greedy("Hello", 5))
 
 
@@ -352,7 +352,7 @@ def test_lost_context_is_reported_by_one_sequence(folder: Path, monkeypatch: pyt
             failed.set()
 
     failed = threading.Event()
-    asks = [ask("Hello", tokens_max=5) for _ in range(3)]
+    asks = [ask("Hello", max_tokens=5) for _ in range(3)]
     threads = [threading.Thread(target=run, args=(each,)) for each in asks]
     for thread in threads:
         thread.start()
@@ -378,6 +378,6 @@ def test_nan_logits_fail_one_sequence(engine: GenerateEngine, plain: Plain, monk
         return logits
 
     monkeypatch.setattr(type(engine._model), "forward", poisoned)
-    well, sick = run_all(engine, [ask("Hello", tokens_max=5), ask("!", tokens_max=5)])
+    well, sick = run_all(engine, [ask("Hello", max_tokens=5), ask("!", max_tokens=5)])
     assert sick.outcome is not None and sick.outcome[0] == "NotANumber"
     check(well, plain, plain.greedy("Hello", 5))

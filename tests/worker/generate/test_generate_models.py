@@ -26,7 +26,7 @@ def test_sliding_window_is_respected(tmp_path: Path) -> None:
     engine.load()
     plain = Plain.load(tmp_path)
     prompts = ["abc " * 25, "Hello"]
-    recorders = run_all(engine, [ask(prompt, tokens_max=50) for prompt in prompts])
+    recorders = run_all(engine, [ask(prompt, max_tokens=50) for prompt in prompts])
     for prompt, recorder in zip(prompts, recorders, strict=True):
         check(recorder, plain, plain.greedy(prompt, 50))
     engine.close()
@@ -56,7 +56,7 @@ def test_unsupported_models_are_rejected_at_load(folder: Path, tmp_path: Path) -
 def test_half_precision_and_a_configured_context(folder: Path) -> None:
     engine = GenerateEngine(settings_of(folder, precision="bf16", parameters={"context": "64"}))
     assert engine.load()["precision"] == "bf16"
-    short, long = run_all(engine, [ask("Hello", tokens_max=20), ask("Hello", tokens_max=60)])
+    short, long = run_all(engine, [ask("Hello", max_tokens=20), ask("Hello", max_tokens=60)])
     assert len(short.result.token_ids) == 20
     assert long.outcome is not None and "context is 64 tokens" in long.outcome[1]
     engine.close()

@@ -282,9 +282,9 @@ class Words:
         ({}, "a prompt or messages"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "a prompt or messages"),
         ({"prompt": " "}, "no tokens"),
-        ({"prompt": "a b c", "tokens_max": 8}, "shorten the prompt or lower tokens_max"),
+        ({"prompt": "a b c", "max_tokens": 8}, "shorten the prompt or lower max_tokens"),
         ({"prompt": "a " * 10}, "context is 10 tokens"),
-        ({"prompt": "a", "tokens_max": 2**32 - 1}, "4294967295 to generate"),
+        ({"prompt": "a", "max_tokens": 2**32 - 1}, "4294967295 to generate"),
         ({"prompt": "a", "temperature": -1}, "temperature is -1"),
         ({"prompt": "a", "temperature": 2.5}, "temperature is 2.5"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
@@ -326,7 +326,7 @@ def test_characters_beyond_the_context_are_not_tokenised() -> None:
 
 def test_omitted_fields_get_defaults() -> None:
     request = read_request(pb.GeneratePayload(prompt="a bb").SerializeToString(), "", Words(), 10, 1)
-    assert request.prompt_ids == [1, 2] and request.tokens_max == 8 and not request.seed_drawn
+    assert request.prompt_ids == [1, 2] and request.max_tokens == 8 and not request.seed_drawn
     drawn = read_request(b'{"prompt": "a", "temperature": 1}', JSON, Words(), 10, 1)
     assert drawn.seed_drawn
     again, other = (

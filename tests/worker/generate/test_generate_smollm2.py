@@ -55,9 +55,9 @@ def plain(engine: GenerateEngine) -> Plain:
 
 def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEngine, plain: Plain) -> None:
     expected = [plain.greedy(prompt, count) for prompt, count in zip(PROMPTS, LENGTHS, strict=True)]
-    (alone,) = run_all(engine, [ask(PROMPTS[0], tokens_max=LENGTHS[0])])
+    (alone,) = run_all(engine, [ask(PROMPTS[0], max_tokens=LENGTHS[0])])
     assert list(alone.result.token_ids) == expected[0] == EXPECTED
-    asks = [ask(prompt, tokens_max=count) for prompt, count in zip(PROMPTS, LENGTHS, strict=True)]
+    asks = [ask(prompt, max_tokens=count) for prompt, count in zip(PROMPTS, LENGTHS, strict=True)]
     for recorder, tokens in zip(run_all(engine, asks), expected, strict=True):
         assert list(recorder.result.token_ids) == tokens
         assert recorder.result.text == plain.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -66,7 +66,7 @@ def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEn
 
 def test_question_is_answered_with_the_chat_template(engine: GenerateEngine) -> None:
     messages = [pb.ChatMessage(role="user", content="What is the capital of France? Answer in one sentence.")]
-    (recorder,) = run_all(engine, [ask(messages=messages, tokens_max=30)])
+    (recorder,) = run_all(engine, [ask(messages=messages, max_tokens=30)])
     assert "Paris" in recorder.result.text
     assert recorder.result.finish_reason == pb.FINISH_REASON_STOP
     assert "<|im_end|>" not in recorder.result.text
@@ -84,7 +84,7 @@ def test_gguf_file_is_dequantised_once(
     settings = settings_of(FOLDER, artifacts=str(artifacts), name="other", source="gguf", file=FILE)
     again = GenerateEngine(settings)
     again.load()
-    (recorder,) = run_all(again, [ask(PROMPTS[0], tokens_max=3)])
+    (recorder,) = run_all(again, [ask(PROMPTS[0], max_tokens=3)])
     assert "Paris" in recorder.result.text
     again.close()
     assert {path: path.stat().st_mtime_ns for path in artifacts.rglob("*.safetensors")} == kept

@@ -79,8 +79,8 @@ class Bench:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        window = max(client_config(self.address).window_tasks, *(callers for _, callers in self.shapes))
-        async with AsyncClient(self.address, window_tasks=window) as client, self.baseline or contextlib.nullcontext():
+        window = max(client_config(self.address).max_in_flight, *(callers for _, callers in self.shapes))
+        async with AsyncClient(self.address, max_in_flight=window) as client, self.baseline or contextlib.nullcontext():
             show.note(f"{self.model}: loading")
             await self._load(client)
             for batch_size, callers in self.shapes:

@@ -23,7 +23,7 @@ from multigpu.cli.tasks.lines import DASH, open_input, read_lines
 from multigpu.cli.text import clean
 
 # Subjects under way: pictures may be large.
-WINDOW = 256
+MAX_IN_FLIGHT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,9 @@ def classify(
     with sdk_session(), Client(address) as client:
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
         subjects = _subjects(files, read, as_text=as_text)
-        results = client.classify_map(model, subjects, top_k, window=WINDOW, return_exceptions=True, **task)
+        results = client.classify_map(
+            subjects, model=model, top_k=top_k, max_in_flight=MAX_IN_FLIGHT, return_exceptions=True, **task
+        )
         with loading_notes(address, KIND, model, show.note) as answered:
             for labels in results:
                 answered.set()

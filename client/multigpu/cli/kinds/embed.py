@@ -1,7 +1,7 @@
 """`mgpuctl embed`: computes vectors of lines of text, in bounded memory.
 
-The SDK's map reads ahead by at most its window, resends tasks after a broken stream, and returns chunks in order. This
-module reads lines, writes vectors, waits for a worker, and reports how many lines each worker embedded.
+The SDK's map reads ahead by at most max_in_flight, resends tasks after a broken stream, and returns chunks in order.
+This module reads lines, writes vectors, waits for a worker, and reports how many lines each worker embedded.
 """
 
 import os
@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from multigpu import Client, Input
-from multigpu._kinds.embedding import CHUNK_TEXTS, KIND, Chunks
+from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure
@@ -55,7 +55,7 @@ RESUME_REMEDY = "; give the same input and model, or run without --resume"
 )
 @click.option("--model", default="", metavar="NAME", help="[default: the workers' own]")
 @click.option(
-    "--chunk", type=click.IntRange(1, 10_000), default=CHUNK_TEXTS, show_default=True, help="Lines in a task."
+    "--batch-size", type=click.IntRange(1, 10_000), default=BATCH_SIZE, show_default=True, help="Lines in a task."
 )
 @submit_options
 @master_option
@@ -137,9 +137,9 @@ def embed_into(
 ) -> int:
     """Embeds the lines after those that an earlier run left in the sink. Returns the vectors' dimension; 0: unknown."""
     dimension, begun = sink.dimension, sink.rows
-    chunks = Chunks(task["chunk"])
+    chunks = Chunks(task["batch_size"])
     config = client_config(address)
-    window = max(1, min(WINDOW_TEXTS // task["chunk"], config.window_tasks))
+    max_in_flight = max(1, min(WINDOW_TEXTS // task["batch_size"], config.max_in_flight))
 
     def counted(inputs: Iterable[Input]) -> Iterator[Input]:
         nonlocal begun
@@ -152,9 +152,9 @@ def embed_into(
         # wait_for_worker: if the last worker stops, the tasks wait for its restart. One was connected a moment ago.
         lines = read_lines(paths)
         if sink.rows:
-            check_resumed(sink, lines, lambda texts: client.embed(texts, task["model"] or ""))
+            check_resumed(sink, lines, lambda texts: client.embed(texts, model=task["model"] or ""))
         texts = counted(chunks.cut(lines))
-        outcomes = client.map_outcomes(KIND, texts, window=window, wait_for_worker=True, **options)
+        outcomes = client.map_outcomes(KIND, texts, max_in_flight=max_in_flight, wait_for_worker=True, **options)
         try:
             with cancelled_at_end(outcomes):
                 for outcome in outcomes:

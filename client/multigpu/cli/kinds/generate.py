@@ -31,14 +31,14 @@ COUNT_MAX = 2**32 - 1
         ('mgpuctl generate --chat "What is a lease?"', "Asks, in the model's chat format."),
         ("cat report.txt | mgpuctl generate --system 'Sum it up.' -", "A prompt from standard input."),
         ('mgpuctl generate "Once upon" --temperature 0.8 --seed 7', "Random, and repeatable with the same seed."),
-        ('mgpuctl generate "1, 2," --tokens-max 20 --stop 9 --json', "The whole answer as one value."),
+        ('mgpuctl generate "1, 2," --max-tokens 20 --stop 9 --json', "The whole answer as one value."),
         ('mgpuctl generate "1, 2," --json-lines', "Each piece as it comes, then the whole."),
     ),
     exits=EXIT_CODES,
 )
 @click.argument("prompt")
 @click.option("--model", default="", metavar="NAME", help="[default: the workers' own]")
-@click.option("--tokens-max", type=click.IntRange(1, COUNT_MAX), metavar="N", help="At most N tokens.  [default: 256]")
+@click.option("--max-tokens", type=click.IntRange(1, COUNT_MAX), metavar="N", help="At most N tokens.  [default: 256]")
 @click.option(
     "--temperature",
     type=Number(0, 2),
@@ -85,7 +85,7 @@ def generate(
         started_at = time.monotonic()
         with Client(address) as client:
             # A worker was connected a moment ago: if the last one dies now, the task waits for its restart.
-            generation = client.generate(asked, model, wait_for_worker=True, **options)
+            generation = client.generate(asked, model=model, stream=True, wait_for_worker=True, **options)
             with cancelled_at_end(generation), loading_notes(address, KIND, model, show.note) as answered:
                 for piece in generation:
                     answered.set()

@@ -104,7 +104,7 @@ def infer(
     with sdk_session():
         wait_for_worker(address, KIND, model, timeout_s=wait_s, say=show.note)
         with Client(address) as client, loading_notes(address, KIND, model, show.note):
-            found = client.infer(model, arrays, names, **task)
+            found = client.infer(arrays, model=model, outputs=names, **task)
     if output_path is not None:
         write(found, output_path)
     if as_json:

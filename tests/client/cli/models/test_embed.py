@@ -56,7 +56,7 @@ def test_every_line_has_its_vector_though_workers_and_master_are_killed(fleet: t
     texts = some_lines(800)
     file, out = tmp_path / "lines.txt", tmp_path / "out.npy"
     file.write_text("\n".join(texts) + "\n")
-    argv = [*MGPUCTL, "embed", str(file), "-o", str(out), "--chunk", "4", "--queue", "hard", "--json"]
+    argv = [*MGPUCTL, "embed", str(file), "-o", str(out), "--batch-size", "4", "--queue", "hard", "--json"]
     env = {**os.environ, "MGPU_MASTER": address}
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as process:
         until(lambda: succeeded(address, "hard") >= 10, 120)

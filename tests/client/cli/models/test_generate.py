@@ -22,7 +22,7 @@ from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.base import ModelEngine
 
 class Counter(ModelEngine):
-    """Counts in words of two characters, up to tokens_max, or for ever."""
+    """Counts in words of two characters, up to max_tokens, or for ever."""
 
     one_by_one = True
 
@@ -32,7 +32,7 @@ class Counter(ModelEngine):
     def run(self, batch, prepared, reporter):
         for item in batch.items:
             reporter.begin(item)
-            count, text = pb.GeneratePayload.FromString(item.payload).tokens_max, ""
+            count, text = pb.GeneratePayload.FromString(item.payload).max_tokens, ""
             for n in range(count or 10**9):
                 if reporter.cancelled(item):
                     break
@@ -127,7 +127,7 @@ def test_a_call_that_never_began_is_not_reported(address: str) -> None:
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
 
 
-@pytest.mark.parametrize("flags", [(), ("--json", "--tokens-max", "3")])
+@pytest.mark.parametrize("flags", [(), ("--json", "--max-tokens", "3")])
 def test_a_full_disk_is_reported_and_nothing_goes_on(address: str, flags: tuple[str, ...]) -> None:
     argv = [*MGPUCTL, "generate", "Count", "--model", "counter", *flags]
     env = {**os.environ, "MGPU_MASTER": address}
@@ -138,7 +138,7 @@ def test_a_full_disk_is_reported_and_nothing_goes_on(address: str, flags: tuple[
 
 
 def test_json_lines_are_the_pieces_and_then_the_whole(address: str) -> None:
-    flags = ("--model", "counter", "--tokens-max", "12")
+    flags = ("--model", "counter", "--max-tokens", "12")
     *pieces, whole = map(json.loads, ok(address, "generate", "Count", *flags, "--json-lines").splitlines())
     assert "".join(piece["text"] for piece in pieces) == whole["text"] == "0 1 2 3 4 5 6 7 8 9 0 1 "
     assert (whole["finish_reason"], whole["tokens"]) == ("length", 12)
@@ -152,7 +152,7 @@ def test_json_lines_are_the_pieces_and_then_the_whole(address: str) -> None:
     [
         (["", "--model", "counter"], 1, "the prompt is empty"),
         (["x", "--temperature", "nan"], 2, "'nan' is not a number"),
-        (["x", "--tokens-max", "99999999999"], 2, "1<=x<=4294967295"),
+        (["x", "--max-tokens", "99999999999"], 2, "1<=x<=4294967295"),
         # At once, and not after a minute: workers are there, and have other models.
         (["x", "--model", "countr"], 1, "with the model 'countr', did you mean 'counter'?"),
     ],

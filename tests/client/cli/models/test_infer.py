@@ -126,14 +126,14 @@ def test_a_pipe_at_both_ends(address: str) -> None:
 def test_large_tensors_go_by_reference_and_come_back_bit_for_bit(address: str) -> None:
     x = np.random.default_rng(1).normal(size=(64, 32_768)).astype(np.float32)
     with multigpu.Client(address) as client:
-        found = client.infer("doubler", {"x": x}, ["twice"])
+        found = client.infer({"x": x}, model="doubler", outputs=["twice"])
         np.testing.assert_array_equal(found["twice"], 2 * x)
         payload, _ = multigpu._kinds.inference.input_of({"x": x}, ["twice"])
         outcome = client.run_outcome("infer", payload, model="doubler")
         # The master told the place of the result, and not its 8 MiB.
         assert len(outcome.result) > x.nbytes
         assert outcome.message.ByteSize() < 4096
-        many = list(client.infer_map("doubler", ({"x": x + i} for i in range(4)), ["twice"]))
+        many = list(client.infer_map(({"x": x + i} for i in range(4)), model="doubler", outputs=["twice"]))
         np.testing.assert_array_equal(many[3]["twice"], 2 * (x + 3))
 
 

@@ -78,7 +78,7 @@ BACK_ENDS = (
     ),
     Mutation(
         "more tokens than the context",
-        "if room < 1 or tokens_max > room:",
+        "if room < 1 or max_tokens > room:",
         "if room < 1:",
         module=f"{ENGINES_PACKAGE}.generate.payload",
         checker="tokens",

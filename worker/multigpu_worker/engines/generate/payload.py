@@ -17,7 +17,7 @@ from multigpu_worker.engines.common.payloads import JSON, check_content_type
 from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.engines.generate.sample import Sampling
 
-TOKENS_MAX = 256
+MAX_TOKENS = 256
 TEMPERATURE_MAX = 2.0
 STOP_MAX = 16
 STOP_BYTES_MAX = 256
@@ -31,7 +31,7 @@ class Request:
     """The checked input of one task."""
 
     prompt_ids: list[int]
-    tokens_max: int
+    max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
     # The payload has no seed, so the first chunk tells it.
@@ -84,12 +84,12 @@ def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int
     if not prompt_ids:
         raise BadInputError("the prompt has no tokens: write something that the model can go on from")
     room = context - len(prompt_ids)
-    tokens_max = message.tokens_max or min(TOKENS_MAX, room)
-    if room < 1 or tokens_max > room:
-        asked = f" and {tokens_max} to generate" if message.tokens_max else ""
+    max_tokens = message.max_tokens or min(MAX_TOKENS, room)
+    if room < 1 or max_tokens > room:
+        asked = f" and {max_tokens} to generate" if message.max_tokens else ""
         raise BadInputError(
             f"the prompt has {len(prompt_ids)} tokens{asked}, and the model's context is {context} tokens: "
-            "shorten the prompt or lower tokens_max"
+            "shorten the prompt or lower max_tokens"
         )
     drawn = message.temperature > 0 and not message.HasField("seed")
     seed = message.seed if message.HasField("seed") else seed_of(task_id, payload) if drawn else 0
@@ -102,7 +102,7 @@ def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int
     )
     return Request(
         prompt_ids=prompt_ids,
-        tokens_max=tokens_max,
+        max_tokens=max_tokens,
         sampling=sampling,
         stop=tuple(message.stop),
         seed_drawn=drawn,

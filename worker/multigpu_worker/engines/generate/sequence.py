@@ -82,7 +82,7 @@ class Sequence:
             self.text.add(token)
             if self.text.stopped:
                 self.finish_reason = pb.FINISH_REASON_STOP
-        if self.finish_reason is None and count >= self.request.tokens_max:
+        if self.finish_reason is None and count >= self.request.max_tokens:
             self.finish_reason = pb.FINISH_REASON_LENGTH
         if self.finish_reason is not None:
             self.text.finish()

@@ -1,0 +1,149 @@
+"""Options of calls: the client's defaults, the limit of a call, maps that begin at once, and progress bars."""
+
+import asyncio
+import io
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import multigpu
+import pytest
+
+from tests.client.scripted_master import ScriptedMaster, ThreadedMaster
+from tests.waiting import until, until_async
+
+
+def test_defaults_apply_to_every_task_unless_the_call_says_otherwise() -> None:
+    with ThreadedMaster() as master, multigpu.Client(master.address, defaults={"queue": "night"}) as client:
+        client.run("echo", 1)
+        urgent = client.with_options(priority=1, labels={"zone": "a"})
+        urgent.run("echo", 1)
+        list(urgent.map("echo", [1], queue="day"))
+        client.run("echo", 1)
+        found = [(spec.queue, spec.priority, dict(spec.required_labels)) for spec in master.specs]
+        assert found == [("night", 0, {}), ("night", 1, {"zone": "a"}), ("day", 1, {"zone": "a"}), ("night", 0, {})]
+
+
+def test_a_client_with_other_options_outlives_the_one_it_was_made_of() -> None:
+    with ThreadedMaster() as master:
+        client = multigpu.Client(master.address).with_options(timeout=30.0)
+        assert client.run("echo", 1) == 1
+        client.close()
+        with pytest.raises(multigpu.ClientClosedError):
+            client.with_options(priority=2).run("echo", 1)
+
+
+def test_closing_one_of_two_clients_closes_both() -> None:
+    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
+        client.with_options(priority=2).close()
+        with pytest.raises(multigpu.ClientClosedError):
+            client.run("echo", 1)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "error", "text"),
+    [({"quee": "night"}, TypeError, "did you mean 'queue'"), ({"request_id": "1"}, TypeError, "belongs to one task"),
+     ({"priority": "high"}, multigpu.InvalidTaskError, "priority"), ({"timeout": -1}, multigpu.InvalidTaskError, "-1")],
+)  # fmt: skip
+def test_a_wrong_default_is_an_error_at_once(defaults: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        multigpu.Client("127.0.0.1:1", defaults=defaults)
+    with multigpu.Client("127.0.0.1:1") as client, pytest.raises(error, match=text):
+        client.with_options(**defaults)
+
+
+NO_MASTER: dict[str, Any] = {
+    "submit": lambda client: client.submit("echo", 1),
+    "run": lambda client: client.run("echo", 1),
+    "map": lambda client: list(client.map("echo", [1])),
+    "get": lambda client: client.get(1),
+    "count": lambda client: client.count(),
+    "list_tasks": lambda client: list(client.list_tasks()),
+}
+
+
+@pytest.mark.parametrize("name", NO_MASTER)
+def test_a_timeout_limits_the_connecting_too_and_names_the_cause(name: str) -> None:
+    with multigpu.Client("127.0.0.1:1", timeout=0.5) as client:
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"within 0\.5 s.*no master.*127\.0\.0\.1:1.*mgpuctl up"):
+            NO_MASTER[name](client)
+        assert time.monotonic() - begin < 5, "the default of connect_timeout_s is 10 s"
+
+
+def test_infinity_lifts_the_clients_limit_for_a_call() -> None:
+    with ThreadedMaster() as master, multigpu.Client(master.address, timeout=0.2) as client:
+        assert client.run("echo", 1, timeout=float("inf")) == 1
+        master.answer = lambda _, __: None
+        with pytest.raises(multigpu.CallTimeoutError):
+            client.run("echo", 1, timeout=None)
+
+
+def test_the_limit_of_gather_is_of_the_whole_call() -> None:
+    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
+        handles = [client.submit("echo", i) for i in range(50)]
+        master.answer = lambda _, __: None
+        begin = time.monotonic()
+        with pytest.raises(multigpu.CallTimeoutError):
+            multigpu.gather(handles, timeout=0.3)
+        assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("source", ["list", "generator"])
+def test_a_map_that_nobody_reads_runs_what_may_be_in_flight(source: str) -> None:
+    items: Any = list(range(1000)) if source == "list" else (i for i in range(1000))
+    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
+        client.map("echo", items, max_in_flight=400)
+        until(lambda: len(master.answered) >= 300)
+        time.sleep(0.05)
+        assert len(master.answered) <= 400
+        assert not master.cancelled
+
+
+def test_a_map_returns_before_a_slow_source_has_its_items() -> None:
+    pulled = 0
+
+    def slow() -> Iterator[int]:
+        nonlocal pulled
+        while True:
+            time.sleep(0.01)
+            pulled += 1
+            yield pulled
+
+    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
+        results = client.map("echo", slow())
+        assert pulled < 20
+        assert next(results) == 1
+
+
+async def test_an_asynchronous_map_that_nobody_reads_runs_and_ends() -> None:
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        client.map("echo", range(1000), max_in_flight=400)
+        await until_async(lambda: len(master.answered) >= 300)
+        await until_async(lambda: not [t for t in asyncio.all_tasks() if t.get_name() == "multigpu map feeder"])
+        assert len(master.answered) <= 400
+        assert not master.cancelled
+
+
+def test_progress_counts_tasks_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with ThreadedMaster() as master, multigpu.Client(master.address) as client:
+        assert list(client.map("echo", [1, 2, 3], progress=True)) == [1, 2, 3]
+    assert "3/3" in shown.getvalue()
+    assert "task/s" in shown.getvalue()
+
+
+async def test_progress_of_an_asynchronous_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    async with ScriptedMaster() as master, multigpu.AsyncClient(master.address) as client:
+        assert [value async for value in client.map("echo", [1, 2], progress=True)] == [1, 2]
+    assert "2/2" in shown.getvalue()
+
+
+def test_progress_without_tqdm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with multigpu.Client("127.0.0.1:1") as client, pytest.raises(multigpu.ConfigError, match="pip install tqdm"):
+        client.map("echo", [1], progress=True)
