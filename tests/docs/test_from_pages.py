@@ -1,4 +1,4 @@
-"""The examples of docs/errors.md and of the pages for users of other systems print what is stated."""
+"""The examples of docs/index.md, docs/errors.md and the pages for users of other systems print what is stated."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tests.docs.pages import blocks, fleet_of, printed, start, stated
 
 # Each page, and how many lines its programs print.
-PAGES = {"errors.md": 16, "from-celery.md": 4, "from-ray.md": 4, "from-triton.md": 4, "from-slurm.md": 4}
+PAGES = {"index.md": 1, "errors.md": 16, "from-celery.md": 4, "from-ray.md": 4, "from-triton.md": 4, "from-slurm.md": 4}
 
 
 @pytest.mark.parametrize("page", PAGES)
