@@ -1,9 +1,6 @@
 """The Python examples of docs/handlers.md and docs/clients.md run against real workers, and print what is stated."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import multigpu
@@ -12,14 +9,7 @@ import pytest
 from multigpu._transport.encoding import MSGPACK, decode
 from safetensors.numpy import save_file
 
-from tests.fleet import Fleet
-
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
-
+from tests.docs.pages import DOCS, blocks, fleet_of, printed, start, stated
 
 FUNCTIONS, CLASSES, CLIENT_OF_CLASSES, CLIENT_OF_FUNCTIONS = blocks("handlers.md")
 SUMS = """
@@ -34,35 +24,6 @@ class Sums(torch.nn.Module):
         return {"logits": pixels.sum(-1) * self.factor}
 """
 VALUES, MODELS, HANDLES, ASYNCIO, ADMIN = blocks("clients.md")
-
-
-def printed(fleet: Fleet, program: str, cwd: Path) -> list[str]:
-    """The lines that a program of a page prints."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program.replace("127.0.0.1:7433", fleet.address)],
-        cwd=cwd, env=env | {"MGPU_MASTER": fleet.address}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def stated(program: str) -> list[str]:
-    """The lines that the program's comments state."""
-    return [line for comment in re.findall(r"print\(.*\)  # (.*)", program) for line in comment.split(", then ")]
-
-
-def fleet_of(tmp_path: Path, handlers: str, *worker_flags: str) -> Fleet:
-    (tmp_path / "my_handlers.py").write_text(handlers, "utf-8")
-    return Fleet(
-        tmp_path / "fleet", workers=0, worker_flags=worker_flags, handlers=["my_handlers"], handlers_dir=tmp_path
-    )
-
-
-def start(fleet: Fleet) -> None:
-    """The worker that the pages name."""
-    fleet.start_worker("gpu1-0")
-    fleet.wait_for_workers("gpu1-0")
 
 
 def test_the_functions_of_the_page_do_what_it_says(tmp_path: Path) -> None:
