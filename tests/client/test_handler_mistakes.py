@@ -37,5 +37,7 @@ def test_an_option_that_does_not_exist_is_named() -> None:
 
 @pytest.mark.parametrize("method", ["run", "submit", "map"])
 def test_the_first_argument_is_the_client(method: str) -> None:
-    with pytest.raises(TypeError, match=rf"the first argument is the client: add.{method}\(client, …\), and this is of type int"):
+    with pytest.raises(
+        TypeError, match=rf"the first argument is the client: add.{method}\(client, …\), and this is of type int"
+    ):
         getattr(add, method)(1, 2)

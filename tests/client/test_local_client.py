@@ -1,6 +1,7 @@
 """LocalClient runs the handlers of this process as a worker would: one behaviour, one test."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -199,3 +200,9 @@ def test_no_setting_of_a_master_is_read(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MGPU_WINDOW_TASKS", "none")
     with LocalClient() as client:
         assert client.run("local.area", 1) == 1
+
+
+def test_a_missing_typeguard_names_its_extra(client: LocalClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "typeguard", None)
+    with pytest.raises(ImportError, match=r"typeguard, which is not installed; run `pip .*multigpu\[testing\]"):
+        client.run("local.area", "3")
