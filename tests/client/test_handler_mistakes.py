@@ -25,7 +25,7 @@ def test_batch_without_parentheses_batches() -> None:
     with pytest.raises(TypeError, match="below the class's own decorator"):
         multigpu.batch(type("Model", (), {}))
     with pytest.raises(TypeError, match=r"@multigpu.batch\(max_size=8\)"):
-        multigpu.batch(8)  # type: ignore[type-var]
+        multigpu.batch(8)  # type: ignore[call-overload]
 
 
 def test_an_option_that_does_not_exist_is_named() -> None:

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from multigpu import errors
@@ -198,12 +199,13 @@ class LocalMaster:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + wait_s
         while True:
-            mates = [task for task in self._queue if task.batch_key == first.batch_key][:count]
+            mates = list(islice((task for task in self._queue if task.batch_key == first.batch_key), count))
             left_s = give_up - loop.time()
             if len(mates) == count or left_s <= 0:
                 break
             await asyncio.sleep(min(left_s, _GROW_POLL_S))
-        self._queue = deque(task for task in self._queue if task not in mates)
+        chosen = set(mates)
+        self._queue = deque(task for task in self._queue if task not in chosen)
         return mates
 
     async def _attempt(self, handler: Handler, tasks: list[LocalTask]) -> None:

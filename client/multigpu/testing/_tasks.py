@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from multigpu._handling.attempts import (
     CHECKPOINT_BYTES_MAX,
@@ -35,6 +35,8 @@ class LocalTask:
             state=task_pb2.TASK_STATE_QUEUED,
         )
         self.message.submit_time.GetCurrentTime()
+        # Tasks with the same key may run in one batch.
+        self.batch_key = spec.kind, spec.model, tuple(sorted(spec.parameters.items())), spec.content_type
         self.stages = task_pb2.Stages(submit_time=self.message.submit_time)
         # The running attempt; 0: none.
         self.lease_id = 0
@@ -45,11 +47,6 @@ class LocalTask:
         self.ended = asyncio.Event()
         # The Run stream that waits for it.
         self.send: Send | None = None
-
-    @property
-    def batch_key(self) -> tuple[Any, ...]:
-        spec = self.message.spec
-        return spec.kind, spec.model, tuple(sorted(spec.parameters.items())), spec.content_type
 
     def matches(self, wanted: task_service_pb2.TaskFilter) -> bool:
         message, spec = self.message, self.message.spec
