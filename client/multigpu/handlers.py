@@ -35,9 +35,10 @@ for some. Attempts that were lost with a worker, a device or an engine are alway
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
@@ -112,7 +113,11 @@ class HandlerFunction(Generic[P, R]):
         return f"<handler {self.kind}>"
 
     def options(self, **options: Unpack[SpecMapOptions]) -> Self:
-        """The same handler with options for `submit`, `run` and `map`: queue, priority, timeout …"""
+        """The same handler with options for `submit`, `run` and `map`: queue, priority, timeout …
+
+        TypeError: there is no such option.
+        """
+        _check_options(options)
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._options = {**self._options, **options}  # noqa: SLF001  its own
@@ -124,6 +129,7 @@ class HandlerFunction(Generic[P, R]):
     def submit(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, AsyncTaskHandle]: ...
     def submit(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Submits a task that calls the handler with these arguments, and returns its handle."""
+        _check_client(client, self, "submit")
         return client.submit(self.kind, _value_of(args, kwargs), **self._options)
 
     @overload
@@ -132,6 +138,7 @@ class HandlerFunction(Generic[P, R]):
     def run(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]: ...
     def run(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a task that calls the handler with these arguments, and returns its result."""
+        _check_client(client, self, "run")
         return client.run(self.kind, _value_of(args, kwargs), **self._options)
 
     @overload
@@ -140,7 +147,28 @@ class HandlerFunction(Generic[P, R]):
     def map(self, client: AsyncClient, values: Iterable[Any], /) -> AsyncGenerator[Any, None]: ...
     def map(self, client: Any, values: Iterable[Any], /) -> Any:
         """Runs a task for each value, and yields the results as `client.map` does."""
+        _check_client(client, self, "map")
         return client.map(self.kind, values, **self._options)
+
+
+def _check_client(client: Any, handler_function: HandlerFunction[..., Any], method: str) -> None:
+    if not callable(getattr(client, "run" if method == "map" else method, None)):
+        name = handler_function.__wrapped__.__name__
+        raise TypeError(
+            f"the first argument is the client: {name}.{method}(client, …), and this is of type "
+            f"{type(client).__name__}; to call the handler here, write {name}(…)"
+        )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    from multigpu.options import SpecMapOptions, TaskOptions  # noqa: PLC0415  workers don't need it
+
+    known = [*(TaskOptions.__annotations__ | SpecMapOptions.__annotations__)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"there is no task option {name!r}; {hint}")
 
 
 def _value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,13 +226,22 @@ def handler(
     return register
 
 
-def batch(*, max_size: int = 64, max_wait_ms: float = 5.0) -> Callable[[T], T]:
+@overload
+def batch(function: T, /) -> T: ...
+@overload
+def batch(*, max_size: int = 64, max_wait_ms: float = 5.0) -> Callable[[T], T]: ...
+def batch(function: Any = None, /, *, max_size: int = 64, max_wait_ms: float = 5.0) -> Any:
     """Marks a handler function, or the __call__ of a handler class, that takes the values of several tasks at a time.
+    Use it with or without arguments.
 
     It receives a list and returns a list of the same length; where that has an exception, this task alone fails. A
     batch has at most `max_size` tasks, and waits at most `max_wait_ms` for more of them while the worker is idle. If
     the call raises, its tasks are run one by one, so that a value that no batch can hold fails alone.
     """
+    if callable(function):
+        return batch()(function)
+    if function is not None:
+        raise TypeError(f"batch takes keyword arguments: @multigpu.batch(max_size={function!r})")
     if not (isinstance(max_size, int) and 1 <= max_size <= BATCH_SIZE_MAX):
         raise ValueError(f"max_size={max_size!r}: give 1 to {BATCH_SIZE_MAX:,}")
     if not 0 <= max_wait_ms <= BATCH_WAIT_MS_MAX:

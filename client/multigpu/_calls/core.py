@@ -28,6 +28,7 @@ from multigpu._transport.run_stream import RunStream
 from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
+from multigpu.config.settings import ClientConfig
 from multigpu.errors import NotFoundError
 from multigpu.options import AnyIterable, to_proto_duration
 from multigpu.outcome import Outcome, Task, TaskError, TaskName
@@ -46,18 +47,22 @@ _CANCEL_TASKS_MAX = 10_000
 class Core:
     def __init__(
         self, settings: Mapping[str, Any], token: str | None, timeout_s: float | None, connect_timeout_s: float,
-        defaults: Mapping[str, Any],
+        defaults: Mapping[str, Any], connection: Connection | None = None,
     ) -> None:  # fmt: skip
-        """`settings`: of ClientConfig, where they differ from the configuration. `defaults`: SpecOptions."""
+        """`settings`: of ClientConfig, where they differ from the configuration. `defaults`: SpecOptions. `connection`:
+        not to a master, so no configuration is loaded.
+        """
         forks.holds(self)
         if not (isinstance(connect_timeout_s, int | float) and connect_timeout_s >= 0):
             raise ConfigError(f"connect_timeout_s: {connect_timeout_s!r} is not a number of seconds")
-        config = dataclasses.replace(load_client_config(), **settings)
+        config = dataclasses.replace(load_client_config() if connection is None else ClientConfig(), **settings)
         if timeout_s is not None:
             defaults = {"timeout": timeout_s, **defaults}
         self.window = Window(config.max_in_flight, config.max_in_flight_bytes)
-        credentials = Credentials.of_client(config) if token is None else Credentials.of(config, token=token)
-        self.connection = Connection(config.master, connect_timeout_s, credentials)
+        if connection is None:
+            credentials = Credentials.of_client(config) if token is None else Credentials.of(config, token=token)
+            connection = Connection(config.master, connect_timeout_s, credentials)
+        self.connection = connection
         self.stream = RunStream(self.connection, self.window)
         self._set_defaults(defaults)
 

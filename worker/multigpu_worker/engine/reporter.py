@@ -13,6 +13,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from multigpu._handling.attempts import (
+    CHECKPOINT_BYTES_MAX,
+    MESSAGE_BYTES_MAX,
+    NOTE_BYTES_MAX,
+    TRACEBACK_BYTES_MAX,
+    TYPE_BYTES_MAX,
+    text_of,
+)
 from multigpu._transport.payloads import LARGE_BYTES, Reference
 
 from multigpu_worker.engine.channel import EXIT_FORKED, AgentChannel
@@ -25,12 +33,6 @@ from multigpu_worker.processes.ipc.slots import SlotPage
 FLUSH_NS = 2_000_000
 # Reports of this size or more are sent without delay.
 FLUSH_BYTES = 4 << 20
-CHECKPOINT_BYTES_MAX = 1 << 20
-# Limits of the protocol: errors and progress notes (task.proto).
-TYPE_BYTES_MAX = 256
-MESSAGE_BYTES_MAX = 8 << 10
-TRACEBACK_BYTES_MAX = 16 << 10
-NOTE_BYTES_MAX = 1 << 10
 # Where a large result is stored: name of the file, offset, size.
 Place = tuple[str, int, int]
 
@@ -259,8 +261,3 @@ def flush_forever(unflushed: "queue.SimpleQueue[BatchReporter]") -> None:
                 waiting.add(unflushed.get_nowait())
         for reporter in waiting:
             reporter.flush()
-
-
-def text_of(text: str, bytes_max: int) -> str:
-    """A text cut to `bytes_max`, without the lone surrogates that UTF-8 can't encode."""
-    return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")

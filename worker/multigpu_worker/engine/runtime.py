@@ -8,6 +8,7 @@ enters an engine whose batches run together.
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import queue
 import sys
@@ -17,13 +18,15 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from multigpu._handling.attempts import MESSAGE_BYTES_MAX, text_of
 from multigpu._transport.payloads import Writer
+from multigpu.handlers import registered_handlers
 from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engine import model as models
 from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engine.leases import Leases
-from multigpu_worker.engine.reporter import MESSAGE_BYTES_MAX, BatchReporter, Reporting, flush_forever, text_of
+from multigpu_worker.engine.reporter import BatchReporter, Reporting, flush_forever
 from multigpu_worker.engine.work import Work, items_of
 from multigpu_worker.engines.base import Batch, Engine, EngineSettings
 from multigpu_worker.engines.common import self_test
@@ -116,11 +119,13 @@ class Runtime:
                 raise ValueError(f"unknown message {message[0]!r}")
 
     def _close(self, *, end: bool) -> None:
-        """The process ends, and nothing runs. `end`: by itself; else the agent ends it."""
+        """The process ends. Nothing runs, unless a drain timed out. `end`: by itself; else the agent ends it."""
         for engine in self._engines.values():
             close = getattr(engine, "close", None)
             if close is not None:
                 close()
+        if registered_handlers():
+            importlib.import_module("multigpu_worker.engines.handlers.engine").close()
         sys.stdout.flush()
         sys.stderr.flush()
         if end:

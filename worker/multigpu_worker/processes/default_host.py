@@ -13,6 +13,7 @@ from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, ProcessSettings
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.start import READY_S, SLOW_START_S, EngineStart
+from multigpu_worker.waiting import until
 
 log = structlog.get_logger()
 
@@ -42,6 +43,8 @@ class DefaultHost(EngineHost):
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._restart_delay_s = 0.0
         self._parked = False
+        # The process has closed its handlers.
+        self._closed = False
 
     async def start(self) -> None:
         """Start the process and learn what it can run. EngineStartError: it can't start."""
@@ -57,6 +60,19 @@ class DefaultHost(EngineHost):
     def reload(self) -> None:
         """The next process reads the handlers' files. If it can't import them, the present version goes on."""
         self._sources_before, self.sources, self.reload_error = self.sources, None, ""
+
+    async def close_handlers(self, grace_s: float) -> None:
+        """Before the process is ended: call `close` of the handler classes, and wait at most `grace_s` for it."""
+        if not (self.ready and self.settings.engine.handlers):
+            return
+        pid = self.pid
+        self._closed = False
+        self._send(("close", False), [])
+        try:
+            async with asyncio.timeout(grace_s):
+                await until(lambda: self._closed or not self.ready or self.pid != pid)
+        except TimeoutError:
+            log.warning("handlers did not close in time", limit_s=grace_s)
 
     def park(self) -> None:
         """End the process, and start none until `unpark`: the device must be released."""
@@ -108,6 +124,8 @@ class DefaultHost(EngineHost):
                 return partial(self._is_ready, kinds, sources_of(message[2]))
             case "rejected":
                 return partial(self._rejected, str(message[1]))
+            case "closed":
+                return partial(setattr, self, "_closed", True)
             case "importing":
                 return partial(setattr, self, "_importing", str(message[1]))
             case _:

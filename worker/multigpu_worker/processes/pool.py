@@ -20,6 +20,8 @@ from multigpu_worker.waiting import until
 # Time for an engine to write what it has to: when it is unloaded, and when the worker stops.
 CLOSE_GRACE_S = 0.5
 STOP_GRACE_S = 2.0
+# For `close` of handler classes.
+HANDLERS_CLOSE_S = 3.0
 # After a spare process died by itself there is none for this long.
 SPARE_DELAY_S = 30.0
 
@@ -243,10 +245,11 @@ class EnginePool:
         process.embedding_cache = None
 
     async def close(self) -> None:
-        """Before the worker stops: let the models' engines write what they have to."""
+        """Before the worker stops: let handlers close, and the models' engines write what they have to."""
         self.keep_spare(None)
         for model in list(self.models):
             self.unload(model, grace_s=STOP_GRACE_S)
+        await self.default.host.close_handlers(HANDLERS_CLOSE_S)
         await until(lambda: not self._ending)  # each is killed when its grace is over
 
     def stop(self) -> None:

@@ -7,6 +7,7 @@ import structlog
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.engines.handlers.sources import version_of
+from multigpu_worker.processes.pool import HANDLERS_CLOSE_S
 from multigpu_worker.processes.process import DefaultProcess
 from multigpu_worker.waiting import until
 
@@ -56,6 +57,7 @@ class HandlersReload:
         except TimeoutError:
             leases = sum(len(batch.leases) for batch in process.batches.values())
             log.warning("tasks begin anew with the reloaded handlers", leases=leases)
+        await host.close_handlers(HANDLERS_CLOSE_S)
         host.reload()
         process.replace()
         await until(lambda: host.sources is not None and host.ready)

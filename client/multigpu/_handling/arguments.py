@@ -7,9 +7,11 @@ from typing import Any
 
 from multigpu._transport.encoding import CALL, JSON, MSGPACK, RAW, Arguments, decode
 
-from multigpu_worker.engines.common.failures import BadInputError
-
 _NOT_JSON = f": send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)"
+
+
+class ArgumentsError(ValueError):
+    """The handler can't be called with the task's payload. The message says what to change."""
 
 
 class Parameters:
@@ -34,19 +36,19 @@ class Parameters:
         self._single = only.name if only is not None and only.kind in kinds else ""
 
     def of(self, payload: bytes, content_type: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments in a task's payload. Raises BadInputError."""
+        """The arguments in a task's payload. Raises ArgumentsError."""
         value: Any = payload
         if content_type in (JSON, MSGPACK, CALL):
             try:
                 value = decode(payload, content_type)
             except ValueError as error:
                 why = f"the payload is not {content_type}, though its content type says so: {error}"
-                raise BadInputError(why) from error
+                raise ArgumentsError(why) from error
         try:
             return self._bound(value)
-        except BadInputError as error:
+        except ArgumentsError as error:
             if content_type == RAW:
-                raise BadInputError(f"{error}{_NOT_JSON}") from None
+                raise ArgumentsError(f"{error}{_NOT_JSON}") from None
             raise
 
     def _bound(self, value: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -56,7 +58,7 @@ class Parameters:
         try:
             bound = self._signature.bind(*given.args, **given.kwargs)
         except TypeError as error:
-            raise BadInputError(f"the handler takes {self._signature}: {error}") from None
+            raise ArgumentsError(f"the handler takes {self._signature}: {error}") from None
         for name, argument in bound.arguments.items():
             kind = self._signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -74,11 +76,21 @@ class Parameters:
             return value
         if type(value) is list and (typing.get_origin(hint) or hint) is tuple:
             value = tuple(value)
-        import typeguard  # noqa: PLC0415  few handlers need it
+        typeguard = _typeguard()
 
         try:
             typeguard.check_type(value, hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
         except typeguard.TypeCheckError as error:
             wanted = getattr(hint, "__name__", str(hint)) if typing.get_origin(hint) is None else str(hint)
-            raise BadInputError(f"the argument {name!r} must be {wanted}: {error}") from None
+            raise ArgumentsError(f"the argument {name!r} must be {wanted}: {error}") from None
         return value
+
+
+def _typeguard() -> Any:
+    """Imported late: few handlers need it."""
+    try:
+        import typeguard  # noqa: PLC0415
+    except ImportError:
+        what = "the type hints of handlers are checked with typeguard, which is not installed"
+        raise ImportError(f"{what}; run `pip install 'multigpu[testing]'`") from None
+    return typeguard
