@@ -124,7 +124,7 @@ class AsyncClient(AsyncBaseClient):
         """Runs a task for each payload and yields the results, in the order of the payloads unless `ordered` is False.
 
         The call itself submits the first `max_in_flight` payloads (default: the client's), also if nobody reads the
-        results; taking results submits more. Of an iterator that makes it wait, the call submits what is there.
+        results; taking results submits more. Of a slow iterator, the call submits what comes within 0.1 s.
         A synchronous iterable is pulled on the event loop: wrap one that blocks in an asynchronous one.
         Payloads may be Inputs. An error ends the map and cancels what it started; with `return_exceptions` it takes the
         place of the result. Close the iterator (contextlib.aclosing) to stop early. `progress` shows a bar, by tqdm.

@@ -10,6 +10,7 @@ Therefore each counter has one writer, and the sides meet only in a deque and in
 
 import asyncio
 import concurrent.futures
+import math
 import threading
 import time
 import weakref
@@ -28,6 +29,8 @@ CHUNK_TASKS = 256
 # A chunk ends at this share of the window, so that large payloads go to the master a few at a time.
 _CHUNK_BYTES_MIN, _CHUNK_SHARE = 1 << 20, 8
 _CHUNK_S = 0.002
+# How long a map may pull from an iterator before it returns.
+_BEGIN_S = 0.1
 T = TypeVar("T")
 
 
@@ -73,8 +76,6 @@ class MapBuffer:
         self.wake: Callable[[], object] = lambda: None
         self.waiting = False
         self.exhausted = False
-        # Whether the last chunk ended because the source made us wait.
-        self.source_is_slow = False
         # Written by the side that pulls and takes.
         self._pulled = self._taken = 0
         self._pulled_bytes = self._taken_bytes = 0
@@ -108,11 +109,7 @@ class MapBuffer:
             if call.answer is None:
                 chunk.append(call)
                 nbytes += call.nbytes
-            if len(chunk) >= self._chunk_tasks or nbytes >= self._chunk_bytes:
-                self.source_is_slow = False
-                return chunk
-            if time.monotonic() > stop:
-                self.source_is_slow = True
+            if len(chunk) >= self._chunk_tasks or nbytes >= self._chunk_bytes or time.monotonic() > stop:
                 return chunk
         self.exhausted = True
         return chunk
@@ -292,12 +289,13 @@ class SyncMap:
         buffer.wake = lambda: thread.loop.call_soon(self._event.set)
 
     def begin(self, source: Iterator[Any], *, sized: bool) -> None:
-        """Starts the items for which there is capacity. Of a source that is not `sized`, which may make us wait for
-        its items, only those that it has at once.
+        """Starts the items for which there is capacity; those of a source that is not `sized`, and may be slow, for a
+        moment only.
         """
         buffer = self._buffer
+        stop = math.inf if sized else time.monotonic() + _BEGIN_S
         try:
-            while not buffer.exhausted and buffer.has_capacity() and (sized or not buffer.source_is_slow):
+            while not buffer.exhausted and buffer.has_capacity() and time.monotonic() < stop:
                 self._pull(source)
         except BaseException:
             self._withdraw()

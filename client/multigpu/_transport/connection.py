@@ -170,7 +170,7 @@ class Connection:
                         raise self.late(timeout_s) from None
                     failure = self.explain(error.code(), error.details(), task=service == "stub")
                     if give_up == end and isinstance(failure, errors.UnavailableError):
-                        late = f"no answer within {timeout_s:g} s (timeout): {failure}"
+                        late = f"no answer within {round(timeout_s, 2):g} s (timeout): {failure}"
                         raise errors.CallTimeoutError(late) from None
                     raise failure from None
                 self._refresh()
@@ -178,7 +178,7 @@ class Connection:
 
     def late(self, timeout_s: float) -> errors.CallTimeoutError:
         """The error of a call that the master has not answered in time."""
-        what = f"the master at {self.master} did not answer within {timeout_s:g} s (timeout)"
+        what = f"the master at {self.master} did not answer within {round(timeout_s, 2):g} s (timeout)"
         return errors.CallTimeoutError(f"{what}; is it stopped or overloaded?")
 
     def explain(self, code: grpc.StatusCode, details: str | None, *, task: bool = True) -> errors.MultigpuError:

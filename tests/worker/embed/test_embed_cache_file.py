@@ -317,6 +317,7 @@ for n in range(100_000):
     file.put([Row(b"%032d" % n, time.time(), b"\x2a" * 1536)])
     file.flush()
     print(n, flush=True)
+    time.sleep(0.002)  # SQLite's lock is not fair
 """
 
 
