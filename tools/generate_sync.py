@@ -46,10 +46,10 @@ TEXTS = {
     "(contextlib.aclosing) ": "",
     ", None]:": ", None, None]:",
     "AsyncTaskHandle: a submitted task.": "TaskHandle: a submitted task.",
-    "A submitted task. Awaiting it gives its result; asyncio.gather and asyncio.as_completed take it.": (
-        "A submitted task. See multigpu.gather, multigpu.as_completed and multigpu.wait."
+    "Awaiting it gives its result; asyncio.gather and\n    asyncio.as_completed take it.": (
+        "See multigpu.gather,\n    multigpu.as_completed and multigpu.wait."
     ),
-    "    def __await__(self) -> Generator[Any, None, Any]:\n        return self.result().__await__()\n\n": "",
+    "    def __await__(self) -> Generator[Any, None, R]:\n        return self.result().__await__()\n\n": "",
     "    from multigpu.options import Iterable\n": "",
 }
 

@@ -38,9 +38,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
 from multigpu._transport.encoding import Arguments
 
@@ -62,7 +62,11 @@ _BATCHING = "__multigpu_batching__"
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 P = ParamSpec("P")
+# What a call returns here, and as the result of a task: of `async def f() -> int`, a coroutine and an int.
+C = TypeVar("C")
 R = TypeVar("R")
+A = TypeVar("A")
+B_co = TypeVar("B_co", covariant=True)
 T = TypeVar("T", bound=Callable[..., Any])
 Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -95,10 +99,20 @@ class Handler:
 _handlers: dict[str, Handler] = {}
 
 
-class HandlerFunction(Generic[P, R]):
+class BatchedFunction(Protocol[A, B_co]):
+    """A function that `batch` has marked. A task has one of the values and one of the results."""
+
+    __name__: str
+
+    def __call__(self, values: list[A], /) -> Sequence[B_co]: ...
+
+
+class HandlerFunction(Generic[P, C, R]):
     """A function or a class that is a handler. Calling it runs it here; of a class, that makes an instance."""
 
-    def __init__(self, target: Callable[P, R], registered: Handler) -> None:
+    __qualname__: str
+
+    def __init__(self, target: Callable[..., C], registered: Handler) -> None:
         self.__wrapped__ = target
         self.kind = registered.kind
         # More attempts than the default, if the handler wants more retries.
@@ -106,8 +120,11 @@ class HandlerFunction(Generic[P, R]):
         self._options: SpecMapOptions = {"attempts_max": attempts} if attempts > ATTEMPTS_DEFAULT else {}
         functools.update_wrapper(self, target, updated=())
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: Any, **kwargs: Any) -> C:
         return self.__wrapped__(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled by name, as functions are
 
     def __repr__(self) -> str:
         return f"<handler {self.kind}>"
@@ -124,34 +141,41 @@ class HandlerFunction(Generic[P, R]):
         return other
 
     @overload
-    def submit(self, client: Client, /, *args: Any, **kwargs: Any) -> TaskHandle: ...
+    def submit(self, client: Client, /, *args: P.args, **kwargs: P.kwargs) -> TaskHandle[R]: ...
     @overload
-    def submit(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, AsyncTaskHandle]: ...
+    def submit(
+        self, client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, AsyncTaskHandle[R]]: ...
     def submit(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Submits a task that calls the handler with these arguments, and returns its handle."""
         _check_client(client, self, "submit")
         return client.submit(self.kind, _value_of(args, kwargs), **self._options)
 
     @overload
-    def run(self, client: Client, /, *args: Any, **kwargs: Any) -> Any: ...
+    def run(self, client: Client, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
-    def run(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]: ...
+    def run(self, client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
     def run(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a task that calls the handler with these arguments, and returns its result."""
         _check_client(client, self, "run")
         return client.run(self.kind, _value_of(args, kwargs), **self._options)
 
     @overload
-    def map(self, client: Client, values: Iterable[Any], /) -> Generator[Any, None, None]: ...
+    def map(self, client: Client, /, *iterables: Iterable[Any]) -> Generator[R, None, None]: ...
     @overload
-    def map(self, client: AsyncClient, values: Iterable[Any], /) -> AsyncGenerator[Any, None]: ...
-    def map(self, client: Any, values: Iterable[Any], /) -> Any:
-        """Runs a task for each value, and yields the results as `client.map` does."""
+    def map(self, client: AsyncClient, /, *iterables: Iterable[Any]) -> AsyncGenerator[R, None]: ...
+    def map(self, client: Any, /, *iterables: Iterable[Any]) -> Any:
+        """Runs a task for each item, and yields the results as `client.map` does. With several iterables, which give
+        the arguments as those of the built-in `map` do, it ends with the shortest.
+        """
         _check_client(client, self, "map")
-        return client.map(self.kind, values, **self._options)
+        if not iterables:
+            raise TypeError("map takes one iterable for each argument of the handler")
+        items = iterables[0] if len(iterables) == 1 else (Arguments(each, {}) for each in zip(*iterables, strict=False))
+        return client.map(self.kind, items, **self._options)
 
 
-def _check_client(client: Any, handler_function: HandlerFunction[..., Any], method: str) -> None:
+def _check_client(client: Any, handler_function: HandlerFunction[..., Any, Any], method: str) -> None:
     if not callable(getattr(client, "run" if method == "map" else method, None)):
         name = handler_function.__wrapped__.__name__
         raise TypeError(
@@ -176,12 +200,41 @@ def _value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
+class _Decorator(Protocol):
+    @overload
+    def __call__(self, target: type[C], /) -> HandlerFunction[..., C, Any]: ...  # type: ignore[overload-overlap]  # a class first
+    @overload
+    def __call__(self, target: BatchedFunction[A, B_co], /) -> HandlerFunction[[A], Sequence[B_co], B_co]: ...
+    @overload
+    def __call__(
+        self, target: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> HandlerFunction[P, Coroutine[Any, Any, R], R]: ...
+    @overload
+    def __call__(
+        self, target: Callable[P, Generator[Any, Any, R]], /
+    ) -> HandlerFunction[P, Generator[Any, Any, R], R]: ...
+    @overload
+    def __call__(self, target: Callable[P, Iterator[C]], /) -> HandlerFunction[P, Iterator[C], Any]: ...
+    @overload
+    def __call__(self, target: Callable[P, R], /) -> HandlerFunction[P, R, R]: ...
+
+
 @overload
-def handler(target: Callable[P, R], /) -> HandlerFunction[P, R]: ...
+def handler(target: type[C], /) -> HandlerFunction[..., C, Any]: ...  # type: ignore[overload-overlap]  # a class first
+@overload
+def handler(target: BatchedFunction[A, B_co], /) -> HandlerFunction[[A], Sequence[B_co], B_co]: ...
+@overload
+def handler(target: Callable[P, Coroutine[Any, Any, R]], /) -> HandlerFunction[P, Coroutine[Any, Any, R], R]: ...
+@overload
+def handler(target: Callable[P, Generator[Any, Any, R]], /) -> HandlerFunction[P, Generator[Any, Any, R], R]: ...
+@overload
+def handler(target: Callable[P, Iterator[C]], /) -> HandlerFunction[P, Iterator[C], Any]: ...
+@overload
+def handler(target: Callable[P, R], /) -> HandlerFunction[P, R, R]: ...
 @overload
 def handler(
     kind: str = "", /, *, retries: int | None = None, retry_on: Exceptions = (), concurrency: int = 0
-) -> Callable[[Callable[P, R]], HandlerFunction[P, R]]: ...
+) -> _Decorator: ...
 def handler(
     kind: Any = "", /, *, retries: int | None = None, retry_on: Exceptions = (), concurrency: int = 0
 ) -> Any:  # fmt: skip
@@ -207,7 +260,7 @@ def handler(
     _check_count("concurrency", concurrency)
     _check_kind(kind)
 
-    def register(target: Any) -> HandlerFunction[..., Any]:
+    def register(target: Any) -> HandlerFunction[..., Any, Any]:
         cls = target if isinstance(target, type) else None
         function = _call_of(cls) if cls is not None else target
         batching = getattr(function, _BATCHING, None)
@@ -226,10 +279,19 @@ def handler(
     return register
 
 
+class _BatchDecorator(Protocol):
+    @overload
+    def __call__(self, function: Callable[[list[A]], Sequence[B_co]], /) -> BatchedFunction[A, B_co]: ...
+    @overload
+    def __call__(self, function: T, /) -> T: ...
+
+
+@overload
+def batch(function: Callable[[list[A]], Sequence[B_co]], /) -> BatchedFunction[A, B_co]: ...
 @overload
 def batch(function: T, /) -> T: ...
 @overload
-def batch(*, max_size: int = 64, max_wait_ms: float = 5.0) -> Callable[[T], T]: ...
+def batch(*, max_size: int = 64, max_wait_ms: float = 5.0) -> _BatchDecorator: ...
 def batch(function: Any = None, /, *, max_size: int = 64, max_wait_ms: float = 5.0) -> Any:
     """Marks a handler function, or the __call__ of a handler class, that takes the values of several tasks at a time.
     Use it with or without arguments.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from multigpu._sync.handles import TaskHandle
     from multigpu.outcome import Outcome
 
+R = TypeVar("R")
 
-def as_completed(handles: Iterable[TaskHandle], timeout: float | None = None) -> Generator[TaskHandle, None, None]:
+
+def as_completed(
+    handles: Iterable[TaskHandle[R]], timeout: float | None = None
+) -> Generator[TaskHandle[R], None, None]:
     """Yields the handles as their tasks end. `timeout`: the most seconds that the wait for each may take; then
     CallTimeoutError. Default: the client's.
     """
@@ -18,8 +22,8 @@ def as_completed(handles: Iterable[TaskHandle], timeout: float | None = None) ->
 
 
 def gather(
-    handles: Iterable[TaskHandle], *, timeout: float | None = None, return_exceptions: bool = False
-) -> list[Any]:
+    handles: Iterable[TaskHandle[R]], *, timeout: float | None = None, return_exceptions: bool = False
+) -> list[R]:
     """Waits until all tasks have ended, and returns their results in the order of the handles.
 
     Raises the first TaskError; with `return_exceptions` it takes the place of the result. `timeout`: the most seconds
@@ -32,14 +36,14 @@ def gather(
     return results
 
 
-def wait(handles: Iterable[TaskHandle], timeout: float | None = None) -> list[Outcome]:
+def wait(handles: Iterable[TaskHandle[R]], timeout: float | None = None) -> list[Outcome]:
     """Waits until all tasks have ended, and returns their outcomes, whatever they are. `timeout`: as `gather`."""
     return [handle.outcome() for handle in _follow(handles, ordered=True, timeout=timeout, total=True)]
 
 
 def _follow(
-    handles: Iterable[TaskHandle], *, ordered: bool, timeout: float | None, total: bool = False
-) -> Generator[TaskHandle, None, None]:
+    handles: Iterable[TaskHandle[R]], *, ordered: bool, timeout: float | None, total: bool = False
+) -> Generator[TaskHandle[R], None, None]:
     given = list(handles)
     if not given:
         return

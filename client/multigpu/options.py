@@ -26,81 +26,106 @@ _SPECS_MAX = 256
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Options of calls with a parameter `model`. Every one is optional; task.proto has the defaults and the limits."""
+    """Options of calls with a parameter `model`. Every one is optional; task.proto has the limits.
+
+    Attributes:
+        queue: the queue; default "default".
+        priority: 1 (served first) to 5; default 3.
+        parameters: passed to the handler or engine unchanged.
+        labels: only workers with all of these labels may take the task.
+        device_memory_bytes: only workers whose device has this much free memory may take the task.
+        deadline: with a time zone. A task that has not ended by then ends EXPIRED.
+        queue_timeout_s: limit of the wait for the first attempt, in seconds.
+        run_timeout_s: limit of each attempt, in seconds.
+        attempts_max: limit of the number of attempts; default 3.
+        backoff_initial_s: the wait before the second attempt, at most; each later wait is twice as long. Default 0.1.
+        backoff_max_s: limit of the wait before an attempt; default 30.
+        ephemeral: the task is not written to the master's disk, and is lost when the master ends.
+        result_ttl_s: how long the outcome can be fetched after the task has ended, in seconds.
+        wait_for_worker: queue the task even if no known worker could ever take it.
+        retry_failed: run the request_id again if its task ended without success; the payload may differ. Default:
+            return its error.
+        timeout: the most seconds that the call may block; in a map or a stream, the wait for each result. After it the
+            call raises CallTimeoutError, and cancels the tasks that it has started; a submit cancels nothing, as the
+            master may have accepted its tasks. Default: the client's, which is no limit unless it was set. math.inf:
+            no limit.
+    """
 
     queue: str
-    # 1 (served first) to 5; default 3.
     priority: int
-    # Passed to the engine unchanged.
     parameters: Mapping[str, str]
-    # Only workers with all of these labels may take the task.
     labels: Mapping[str, str]
-    # Only workers whose device has this much free memory may take the task.
     device_memory_bytes: int
-    # With a time zone. A task that is not settled by then ends EXPIRED.
     deadline: datetime
-    # How long the task may wait for its first dispatch.
     queue_timeout_s: float
-    # How long one attempt may run.
     run_timeout_s: float
     attempts_max: int
     backoff_initial_s: float
     backoff_max_s: float
-    # The task is not written to the master's disk, and is lost when the master ends.
     ephemeral: bool
-    # How long the outcome can be fetched after the task ended.
     result_ttl_s: float
-    # Queue the task even if no known worker could ever take it.
     wait_for_worker: bool
-    # Run the request_id again if its task ended without success; the payload may differ. Default: return its error.
     retry_failed: bool
-    # The most seconds that the call may block; in a map or a stream, the wait for each result. After it the call
-    # raises CallTimeoutError, and cancels the tasks that it has started; a submit cancels nothing, as the master may
-    # have accepted its tasks. Default: the client's timeout, which is no limit unless it was set; math.inf: no limit.
     timeout: float | None
 
 
 class SpecOptions(EmbedOptions, total=False):
-    """Options that all tasks of a call share: those of a TaskSpec."""
+    """Options that all tasks of a call share: those of EmbedOptions, and one more.
 
-    model: str
-
-
-class TaskOptions(SpecOptions, total=False):
-    """Options of a single task: those of SpecOptions, and its own."""
-
-    # The idempotency key: for at least 24 h, the same request_id returns the same task. Default: a new one.
-    request_id: str | uuid.UUID
-    # Under the strategy static_partition, tasks with the same key go to the same worker while it lives.
-    partition_key: str
-    # The amount of work, in the unit of the task's kind; default 1.
-    units: int
-
-
-class MapOptions(EmbedOptions, total=False):
-    """Options of maps whose method has a positional parameter `model`."""
-
-    # Results in the order of the payloads (the default), or as they complete.
-    ordered: bool
-    # At most this many payloads are submitted ahead of the results that were consumed. Default: the client's.
-    max_in_flight: int | None
-    # Return the errors of tasks in place of their results. Default: an error ends the map and cancels its other tasks.
-    return_exceptions: bool
-    # Show a progress bar. It needs the package tqdm.
-    progress: bool
-
-
-class SpecMapOptions(MapOptions, total=False):
-    """Options of maps of any kind."""
+    Attributes:
+        model: the model, for kinds that have models; default: the worker's own.
+    """
 
     model: str
 
 
 class CallOptions(EmbedOptions, total=False):
-    """Options of a single task in calls with a parameter `model`."""
+    """Options of a single task in calls with a parameter `model`: those of EmbedOptions, and two more.
+
+    Attributes:
+        request_id: the idempotency key: for at least 24 h, the same request_id returns the same task. Default: a new
+            one.
+        partition_key: under the strategy static_partition, tasks with the same key go to the same worker while it
+            lives.
+    """
 
     request_id: str | uuid.UUID
     partition_key: str
+
+
+class TaskOptions(SpecOptions, total=False):
+    """Options of a single task: those of SpecOptions and CallOptions, and one more.
+
+    Attributes:
+        units: the amount of work, in the unit of the task's kind; default 1.
+    """
+
+    request_id: str | uuid.UUID
+    partition_key: str
+    units: int
+
+
+class MapOptions(EmbedOptions, total=False):
+    """Options of maps whose method has a parameter `model`: those of EmbedOptions, and four more.
+
+    Attributes:
+        ordered: results in the order of the payloads (the default), or as tasks end.
+        max_in_flight: at most this many payloads are submitted ahead of the results taken. Default: the client's.
+        return_exceptions: return the errors of tasks in place of their results. Default: an error ends the map and
+            cancels its other tasks.
+        progress: show a progress bar. It needs the package tqdm.
+    """
+
+    ordered: bool
+    max_in_flight: int | None
+    return_exceptions: bool
+    progress: bool
+
+
+class SpecMapOptions(MapOptions, total=False):
+    """Options of maps of any kind: those of MapOptions and SpecOptions."""
+
+    model: str
 
 
 class TaskFilter(TypedDict, total=False):

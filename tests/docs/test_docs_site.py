@@ -9,7 +9,6 @@ from pathlib import Path
 
 import multigpu
 import pytest
-from multigpu.options import TaskOptions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
@@ -18,12 +17,6 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
 def test_the_reference_has_every_public_name() -> None:
     listed = re.findall(r"^::: multigpu\.(\w+)$", REFERENCE, re.MULTILINE)
     assert sorted(listed) == multigpu.__all__
-
-
-def test_the_reference_has_every_option_of_a_task() -> None:
-    cells = re.findall(r"^\| (`.*?) \|", REFERENCE, re.MULTILINE)
-    listed = {name for cell in cells for name in re.findall(r"\w+", cell)}
-    assert TaskOptions.__annotations__.keys() <= listed
 
 
 def test_the_packages_of_the_site_are_explained() -> None:
@@ -51,6 +44,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     missing = [name for name in methods if f'id="multigpu.Client.{name}"' not in reference]
     assert missing == []
     assert "Submits one task and returns its handle" in reference
+    assert "at most this many payloads are submitted ahead" in reference
     # Nothing is loaded from elsewhere: readers behind a firewall see the whole page.
     for file in site.rglob("*.html"):
         elements = re.findall(r'<(?:script|img|link rel="stylesheet") [^>]*', file.read_text("utf-8"))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 from multigpu._async.base import AsyncBaseClient
 from multigpu._async.handles import AsyncTaskHandle
 from multigpu._async.streams import AsyncGeneration, AsyncStream
+from multigpu._calls.documentation import document_options
 from multigpu._calls.progress import ProgressBar, progress_bar
 from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@document_options
 class AsyncClient(AsyncBaseClient):
     """A client of one master, for one event loop. Cancelling a waiting call cancels the tasks that it started.
 
@@ -73,27 +75,27 @@ class AsyncClient(AsyncBaseClient):
 
     # Submitting.
 
-    async def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> AsyncTaskHandle:
+    async def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> AsyncTaskHandle[Any]:
         """Submits one task and returns its handle, once it is on the master's disk. Raises RejectedError."""
         own, shared = split_options(options)
-        handle: AsyncTaskHandle = single(await self.submit_many(kind, (Input(payload=payload, **own),), **shared))
+        handle: AsyncTaskHandle[Any] = single(await self.submit_many(kind, (Input(payload=payload, **own),), **shared))
         return handle
 
     async def submit_many(
         self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecOptions]
-    ) -> list[AsyncTaskHandle | RejectedError]:
+    ) -> list[AsyncTaskHandle[Any] | RejectedError]:
         """Submits many tasks, in calls of up to 10,000 tasks and 32 MiB.
 
         `payloads` may hold Inputs. Returns, for each payload in order, the handle or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        make_handle = partial(AsyncTaskHandle, self._core)
+        make_handle = partial(AsyncTaskHandle[Any], self._core)
         async with self._core.submission(self._core.pop_timeout(options), make_handle) as submission:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
                 await submission.send(request)
         return submission.results
 
-    async def handle(self, task: TaskName, *, timeout: float | None = None) -> AsyncTaskHandle:
+    async def handle(self, task: TaskName, *, timeout: float | None = None) -> AsyncTaskHandle[Any]:
         """The handle of a task that was submitted before, by its task_id (int) or request_id (str). Raises
         NotFoundError.
         """
@@ -161,7 +163,8 @@ class AsyncClient(AsyncBaseClient):
     ) -> Vectors:
         """The vectors of texts: float32 [n, dimension], in the order of the texts. No texts: [0, 0].
 
-        `model`: default, the workers' own. `batch_size`: texts in a task, 1 to 10,000. Raises as `map`.
+        `model`: default, the workers' own. `batch_size`: texts in a task, 1 to 10,000. `progress` shows a bar, by
+        tqdm. Raises as `map`.
         """
         stack = Stack(texts)
         rows_of = self.embed_iter(texts, model=model, batch_size=batch_size, progress=progress, **options)
@@ -180,7 +183,7 @@ class AsyncClient(AsyncBaseClient):
         **options: Unpack[EmbedOptions],
     ) -> AsyncGenerator[Vectors, None]:
         """As `embed`, for endless input: yields the vectors of `batch_size` texts at a time, float32
-        [≤ batch_size, dimension].
+        [≤ batch_size, dimension], and `progress` counts texts.
         """
         check_texts(texts)
         chunks = Chunks(batch_size)

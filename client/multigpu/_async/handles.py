@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from multigpu._calls.core import Core
 from multigpu.fleet import Explanation
@@ -12,9 +12,12 @@ from multigpu.outcome import Task
 if TYPE_CHECKING:
     from multigpu.outcome import Outcome
 
+R = TypeVar("R")
 
-class AsyncTaskHandle:
-    """A submitted task. Awaiting it gives its result; asyncio.gather and asyncio.as_completed take it.
+
+class AsyncTaskHandle(Generic[R]):
+    """A submitted task, whose result is of type R. Awaiting it gives its result; asyncio.gather and
+    asyncio.as_completed take it.
 
     The task goes on without the handle, its client and this process: `client.handle(id)` makes another one anywhere.
     """
@@ -42,11 +45,12 @@ class AsyncTaskHandle:
             self._outcome = await self._core.follow(self.request_id, timeout)
         return self._outcome
 
-    async def result(self, timeout: float | None = None) -> Any:
+    async def result(self, timeout: float | None = None) -> R:
         """Waits until the task ends and returns its result. Raises its TaskError, and as `outcome`."""
-        return (await self.outcome(timeout)).value()
+        value: R = (await self.outcome(timeout)).value()
+        return value
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, R]:
         return self.result().__await__()
 
     async def done(self, *, timeout: float | None = None) -> bool:

@@ -28,21 +28,24 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 
 class GenerateOptions(CallOptions, total=False):
-    """How text is generated, beside the options of the task. Every one is optional."""
+    """How text is generated, beside the options of the task. Every one is optional.
 
-    # The most tokens to generate. Default: 256, or what the model's context leaves if that is less.
+    Attributes:
+        max_tokens: the most tokens to generate. Default: 256, or what the model's context leaves if that is less.
+        temperature: 0 (the default): always the most likely token. At most 2.
+        top_p: draw from the most likely tokens with this total probability. Default 1: from all.
+        top_k: draw from this many of the most likely tokens. Default 0: from all.
+        repetition_penalty: makes earlier tokens less likely. Default 1: it doesn't.
+        stop: strings that end the answer, which excludes them.
+        seed: the same seed, prompt and settings give the same text. Default: one is drawn.
+    """
+
     max_tokens: int
-    # 0 (the default): always the most likely token. At most 2.
     temperature: float
-    # Draw from the most likely tokens with this total probability. Default 1: from all.
     top_p: float
-    # Draw from this many of the most likely tokens. Default 0: from all.
     top_k: int
-    # Makes earlier tokens less likely. Default 1: it doesn't.
     repetition_penalty: float
-    # Strings that end the answer, which excludes them.
     stop: Sequence[str]
-    # The same seed, prompt and settings give the same text. Default: one is drawn.
     seed: int
 
 

@@ -14,6 +14,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
+from multigpu._calls.documentation import document_options
 from multigpu._calls.progress import ProgressBar, progress_bar
 from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@document_options
 class Client(BaseClient):
     """A client of one master. Threads may share it. Ctrl-C in a waiting call cancels the tasks that it started.
     The same call with the same request_ids continues: tasks that had ended are answered, others run again.
@@ -73,27 +75,27 @@ class Client(BaseClient):
 
     # Submitting.
 
-    def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> TaskHandle:
+    def submit(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> TaskHandle[Any]:
         """Submits one task and returns its handle, once it is on the master's disk. Raises RejectedError."""
         own, shared = split_options(options)
-        handle: TaskHandle = single(self.submit_many(kind, (Input(payload=payload, **own),), **shared))
+        handle: TaskHandle[Any] = single(self.submit_many(kind, (Input(payload=payload, **own),), **shared))
         return handle
 
     def submit_many(
         self, kind: str, payloads: Iterable[Any], **options: Unpack[SpecOptions]
-    ) -> list[TaskHandle | RejectedError]:
+    ) -> list[TaskHandle[Any] | RejectedError]:
         """Submits many tasks, in calls of up to 10,000 tasks and 32 MiB.
 
         `payloads` may hold Inputs. Returns, for each payload in order, the handle or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        make_handle = partial(TaskHandle, self._core)
+        make_handle = partial(TaskHandle[Any], self._core)
         with self._core.submission(self._core.pop_timeout(options), make_handle) as submission:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
                 submission.send(request)
         return submission.results
 
-    def handle(self, task: TaskName, *, timeout: float | None = None) -> TaskHandle:
+    def handle(self, task: TaskName, *, timeout: float | None = None) -> TaskHandle[Any]:
         """The handle of a task that was submitted before, by its task_id (int) or request_id (str). Raises
         NotFoundError.
         """
@@ -159,7 +161,8 @@ class Client(BaseClient):
     ) -> Vectors:
         """The vectors of texts: float32 [n, dimension], in the order of the texts. No texts: [0, 0].
 
-        `model`: default, the workers' own. `batch_size`: texts in a task, 1 to 10,000. Raises as `map`.
+        `model`: default, the workers' own. `batch_size`: texts in a task, 1 to 10,000. `progress` shows a bar, by
+        tqdm. Raises as `map`.
         """
         stack = Stack(texts)
         rows_of = self.embed_iter(texts, model=model, batch_size=batch_size, progress=progress, **options)
@@ -178,7 +181,7 @@ class Client(BaseClient):
         **options: Unpack[EmbedOptions],
     ) -> Generator[Vectors, None, None]:
         """As `embed`, for endless input: yields the vectors of `batch_size` texts at a time, float32
-        [≤ batch_size, dimension].
+        [≤ batch_size, dimension], and `progress` counts texts.
         """
         check_texts(texts)
         chunks = Chunks(batch_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from multigpu._calls.blocking import BlockingCore
 from multigpu.fleet import Explanation
@@ -11,9 +11,12 @@ from multigpu.outcome import Task
 if TYPE_CHECKING:
     from multigpu.outcome import Outcome
 
+R = TypeVar("R")
 
-class TaskHandle:
-    """A submitted task. See multigpu.gather, multigpu.as_completed and multigpu.wait.
+
+class TaskHandle(Generic[R]):
+    """A submitted task, whose result is of type R. See multigpu.gather,
+    multigpu.as_completed and multigpu.wait.
 
     The task goes on without the handle, its client and this process: `client.handle(id)` makes another one anywhere.
     """
@@ -41,9 +44,10 @@ class TaskHandle:
             self._outcome = self._core.follow(self.request_id, timeout)
         return self._outcome
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> R:
         """Waits until the task ends and returns its result. Raises its TaskError, and as `outcome`."""
-        return (self.outcome(timeout)).value()
+        value: R = (self.outcome(timeout)).value()
+        return value
 
     def done(self, *, timeout: float | None = None) -> bool:
         """Whether the task has ended. Does not wait for it."""

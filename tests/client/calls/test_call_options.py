@@ -1,7 +1,9 @@
 """Options of calls: the client's defaults, the limit of a call, maps that begin at once, and progress bars."""
 
 import asyncio
+import inspect
 import io
+import pydoc
 import sys
 import time
 from collections.abc import Iterator
@@ -125,6 +127,20 @@ async def test_an_asynchronous_map_that_nobody_reads_runs_and_ends() -> None:
         await until_async(lambda: not [t for t in asyncio.all_tasks() if t.get_name() == "multigpu map feeder"])
         assert len(master.answered) <= 400
         assert not master.cancelled
+
+
+@pytest.mark.parametrize("cls", [multigpu.Client, multigpu.AsyncClient])
+def test_help_explains_every_option_of_every_method(cls: type) -> None:
+    methods = {name: each for name, each in vars(cls).items() if "options" in getattr(each, "__annotations__", {})}
+    shown = {name: pydoc.plain(pydoc.render_doc(method)) for name, method in methods.items()}
+    assert {"submit", "map", "embed", "generate", "infer", "classify", "stream", "with_options"} <= shown.keys()
+    for name, text in shown.items():
+        parameters = inspect.signature(methods[name]).parameters.values()
+        options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        unexplained = [option for option in options if f"    {option}: " not in text and f"`{option}`" not in text]
+        unexplained = [option for option in unexplained if option not in ("batch_size", "outputs", "top_k")]  # "As …"
+        assert unexplained == [], name
+        assert "**options" not in text
 
 
 def test_progress_counts_tasks_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
