@@ -100,6 +100,33 @@ fingerprint() {
   } | sha256sum | cut -d ' ' -f 1
 }
 
+# Of pip's output, shows what is downloaded or taken from its cache, with sizes, and the sum.
+downloads() {
+  awk '
+    /^would run: / { print }
+    /^ *(Downloading|Using cached) .*\.whl( |$)/ {
+      file = $1 == "Using" ? $3 : $2
+      size = match($0, /\([^)]*\)/) ? substr($0, RSTART + 1, RLENGTH - 2) : ""
+      split(size, parts, " ")
+      if ($1 == "Downloading") bytes += parts[1] * (parts[2] == "GB" ? 1e9 : parts[2] == "MB" ? 1e6 : parts[2] == "kB" ? 1e3 : 1)
+      printf "    %s %s%s\n", $1 == "Using" ? "from the cache:" : "downloading", file, size == "" ? "" : " (" size ")"
+      fflush()
+    }
+    /^Installing collected packages: / { printf "    %.0f MB downloaded; installing %d packages\n", bytes / 1e6, split($0, _, ","); fflush() }
+  '
+}
+
+# answers PYTHON URL: whether a server answers at the address.
+answers() {
+  [ "$dry_run" = 1 ] || "$1" - "$2" <<'PYTHON'
+import sys, urllib.request
+try:
+    urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeout=10)
+except OSError:
+    sys.exit(1)
+PYTHON
+}
+
 # install_project DIR: installs multigpu and its dependencies into an environment. The stamp is written last, so that an
 # interrupted installation is repeated.
 install_project() {
@@ -113,22 +140,24 @@ install_project() {
   if is_editable "$1"; then
     project=(-e .)
   fi
-  local pip=("$1/bin/python" -m pip) install=(install -qq --disable-pip-version-check --no-input)
-  local locked=("${install[@]}" --retries 5 --timeout 60 --only-binary :all: --require-hashes)
+  local pip=("$1/bin/python" -m pip) install=(install --progress-bar off --disable-pip-version-check --no-input)
+  local locked=("${install[@]}" --retries 5 --timeout 60 --only-binary :all: --require-hashes) torch_source=()
   say "multigpu: installing it, the packages of tools/deploy/lock/$profile.txt and the model all-MiniLM-L6-v2 (the first time takes minutes)"
   if [ "$(cut -d ' ' -f 1 "$stamp" 2>/dev/null)" != "$profile" ]; then
     # Packages of another profile: pip takes 2.13.0+cpu for 2.13.0, and both ONNX Runtimes are the same import.
     run "${pip[@]}" uninstall -qq --yes torch onnxruntime onnxruntime-gpu </dev/null
   fi
   if [ "$profile" = cpu ]; then
-    # With a short timeout: if the page can't be reached, pip's own settings may name another source.
-    run "${pip[@]}" "${locked[@]}" --retries 1 --timeout 30 --no-deps --find-links "$torch_cpu_page" \
-      -r tools/deploy/lock/cpu-torch.txt </dev/null ||
+    # If the page can't be reached, pip's own settings may name another source.
+    if answers "$1/bin/python" "$torch_cpu_page"; then
+      torch_source=(--find-links "$torch_cpu_page")
+    fi
+    run "${pip[@]}" "${locked[@]}" --no-deps "${torch_source[@]}" -r tools/deploy/lock/cpu-torch.txt </dev/null | downloads ||
       fail "torch's CPU build can't be downloaded from $torch_cpu_page; PIP_FIND_LINKS may name a folder with its wheel"
   fi
-  run "${pip[@]}" "${locked[@]}" -r "tools/deploy/lock/$profile.txt" </dev/null
+  run "${pip[@]}" "${locked[@]}" -r "tools/deploy/lock/$profile.txt" </dev/null | downloads
   # Without build isolation: the lock has the build tools too.
-  run "${pip[@]}" "${install[@]}" --no-deps --no-build-isolation "${project[@]}" </dev/null
+  run "${pip[@]}" "${install[@]}" -qq --no-deps --no-build-isolation "${project[@]}" </dev/null
   run "${pip[@]}" check </dev/null
   if [ "$dry_run" = 0 ]; then
     echo "$wanted" >"$stamp"

@@ -30,8 +30,8 @@ class Submission:
     def __init__(self, connection: Connection, timeout_s: float | None, make_handle: MakeHandle) -> None:
         self._connection = connection
         self._make_handle = make_handle
-        # The instant at which the whole submission must have ended.
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        # What is left for further requests; None: no limit.
+        self._left_s = timeout_s
         # A handle or an error for each input.
         self.results: list[Any] = []
         self._request_ids: list[str] = []
@@ -50,9 +50,12 @@ class Submission:
         """Adds to `results`. Cancelled, it leaves the call pending, for `undo`."""
         request_ids = [each.request_id for batch in request.batches for each in batch.inputs]
         self._request_ids += request_ids
-        left_s = UNARY_TIMEOUT_S if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        self._pending = asyncio.ensure_future(self._connection.unary("Submit", request, left_s))
+        begin = time.monotonic()
+        limit_s = UNARY_TIMEOUT_S if self._left_s is None else self._left_s
+        self._pending = asyncio.ensure_future(self._connection.unary("Submit", request, limit_s))
         response = await asyncio.shield(self._pending)
+        if self._left_s is not None:
+            self._left_s = max(0.0, self._left_s - (time.monotonic() - begin))
         if len(response.results) != len(request_ids):
             raise TransportError(f"the master answered {len(response.results)} of {len(request_ids)} tasks")
         for each, request_id in zip(response.results, request_ids, strict=True):

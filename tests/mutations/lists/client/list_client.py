@@ -55,8 +55,8 @@ CLIENT = (
     ),
     settings(
         "a client drops TLS and its token",
-        "dataclasses.replace(load_client_config(), **settings)",
-        "dataclasses.replace(load_client_config().__class__(), **settings)",
+        "load_client_config() if connection is None",
+        "load_client_config().__class__() if connection is None",
         module="multigpu._calls.core",
     ),
     settings(
