@@ -38,8 +38,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
 from multigpu._transport.encoding import Arguments
@@ -240,10 +242,10 @@ def handler(
 ) -> Any:  # fmt: skip
     """Registers a function or a class for a kind of task. Use it with or without arguments.
 
-    `kind`: default, the module and the qualified name. `retries`: after how many exceptions the task is tried again;
-    default: 0, or with `retry_on` until its attempts_max, which bounds every number of attempts (default 3).
-    `retry_on`: only after these exceptions. `concurrency`: how many calls may run at a time in a worker; default: one
-    in each of its slots.
+    `kind`: default, the module and the qualified name; of a program that is run as `python my_models.py`, the module is
+    "my_models". `retries`: after how many exceptions the task is tried again; default: 0, or with `retry_on` until its
+    attempts_max, which bounds every number of attempts (default 3). `retry_on`: only after these exceptions.
+    `concurrency`: how many calls may run at a time in a worker; default: one in each of its slots.
 
     ValueError: the kind is empty, longer than 128 bytes, reserved, or already registered by another function.
     """
@@ -266,7 +268,7 @@ def handler(
         batching = getattr(function, _BATCHING, None)
         if batching is not None and concurrency > 1:
             raise ValueError("a batched handler runs one batch at a time: leave concurrency out")
-        name = kind or f"{target.__module__}.{target.__qualname__}"
+        name = kind or f"{_module_of(target)}.{target.__qualname__}"
         _check_kind(name)
         _check_free(name, target)
         _check_parameters(function, of_class=cls is not None, batched=batching is not None)
@@ -323,6 +325,18 @@ def batch(function: Any = None, /, *, max_size: int = 64, max_wait_ms: float = 5
 def registered_handlers() -> dict[str, Handler]:
     """Every handler registered in this process, by kind."""
     return dict(_handlers)
+
+
+def _module_of(target: Any) -> str:
+    """The module by which a worker imports the target: of a program, the name of its file or of `python -m`."""
+    name: str = target.__module__
+    if name == "__main__":
+        main = sys.modules["__main__"]
+        if getattr(main, "__spec__", None) is not None:
+            name = main.__spec__.name  # type: ignore[union-attr]  # it is not None
+        elif getattr(main, "__file__", None):
+            name = Path(str(main.__file__)).stem
+    return name
 
 
 def _check_count(name: str, count: Any) -> None:

@@ -212,6 +212,9 @@ class TaskError(MultigpuError):
         Exception.__init__(self, outcome)  # a TaskFailed is of another class too, which may want other arguments
         self.outcome = outcome
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _error_of, (self.outcome,)
 
@@ -278,6 +281,10 @@ _BY_STATE: dict[OutcomeState, type[TaskError]] = {
 }
 
 
+# What engines report when memory is short.
+OUT_OF_MEMORY = "OutOfMemory"
+
+
 def _error_of(outcome: Outcome) -> TaskError:
     return outcome.to_error()
 
@@ -285,7 +292,8 @@ def _error_of(outcome: Outcome) -> TaskError:
 def _task_failed(outcome: Outcome) -> TaskFailed:
     try:
         cls = _failed_class(_exception_class(outcome.error_type))
-        error = cls.__new__(cls)
+        # MemoryError has a __new__ of its own, which classes derived from two don't inherit.
+        error = BaseException.__new__(cls) if issubclass(cls, MemoryError) else cls.__new__(cls)
         TaskFailed.__init__(error, outcome)
     except Exception:  # noqa: BLE001  the class can't be derived from, wants arguments, or refuses attributes
         error = TaskFailed(outcome)
@@ -297,8 +305,14 @@ def _exception_class(name: str) -> type:
     """The class that a handler raised; TaskFailed if this program has not imported it, and for engines' errors. Also
     for our own: a CallTimeoutError of the handler's client says nothing about ours.
     """
-    module, _, name = name.rpartition(".")
-    found = getattr(sys.modules.get(module or "builtins"), name, None)
+    parts = ("MemoryError" if name == OUT_OF_MEMORY else name).split(".")
+    found: Any = None
+    for at in range(len(parts) - 1, -1, -1):  # the module's name, then the class's, which may be nested
+        found = sys.modules.get(".".join(parts[:at]) or "builtins")
+        if found is not None:
+            for part in parts[at:]:
+                found = getattr(found, part, None)
+            break
     if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, MultigpuError):
         return found
     return TaskFailed

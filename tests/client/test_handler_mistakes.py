@@ -1,5 +1,10 @@
 """Mistakes in the use of handlers are errors at once, which say what to write."""
 
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
 import multigpu
 import pytest
 from multigpu.handlers import registered_handlers
@@ -41,3 +46,39 @@ def test_the_first_argument_is_the_client(method: str) -> None:
         TypeError, match=rf"the first argument is the client: add.{method}\(client, …\), and this is of type int"
     ):
         getattr(add, method)(1, 2)
+
+
+def test_map_takes_an_iterable_for_each_argument() -> None:
+    with LocalClient() as client:
+        assert list(add.map(client, [1, 2], [10, 20, 30])) == [11, 22]
+        with pytest.raises(TypeError, match="one iterable for each argument"):
+            add.map(client)
+
+
+def test_the_item_that_cannot_be_sent_is_numbered() -> None:
+    with LocalClient() as client:
+        for call in (client.submit_many, client.map):
+            with pytest.raises(multigpu.InvalidTaskError) as caught:
+                call("mistakes.add", [1, 2, object(), 3])
+            assert caught.value.__notes__ == ["The item is number 2, counted from 0."]
+
+
+@pytest.mark.parametrize("name", [-1, 0, 1 << 64])
+def test_a_number_that_no_task_has_is_not_found(name: int) -> None:
+    with LocalClient() as client, pytest.raises(multigpu.NotFoundError, match=str(name)):
+        client.handle(name)
+    with LocalClient() as client, pytest.raises(TypeError, match="task_id"):
+        client.handle(True)
+
+
+def test_a_handler_is_pickled_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(add)) is add
+
+
+def test_a_handler_of_a_program_has_the_kind_that_workers_give_it(tmp_path: Path) -> None:
+    program = tmp_path / "my_program.py"
+    program.write_text("import multigpu\n\n@multigpu.handler\ndef work(value): ...\n\nprint(work.kind)\n", "utf-8")
+    for arguments in ([program], ["-m", "my_program"]):
+        command = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "my_program.work\n"

@@ -158,6 +158,7 @@ class CallFactory:
                 return MapCall(*prepare(kind, item, options, own, request_id), buffer)
             except (InvalidTaskError, OSError, TypeError) as error:
                 if not answer_errors:
+                    error.add_note(f"The item is number {buffer.pulled}, counted from 0.")
                     raise
                 call = MapCall(no_payload, b"", "", None, buffer)
                 call.answer = error  # type: ignore[assignment]  # an OSError or TypeError is handed on as well
@@ -170,9 +171,13 @@ class CallFactory:
     ) -> Iterator[tuple[task_pb2.TaskSpec, task_pb2.TaskInput]]:
         """The spec and TaskInput of each item, for Submit."""
         common = {"traceparent": traceparent} if traceparent else None
-        for item in items:
-            own, request_id, payload = _of_input(item, common) if type(item) is Input else (common, "", item)
-            spec, data, request_id, own = self._prepare(kind, payload, options, own, request_id)
+        for at, item in enumerate(items):
+            try:
+                own, request_id, payload = _of_input(item, common) if type(item) is Input else (common, "", item)
+                spec, data, request_id, own = self._prepare(kind, payload, options, own, request_id)
+            except (InvalidTaskError, TypeError) as error:
+                error.add_note(f"The item is number {at}, counted from 0.")
+                raise
             yield spec, task_pb2.TaskInput(payload=data, request_id=request_id, **(own or {}))
 
     def _prepare(

@@ -283,7 +283,11 @@ class Core:
 
 
 def _named(task: TaskName) -> int | str:
-    if isinstance(task, int | str):
+    if isinstance(task, int) and not isinstance(task, bool):
+        if not 0 < task < 1 << 64:
+            raise NotFoundError(f"no task has the task_id {task}")
+        return task
+    if isinstance(task, str):
         return task
     if isinstance(task, uuid.UUID):
         return str(task)

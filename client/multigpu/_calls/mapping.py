@@ -86,6 +86,11 @@ class MapBuffer:
     def finished(self) -> bool:
         return self.exhausted and self._pulled == self._taken
 
+    @property
+    def pulled(self) -> int:
+        """How many items have been pulled."""
+        return self._pulled
+
     def wait_s(self) -> float | None:
         """How long the next wait may take; None: no limit."""
         return self.timeout_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())

@@ -27,6 +27,11 @@ class OwnError(Exception):
         self.code = code
 
 
+class Model:
+    class NotReadyError(Exception):
+        """One of a class."""
+
+
 def error_of(type_: str, *, state: int = task_pb2.OUTCOME_STATE_FAILED, text: str = "two sides") -> multigpu.TaskError:
     failure = task_pb2.TaskError(type=type_, message=text, traceback=TRACEBACK)
     outcome = task_pb2.Outcome(task_id=7, state=state, error=failure, attempts=2)  # type: ignore[arg-type]  # an enum
@@ -42,6 +47,8 @@ def error_of(type_: str, *, state: int = task_pb2.OUTCOME_STATE_FAILED, text: st
         (f"{__name__}.OwnError", OwnError),
         ("UnicodeDecodeError", UnicodeDecodeError),
         ("pickle.PickleError", pickle.PickleError),
+        (f"{__name__}.Model.NotReadyError", Model.NotReadyError),
+        ("OutOfMemory", MemoryError),
     ],
 )
 def test_a_failure_is_of_the_class_that_was_raised(type_: str, cls: type[Exception]) -> None:
@@ -51,6 +58,7 @@ def test_a_failure_is_of_the_class_that_was_raised(type_: str, cls: type[Excepti
     assert isinstance(error, multigpu.TaskFailed)
     assert "task 7 ended FAILED with" in str(error)
     assert "two sides (2 attempts)" in str(error)
+    assert "two sides" in repr(error)
     assert error.attempts == 2
     assert type(error_of(type_)) is type(error)
     again = pickle.loads(pickle.dumps(error))
