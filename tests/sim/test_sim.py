@@ -32,6 +32,11 @@ def test_seeds_keep_every_promise() -> None:
     assert f"{SEEDS:,} seeds, 0 failed" in done.stdout, done.stdout
 
 
+def test_a_task_that_waits_for_the_journal_to_begin_ids_waits_for_no_window() -> None:
+    silence_log()
+    Simulation(618913).run()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_seeds_keep_every_promise() -> None:

@@ -26,3 +26,7 @@ class State:
     placement: Placement
     ledger: Ledger
     outbox: Outbox
+
+    def grants(self, now: float) -> bool:
+        """Whether leases can be granted: no restart is awaited, the journal keeps up, and has begun enough ids."""
+        return not self.hold.active(now) and not self.ledger.clogged() and self.ids.next_id < self.ids.end

@@ -134,8 +134,7 @@ class Invariants:
         if core.unfinished:
             due_s = core.next_timer_s() or 0.0
             check(due_s <= now, "nothing wakes the master for the classes that it has not tried")
-        stopped = state.hold.active(now) or state.ledger.clogged() or state.ids.next_id >= state.ids.end
-        if waiting and not stopped and not core.unfinished:
+        if waiting and state.grants(now) and not core.unfinished:
             self._placement.nothing_idles(commands, waiting)
 
     def _quiet(self, event: ev.Event, commands: Sequence[ev.Command]) -> bool:

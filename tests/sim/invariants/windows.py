@@ -28,7 +28,7 @@ class Windows:
         for command in commands:
             if isinstance(command, ev.Recall):
                 self._recalls(command, now)
-        if core.state.hold.active(now) or core.state.ledger.clogged():
+        if not core.state.grants(now):
             self._since_s = {}
             return
         sessions = core.fleet.sessions.values()

@@ -46,7 +46,7 @@ class Recalls:
         self._arm(now)
         for worker in deep:
             self._state.fleet.learn_from_silence(worker, now)
-        if not self._state.hold.active(now) and not self._state.ledger.clogged():
+        if self._state.grants(now):
             self._recall_for_slots(now)
             self._recall_for_urgent(now)
         first = next(iter(deep))  # the next check begins with another worker, in case this one did not reach all
