@@ -49,7 +49,7 @@ class FakeWorker:
         await self.link.run()
 
     def hello(self) -> pb.SessionRequest:
-        return wire.hello(self.identity, OFFERS, self.session.held(hello=True))
+        return wire.hello(self.identity, OFFERS, {}, self.session.held(hello=True))
 
     def connected(self, welcome: pb.SessionResponse, metadata: Metadata) -> None:
         del metadata  # it shares no files with the master

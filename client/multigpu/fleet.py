@@ -484,6 +484,8 @@ class Capability:
     kind: str
     # Names of models for this kind. Empty: the kind needs no model, or accepts any.
     models: tuple[str, ...]
+    # How many tasks of this kind one slot runs together, as a batch or by an event loop. 0: one.
+    concurrency: int
     proto: worker_service_pb2.Capability = field(repr=False, compare=False)
 
     @classmethod
@@ -491,6 +493,7 @@ class Capability:
         return cls(
             kind=message.kind,
             models=tuple(message.models),
+            concurrency=message.concurrency,
             proto=message,
         )
 

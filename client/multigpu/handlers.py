@@ -60,6 +60,7 @@ KIND_BYTES_MAX = 128
 RESERVED_KINDS = frozenset({"classify", "echo", "embed", "fail", "generate", "infer", "sleep"})
 BATCH_SIZE_MAX, BATCH_WAIT_MS_MAX = 10_000, 10_000
 ATTEMPTS_DEFAULT, ATTEMPTS_MAX = 3, 100
+ASYNC_CONCURRENCY = 16
 _BATCHING = "__multigpu_batching__"
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -93,9 +94,16 @@ class Handler:
     # How often an exception leads to another attempt; None: until the task's attempts_max. Of which classes.
     retries: int | None
     retry_on: tuple[type[BaseException], ...]
-    # How many calls may run at a time in a worker; 0: one in each of its slots.
+    # How many calls may run at a time in a worker; 0: one in each of its slots, or ASYNC_CONCURRENCY.
     concurrency: int
     batching: Batching | None
+
+    @property
+    def concurrency_of_async(self) -> int:
+        """How many calls of an asynchronous handler a slot runs together; 0: it is not asynchronous."""
+        if not (inspect.iscoroutinefunction(self.function) or inspect.isasyncgenfunction(self.function)):
+            return 0
+        return self.concurrency or ASYNC_CONCURRENCY
 
 
 _handlers: dict[str, Handler] = {}
@@ -245,7 +253,8 @@ def handler(
     `kind`: default, the module and the qualified name; of a program that is run as `python my_models.py`, the module is
     "my_models". `retries`: after how many exceptions the task is tried again; default: 0, or with `retry_on` until its
     attempts_max, which bounds every number of attempts (default 3). `retry_on`: only after these exceptions.
-    `concurrency`: how many calls may run at a time in a worker; default: one in each of its slots.
+    `concurrency`: how many calls may run at a time in a worker; default: one in each of its slots, and of an async
+    function 16.
 
     ValueError: the kind is empty, longer than 128 bytes, reserved, or already registered by another function.
     """

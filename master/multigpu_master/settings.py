@@ -43,7 +43,7 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
     """The setting of a worker."""
     info = {name: getattr(worker.info, name) for name in _INFO}
     info["device_wire"] = base64.b64encode(worker.info.device_wire).decode()
-    info["capabilities"] = [{"kind": c.kind, "models": c.models} for c in worker.info.capabilities]
+    info["capabilities"] = [dataclasses.asdict(capability) for capability in worker.info.capabilities]
     fields = {
         "info": info,
         "cordoned": worker.cordon is not None,
@@ -131,12 +131,17 @@ def _info(fields: dict[str, Any]) -> WorkerInfo:
     return info
 
 
+def _capability(value: Any) -> Capability:
+    models = tuple(map(_text, value["models"]))
+    return Capability(kind=_text(value["kind"]), models=models, concurrency=_count(value["concurrency"], COUNT_END))
+
+
 def _check_field(name: str, value: Any) -> Any:
     match name:
         case "device_wire":
             return base64.b64decode(value, validate=True)
         case "capabilities":
-            return tuple(Capability(kind=_text(c["kind"]), models=tuple(map(_text, c["models"]))) for c in value)
+            return tuple(_capability(each) for each in value)
         case "labels":
             return {_text(key): _text(label) for key, label in value.items()}
         case "worker_id" | "host" | "version" | "device_id":

@@ -81,6 +81,7 @@ class Simulation:
         self.timeout_s = size.timeout_s
         # Whether workers report models and their memory. Own generators: worlds without these faults do not change.
         self.models_dice = Random(f"models {seed}")
+        self.batch_dice = Random(f"batches {seed}")
         self.planned = self.models_dice.random() < 0.4
         # Whether a worker stops starting its tasks.
         self._inert_dice = Random(f"inert {seed}")
@@ -126,7 +127,10 @@ class Simulation:
         offered = tuple(Model(name=m, memory_bytes=300) for m in models) if i and self.planned else ()
         return WorkerInfo(
             worker_id=f"w{i}", memory_total_bytes=1000,
-            capabilities=tuple(Capability(kind=k, models=models if i else ()) for k in kinds),
+            capabilities=tuple(
+                Capability(kind=k, models=models if i else (), concurrency=self.batch_dice.choice((1, 1, 1, 4)))
+                for k in kinds
+            ),
             models=offered, model_memory_bytes=self.models_dice.choice((0, 400, 900)) if offered else 0,
             labels=random.choice(({}, {"zone": "a"}, {"task_type": "sim"}, {"task_type": "other+sim"})),
             slots=random.choice((1, 1, 2)), window_tasks=random.choice((1, 2, 8, 64)),

@@ -84,6 +84,10 @@ class Dispatcher:
         without_model = [(kind, list[str]()) for kind in kinds if not self._loader.routes.serves(kind)]
         return without_model + self._loader.routes.offers()
 
+    def concurrency(self) -> dict[str, int]:
+        """How many tasks of a kind without models a slot runs together, where it is more than one."""
+        return {info.kind: info.tasks_max for info in self._pool.default.host.kinds.values() if info.tasks_max > 1}
+
     def _runs(self, spec: Spec) -> bool:
         """Tasks of this spec can run here, perhaps after a model was loaded."""
         if self._loader.routes.serves(spec.kind):

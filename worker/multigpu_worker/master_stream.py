@@ -62,6 +62,7 @@ class MasterStream:
         return wire.hello(
             dataclasses.replace(self.identity, slots=slots),
             offers,
+            self.dispatcher.concurrency(),
             session.held(hello=True),
             models=models,
             model_memory_bytes=self.loader.limit_bytes,
@@ -143,7 +144,11 @@ class MasterStream:
         if not self.loader.changed:
             return None
         self.loader.changed = False
-        return wire.catalog_message(*self._catalog())
+        return self._catalog_message()
+
+    def _catalog_message(self) -> pb.Catalog:
+        offers, models = self._catalog()
+        return wire.catalog_message(offers, self.dispatcher.concurrency(), models)
 
     def _catalog(self) -> tuple[Offers, list[model_pb2.Model]]:
         """The offers and models that fit into a message."""

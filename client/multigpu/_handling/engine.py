@@ -5,12 +5,13 @@ share connections; at most one per slot runs at a time.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import inspect
 import logging
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from multigpu._handling.arguments import ArgumentsError, Parameters
@@ -104,7 +105,9 @@ _loop_lock = threading.Lock()
 
 
 def engine_of(handler: Handler, instances: Instances) -> "HandlerEngine":
-    return (HandlerEngine if handler.batching is None else BatchHandlerEngine)(handler, instances)
+    if handler.batching is not None:
+        return BatchHandlerEngine(handler, instances)
+    return (AsyncHandlerEngine if handler.concurrency_of_async else HandlerEngine)(handler, instances)
 
 
 class HandlerEngine:
@@ -149,22 +152,43 @@ class HandlerEngine:
             return returned, ""
         if inspect.isgenerator(returned):
             returned = _drive(returned, item, reporter)
-        elif inspect.iscoroutine(returned):
-            returned = self._wait(returned, item, reporter)
-        elif inspect.isasyncgen(returned):
-            returned = self._wait(_drive_async(returned, item, reporter), item, reporter)
+        elif inspect.iscoroutine(returned):  # a plain function may return one
+            returned = asyncio.run_coroutine_threadsafe(returned, _event_loop()).result()
         return _encode(returned)
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Any], item: Item, reporter: Reporter) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
-        while True:
-            try:
-                return future.result(_POLL_S)
-            except TimeoutError:
-                if future.done():  # the handler raised it
-                    return future.result()
+
+class AsyncHandlerEngine(HandlerEngine):
+    """Of an asynchronous handler: the calls of a batch run concurrently on the event loop of all such handlers."""
+
+    one_by_one: ClassVar[bool] = False
+
+    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
+        del prepared
+        running = {
+            asyncio.run_coroutine_threadsafe(self._report(batch, item, reporter), _event_loop()): item
+            for item in batch.items
+            if not reporter.cancelled(item)
+        }
+        while running:
+            ended, _ = concurrent.futures.wait(running, _POLL_S, concurrent.futures.FIRST_COMPLETED)
+            for future in ended:
+                del running[future]
+            for future, item in running.items():
                 if reporter.cancelled(item):
                     future.cancel()
+
+    async def _report(self, batch: Batch, item: Item, reporter: Reporter) -> None:
+        try:
+            args, kwargs = self._parameters.of(item.payload, batch.content_type)
+            current_context.set(HandlerContext(self._context.device, item, batch.parameters, reporter))
+            returned: Any = self._function(*args, **kwargs)
+            if inspect.isasyncgen(returned):
+                returned = _drive_async(returned, item, reporter)
+            result, content_type = _encode(await returned)
+        except BaseException as error:  # noqa: BLE001  as in HandlerEngine.run
+            report_failure(self._handler, item, error, reporter)
+        else:
+            reporter.succeed(item, result, content_type)
 
 
 class BatchHandlerEngine(HandlerEngine):

@@ -90,12 +90,14 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., incarnation: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
 
 class Capability(_message.Message):
-    __slots__ = ("kind", "models")
+    __slots__ = ("kind", "models", "concurrency")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
     kind: str
     models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, kind: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
+    concurrency: int
+    def __init__(self, kind: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., concurrency: _Optional[int] = ...) -> None: ...
 
 class HeldLease(_message.Message):
     __slots__ = ("lease_id", "task_id", "attempt", "running", "progress", "checkpoint", "proof")

@@ -197,6 +197,10 @@ class Task:
         return self.extra
 
 
+# A slot, in units of Lease.share.
+SLOT = 1 << 20
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """The grant of one attempt of a task to one session of a worker; the only fencing token."""
@@ -215,6 +219,7 @@ class Lease:
     note: str = ""
     recalled: int = 0  # the session in which it was recalled
     model: str = ""  # id of the worker's model that it needs; "": none, or the worker offers no models by id
+    share: int = SLOT  # of a slot, less where a slot runs several tasks together
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
         """The attempt's dispatch and start time, for its outcome. The arguments come from the worker's clock, which may
@@ -242,6 +247,7 @@ class Worker:
 
     info: WorkerInfo
     kinds: dict[str, list[Capability]] = field(default_factory=dict)  # its capabilities, by kind
+    shares: dict[str, int] = field(default_factory=dict)  # Lease.share by kind, where it is not a whole slot
     token_id: str = ""  # of its last session; "": none, or before the master started
     # The session.
     session: int = 0  # 0: lost
@@ -262,6 +268,7 @@ class Worker:
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_bytes: int = 0
     leased_memory_bytes: int = 0  # device memory reserved for its leases
+    leased_shares: int = 0  # sum of its leases' shares of slots
     backlog_s: float = 0.0  # expected run time of its leases
     residency: Residency = field(default_factory=Residency)
     # What it has done.
@@ -309,9 +316,20 @@ class Worker:
         return self.checks_asked > self.health.checks_passed
 
     @property
+    def window_full(self) -> bool:
+        """Whether its window is used up by count: it holds what its pace allows, and where a slot runs several tasks
+        together, enough to fill its slots and one more.
+        """
+        held = len(self.leases)
+        if held < self.pace.allowed:
+            return False
+        filled = not self.shares or self.leased_shares >= (self.info.slots + 1) * SLOT
+        return filled or held >= self.info.window_tasks
+
+    @property
     def full(self) -> bool:
         """Whether its window is used up, by count or by bytes."""
-        return len(self.leases) >= self.pace.allowed or self.leased_bytes >= self.info.window_bytes
+        return self.window_full or self.leased_bytes >= self.info.window_bytes
 
     def memory_fraction(self) -> float | None:
         """The share of the device's memory in use, 0 to 1; None: not reported."""

@@ -17,6 +17,8 @@ from multigpu_master.wire.validation import (
     check_printable,
 )
 
+# Limit of the tasks that a slot runs together.
+CONCURRENCY_MAX = 1 << 20
 # Fields with the same name in a message and in Model. The sizes of a hello and a catalog limit their texts.
 _SAME_FIELDS = ("name", "version", "current", "files_bytes", "memory_bytes", "error")
 _RESIDENT_FIELDS = ("memory_bytes", "loads", "pinned")
@@ -56,7 +58,10 @@ def _model(m: model_pb2.Model) -> Model:
 
 def capabilities_of(messages: Iterable[worker_service_pb2.Capability]) -> tuple[Capability, ...]:
     """What a worker can run. InvalidMessageError: nothing, or a name is invalid."""
-    found = tuple(Capability(kind=c.kind, models=tuple(c.models)) for c in messages)
+    found = tuple(
+        Capability(kind=c.kind, models=tuple(c.models), concurrency=min(max(1, c.concurrency), CONCURRENCY_MAX))
+        for c in messages
+    )
     if not found:
         raise InvalidMessageError("capabilities are missing: name at least one kind that the worker runs")
     for capability in found:

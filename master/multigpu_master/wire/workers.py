@@ -103,7 +103,7 @@ def worker_message(worker: Worker) -> admin_service_pb2.Worker:
         message.handlers.SetInParent()  # present also if empty, as while a worker's engine starts
         message.handlers.ParseFromString(worker.engine.handlers)
     for c in info.capabilities:
-        message.capabilities.add(kind=c.kind, models=c.models)
+        message.capabilities.add(kind=c.kind, models=c.models, concurrency=c.concurrency)
     if worker.connect_s:
         set_time(message.connect_time, worker.connect_s)
     if worker.heard_s:

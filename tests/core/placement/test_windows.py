@@ -4,7 +4,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Spec, Task
 from multigpu_master.core.placement.explain import explain
-from multigpu_master.core.workers.info import Telemetry
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, SPEC, Stage, held_lease, lease_of
 
@@ -54,6 +54,28 @@ def test_explain_says_that_the_limit_of_a_window_was_lowered(stage: Stage) -> No
     assert excluded_by() == ["window full (4 of 4 leases)"]
     worker.pace.allowed = 2
     assert excluded_by() == ["window full (4 leases; the limit was lowered to 2)"]
+
+
+@pytest.mark.parametrize(("window_tasks", "expected"), [(64, 16), (10, 10)])
+def test_a_worker_that_runs_tasks_together_gets_enough_for_its_slots_and_one_more(
+    stage: Stage, window_tasks: int, expected: int
+) -> None:
+    capabilities = (Capability(kind="run", concurrency=8), Capability(kind="alone"))
+    stage.join(WorkerInfo(worker_id="w0", capabilities=capabilities, slots=1, window_tasks=window_tasks))
+    worker = stage.core.fleet.workers["w0"]
+    tasks = stage.submit(40)
+    assert len(worker.leases) == expected
+    assert explain(stage.core, tasks[-1], stage.now).candidates[0].excluded_by == [f"window full ({expected} leases)"]
+    stage.report(lease_of(tasks[0]))
+    assert len(worker.leases) == expected
+    assert worker.leased_shares == sum(lease.share for lease in worker.leases.values())
+
+
+def test_a_kind_that_runs_alone_fills_the_same_window(stage: Stage) -> None:
+    capabilities = (Capability(kind="run", concurrency=8), Capability(kind="alone"))
+    stage.join(WorkerInfo(worker_id="w0", capabilities=capabilities, slots=1, window_tasks=64))
+    stage.submit(40, Spec(kind="alone"))
+    assert len(stage.core.fleet.workers["w0"].leases) == 2
 
 
 def test_a_waiting_lease_is_recalled_for_a_worker_with_a_free_slot(stage: Stage) -> None:

@@ -75,6 +75,16 @@ def test_a_batched_class_is_called_like_a_function(client: multigpu.Client) -> N
     assert [vector.tolist() for vector in Vectors()(["xy"])] == [[2] * 3]  # here, without a worker
 
 
+def test_a_slow_batched_handler_gets_whole_batches(client: multigpu.Client) -> None:
+    """Its pace, a few tasks a second, says nothing about how many it takes together."""
+    sizes = list(calls.size_of_batch.map(client, range(40)))
+    assert sizes.count(8) >= 16
+
+
+def test_calls_of_an_asynchronous_handler_run_concurrently(client: multigpu.Client) -> None:
+    assert max(calls.running_together.map(client, range(40))) >= 4
+
+
 def test_options_belong_to_a_copy(client: multigpu.Client) -> None:
     urgent = calls.nothing.options(priority=1, queue="urgent")
     handle = urgent.submit(client)

@@ -53,8 +53,13 @@ LEDGER = (
     fleet("a new session goes on with the old one's frames", "worker.frame = 0"),
     model(
         "P10: a worker holds one lease more than it may",
-        "len(self.leases) >= self.pace.allowed or",
-        "len(self.leases) > self.pace.allowed or",
+        "if held < self.pace.allowed:",
+        "if held <= self.pace.allowed:",
+    ),
+    model(
+        "P10: a slot of a worker that runs tasks together gets no more than its pace allows",
+        "(self.info.slots + 1) * SLOT",
+        "(self.info.slots + 2) * SLOT",
     ),
     model(
         "P10: a worker holds more bytes than it said it takes", " or self.leased_bytes >= self.info.window_bytes", ""

@@ -12,7 +12,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import NOT_BEGUN
 from multigpu_master.core.ephemeral import outcome_bytes
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import OutcomeState, Task, Worker, shape_of
+from multigpu_master.core.model import SLOT, OutcomeState, Task, Worker, shape_of
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import HEALTHY, Health
@@ -165,7 +165,10 @@ class Invariants:
         self._frames[command.session] = command.frame
         before = worker.leased_bytes - sum(len(x.task.payload) for x in command.leases[-1:])
         check(before < worker.info.window_bytes, "the window's bytes were exceeded on %s", worker.worker_id)
-        check(len(worker.leases) <= worker.pace.allowed, "%s holds more than it may", worker.worker_id)
+        shares = worker.leased_shares - sum(x.share for x in command.leases[-1:])
+        narrow = worker.shares and shares < (worker.info.slots + 1) * SLOT
+        check(len(worker.leases) <= worker.pace.allowed or narrow, "%s holds more than it may", worker.worker_id)
+        check(len(worker.leases) <= worker.info.window_tasks, "%s holds more than it said", worker.worker_id)
         check(worker.pace.allowed <= worker.info.window_tasks, "%s may hold more than it said", worker.worker_id)
         free = worker.memory_free_bytes()
         if free is not None and any(x.task.spec.memory_bytes for x in command.leases):
@@ -347,7 +350,7 @@ class Invariants:
         for worker in fleet.workers.values():
             if worker.draining and worker.drain_deadline_s is not None:
                 drains[worker] = worker.drain_deadline_s
-            size = memory = 0
+            size = memory = shares = 0
             backlog_s = 0.0
             for lease_id, lease in worker.leases.items():
                 task = lease.task
@@ -359,9 +362,10 @@ class Invariants:
                 size += len(task.payload)
                 memory += task.spec.memory_bytes
                 backlog_s += lease.cost_s
+                shares += lease.share
             if worker.leases and not worker.session:
                 raise ViolationError(f"{worker.worker_id} is lost and holds leases")
-            if worker.leased_bytes != size or worker.leased_memory_bytes != memory:
+            if (worker.leased_bytes, worker.leased_memory_bytes, worker.leased_shares) != (size, memory, shares):
                 raise ViolationError(f"the accounts of {worker.worker_id} drift")
             if abs(worker.backlog_s - backlog_s) > 1e-6:
                 raise ViolationError(f"the backlog of {worker.worker_id} drifts")

@@ -1,5 +1,7 @@
 """Handlers that take several arguments, for test_calls.py."""
 
+import asyncio
+import time
 from typing import Any, Literal
 
 import multigpu
@@ -27,3 +29,24 @@ class Vectors:
     @multigpu.batch(max_size=16)
     def __call__(self, texts: list[str]) -> list[NDArray[np.float32]]:
         return [np.full(3, len(text), np.float32) for text in texts]
+
+
+@multigpu.handler("calls.size_of_batch")
+@multigpu.batch(max_size=8)
+def size_of_batch(values: list[int]) -> list[int]:
+    time.sleep(0.3)
+    return [len(values)] * len(values)
+
+
+running = 0
+
+
+@multigpu.handler("calls.running_together")
+async def running_together(_value: int) -> int:
+    global running  # noqa: PLW0603  of this process
+    running += 1
+    await asyncio.sleep(0.1)
+    found = running
+    await asyncio.sleep(0.1)
+    running -= 1
+    return found

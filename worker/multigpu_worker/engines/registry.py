@@ -35,7 +35,8 @@ class KindInfo:
     kind: str
     # See Engine.one_by_one.
     one_by_one: bool
-    # Of a handler that takes batches: tasks in one, and how long it may wait to grow, in seconds. 0: as other kinds.
+    # Of a handler that takes batches, or is asynchronous: tasks that run together, and how long a batch may wait to
+    # grow, in seconds. 0: as other kinds.
     tasks_max: int = 0
     delay_s: float = 0.0
 
@@ -79,7 +80,8 @@ def offered_kinds() -> list[KindInfo]:
     ]
     for kind, handler in sorted(registered_handlers().items()):
         if handler.batching is None:
-            kinds.append(KindInfo(kind=kind, one_by_one=True))
+            together = handler.concurrency_of_async
+            kinds.append(KindInfo(kind=kind, one_by_one=not together, tasks_max=together))
         else:
             size, delay_s = handler.batching.max_size, handler.batching.max_wait_ms / 1000
             kinds.append(KindInfo(kind=kind, one_by_one=False, tasks_max=size, delay_s=delay_s))

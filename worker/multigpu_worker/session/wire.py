@@ -1,7 +1,7 @@
 """Protobuf messages of the session to and from the worker's values."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
@@ -98,13 +98,14 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
 def hello(
     identity: Identity,
     offers: Iterable[tuple[str, Iterable[str]]],
+    concurrency: Mapping[str, int],
     held: Iterable[Held],
     *,
     models: Iterable[model_pb2.Model] = (),
     model_memory_bytes: int = 0,
     incarnation: str = "",
 ) -> pb.SessionRequest:
-    """`offers`: the kinds of tasks, each with the names of its models."""
+    """`offers`: the kinds of tasks, each with the names of its models. `concurrency`: by kind, see pb.Capability."""
     return pb.SessionRequest(
         hello=pb.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -114,7 +115,7 @@ def hello(
             pid=identity.pid,
             process=identity.process,
             device=device_message(identity.device),
-            capabilities=[pb.Capability(kind=kind, models=names) for kind, names in offers],
+            capabilities=_capabilities(offers, concurrency),
             labels=identity.labels,
             slots=identity.slots,
             window_tasks=identity.window_tasks,
@@ -127,11 +128,16 @@ def hello(
     )
 
 
-def catalog_message(offers: Iterable[tuple[str, Iterable[str]]], models: Iterable[model_pb2.Model]) -> pb.Catalog:
-    return pb.Catalog(
-        capabilities=[pb.Capability(kind=kind, models=names) for kind, names in offers],
-        models=models,
-    )
+def catalog_message(
+    offers: Iterable[tuple[str, Iterable[str]]], concurrency: Mapping[str, int], models: Iterable[model_pb2.Model]
+) -> pb.Catalog:
+    return pb.Catalog(capabilities=_capabilities(offers, concurrency), models=models)
+
+
+def _capabilities(
+    offers: Iterable[tuple[str, Iterable[str]]], concurrency: Mapping[str, int]
+) -> list[pb.Capability]:  # fmt: skip
+    return [pb.Capability(kind=kind, models=names, concurrency=concurrency.get(kind, 0)) for kind, names in offers]
 
 
 def device_message(info: DeviceInfo) -> device_pb2.Device:

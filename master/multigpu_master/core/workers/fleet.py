@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from multigpu_master.core.model import Lease, Shape, Worker
+from multigpu_master.core.model import SLOT, Lease, Shape, Worker
 from multigpu_master.core.workers.info import Capability, ModelState, Resident, WorkerInfo
 from multigpu_master.core.workers.pace import (
     PACE_S,
@@ -64,6 +64,7 @@ class Fleet:
         worker.kinds = {}
         for capability in info.capabilities:
             worker.kinds.setdefault(capability.kind, []).append(capability)
+        worker.shares = {c.kind: max(1, SLOT // c.concurrency) for c in info.capabilities if c.concurrency > 1}
         worker.residency.offer(info.models, info.model_memory_bytes)
         self.planned = self.planned or bool(info.models)
         self._measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
@@ -310,6 +311,8 @@ class Fleet:
         worker.leased_bytes += len(task.payload)
         worker.leased_memory_bytes += task.spec.memory_bytes
         worker.backlog_s += lease.cost_s
+        lease.share = worker.shares.get(task.spec.kind, SLOT)
+        worker.leased_shares += lease.share
         self._dispatches += 1
         worker.last_dispatch = self._dispatches
         key, residency, loads = (task.spec.kind, task.spec.model), worker.residency, False
@@ -337,6 +340,7 @@ class Fleet:
         """Takes leases, already off worker.leases and their tasks, out of the worker's account."""
         worker.leased_bytes -= payload_bytes
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
+        worker.leased_shares -= sum([lease.share for lease in leases])
         if self.planned:
             for lease in leases:
                 if lease.model and worker.residency.release(lease.model):

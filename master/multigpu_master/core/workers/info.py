@@ -107,6 +107,7 @@ class Capability:
 
     kind: str
     models: tuple[str, ...] = ()
+    concurrency: int = 1  # tasks of the kind that a slot runs together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
