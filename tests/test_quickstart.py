@@ -94,7 +94,7 @@ def test_a_newcomer_gets_what_the_page_says(tmp_path: Path) -> None:
         corrected = newcomer.take("python")
         (broken,) = [line for line in module.read_text("utf-8").splitlines(keepends=True) if "texts = " in line]
         module.write_text(module.read_text("utf-8").replace(broken, corrected), "utf-8")
-    with newcomer.up(start):
+        newcomer.run(newcomer.take("sh"))
         printed = newcomer.run(newcomer.take("sh"))
         assert matches(newcomer.take("text"), printed), printed
         count, expected = newcomer.take("sh"), newcomer.take("text")

@@ -54,12 +54,12 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
         why.append("stopping")
     if worker.window_full:
         leases, allowed = len(worker.leases), worker.pace.allowed
-        limit = (
-            f"{leases} leases; the limit was lowered to {allowed}"
-            if leases > allowed
-            else f"{leases} of {allowed} leases"
-        )
-        why.append(f"window full ({f'{leases} leases' if worker.shares else limit})")
+        if worker.shares:
+            why.append(f"window full ({leases} leases)")
+        elif leases > allowed:
+            why.append(f"window full ({leases} leases; the limit was lowered to {allowed})")
+        else:
+            why.append(f"window full ({leases} of {allowed} leases)")
     if worker.leased_bytes >= worker.info.window_bytes:
         why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
     if (free := short_of_memory(worker, shape)) is not None:

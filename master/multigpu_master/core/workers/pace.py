@@ -2,7 +2,7 @@
 
 A worker may hold as many leases as it completes in WINDOW_S, at least one more than it has slots, at most its
 window_tasks. So fast tasks are sent ahead by the thousand, and slow ones stay in the queue, where any worker can still
-take them.
+take them. Worker.window_full says how kinds whose tasks run together add to that.
 """
 
 from dataclasses import dataclass, field
