@@ -25,9 +25,8 @@ before the worker takes tasks. The function, or the instance, is called with the
 
 It may be a function, an async function, a generator or an async generator. Values that a generator yields are the
 task's partial outputs, delivered at once; the value that it returns is the result. Arguments and results are bytes,
-JSON values, NumPy arrays, and what is made of these; a result of None is b"". A later attempt skips the outputs
-delivered before, so a generator must yield the same values again: they may depend on the task's value, not on chance,
-the clock or its checkpoint.
+JSON values, NumPy arrays, and what is made of these. A later attempt skips the outputs delivered before, so a generator
+must yield the same values again: they may depend on the task's value, not on chance, the clock or its checkpoint.
 
 An exception fails the task. It is tried again only if the handler says so: `retries=3` for any exception, `retry_on`
 for some. Attempts that were lost with a worker, a device or an engine are always repeated.
@@ -38,12 +37,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
+from multigpu._handling.targets import call_of, check_parameters, module_of
 from multigpu._transport.encoding import Arguments
 
 if TYPE_CHECKING:
@@ -51,8 +49,10 @@ if TYPE_CHECKING:
 
     from multigpu._async.client import AsyncClient
     from multigpu._async.handles import AsyncTaskHandle
+    from multigpu._async.streams import AsyncStream
     from multigpu._sync.client import Client
     from multigpu._sync.handles import TaskHandle
+    from multigpu._sync.streams import Stream
     from multigpu.options import SpecMapOptions
 
 KIND_BYTES_MAX = 128
@@ -62,7 +62,6 @@ BATCH_SIZE_MAX, BATCH_WAIT_MS_MAX = 10_000, 10_000
 ATTEMPTS_DEFAULT, ATTEMPTS_MAX = 3, 100
 ASYNC_CONCURRENCY = 16
 _BATCHING = "__multigpu_batching__"
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 P = ParamSpec("P")
 # What a call returns here, and as the result of a task: of `async def f() -> int`, a coroutine and an int.
@@ -171,18 +170,31 @@ class HandlerFunction(Generic[P, C, R]):
         return client.run(self.kind, _value_of(args, kwargs), **self._options)
 
     @overload
-    def map(self, client: Client, /, *iterables: Iterable[Any]) -> Generator[R, None, None]: ...
+    def stream(self, client: Client, /, *args: P.args, **kwargs: P.kwargs) -> Stream[Any]: ...
     @overload
-    def map(self, client: AsyncClient, /, *iterables: Iterable[Any]) -> AsyncGenerator[R, None]: ...
-    def map(self, client: Any, /, *iterables: Iterable[Any]) -> Any:
-        """Runs a task for each item, and yields the results as `client.map` does. With several iterables, which give
-        the arguments as those of the built-in `map` do, it ends with the shortest.
+    def stream(self, client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncStream[Any]: ...
+    def stream(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a task that calls the handler, a generator, and yields what it yields, as `client.stream` does."""
+        _check_client(client, self, "stream")
+        return client.stream(self.kind, _value_of(args, kwargs), **self._options)
+
+    @overload
+    def map(
+        self, client: Client, /, *iterables: Iterable[Any], **options: Unpack[SpecMapOptions]
+    ) -> Generator[R, None, None]: ...
+    @overload
+    def map(
+        self, client: AsyncClient, /, *iterables: Iterable[Any], **options: Unpack[SpecMapOptions]
+    ) -> AsyncGenerator[R, None]: ...
+    def map(self, client: Any, /, *iterables: Iterable[Any], **options: Unpack[SpecMapOptions]) -> Any:
+        """Runs a task for each item, and yields the results as `client.map` does, with its options. With several
+        iterables, which give the arguments as those of the built-in `map` do, it ends with the shortest.
         """
         _check_client(client, self, "map")
         if not iterables:
             raise TypeError("map takes one iterable for each argument of the handler")
         items = iterables[0] if len(iterables) == 1 else (Arguments(each, {}) for each in zip(*iterables, strict=False))
-        return client.map(self.kind, items, **self._options)
+        return client.map(self.kind, items, **{**self._options, **options})
 
 
 def _check_client(client: Any, handler_function: HandlerFunction[..., Any, Any], method: str) -> None:
@@ -250,11 +262,10 @@ def handler(
 ) -> Any:  # fmt: skip
     """Registers a function or a class for a kind of task. Use it with or without arguments.
 
-    `kind`: default, the module and the qualified name; of a program that is run as `python my_models.py`, the module is
-    "my_models". `retries`: after how many exceptions the task is tried again; default: 0, or with `retry_on` until its
-    attempts_max, which bounds every number of attempts (default 3). `retry_on`: only after these exceptions.
-    `concurrency`: how many calls may run at a time in a worker; default: one in each of its slots, and of an async
-    function 16.
+    `kind`: default, the module and the qualified name; the module of `python my_models.py` is "my_models". `retries`:
+    after how many exceptions the task is tried again; default: 0, or with `retry_on` until its attempts_max, which
+    bounds every number of attempts (default 3). `retry_on`: only after these exceptions. `concurrency`: how many calls
+    may run at a time in a worker; default: one in each of its slots, and of an async function 16.
 
     ValueError: the kind is empty, longer than 128 bytes, reserved, or already registered by another function.
     """
@@ -273,14 +284,14 @@ def handler(
 
     def register(target: Any) -> HandlerFunction[..., Any, Any]:
         cls = target if isinstance(target, type) else None
-        function = _call_of(cls) if cls is not None else target
+        function = call_of(cls) if cls is not None else target
         batching = getattr(function, _BATCHING, None)
         if batching is not None and concurrency > 1:
             raise ValueError("a batched handler runs one batch at a time: leave concurrency out")
-        name = kind or f"{_module_of(target)}.{target.__qualname__}"
+        name = kind or f"{module_of(target)}.{target.__qualname__}"
         _check_kind(name)
         _check_free(name, target)
-        _check_parameters(function, of_class=cls is not None, batched=batching is not None)
+        check_parameters(function, of_class=cls is not None, batched=batching is not None)
         registered = _handlers[name] = Handler(
             kind=name, function=function, cls=cls, retries=retries, retry_on=classes or (Exception,),
             concurrency=concurrency, batching=batching,
@@ -336,18 +347,6 @@ def registered_handlers() -> dict[str, Handler]:
     return dict(_handlers)
 
 
-def _module_of(target: Any) -> str:
-    """The module by which a worker imports the target: of a program, the name of its file or of `python -m`."""
-    name: str = target.__module__
-    if name == "__main__":
-        main = sys.modules["__main__"]
-        if getattr(main, "__spec__", None) is not None:
-            name = main.__spec__.name  # type: ignore[union-attr]  # it is not None
-        elif getattr(main, "__file__", None):
-            name = Path(str(main.__file__)).stem
-    return name
-
-
 def _check_count(name: str, count: Any) -> None:
     if not isinstance(count, int) or count < 0:
         raise ValueError(f"{name}={count!r}: give a whole number, 0 or more")
@@ -368,25 +367,3 @@ def _check_free(kind: str, target: Any) -> None:
     if (known.__module__, known.__qualname__) != (target.__module__, target.__qualname__):
         where = f"{known.__module__}.{known.__qualname__}"
         raise ValueError(f"the kind {kind!r} is already handled by {where}; give one of the two another kind")
-
-
-def _call_of(cls: type) -> Callable[..., Any]:
-    """The __call__ of a handler class. ValueError: it has none, or can't be instantiated without arguments."""
-    if "__call__" not in dir(cls) or not inspect.isfunction(getattr(cls, "__call__", None)):  # noqa: B004  the method itself
-        raise ValueError(f"the handler class {cls.__qualname__} needs a method __call__(self, value)")
-    parameters = list(inspect.signature(cls).parameters.values())
-    if wanted := [p.name for p in parameters if p.default is p.empty and p.kind not in _VARIABLE]:
-        raise ValueError(
-            f"workers instantiate the handler class {cls.__qualname__} without arguments: give "
-            f"{', '.join(wanted)} of its __init__ defaults"
-        )
-    function: Callable[..., Any] = cls.__call__
-    return function
-
-
-def _check_parameters(function: Callable[..., Any], *, of_class: bool, batched: bool) -> None:
-    parameters = list(inspect.signature(function).parameters.values())[int(of_class) :]
-    required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIABLE]
-    name = f"{function.__module__}.{function.__qualname__}"
-    if batched and (not parameters or len(required) > 1):
-        raise ValueError(f"the batched handler {name} must take one list: f(values)")

@@ -315,7 +315,9 @@ def _check_name(name: str, kind: str) -> None:
     if name not in known:
         methods = dict.fromkeys(MapOptions.__annotations__, " of a map") | dict.fromkeys(known, "")
         methods |= dict.fromkeys(_OF_METHODS.get(kind, ()), f" of the client's method {kind}")
-        near = [name] if name in methods else difflib.get_close_matches(name, methods, n=1)
+        if name in methods:
+            raise TypeError(f"{name} is an option{methods[name]}: give it there")
+        near = difflib.get_close_matches(name, methods, n=1)
         hint = f"did you mean {near[0]!r}{methods[near[0]]}?" if near else f"there are {', '.join(methods)}"
         raise TypeError(f"there is no task option {name!r}; {hint}")
 

@@ -252,6 +252,13 @@ class TaskFailed(TaskError):  # noqa: N818  an outcome's name, not a category of
     """
 
     @property
+    def remote(self) -> RemoteError:
+        """What was raised in the worker: its type, message and traceback. It is the `__cause__`, too."""
+        cause = self.__cause__
+        assert isinstance(cause, RemoteError), "made with the error"
+        return cause
+
+    @property
     def dead_lettered(self) -> bool:
         """Whether the task ended only because no attempt is left, or it is suspected of breaking workers. Its input is
         kept: `mgpuctl dead-letters requeue` runs it again.
@@ -281,10 +288,6 @@ _BY_STATE: dict[OutcomeState, type[TaskError]] = {
 }
 
 
-# What engines report when memory is short.
-OUT_OF_MEMORY = "OutOfMemory"
-
-
 def _error_of(outcome: Outcome) -> TaskError:
     return outcome.to_error()
 
@@ -305,7 +308,7 @@ def _exception_class(name: str) -> type:
     """The class that a handler raised; TaskFailed if this program has not imported it, and for engines' errors. Also
     for our own: a CallTimeoutError of the handler's client says nothing about ours.
     """
-    parts = ("MemoryError" if name == OUT_OF_MEMORY else name).split(".")
+    parts = ("MemoryError" if name == "OutOfMemory" else name).split(".")
     found: Any = None
     for at in range(len(parts) - 1, -1, -1):  # the module's name, then the class's, which may be nested
         found = sys.modules.get(".".join(parts[:at]) or "builtins")

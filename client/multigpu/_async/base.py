@@ -50,7 +50,9 @@ class AsyncBaseClient:
         await self._core.leave(exc_type)
 
     async def close(self) -> None:
-        """Ends the connection. Pending calls raise ClientClosedError; their durable tasks go on in the master."""
+        """Ends the connection. Tasks of maps that are being read are cancelled. Other pending calls raise
+        ClientClosedError, and their durable tasks go on in the master.
+        """
         await self._core.close()
 
     async def get(self, task: TaskName, *, wait_s: float = 0.0, timeout: float | None = None) -> Task:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from multigpu._calls import watching
 from multigpu._calls.calls import CallFactory, Encode, FollowCall, FollowMapCall, FutureCall, StreamCall
-from multigpu._calls.mapping import AsyncMap, MapBuffer
+from multigpu._calls.mapping import AsyncMap, MapBuffer, MapCall
 from multigpu._calls.progress import ProgressBar
 from multigpu._calls.streaming import Part
 from multigpu._calls.submitting import MakeHandle, Submission
@@ -89,6 +89,8 @@ class Core:
     async def close(self) -> None:
         if forks.lost():
             return  # the connection is the parent's
+        # Maps that were left early, by an iterator that still has a name.
+        self.stream.abandon_where(lambda call: isinstance(call, MapCall) and call.buffer.begun)
         await self.stream.close()
         await self.connection.close()
 

@@ -76,6 +76,8 @@ class MapBuffer:
         self.wake: Callable[[], object] = lambda: None
         self.waiting = False
         self.exhausted = False
+        # Whether the caller has begun to take results.
+        self.begun = False
         # Written by the side that pulls and takes.
         self._pulled = self._taken = 0
         self._pulled_bytes = self._taken_bytes = 0
@@ -198,6 +200,7 @@ class AsyncMap:
         self, feeder: asyncio.Task[None], convert: Callable[[Answer], T]
     ) -> AsyncGenerator[T, None]:  # fmt: skip
         buffer = self._buffer
+        buffer.begun = True
         taken = 0
         try:
             while True:
@@ -309,6 +312,7 @@ class SyncMap:
     def run(self, source: Iterator[Any], convert: Callable[[Answer], T]) -> Iterator[T]:
         """Yields convert(answer) for each item. Closing it, or an error, withdraws what it started."""
         buffer = self._buffer
+        buffer.begun = True
         try:
             while True:
                 self._thread.check()

@@ -301,8 +301,6 @@ async def _drive_async(generator: AsyncGenerator[Any, Any], item: Item, reporter
 
 def _encode(value: Any) -> tuple[bytes, str]:
     """Encode a result, and return its content type."""
-    if value is None:
-        return b"", ""
     try:
         return encode(value)
     except ValueError as error:

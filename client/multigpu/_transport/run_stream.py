@@ -105,9 +105,17 @@ class RunStream:
                 self._state.withdraw(call)
         self._wake()
 
+    def abandon_where(self, condition: Callable[[Call], bool]) -> None:
+        """Before closing: withdraws the calls that fulfil the condition, and fails them with ClientClosedError."""
+        for call in self._state.unsettled():
+            if condition(call):
+                self._state.withdraw(call)
+                call.settle(_closed_error())
+        self._wake()
+
     async def wait_for_cancellations(self, timeout_s: float = _CANCEL_TIMEOUT_S) -> None:
         """Waits until the master has confirmed every withdrawal, for at most `timeout_s`."""
-        if self._state.cancelling and self._supervisor is not None:
+        if self._state.cancelling and self._supervisor is not None and self._reached:
             self._confirmed = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._confirmed], timeout=timeout_s)
 

@@ -78,7 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def multigpu_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A master and workers of this test, on ports that the kernel picks, with a journal that is removed with them."""
     marker = request.node.get_closest_marker("multigpu_fleet")
-    handlers, workers = _options(request.config, **marker.kwargs if marker is not None else {})
+    given = marker.kwargs if marker is not None else {}
+    if unknown := given.keys() - {"handlers", "workers"}:
+        raise TypeError(f"@pytest.mark.multigpu_fleet has no option {unknown.pop()!r}; it has handlers and workers")
+    handlers, workers = _options(request.config, **given)
     folder = tmp_path_factory.mktemp("multigpu_fleet")
     process = _launch(folder, handlers, workers, request.config.rootpath)
     try:

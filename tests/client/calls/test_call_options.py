@@ -1,6 +1,7 @@
 """Options of calls: the client's defaults, the limit of a call, maps that begin at once, and progress bars."""
 
 import asyncio
+import contextlib
 import inspect
 import io
 import pydoc
@@ -12,7 +13,7 @@ from typing import Any
 import multigpu
 import pytest
 
-from tests.client.scripted_master import ScriptedMaster, ThreadedMaster
+from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, ThreadedMaster, echo
 from tests.waiting import until, until_async
 
 
@@ -102,6 +103,23 @@ def test_a_map_that_nobody_reads_runs_what_may_be_in_flight(source: str) -> None
         time.sleep(0.05)
         assert len(master.answered) <= 400
         assert not master.cancelled
+
+
+@pytest.mark.parametrize("left_by", ["break", "exception"])
+def test_the_end_of_the_client_cancels_a_map_that_was_left_early(left_by: str) -> None:
+    def first_only(spec: Spec, task: Task) -> Reply:
+        return echo(spec, task) if task.payload == b"0" else None
+
+    with ThreadedMaster(first_only) as master:
+        with contextlib.suppress(ArithmeticError), multigpu.Client(master.address) as client:
+            unread = client.map("echo", [multigpu.Input(payload=1, request_id="nobody reads it")])
+            results = client.map("echo", range(1000))  # the name keeps the iterator open
+            assert next(results) == 0
+            if left_by == "exception":
+                raise ArithmeticError
+        until(lambda: len(master.cancelled) == 999)
+        assert "nobody reads it" not in master.cancelled
+        del unread, results
 
 
 def test_a_map_returns_before_a_slow_source_has_its_items() -> None:

@@ -129,8 +129,8 @@ async def test_wrong_prompts_and_options_are_not_sent() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "hint"),
     [
-        ("generate", "max_tokens", "did you mean 'max_tokens' of the client's method generate?"),
-        ("generate", "max_tokens", "did you mean 'max_tokens' of the client's method generate?"),
+        ("generate", "max_tokens", "max_tokens is an option of the client's method generate: give it there"),
+        ("generate", "max_token", "did you mean 'max_tokens' of the client's method generate?"),
         ("classify", "topk", "did you mean 'top_k' of the client's method classify?"),
         ("echo", "return_exception", "did you mean 'return_exceptions' of a map?"),
         ("echo", "run_timeout", "did you mean 'run_timeout_s'?"),
@@ -140,7 +140,7 @@ async def test_wrong_prompts_and_options_are_not_sent() -> None:
 async def test_an_unknown_option_gets_a_hint_at_those_of_its_kind(kind: str, name: str, hint: str) -> None:
     options: dict[str, Any] = {name: 1}
     async with multigpu.AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(TypeError, match=f"^there is no task option '{name}'; .*{re.escape(hint)}"):
+        with pytest.raises(TypeError, match=re.escape(hint)):
             await client.run(kind, b"", **options)
 
 

@@ -71,3 +71,17 @@ def test_a_first_reload_whose_engine_starts_slowly_is_waited_for(tmp_path: Path)
     with Fleet(tmp_path / "fleet", workers=1, handlers=["slow"], handlers_dir=tmp_path) as fleet:
         done = CliRunner().invoke(cli, ["--master", fleet.address, "handlers", "reload", "--all"])
         assert done.exit_code == 0, done.stderr
+
+
+def test_a_reload_after_a_cancelled_call_was_ended_blames_no_source(tmp_path: Path) -> None:
+    """The engine of a call that goes on after it was cancelled is killed; the next engine may still be starting."""
+    source = "import time, multigpu\n@multigpu.handler('k')\ndef k(seconds: float) -> None:\n    time.sleep(seconds)\n"
+    (tmp_path / "napping.py").write_text(source)
+    with Fleet(tmp_path / "fleet", workers=1, handlers=["napping"], handlers_dir=tmp_path) as fleet:
+        with fleet.client() as client:
+            handle = client.submit("k", 30)
+            until(lambda: handle.status().message.HasField("progress") or handle.status().worker_id)
+            handle.cancel()
+        for _ in range(3):
+            done = CliRunner().invoke(cli, ["--master", fleet.address, "handlers", "reload", "--all"])
+            assert done.exit_code == 0, done.stderr

@@ -109,7 +109,8 @@ class BatchReporter:
 
     def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
         if len(result) > self._result_bytes_max:
-            message = f"the result has {len(result)} bytes, the worker's result_bytes_max is {self._result_bytes_max}"
+            limit = f"the worker's result_bytes_max is {self._result_bytes_max}"
+            message = f"the result has {len(result)} bytes, {limit}: yield it in parts, or return where it is stored"
             self.fail(item, "ResultTooLarge", message, retryable=False)
             return
         if self._channel.forked:

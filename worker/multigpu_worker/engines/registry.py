@@ -6,6 +6,8 @@ imports torch.
 
 import contextlib
 import importlib
+import importlib.util
+import linecache
 import sys
 import traceback
 from collections.abc import Callable
@@ -61,6 +63,10 @@ def import_handlers(
                 raise ImportError(f"the module {module!r} registers no handler: {remedy}")
     finally:
         sys.meta_path.remove(finder)
+    for file, source in finder.sources.values():
+        # Tracebacks show the lines that run, also after an edit. Without a time, linecache does not look at the file.
+        lines = importlib.util.decode_source(source).splitlines(keepends=True)
+        linecache.cache[file] = len(source), None, lines, file
     return finder.sources
 
 

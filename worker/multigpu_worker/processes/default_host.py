@@ -60,6 +60,8 @@ class DefaultHost(EngineHost):
     def reload(self) -> None:
         """The next process reads the handlers' files. If it can't import them, the present version goes on."""
         self._sources_before, self.sources, self.reload_error = self.sources, None, ""
+        # Its end is not one at a start: this process may be a new one, in place of one that a cancelled task has ended.
+        self._was_ready = True
 
     async def close_handlers(self, grace_s: float) -> None:
         """Before the process is ended: call `close` of the handler classes, and wait at most `grace_s` for it."""
