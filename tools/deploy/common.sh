@@ -116,6 +116,11 @@ downloads() {
   '
 }
 
+# Of pip's errors, leaves out warnings: it warns of each source of packages that this host can't reach.
+without_warnings() {
+  grep -v '^WARNING: ' >&2 || true
+}
+
 # answers PYTHON URL: whether a server answers at the address.
 answers() {
   [ "$dry_run" = 1 ] || "$1" - "$2" <<'PYTHON'
@@ -152,10 +157,11 @@ install_project() {
     if answers "$1/bin/python" "$torch_cpu_page"; then
       torch_source=(--find-links "$torch_cpu_page")
     fi
-    run "${pip[@]}" "${locked[@]}" --no-deps "${torch_source[@]}" -r tools/deploy/lock/cpu-torch.txt </dev/null | downloads ||
+    run "${pip[@]}" "${locked[@]}" --no-deps "${torch_source[@]}" -r tools/deploy/lock/cpu-torch.txt </dev/null \
+      2> >(without_warnings) | downloads ||
       fail "torch's CPU build can't be downloaded from $torch_cpu_page; PIP_FIND_LINKS may name a folder with its wheel"
   fi
-  run "${pip[@]}" "${locked[@]}" -r "tools/deploy/lock/$profile.txt" </dev/null | downloads
+  run "${pip[@]}" "${locked[@]}" -r "tools/deploy/lock/$profile.txt" </dev/null 2> >(without_warnings) | downloads
   # Without build isolation: the lock has the build tools too.
   run "${pip[@]}" "${install[@]}" -qq --no-deps --no-build-isolation "${project[@]}" </dev/null
   run "${pip[@]}" check </dev/null
