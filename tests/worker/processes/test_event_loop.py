@@ -68,7 +68,9 @@ async def test_all_engines_are_ended_before_any_is_waited_for(start: Start, tmp_
     worker, stream = await start(*shop.flags, pythonpath=plant)
     engines = {str((await ask(stream, number, name)).pid) for number, name in enumerate("abc", 1)}
     stream.lease([(9, b"600")], kind="sleep")  # so that the first signal begins a drain, and the second ends it
-    await stream.until(lambda: any(held.running for beat in stream.heartbeats for held in beat.leases))
+    await stream.until(
+        lambda: any(held.lease_id == 9 and held.running for beat in stream.heartbeats for held in beat.leases)
+    )
     before = len(planted(worker.log))
     worker.signal(signal.SIGTERM)
     await stream.until(lambda: stream.heartbeats[-1].draining)
