@@ -192,7 +192,7 @@ def _serial(secured: TlsFleet) -> int:
         return x509.load_der_x509_certificate(der).serial_number
 
 
-def test_certificates_are_renewed_without_a_restart(secured: TlsFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_are_renewed_without_a_restart(secured: TlsFleet, tmp_path: Path) -> None:
     stream = secured.admin.open("TaskService/Watch", task_service_pb2.WatchRequest())
     stream.next()
     before, key = _serial(secured), (secured.ca / "master.key").read_bytes()
@@ -209,10 +209,11 @@ def test_certificates_are_renewed_without_a_restart(secured: TlsFleet, monkeypat
     assert stream.call.is_active()  # streams go on
     stream.close()
     # With a new key, certificate and key do not match for a moment.
-    crt = (secured.ca / "master.crt").read_bytes()
-    authority.issue(secured.ca, "master", "master", ["localhost", "127.0.0.1"])
-    new = (secured.ca / "master.crt").read_bytes()
-    (secured.ca / "master.crt").write_bytes(crt)
+    elsewhere = tmp_path / "ca"
+    shutil.copytree(secured.ca, elsewhere)
+    authority.issue(elsewhere, "master", "master", ["localhost", "127.0.0.1"])
+    new = (elsewhere / "master.crt").read_bytes()
+    (secured.ca / "master.key").write_bytes((elsewhere / "master.key").read_bytes())
     assert _serial(secured) == renewed.serial_number
     (secured.ca / "master.crt").write_text("nonsense")
     assert _serial(secured) == renewed.serial_number
