@@ -1,8 +1,10 @@
 """Mistakes in the use of handlers are errors at once, which say what to write."""
 
+import asyncio
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import multigpu
@@ -82,3 +84,22 @@ def test_a_handler_of_a_program_has_the_kind_that_workers_give_it(tmp_path: Path
         command = [sys.executable, *map(str, arguments)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout == "my_program.work\n"
+
+
+def test_a_decorated_asynchronous_function_is_awaited_and_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def wait_for_ever(_value: object) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    @multigpu.handler("mistakes.decorated")
+    def decorated(value: object) -> object:  # as a decorator that is not asynchronous makes it
+        return wait_for_ever(value)
+
+    with LocalClient() as client:
+        with pytest.raises(multigpu.CallTimeoutError):
+            decorated.options(timeout=0.2).run(client, 1)
+        assert cancelled.wait(10)

@@ -89,7 +89,7 @@ class AsyncClient(AsyncBaseClient):
         `payloads` may hold Inputs. Returns, for each payload in order, the handle or the error by which the task was
         rejected. An error that ends it has the answers until then in `submitted`; those tasks go on.
         """
-        make_handle = partial(AsyncTaskHandle[Any], self._core)
+        make_handle = partial(AsyncTaskHandle, self._core)
         async with self._core.submission(self._core.pop_timeout(options), make_handle) as submission:
             for request in cut(self._core.calls.inputs(kind, payloads, options, current_traceparent())):
                 await submission.send(request)

@@ -152,8 +152,13 @@ class HandlerEngine:
             return returned, ""
         if inspect.isgenerator(returned):
             returned = _drive(returned, item, reporter)
-        elif inspect.iscoroutine(returned):  # a plain function may return one
-            returned = asyncio.run_coroutine_threadsafe(returned, _event_loop()).result()
+        elif inspect.iscoroutine(returned) or inspect.isasyncgen(returned):  # of a decorated asynchronous function
+            coroutine = _drive_async(returned, item, reporter) if inspect.isasyncgen(returned) else returned
+            future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+            while not concurrent.futures.wait([future], _POLL_S).done:
+                if reporter.cancelled(item):
+                    future.cancel()
+            returned = future.result()
         return _encode(returned)
 
 

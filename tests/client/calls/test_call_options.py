@@ -75,6 +75,13 @@ def test_a_timeout_limits_the_connecting_too_and_names_the_cause(name: str) -> N
         assert time.monotonic() - begin < 5, "the default of connect_timeout_s is 10 s"
 
 
+def test_leaving_a_client_that_never_reached_a_master_waits_for_nothing() -> None:
+    begin = time.monotonic()
+    with pytest.raises(multigpu.CallTimeoutError), multigpu.Client("127.0.0.1:1", timeout=0.1) as client:
+        client.run("echo", 1)
+    assert time.monotonic() - begin < 1.5, "a confirmation of the withdrawal is waited for, for 2 s"
+
+
 def test_infinity_lifts_the_clients_limit_for_a_call() -> None:
     with ThreadedMaster() as master, multigpu.Client(master.address, timeout=0.2) as client:
         assert client.run("echo", 1, timeout=float("inf")) == 1

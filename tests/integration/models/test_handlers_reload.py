@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import multigpu
 import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli
@@ -85,3 +86,14 @@ def test_a_reload_after_a_cancelled_call_was_ended_blames_no_source(tmp_path: Pa
         for _ in range(3):
             done = CliRunner().invoke(cli, ["--master", fleet.address, "handlers", "reload", "--all"])
             assert done.exit_code == 0, done.stderr
+
+
+def test_a_traceback_shows_the_lines_that_ran_after_an_edit(tmp_path: Path) -> None:
+    source = "import multigpu\n@multigpu.handler('k')\ndef k(value):\n    return value['body']  # {}\n"
+    (tmp_path / "edited.py").write_text(source.format("as it was"))
+    with Fleet(tmp_path / "fleet", workers=1, handlers=["edited"], handlers_dir=tmp_path) as fleet:
+        fleet.wait_for_workers()
+        (tmp_path / "edited.py").write_text(source.format("corrected"))
+        with fleet.client() as client, pytest.raises(multigpu.TaskFailed) as caught:
+            client.run("k", {})
+        assert "# as it was" in caught.value.remote.traceback
