@@ -76,14 +76,19 @@ def test_a_first_reload_whose_engine_starts_slowly_is_waited_for(tmp_path: Path)
 
 def test_a_reload_after_a_cancelled_call_was_ended_blames_no_source(tmp_path: Path) -> None:
     """The engine of a call that goes on after it was cancelled is killed; the next engine may still be starting."""
-    source = "import time, multigpu\n@multigpu.handler('k')\ndef k(seconds: float) -> None:\n    time.sleep(seconds)\n"
+    source = (
+        "import pathlib, time, multigpu\n"
+        "@multigpu.handler('k')\n"
+        "def k(begun: str) -> None:\n    pathlib.Path(begun).touch()\n    time.sleep(30)\n"
+    )
     (tmp_path / "napping.py").write_text(source)
     with Fleet(tmp_path / "fleet", workers=1, handlers=["napping"], handlers_dir=tmp_path) as fleet:
-        with fleet.client() as client:
-            handle = client.submit("k", 30)
-            until(lambda: handle.status().message.HasField("progress") or handle.status().worker_id)
-            handle.cancel()
-        for _ in range(3):
+        for number in range(3):
+            begun = tmp_path / f"begun {number}"
+            with fleet.client() as client:
+                handle = client.submit("k", str(begun))
+                until(begun.exists)
+                handle.cancel()
             done = CliRunner().invoke(cli, ["--master", fleet.address, "handlers", "reload", "--all"])
             assert done.exit_code == 0, done.stderr
 

@@ -34,7 +34,7 @@ class Vectors:
 @multigpu.handler("calls.size_of_batch")
 @multigpu.batch(max_size=8)
 def size_of_batch(values: list[int]) -> list[int]:
-    time.sleep(0.3)
+    time.sleep(0.6)  # longer than the time for which a worker's pace lets it hold tasks
     return [len(values)] * len(values)
 
 
