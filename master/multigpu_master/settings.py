@@ -133,7 +133,8 @@ def _info(fields: dict[str, Any]) -> WorkerInfo:
 
 def _capability(value: Any) -> Capability:
     models = tuple(map(_text, value["models"]))
-    return Capability(kind=_text(value["kind"]), models=models, concurrency=_count(value["concurrency"], COUNT_END))
+    concurrency = _count(value.get("concurrency", 1))  # older journals lack it
+    return Capability(kind=_text(value["kind"]), models=models, concurrency=concurrency)
 
 
 def _check_field(name: str, value: Any) -> Any:

@@ -58,10 +58,10 @@ AFTER_A_USE = {
         def child():
             global client
             async def calls():
-                async def listed(items):
-                    return [item async for item in items]
-                calls = [client.run("echo", 1), client.submit("echo", 1), listed(client.map("echo", [1]))]
-                calls += [listed(client.stream("echo", 1)), client.get(1), client.embed(["a"])]
+                async def listed(call, *arguments):
+                    return [item async for item in call(*arguments)]
+                calls = [client.run("echo", 1), client.submit("echo", 1), listed(client.map, "echo", [1])]
+                calls += [listed(client.stream, "echo", 1), client.get(1), client.embed(["a"])]
                 found = await asyncio.gather(*calls, return_exceptions=True)
                 await client.close()
                 return found

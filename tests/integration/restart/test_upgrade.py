@@ -31,7 +31,7 @@ import sys
 import multigpu
 with multigpu.Client(sys.argv[1]) as client:
     payloads = [b"%d" % n for n in range({TASKS})]
-    results = list(client.map("trial.nap", payloads, parameters={{"seconds": "0.02"}}, max_in_flight=200))
+    results = list(client.map("trial.nap", payloads, parameters={{"seconds": "0.02"}}, window=200))
     assert results == [payload[::-1] for payload in payloads], results
 """
 
