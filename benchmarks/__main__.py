@@ -12,6 +12,7 @@ backlog   a million queued tasks: memory, cost, recovery
 
 Not among these, since they have options of their own (--help):
 python -m benchmarks.load.scale   10, 100 and 1,000 fake workers: what the master pays for them
+python -m benchmarks.load.core    the core alone, with up to 10,000 workers and 10,000,000 tasks
 python -m benchmarks.load.soak    half an hour of mixed load and churn: nothing lost, nothing grows
 python -m benchmarks.compare CASE --base DIR   two working trees in turns, in short bursts
 python -m benchmarks.engines.batch_handler   a batching handler against the same model in a plain loop

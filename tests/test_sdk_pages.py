@@ -1,4 +1,4 @@
-"""The Python examples of docs/handlers.md and docs/clients.md run against real workers, and print what is stated."""
+"""The Python examples of docs/handlers.md, python.md and clients.md run on real workers, and print what is stated."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,8 @@ class Sums(torch.nn.Module):
     def forward(self, pixels):
         return {"logits": pixels.sum(-1) * self.factor}
 """
-VALUES, MODELS, HANDLES, ASYNCIO, ADMIN = blocks("clients.md")
+(VALUES,) = blocks("clients.md")
+HANDLES, ASYNCIO, MODELS, ADMIN = blocks("python.md")
 
 
 def test_the_functions_of_the_page_do_what_it_says(tmp_path: Path) -> None:

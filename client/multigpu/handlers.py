@@ -158,7 +158,7 @@ class HandlerFunction(Generic[P, C, R]):
     def submit(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Submits a task that calls the handler with these arguments, and returns its handle."""
         _check_client(client, self, "submit")
-        return client.submit(self.kind, _value_of(args, kwargs), **self._options)
+        return client.submit(self.kind, _value_of(self, args, kwargs), **self._options)
 
     @overload
     def run(self, client: Client, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -167,7 +167,7 @@ class HandlerFunction(Generic[P, C, R]):
     def run(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a task that calls the handler with these arguments, and returns its result."""
         _check_client(client, self, "run")
-        return client.run(self.kind, _value_of(args, kwargs), **self._options)
+        return client.run(self.kind, _value_of(self, args, kwargs), **self._options)
 
     @overload
     def stream(self, client: Client, /, *args: P.args, **kwargs: P.kwargs) -> Stream[Any]: ...
@@ -176,7 +176,7 @@ class HandlerFunction(Generic[P, C, R]):
     def stream(self, client: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a task that calls the handler, a generator, and yields what it yields, as `client.stream` does."""
         _check_client(client, self, "stream")
-        return client.stream(self.kind, _value_of(args, kwargs), **self._options)
+        return client.stream(self.kind, _value_of(self, args, kwargs), **self._options)
 
     @overload
     def map(
@@ -217,8 +217,20 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"there is no task option {name!r}; {hint}")
 
 
-def _value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One positional argument is the task's value, as clients in other languages send it."""
+def _value_of(handler_function: HandlerFunction[..., Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One positional argument is the task's value, as clients in other languages send it. TypeError: a keyword is an
+    option of the task.
+    """
+    if kwargs:
+        from multigpu.options import SpecOptions  # noqa: PLC0415  workers don't need it
+
+        target = handler_function.__wrapped__
+        parameters = inspect.signature(call_of(target) if isinstance(target, type) else target).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name, value in kwargs.items():
+            if name in SpecOptions.__annotations__ and name not in parameters and not takes_any:
+                hint = f"{target.__name__}.options({name}={value!r}).run(client, …)"
+                raise TypeError(f"{name!r} is an option of the task, and no parameter of the handler: write {hint}")
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
@@ -267,7 +279,7 @@ def handler(
     bounds every number of attempts (default 3). `retry_on`: only after these exceptions. `concurrency`: how many calls
     may run at a time in a worker; default: one in each of its slots, and of an async function 16.
 
-    ValueError: the kind is empty, longer than 128 bytes, reserved, or already registered by another function.
+    ValueError: the kind is longer than 128 bytes, reserved, or already registered by another function.
     """
     if callable(kind):
         return handler()(kind)

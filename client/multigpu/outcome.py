@@ -114,7 +114,7 @@ class Outcome:
 
     @property
     def content_type(self) -> str:
-        """Encoding of the result: empty for bytes, else "application/json" or "application/vnd.msgpack"."""
+        """Encoding of the result: empty for bytes, else "application/json", "application/vnd.msgpack" …"""
         return self.message.content_type
 
     def value(self) -> Any:

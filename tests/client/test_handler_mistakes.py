@@ -42,6 +42,29 @@ def test_an_option_that_does_not_exist_is_named() -> None:
         assert add.options(queue="x", timeout=9, ordered=False).map(client, [1]) is not None
 
 
+def test_an_option_is_no_argument() -> None:
+    with LocalClient() as client:
+        with pytest.raises(TypeError, match=r"write add\.options\(priority=1\)\.run\(client, …\)"):
+            add.run(client, 1, priority=1)  # type: ignore[call-overload]
+        assert add.run(client, 1, b=2) == 3
+
+
+def test_a_method_is_no_handler_and_a_batch_is_a_list() -> None:
+    with pytest.raises(TypeError, match="run is a method: decorate its class"):
+
+        class Model:
+            @multigpu.handler
+            def run(self, value: int) -> int:
+                return value
+
+    with pytest.raises(TypeError, match=r"gets a list: write list\[…\] for float"):
+
+        @multigpu.handler
+        @multigpu.batch
+        def half(values: float) -> list[float]:
+            return [values]
+
+
 @pytest.mark.parametrize("method", ["run", "submit", "map"])
 def test_the_first_argument_is_the_client(method: str) -> None:
     with pytest.raises(

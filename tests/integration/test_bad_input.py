@@ -96,6 +96,7 @@ def test_a_deadline_in_the_past(fleet: Fleet) -> None:
     ("spec", "words"),
     [
         ({"kind": "no.such.kind"}, "no worker runs kind 'no.such.kind' (the fleet runs echo"),
+        ({"kind": "ech"}, "no worker runs kind 'ech', did you mean 'echo'? (the fleet runs"),
         ({"kind": "embed", "model": "no-such-model"}, "no worker has model 'no-such-model'"),
         ({"required_labels": {"site": "moon"}}, "needs the label site=moon"),
         ({"required_device_memory_bytes": 1 << 60}, "bytes of device memory"),

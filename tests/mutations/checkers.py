@@ -12,7 +12,6 @@ from tests.mutations.rules import pytest_checkers
 CHECKERS = {
     "batches": ("tests.mutations.rules.batches", "check", 300),
     "client": ("tests.client.transport.test_run_state", "run_seed", 300),
-    "cuts": ("tests.mutations.rules.cuts", "check", 300),
     "full": ("tests.mutations.rules.journal_rules", "check_reserve", 1),
     "journal": ("tests.mutations.rules.journal_rules", "check", 30),
     "known": ("tests.mutations.rules.known", "check", 30),
@@ -20,7 +19,6 @@ CHECKERS = {
     "results": ("tests.hostile.lost_results", "check", 20),
     "session": ("tests.worker.session.test_session", "test_any_order_of_events_loses_and_repeats_nothing", 300),
     "simulator": ("tests.sim.sim", "check", 300),
-    "stream": ("tests.client.transport.test_run_stream", "run_seed", 20),
 }
 
 

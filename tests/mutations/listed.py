@@ -1,8 +1,7 @@
 """The list of all mutations."""
 
-from tests.mutations.lists.client.list_client import CLIENT, COMMANDS
-from tests.mutations.lists.client.list_sdk import SDK
 from tests.mutations.lists.list_attempts import ATTEMPTS
+from tests.mutations.lists.list_client import CLIENT
 from tests.mutations.lists.list_edge import EDGE
 from tests.mutations.lists.list_events import EVENTS
 from tests.mutations.lists.list_journal import JOURNAL
@@ -12,14 +11,12 @@ from tests.mutations.lists.list_quarantine import QUARANTINE
 from tests.mutations.lists.list_residency import RESIDENCY
 from tests.mutations.lists.list_sessions import SESSIONS
 from tests.mutations.lists.list_store import IDS, STORE
-from tests.mutations.lists.worker.list_backends import BACK_ENDS
-from tests.mutations.lists.worker.list_engines import ENGINES
-from tests.mutations.lists.worker.list_worker import WORKER
+from tests.mutations.lists.list_worker import WORKER
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
-    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT, *IDS, *SDK,
-    *EDGE, *ENGINES, *COMMANDS, *STORE, *BACK_ENDS,
+    *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT, *IDS,
+    *EDGE, *STORE,
 )  # fmt: skip
 
 assert len({m.breaks for m in MUTATIONS}) == len(MUTATIONS), "each mutation breaks something else"

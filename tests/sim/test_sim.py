@@ -96,8 +96,8 @@ def test_everything_that_can_occur_does() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_core_at_scale_settles_all() -> None:
-    """The small form of `python -m tests.sim.scale`, in a process that has the core's own limits."""
-    done = run_module("tests.sim.scale", "--workers-max", "10", "--tasks-max", "1000")
+    """The small form of `python -m benchmarks.load.core`, in a process that has the core's own limits."""
+    done = run_module("benchmarks.load.core", "--workers-max", "10", "--tasks-max", "1000")
     assert done.returncode == 0, done.stdout
     assert "drained" in done.stdout
 

@@ -146,6 +146,7 @@ def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> Engi
         slots=config.slots,
         threads=config.threads,
         handlers=config.handlers,
+        allow_pickle=config.allow_pickle,
         models=dict(catalog.models),
         engine=config.engine,
         precision=config.precision,

@@ -5,7 +5,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from multigpu._transport.encoding import CALL, JSON, MSGPACK, RAW, Arguments, decode
+from multigpu._handling.targets import hints_of
+from multigpu._transport.encoding import CALL, JSON, MSGPACK, PICKLE, RAW, Arguments, decode
 
 _NOT_JSON = f": send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)"
 
@@ -20,10 +21,7 @@ class Parameters:
     def __init__(self, function: Callable[..., Any], *, of_class: bool, batched: bool) -> None:
         signature = inspect.signature(function)
         parameters = list(signature.parameters.values())[int(of_class) :]
-        try:
-            hints = typing.get_type_hints(function)
-        except Exception:  # noqa: BLE001  a name that exists for type checkers only
-            hints = {}
+        hints = hints_of(function)
         if batched:
             parameters = parameters[:1]
             name = parameters[0].name
@@ -38,12 +36,11 @@ class Parameters:
     def of(self, payload: bytes, content_type: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The arguments in a task's payload. Raises ArgumentsError."""
         value: Any = payload
-        if content_type in (JSON, MSGPACK, CALL):
+        if content_type in (JSON, MSGPACK, CALL, PICKLE):
             try:
                 value = decode(payload, content_type)
             except ValueError as error:
-                why = f"the payload is not {content_type}, though its content type says so: {error}"
-                raise ArgumentsError(why) from error
+                raise ArgumentsError(f"the payload can't be read as {content_type}: {error}") from error
         try:
             return self._bound(value)
         except ArgumentsError as error:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,5 +40,20 @@ def check_parameters(function: Callable[..., Any], *, of_class: bool, batched: b
     parameters = list(inspect.signature(function).parameters.values())[int(of_class) :]
     required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIABLE]
     name = f"{function.__module__}.{function.__qualname__}"
+    if not of_class and parameters and parameters[0].name == "self":
+        raise TypeError(f"{name} is a method: decorate its class, with this as its __call__, or a function")
     if batched and (not parameters or len(required) > 1):
         raise ValueError(f"the batched handler {name} must take one list: f(values)")
+    if batched:
+        hint = hints_of(function).get(parameters[0].name, Any)
+        kind = typing.get_origin(hint) or hint
+        if isinstance(kind, type) and not issubclass(list, kind):
+            raise TypeError(f"the batched handler {name} gets a list: write list[…] for {hint.__name__}")
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The type hints; none if a name in them exists for type checkers only."""
+    try:
+        return typing.get_type_hints(function)
+    except Exception:  # noqa: BLE001  whatever evaluating a hint raises
+        return {}

@@ -4,9 +4,12 @@ NumPy arrays, or have keys other than str, as MessagePack.
 The master reads none of them; a content type beside the bytes says which it is, empty for raw bytes. An array is the
 MessagePack extension type 1: its NumPy dtype and its shape as MessagePack, then its elements in C order. The arguments
 of a call with other than one positional argument are MessagePack: [[positional …], {keyword: …}].
+
+Other values are pickled, and pickles are read, only in a process that called `allow_pickle`.
 """
 
 import json
+import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,10 +17,25 @@ RAW = ""
 JSON = "application/json"
 MSGPACK = "application/vnd.msgpack"
 CALL = "application/vnd.multigpu.call"
+PICKLE = "application/vnd.multigpu.pickle"
 ARRAY = 1
 
 # One encoder for all calls: json.dumps builds a new one whenever an option differs from its defaults.
 _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+_pickle_allowed = False
+
+
+def allow_pickle(allowed: bool = True) -> None:
+    """Lets this process send values of any class as pickles, and read the pickles that it receives.
+
+    A pickle can run any code in the process that reads it. So call this only in a client that trusts all workers of its
+    fleet; workers that trust all clients are started with `--allow-pickle`, which does the same. The modules of the
+    classes must be importable on both sides.
+    """
+    global _pickle_allowed  # noqa: PLW0603  it is the process that runs the code
+    _pickle_allowed = allowed
 
 
 class Arguments(NamedTuple):
@@ -29,6 +47,18 @@ class Arguments(NamedTuple):
 
 def encode(value: Any) -> tuple[bytes, str]:
     """The payload and content type of a value. ValueError: it is none of these."""
+    try:
+        return _encode(value)
+    except ValueError:
+        if not _pickle_allowed:
+            raise
+    try:
+        return pickle.dumps(value), PICKLE
+    except Exception as error:  # of the value's class
+        raise ValueError(f"this {type(value).__name__} can't be pickled: {error}") from error
+
+
+def _encode(value: Any) -> tuple[bytes, str]:
     if type(value) is Arguments:
         return _pack([value.args, value.kwargs]), CALL
     if isinstance(value, bytes):
@@ -61,7 +91,19 @@ def decode(data: bytes, content_type: str) -> Any:
         return json.loads(data)
     if content_type == CALL:
         return _arguments(_unpack(data))
+    if content_type == PICKLE:
+        return _unpickle(data)
     return _unpack(data) if content_type == MSGPACK else data
+
+
+def _unpickle(data: bytes) -> Any:
+    if not _pickle_allowed:
+        remedy = "multigpu.allow_pickle(), or mgpu-worker --allow-pickle, reads it where its sender is trusted"
+        raise ValueError(f"it is a pickle, which can run any code: {remedy}")
+    try:
+        return pickle.loads(data)  # noqa: S301  allowed
+    except Exception as error:  # of the classes in it
+        raise ValueError(f"the pickle can't be read: {error!r}") from error
 
 
 def _arguments(value: Any) -> Arguments:
@@ -80,7 +122,7 @@ def _pack(value: Any) -> bytes:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"a value must be bytes, a JSON value, or made of these and NumPy arrays, and this {type(value).__name__} "
-            f"is not: {error}"
+            f"is not: {error} (multigpu.allow_pickle() and mgpu-worker --allow-pickle take others)"
         ) from error
     return packed
 

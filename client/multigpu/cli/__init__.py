@@ -29,10 +29,7 @@ COMMANDS = {
     "status": ("multigpu.cli.fleet.workers:status", "State of the master: tasks waiting and done, workers, journal."),
     "workers": ("multigpu.cli.fleet.workers:workers", "Every worker that the master knows: state, device and load."),
     "gpus": ("multigpu.cli.fleet.gpus:gpus", "Every device of the fleet: model, load and health."),
-    "top": (
-        "multigpu.cli.top.top:top",
-        "A live view of devices, queues and running tasks; keys to drain, cordon, cancel.",
-    ),
+    "top": ("multigpu.cli.fleet.top:top", "A live view of devices, queues and running tasks, until Ctrl-C."),
     "drain": ("multigpu.cli.fleet.workers:drain", "Give workers no new tasks and let theirs finish."),
     "cordon": ("multigpu.cli.fleet.workers:cordon", "Give workers no new tasks."),
     "uncordon": ("multigpu.cli.fleet.workers:uncordon", "End a cordon or a drain: the workers take tasks again."),

@@ -19,8 +19,8 @@ def log_level() -> Any:
 
 
 def log_format() -> Any:
-    text = 'How log lines look. "auto": "console" on a terminal, "journald" under systemd, else "json".'
-    return setting("auto", text, choices=("auto", "json", "console", "journald"))
+    text = 'How log lines look. "auto": "console" on a terminal, else "json".'
+    return setting("auto", text, choices=("auto", "json", "console"))
 
 
 def tls_ca(**more: Any) -> Any:
@@ -135,6 +135,7 @@ class WorkerConfig(Checked):
     window_tasks: int = setting(1024, "Maximum of leases held.", minimum=1, maximum=1_000_000)
     window_bytes: int = setting(64 * MIB, "Maximum of their payload bytes.", minimum=MIB)
     handlers: tuple[str, ...] = setting((), "Python modules with @multigpu.handler functions.")
+    allow_pickle: bool = setting(False, "Let handlers take and return pickles: any client may run any code.")
     models: tuple[str, ...] = setting(
         (), "Models to serve, as NAME=PATH; the first is the default.", check=check_models
     )

@@ -1,7 +1,7 @@
 """Logs and traces of every program. Metrics are in metrics.py.
 
-Logs go to stderr or journald, one line per event: JSON for programs, text on a terminal. Lines of other libraries are
-formatted the same way. `bound_log_context(task_id=…, lease_id=…, worker_id=…)` adds ids to all lines within it.
+Logs go to stderr, one line per event: JSON for programs, text on a terminal. Lines of other libraries are formatted
+the same way. `bound_log_context(task_id=…, lease_id=…, worker_id=…)` adds ids to all lines within it.
 
 Only sampled tasks are traced: such a task carries a W3C `traceparent`, all others an empty string. The client decides
 which tasks are sampled, and the daemons follow. While a task runs, the daemons only store timestamps; they make its
@@ -13,8 +13,9 @@ OpenTelemetry is imported only if tracing is configured, so that a worker withou
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TextIO
 
 import structlog
@@ -22,7 +23,6 @@ from structlog.contextvars import bound_contextvars as bound_log_context
 
 from multigpu._transport.traceparent import SAMPLED, current_traceparent, traceparent_of
 from multigpu.config.config import ConfigError, TelemetryConfig
-from multigpu.daemon import journald
 
 __all__ = [
     "bound_log_context",
@@ -35,21 +35,20 @@ __all__ = [
     "span_from",
 ]
 
+# syslog(3)'s numbers.
+_PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 # How long an unresponsive collector may delay the end of a program.
 _EXPORT_TIMEOUT_S = 3
 
 
 def configure_logging(level: str = "info", log_format: str = "auto", *, stream: TextIO | None = None) -> None:
-    """Sends the log lines of structlog and of the standard library to `stream` (default: stderr), or to journald.
+    """Sends the log lines of structlog and of the standard library to `stream` (default: stderr). May be called again.
 
-    May be called again.
-
-    `level`: debug, info, warning or error. `log_format`: json, console, journald, or auto: console on a terminal,
-    journald where systemd reads stderr, else json.
+    `level`: debug, info, warning or error. `log_format`: json, console, or auto: console on a terminal, else json.
     """
     stream = sys.stderr if stream is None else stream
     if log_format == "auto":
-        log_format = "console" if stream.isatty() else "journald" if journald.is_journal(stream) else "json"
+        log_format = "console" if stream.isatty() else "json"
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -57,13 +56,9 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="timestamp"),
         structlog.processors.StackInfoRenderer(),
     ]
-    logger_factory: Any = structlog.WriteLoggerFactory(stream)
-    handler: logging.Handler = logging.StreamHandler(stream)
     if log_format == "json":
-        final: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-    elif log_format == "journald":
-        final = [structlog.processors.format_exc_info, journald.Journal()]
-        logger_factory, handler = structlog.ReturnLoggerFactory(), journald.SentHandler()
+        json = structlog.processors.JSONRenderer(default=str)
+        final: list[Any] = [structlog.processors.format_exc_info, _Prioritised(json) if _is_journal(stream) else json]
     else:
         plain = structlog.dev.plain_traceback
         final = [
@@ -72,9 +67,10 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
     structlog.configure(
         processors=[*shared, *final],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=logger_factory,
+        logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
@@ -85,6 +81,25 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
     root.handlers[:] = [handler]
     root.setLevel(threshold)
     logging.captureWarnings(capture=True)
+
+
+def _is_journal(stream: TextIO) -> bool:
+    """Whether systemd reads this stream for journald: it sets JOURNAL_STREAM to the stream's device and inode."""
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return os.environ.get("JOURNAL_STREAM", "") == f"{status.st_dev}:{status.st_ino}"
+
+
+class _Prioritised:
+    """Begins each line with its priority, which journald takes off and stores: sd-daemon(3)."""
+
+    def __init__(self, render: Callable[..., Any]) -> None:
+        self._render = render
+
+    def __call__(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
+        return f"<{_PRIORITIES.get(str(event.get('level')), 6)}>{self._render(logger, method, event)}"
 
 
 def otlp_endpoint(config: TelemetryConfig) -> str:

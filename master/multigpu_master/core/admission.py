@@ -15,7 +15,7 @@ SHAPES_MAX = 1_000
 # Names that a rejection lists.
 NAMED_MAX = 20
 # With more models, or a longer name, no similar name is searched: that would hold up all other clients.
-NEAR_MODELS_MAX, NEAR_NAME_MAX = 64, 64
+NEAR_NAMES_MAX, NEAR_NAME_MAX = 64, 64
 
 
 def rejection(state: State, spec: Spec, now: float) -> ev.Rejection | None:
@@ -69,17 +69,21 @@ def unplaceable(fleet: Fleet, spec: Spec) -> str:
         return f"model {spec.model!r} can't be loaded on {worker.worker_id}: {error}; fix the model, or {wait}"
     kinds = sorted({c.kind for w in workers for c in w.info.capabilities})
     if spec.kind not in kinds:
-        return f"no worker runs kind {spec.kind!r} (the fleet runs {_listed(kinds)}); {wait}"
+        return f"no worker runs kind {spec.kind!r}{_near(spec.kind, kinds)} (the fleet runs {_listed(kinds)}); {wait}"
     models = sorted({m for w in workers for c in w.info.capabilities if c.kind == spec.kind for m in c.models})
     if spec.model and models and spec.model not in models:
-        search = len(models) <= NEAR_MODELS_MAX and len(spec.model) <= NEAR_NAME_MAX
-        near = difflib.get_close_matches(spec.model, models, n=1) if search else []
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        there = f"{hint} (the fleet has {_listed(models)})"
+        there = f"{_near(spec.model, models)} (the fleet has {_listed(models)})"
         return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {wait}"
     shape = shape_of(spec)
     why = "; ".join(f"{w.worker_id}: {fleet.unfit(w, shape)}" for w in workers[:5])
     return f"no worker could ever take this task ({why}); {wait}"
+
+
+def _near(name: str, names: list[str]) -> str:
+    """The nearest name as a question; empty where none is near, or the search would take long."""
+    search = len(names) <= NEAR_NAMES_MAX and len(name) <= NEAR_NAME_MAX
+    near = difflib.get_close_matches(name, names, n=1) if search else []
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def _listed(names: list[str]) -> str:

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import tarfile
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -61,11 +61,13 @@ def test_a_fleet_of_the_former_release_is_upgraded_under_load(former: Path, tmp_
     own = dict(fleet._env)
     fleet.run_from(former)
     fleet._env["PYTHONPATH"] = os.pathsep.join([str(former / HANDLERS), fleet._env["PYTHONPATH"]])
-    with fleet:
+    with fleet, ExitStack() as ended:
         fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="night"), timeout=30)
         waiting = fleet.submit("trial.nap", *(b"%d" % n for n in range(50)), queue="night")
         path = os.pathsep.join([str(former / "client"), own["PYTHONPATH"]])
-        client = subprocess.Popen([sys.executable, "-c", CLIENT, fleet.address], env={**os.environ, "PYTHONPATH": path})
+        command = [sys.executable, "-c", CLIENT, fleet.address]
+        client = ended.enter_context(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}))
+        ended.callback(client.kill)
         until(lambda: fleet.stats().leased > 10, what="load")
 
         fleet._env = own

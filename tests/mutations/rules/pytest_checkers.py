@@ -20,53 +20,12 @@ TESTS_OF = {
         "master/test_driver.py::test_count_counts_each_task_once_while_tasks_settle",
         "master/test_driver.py::test_a_cancellation_without_room_changes_nothing",
     ),
-    # The worker's pure parts.
-    "worker": (
-        "worker/processes/test_blame.py", "worker/models/test_residency.py", "worker/models/test_routes.py",
-        "worker/models/test_measured_sizes.py", "worker/models/test_memory_estimates.py", "worker/session/test_pace.py",
-        "worker/device/test_health.py", "worker/device/test_energy.py",
-        "worker/mps/test_mps_parts.py::test_a_fault_that_names_no_client_is_charged_after_three_times",
-        "worker/mps/test_mps_parts.py::test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context",
-        "worker/mps/test_mps_parts.py::test_claims_of_dead_workers_are_deleted",
-    ),
     "store": (
         "master/test_driver.py", "master/test_clock.py", "master/test_latencies.py", "master/test_wire_devices.py",
         "master/test_wire_outcomes.py", "disk/test_damage.py",
         "master/journal/test_journal_expiry.py", "master/journal/test_shared_payloads.py",
         "master/journal/test_backup.py::test_no_master_starts_from_a_backup_that_was_broken_off",
     ),
-    # Runs every command of mgpuctl on a fleet: only for the mutations that need it.
-    "access": ("security/test_cli_access.py",),
-    # The engines. Each must take less than 15 s of CPU.
-    "artifacts": ("worker/graphs/test_artifacts.py",),
-    "vectors": (
-        "worker/embed/test_embed_cache_file.py",
-        "worker/embed/test_embed_cache.py::test_memory_evicts_the_least_recently_used_vectors",
-        "worker/embed/test_embed_cache.py::test_vectors_expire",
-        "worker/embed/test_embed_cache.py::test_nan_and_infinity_are_not_cached",
-    ),
-    "content": ("worker/embed/test_embed_cache.py::test_every_file_of_a_model_is_hashed",),
-    "gates": (
-        "worker/infer/test_gate.py", "worker/infer/test_precision.py",
-        "worker/infer/test_infer_rows.py::test_per_example_follows_first_dimensions",
-    ),
-    "arrays": ("worker/infer/test_infer_rows.py::test_coincidental_number_of_rows_is_detected",),
-    "tokens": ("worker/generate/test_generate_parts.py",),
-    "plans": ("worker/graphs/test_tensorrt_run.py",),
-    # The SDK, settings and model repositories.
-    "calls": (
-        "client/calls/test_run.py", "client/calls/test_submit.py", "client/calls/test_embed.py",
-        "client/calls/test_inference.py", "client/calls/test_generate_client.py",
-    ),
-    "maps": ("client/calls/test_map.py", "client/calls/test_timeouts.py"),
-    "threads": ("client/calls/test_client.py",),
-    "reconnect": (
-        "client/transport/test_reconnect.py", "client/transport/test_window.py", "client/calls/test_watch.py",
-    ),
-    "config": ("client/test_config.py",),
-    "telemetry": ("client/test_telemetry.py",),
-    "repository": ("client/repository",),
-    "credentials": ("security/test_listeners.py",),
 }  # fmt: skip
 # Imported by each Python process that a test starts.
 PLANT = """

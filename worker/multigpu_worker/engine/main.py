@@ -15,6 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from multigpu import allow_pickle
 from multigpu.handlers import registered_handlers
 
 from multigpu_worker.engine.channel import AgentChannel
@@ -72,6 +73,7 @@ def _import_handlers(
 
     If that fails, sends the agent the error and ends the process.
     """
+    allow_pickle(settings.allow_pickle)
     try:
         sources = import_handlers(settings.handlers, sources, lambda file: channel.send(("importing", file)))
         if registered_handlers():

@@ -91,6 +91,7 @@ class EngineSettings:
     threads: int
     # Modules with the user's handlers.
     handlers: tuple[str, ...] = ()
+    allow_pickle: bool = False
     # By id. An engine process for a model has only that one.
     models: dict[str, ModelSpec] = field(default_factory=dict)
     # The worker's default where the model says "auto". "auto": the engine decides.

@@ -154,15 +154,16 @@ class DefaultHost(EngineHost):
         modules = ", ".join(self.settings.engine.handlers)
         last = text.strip().rpartition("\n")[2]
         if not self._first_ready.done():
-            remedy = f"correct --handlers ({modules}), or make the modules importable (PYTHONPATH)"
+            lacking = last.startswith("ModuleNotFoundError")
+            remedy = "correct --handlers, or make the modules importable (PYTHONPATH)" if lacking else "correct them"
             self._first_ready.set_exception(
-                EngineStartError(f"the handlers can't be imported: {last}; {remedy}\n{text}")
+                EngineStartError(f"the handlers ({modules}) can't be loaded: {last}; {remedy}\n{text}")
             )
         elif self.sources is None:
             self.reload_error = last
         else:
-            log.error("handlers can't be imported any more", error=last, handlers=modules)
-            self._start.rejected(f"the handlers ({modules}) can't be imported: {last}; correct them")
+            log.error("handlers can't be loaded any more", error=last, handlers=modules)
+            self._start.rejected(f"the handlers ({modules}) can't be loaded: {last}; correct them")
 
     # The end.
 

@@ -13,6 +13,7 @@ from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import connected, find_worker_id, workers_argument
 from multigpu.cli.commands import Command
 from multigpu.cli.fleet.breaker import breaker_text
+from multigpu.cli.fleet.device_columns import DEVICE
 from multigpu.cli.options import json_option, seconds_option
 from multigpu.cli.tables import Column
 from multigpu.cli.text import format_size, since
@@ -144,38 +145,13 @@ def state_of(worker: Worker) -> str:
     return "cordoned" if worker.cordoned else "quarantined" if worker.quarantined else state
 
 
-def _health(worker: Worker) -> str:
-    """The health state, and the code of its gravest reason."""
-    if worker.health is None or not worker.health.state:
-        return "-"
-    state = worker.health.state.name.lower()
-    return f"{state}: {worker.health.reasons[0].code}" if worker.health.reasons else state
-
-
-def _memory(worker: Worker) -> str:
-    total = worker.device.memory_total_bytes
-    used = worker.telemetry.memory_used_bytes if worker.telemetry is not None else None
-    if total and used is not None:
-        return f"{used / total:.0%} of {format_size(total)}"
-    return format_size(total) if total else "-"
-
-
-def _busy(worker: Worker) -> str:
-    utilization = worker.telemetry.utilization if worker.telemetry is not None else None
-    return "-" if utilization is None else f"{utilization:.0%}"
-
-
 COLUMNS = (
     Column("WORKER", lambda worker: worker.worker_id),
     Column("STATE", state_of),
-    Column("HEALTH", _health, rank=1),
-    Column("DEVICE", lambda worker: worker.device.name or "-", rank=3),
-    Column("MEMORY", _memory, rank=5),
-    Column("BUSY", _busy, rank=4),
-    Column("LEASES", lambda worker: f"{worker.leases:,}", right=True, rank=2),
-    Column("DONE", lambda worker: f"{worker.succeeded:,}", right=True, rank=6),
-    Column("FAILED", lambda worker: f"{worker.failed:,}", right=True, rank=7),
-    Column("HEARD", lambda worker: since(worker.last_heartbeat_time) or "-", rank=8),
+    *(column for column in DEVICE if column.name in ("DEVICE", "MEMORY", "BUSY", "LEASES", "HEALTH")),
+    Column("DONE", lambda worker: f"{worker.succeeded:,}", right=True, rank=60),
+    Column("FAILED", lambda worker: f"{worker.failed:,}", right=True, rank=70),
+    Column("HEARD", lambda worker: since(worker.last_heartbeat_time) or "-", rank=80),
 )
 
 

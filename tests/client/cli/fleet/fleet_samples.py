@@ -7,8 +7,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu import Task
-from multigpu.cli.top import frame as top_frame
-from multigpu.cli.top.state import View
+from multigpu.cli.fleet.top import View, frame, sickest_first
 from multigpu.fleet import Queue, Stats, Worker
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import device_pb2 as pb
@@ -122,7 +121,7 @@ def view_of(count: int, tasks: int = 30) -> View:
     )  # fmt: skip
     return View(
         address="10.0.0.7:7433",
-        workers={w.worker_id: Worker.of(w) for w in workers},
+        workers=sorted(map(Worker.of, workers), key=sickest_first),
         queues=list(map(Queue.of, queues)),
         tasks=list(map(Task, running)),
         stats=Stats.of(stats),
@@ -130,10 +129,10 @@ def view_of(count: int, tasks: int = 30) -> View:
     )
 
 
-def drawn(view: View, width: int, height: int) -> Console:
+def drawn(view: View, width: int, height: int, problem: str = "") -> Console:
     """A console that has the frame recorded."""
     console = Console(
         file=io.StringIO(), record=True, width=width, height=height, force_terminal=True, color_system="truecolor"
     )
-    console.print(top_frame.frame(view, width, height), end="")
+    console.print(frame(view, width, height, problem), end="")
     return console

@@ -39,9 +39,6 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.screen.resize(lines, columns)
 
-    def type(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
-
     def read(self) -> str:
         while select.select([self._master], [], [], 0.05)[0]:
             try:

@@ -1,10 +1,10 @@
-"""`python -m tests.sim.scale`: what an event costs the real core as the fleet and the queue grow, up to 10,000 workers
-and 10,000,000 tasks.
+"""`python -m benchmarks.load.core`: what an event costs the real core as the fleet and the queue grow, up to 10,000
+workers and 10,000,000 tasks.
 
 The core is the master's own. Around it is only what feeds it: simulated workers, each of which holds what it was given
 and reports all of it when its turn comes, and a journal that has written everything at once. No wire, no clock, no
-invariants: tests/sim does those in small. Times are of this process's CPU, in microseconds; the collector is off, as
-it is, nearly, in the master.
+invariants: tests/sim has those. Times are of this process's CPU, in microseconds; the collector is off, as it is,
+nearly, in the master.
 """
 
 import argparse
@@ -205,7 +205,7 @@ def rows(workers: Iterable[int], queued: Iterable[int]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sim.scale", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load.core", description=__doc__)
     parser.add_argument("--workers-max", type=int, default=max(WORKERS))
     parser.add_argument("--tasks-max", type=int, default=max(QUEUED))
     args = parser.parse_args()

@@ -6,7 +6,6 @@ from tests.mutations.mutation import Mutation
 
 session = partial(Mutation, module="multigpu_worker.session.session")
 batcher = partial(Mutation, module="multigpu_worker.session.batcher", checker="batches")
-embed = partial(Mutation, module="multigpu_worker.engines.embed.engine", checker="cuts")
 
 WORKER = (
     session(
@@ -135,7 +134,4 @@ WORKER = (
         "P7: the time at which a batch is due is not reported",
         "self._due_s = growth.due_s if self._due_s is None else min(self._due_s, growth.due_s)",
     ),
-    embed("texts are padded that need not be", "        if model.pads:\n", "        if True:\n"),
-    embed("a micro-batch that fits is cut again", "if self.pads else int(", "if True else int("),
-    embed("a long text pads all that came with it", 'np.argsort(-lengths, kind="stable")', "np.arange(len(lengths))"),
 )
