@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,23 @@ class Newcomer:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def interrupt(self, command: str, sign: str) -> None:
+        """Runs a command until it shows the sign on stderr, and then for a moment, and presses Ctrl-C."""
+        running = subprocess.Popen(self.argv(command), cwd=self.folder, env=self.env, stderr=subprocess.PIPE, text=True)
+        assert running.stderr is not None
+        shown = ""
+        while sign not in shown:
+            shown += running.stderr.read(1)
+            assert running.poll() is None, shown
+        time.sleep(1)
+        running.send_signal(signal.SIGINT)
+        _, rest = running.communicate(timeout=60)
+        assert "KeyboardInterrupt" in rest
+
+    def succeeded(self) -> int:
+        (count,) = re.findall(r"^succeeded +([\d,]+)$", self.run("mgpuctl tasks count"), re.MULTILINE)
+        return int(count.replace(",", ""))
+
     @contextmanager
     def up(self, command: str) -> Iterator[None]:
         """Runs the page's `mgpuctl up`, on a free port, until Ctrl-C. `env` leads to its master."""
@@ -100,6 +118,14 @@ def test_a_newcomer_gets_what_the_page_says(tmp_path: Path) -> None:
         count, expected = newcomer.take("sh"), newcomer.take("text")
         # The master counts an outcome once it is on its disk, which may be after its client has it.
         until(lambda: matches(expected, newcomer.run(count)), 30, expected)
+        module.write_text(module.read_text("utf-8") + newcomer.take("python"), "utf-8")
+        newcomer.run(newcomer.take("sh"))
+        lines = tmp_path / "lines.py"
+        lines.write_text(newcomer.take("python").replace("1_000_000", "30_000"), "utf-8")
+        again, expected = newcomer.take("sh"), newcomer.take("text")
+        newcomer.interrupt(again, "%|")
+        assert newcomer.run(again) == expected.replace("3000000", "90000")
+        until(lambda: newcomer.succeeded() == 1_002 + 30_000, 30, "no task that ran twice, and none that is missing")
         (tmp_path / "later.py").write_text(newcomer.take("python"), "utf-8")
         *shapes, head = newcomer.run("python later.py").splitlines()
         assert shapes == ["(384,)"] * 3

@@ -52,11 +52,6 @@ def seconds_of(span: Any) -> float:
     return float(span.seconds + span.nanos / 1e9)
 
 
-def age(message: Any, field: str) -> str:
-    """The time since a Timestamp field; empty if it is absent."""
-    return duration(time.time() - seconds_of(getattr(message, field))) if message.HasField(field) else ""
-
-
 def since(instant: datetime | None) -> str:
     """The time since an instant; empty if it is unknown."""
     return duration(time.time() - instant.timestamp()) if instant is not None else ""
