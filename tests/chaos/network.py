@@ -19,7 +19,6 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -55,7 +54,6 @@ class Network:
     """See the module. The first place is `HERE`."""
 
     def __init__(self, places: list[str], seed: int) -> None:
-        self.seen: Counter[str] = Counter()  # packets: carried, delayed, lost, reset
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._ways: dict[tuple[str, str], Way] = {}
@@ -194,18 +192,13 @@ class Network:
             way = self._ways.get((source, target))
             resetting = self._resetting.get(frozenset((source, target)), 0.0) > now
         if resetting and packet[9] == _TCP:
-            self.seen["reset"] += 1
             to_target, to_source = _resets(packet)
             yield now, self._devices[target], to_target
             if to_source is not None:
                 yield now, self._devices[source], to_source
         elif way is None:
-            self.seen["carried"] += 1
             yield now, self._devices[target], packet
-        elif way.loss and self._random.random() < way.loss:
-            self.seen["lost"] += 1
-        else:
-            self.seen["delayed"] += 1
+        elif self._random.random() >= way.loss:
             yield now + way.delay_s + self._random.random() * way.jitter_s, self._devices[target], packet
 
 

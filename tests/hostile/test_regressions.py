@@ -153,9 +153,8 @@ def test_a_worker_forgotten_while_its_cordon_is_written(local: LocalMaster) -> N
 def test_a_lease_granted_twice_ends_the_session_and_not_the_worker() -> None:
     local_agent = LocalAgent()
     welcome = worker_pb.SessionResponse(welcome=worker_pb.Welcome()).SerializeToString()
-    lease = worker_pb.LeaseBatch(spec=task_pb2.TaskSpec(kind="sleep"))
-    for name, value in (("lease_ids", 1), ("task_ids", 1), ("attempts", 1), ("payloads", b""), ("units", 1)):
-        getattr(lease, name).append(value)
+    spec = task_pb2.TaskSpec(kind="sleep")
+    lease = worker_pb.LeaseBatch(spec=spec, lease_ids=[1], task_ids=[1], attempts=[1], payloads=[b""], units=[1])
     grant = worker_pb.SessionResponse(lease_batches=[lease, lease]).SerializeToString()
     local_agent.session(pack([welcome, grant]))
     local_agent.close()
@@ -203,21 +202,10 @@ def test_an_invalid_self_test_result(words: Any) -> None:
 # --- the journal, files, the client ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("at", "value"),
-    [
-        (0, 2**62),
-        (0, -1),
-        (1, b"r"),
-        (2, "text"),
-        (2, b"\xff"),
-        (3, None),
-        (3, "1:0:-5"),
-        (5, -1),
-        (6, math.inf),
-        (6, "x"),
-    ],
-)
+DAMAGED = {0: (2**62, -1), 1: (b"r",), 2: ("text", b"\xff"), 3: (None, "1:0:-5"), 5: (-1,), 6: (math.inf, "x")}
+
+
+@pytest.mark.parametrize(("at", "value"), [(at, value) for at, values in DAMAGED.items() for value in values])
 def test_a_damaged_task_row_is_rejected(tmp_path: Path, at: int, value: object) -> None:
     row = [*TASK[:at], value, *TASK[at + 1 :]]
     with pytest.raises(JournalError):

@@ -54,10 +54,7 @@ class TlsFleet(SecuredFleet):
         """A caller with this certificate (its path without suffix) that trusts this authority."""
         key, cert = (pair.with_suffix(end).read_bytes() if pair else None for end in (".key", ".crt"))
         trusted = ((ca or self.ca) / "ca.crt").read_bytes()
-        options = (
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.ssl_target_name_override", name),
-        )
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_target_name_override", name))
         return Caller(
             grpc.secure_channel(self.fleet.address, grpc.ssl_channel_credentials(trusted, key, cert), options), token
         )

@@ -26,12 +26,7 @@ READS = {
 SUBMITS = {"TaskService/Submit", "TaskService/Run", "TaskService/Cancel"}
 WORKS = {"WorkerService/Session"}
 # The methods of each role, independent of the product's table. A new method is for administrators until added here.
-MAY = {
-    "read": READS,
-    "submit": READS | SUBMITS,
-    "worker": WORKS,
-    "admin": set(METHODS) - WORKS,
-}
+MAY = {"read": READS, "submit": READS | SUBMITS, "worker": WORKS, "admin": set(METHODS) - WORKS}
 
 
 @pytest.mark.parametrize("name", METHODS)

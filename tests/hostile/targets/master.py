@@ -244,13 +244,9 @@ def _bytes_of(frame: Any) -> bytes:
     return bytes(frame.SerializeToString() if isinstance(frame, Message) else frame.serialize())
 
 
-def _make(method: MethodDescriptor, local: LocalMaster, maker: Maker) -> bytes:
-    maker.ids.extend(local.ids)
-    return frames_for(method, maker)
-
-
-def frames_for(method: MethodDescriptor, maker: Maker) -> bytes:
+def frames_for(method: MethodDescriptor, local: LocalMaster, maker: Maker) -> bytes:
     """A random input for a method: a message, or several frames for a stream."""
+    maker.ids.extend(local.ids)
     rng = maker.rng
     if not method.client_streaming:
         return maker.wire(method.input_type)
@@ -271,12 +267,10 @@ def frames_for(method: MethodDescriptor, maker: Maker) -> bytes:
 
 
 def targets(local: LocalMaster) -> list[Target]:
-    """A target for each method."""
-
     def target(name: str, method: MethodDescriptor) -> Target:
         return Target(
             name=f"master {name}",
-            make=lambda maker: _make(method, local, maker),
+            make=lambda maker: frames_for(method, local, maker),
             feed=lambda data: local.send(name, data),
             check=local.serves,
         )
