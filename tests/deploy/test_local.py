@@ -9,11 +9,9 @@ from pathlib import Path
 import multigpu
 import pytest
 
-from tests.deploy.deployment import checkout, deploy, deployed, gpus
+from tests.deploy.deployment import deploy, deployed
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import until
-
-__all__ = ["checkout", "gpus"]  # fixtures
 
 
 @pytest.mark.slow

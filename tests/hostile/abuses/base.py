@@ -34,7 +34,7 @@ OPTIONS = [
 RESOURCE_EXHAUSTED, INVALID_ARGUMENT = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Abuse:
     """`memory_max_bytes`: how much the master may have grown afterwards."""
 

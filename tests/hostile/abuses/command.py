@@ -11,60 +11,28 @@ from tests.hostile.abuses import connections, endless, messages
 from tests.hostile.abuses.base import MIB, Abuse, abused, suffer
 
 ABUSES = [
-    Abuse(name="idle connections", spend=connections.idle_connections, short=1_500, long=5_000),
-    Abuse(name="streams opened and dropped", spend=connections.dropped_streams, short=400, long=10_000),
+    Abuse("idle connections", connections.idle_connections, short=1_500, long=5_000),
+    Abuse("streams opened and dropped", connections.dropped_streams, short=400, long=10_000),
+    Abuse("watches that nobody reads", connections.open_watches, short=50, long=1_000, memory_max_bytes=1200 * MIB),
+    Abuse("workers that never read", connections.silent_workers, short=3, long=50),
+    Abuse("large metadata", messages.large_metadata, short=10, long=100),
+    Abuse("large messages and names", messages.large_messages, short=1, long=20, memory_max_bytes=300 * MIB),
+    Abuse("tasks in one frame", messages.many_in_one_frame, short=20_000, long=1_000_000, memory_max_bytes=600 * MIB),
+    Abuse("fields of two bytes, MiB", messages.small_fields, short=8, long=60, memory_max_bytes=500 * MIB),
+    Abuse("specs without tasks", messages.own_specs, short=2, long=20),
+    Abuse("empty batches", messages.empty_batches, short=100_000, long=5_000_000, memory_max_bytes=1200 * MIB),
     Abuse(
-        name="watches that nobody reads",
-        spend=connections.open_watches,
-        short=50,
-        long=1_000,
-        memory_max_bytes=1200 * MIB,
+        "cancels of unknown tasks", messages.unknown_cancels, short=50_000, long=2_000_000, memory_max_bytes=600 * MIB
     ),
-    Abuse(name="workers that never read", spend=connections.silent_workers, short=3, long=50),
-    Abuse(name="large metadata", spend=messages.large_metadata, short=10, long=100),
-    Abuse(name="large messages and names", spend=messages.large_messages, short=1, long=20, memory_max_bytes=300 * MIB),
-    Abuse(
-        name="tasks in one frame",
-        spend=messages.many_in_one_frame,
-        short=20_000,
-        long=1_000_000,
-        memory_max_bytes=600 * MIB,
-    ),
-    Abuse(name="fields of two bytes, MiB", spend=messages.small_fields, short=8, long=60, memory_max_bytes=500 * MIB),
-    Abuse(name="specs without tasks", spend=messages.own_specs, short=2, long=20),
-    Abuse(
-        name="empty batches", spend=messages.empty_batches, short=100_000, long=5_000_000, memory_max_bytes=1200 * MIB
-    ),
-    Abuse(
-        name="cancels of unknown tasks",
-        spend=messages.unknown_cancels,
-        short=50_000,
-        long=2_000_000,
-        memory_max_bytes=600 * MIB,
-    ),
-    Abuse(name="huge pages", spend=messages.huge_pages, short=5, long=1_000),
-    Abuse(
-        name="submits without end, MiB",
-        spend=endless.endless_submits,
-        short=160,
-        long=1_000,
-        memory_max_bytes=300 * MIB,
-    ),
+    Abuse("huge pages", messages.huge_pages, short=5, long=1_000),
+    Abuse("submits without end, MiB", endless.endless_submits, short=160, long=1_000, memory_max_bytes=300 * MIB),
     # Each stream has a limit; all streams together have none.
-    Abuse(
-        name="outcomes that nobody reads, MiB",
-        spend=endless.slow_reader,
-        short=64,
-        long=400,
-        memory_max_bytes=1200 * MIB,
-    ),
-    Abuse(name="distinct names", spend=endless.distinct_names, short=2_000, long=100_000),
-    Abuse(
-        name="own requirements", spend=endless.own_requirements, short=2_400, long=10_000, memory_max_bytes=600 * MIB
-    ),
-    Abuse(name="settled tasks again", spend=endless.settled_again, short=8, long=16, memory_max_bytes=1200 * MIB),
-    Abuse(name="distinct workers", spend=endless.distinct_workers, short=100, long=5_000),
-    Abuse(name="distinct queues by an operator", spend=endless.distinct_admin_queues, short=100, long=20_000),
+    Abuse("outcomes that nobody reads, MiB", endless.slow_reader, short=64, long=400, memory_max_bytes=1200 * MIB),
+    Abuse("distinct names", endless.distinct_names, short=2_000, long=100_000),
+    Abuse("own requirements", endless.own_requirements, short=2_400, long=10_000, memory_max_bytes=600 * MIB),
+    Abuse("settled tasks again", endless.settled_again, short=8, long=16, memory_max_bytes=1200 * MIB),
+    Abuse("distinct workers", endless.distinct_workers, short=100, long=5_000),
+    Abuse("distinct queues by an operator", endless.distinct_admin_queues, short=100, long=20_000),
 ]
 
 

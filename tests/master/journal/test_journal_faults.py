@@ -20,7 +20,7 @@ from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import Commit, answered, opened, settle, submit
+from tests.master.journal.journals import answered, commit, opened, settle, submit
 from tests.waiting import until
 
 
@@ -117,9 +117,8 @@ def test_a_journal_killed_at_any_moment_keeps_acknowledged_entries(tmp_path: Pat
             assert len(task.payload) in (10, 1000, 200_000)
         for task_id, outcome in outcomes.items():
             word = f"{task_id} ".encode()
-            assert outcome.body is not None
-            assert outcome.body == word * (len(outcome.body) // len(word))
             assert outcome.body
+            assert outcome.body == word * (len(outcome.body) // len(word))
         journal.close(20)
         next_entry = max(there, default=2) // 3 + 1
     assert submitted
@@ -129,9 +128,7 @@ def test_a_journal_killed_at_any_moment_keeps_acknowledged_entries(tmp_path: Pat
 def test_only_its_user_may_read_it(tmp_path: Path) -> None:
     os.umask(os.umask(0))  # whatever it is
     with opened(tmp_path / "deep" / "data") as (journal, commits):
-        entry = Entry(submits=[submit(1, bytes(LARGE_BYTES))])
-        journal.append(entry)
-        assert answered(commits, entry) == "committed"
+        commit(journal, commits, Entry(submits=[submit(1, bytes(LARGE_BYTES))]))
         for path in [tmp_path / "deep" / "data", *(tmp_path / "deep" / "data").rglob("*")]:
             assert path.stat().st_mode & 0o077 == 0, path
 
@@ -140,45 +137,33 @@ def filled(data_dir: Path) -> None:
     with opened(data_dir) as (journal, commits):
         last = Entry(settles=[settle(i) for i in range(1, 2000)])
         journal.append(Entry(submits=[submit(i, os.urandom(300)) for i in range(1, 4000)]))
-        journal.append(last)
-        assert answered(commits, last) == "committed"
+        commit(journal, commits, last)
 
 
-def newer(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(60)
-        file.write((7).to_bytes(4, "big"))
+def overwritten(at: int, data: bytes) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        whole = path.read_bytes()
+        place = at or len(whole) // 2
+        path.write_bytes(whole[:place] + data + whole[place + len(data) :])
 
-
-def truncated(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2 // 8192 * 8192)
-
-
-def emptied(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def hole_in_the_middle(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        file.write(random.Random(5).randbytes(20_000))
-
-
-def another_database(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(68)
-        file.write(bytes(4))
+    return damage
 
 
 @pytest.mark.parametrize("logged", [False, True], ids=["closed", "with a log"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (newer, "schema version 7; this multigpu knows versions up to 2.*newer multigpu"),
-        (truncated, "is damaged.*nothing in it was changed.*Restore"),
-        (emptied, "is damaged.*not an SQLite database.*Restore"),
-        (hole_in_the_middle, "is damaged.*nothing in it was changed.*Restore"),
-        (another_database, "not a journal of multigpu.*another --data-dir"),
+        (
+            overwritten(60, (7).to_bytes(4, "big")),
+            "schema version 7; this multigpu knows versions up to 2.*newer multigpu",
+        ),
+        (
+            lambda path: os.truncate(path, path.stat().st_size // 2 // 8192 * 8192),
+            "is damaged.*nothing in it was changed.*Restore",
+        ),
+        (lambda path: os.truncate(path, 0), "is damaged.*not an SQLite database.*Restore"),
+        (overwritten(0, random.Random(5).randbytes(20_000)), "is damaged.*nothing in it was changed.*Restore"),
+        (overwritten(68, bytes(4)), "not a journal of multigpu.*another --data-dir"),
     ],
 )
 def test_foreign_or_damaged_files_are_rejected_and_not_changed(
@@ -189,9 +174,7 @@ def test_foreign_or_damaged_files_are_rejected_and_not_changed(
     path = data_dir / journal_schema.DATABASE_NAME
     if logged:  # as after a kill -9: copied while a master has it open
         with opened(data_dir) as (journal, commits):
-            entry = Entry(submits=[submit(100_000)])
-            journal.append(entry)
-            assert answered(commits, entry) == "committed"
+            commit(journal, commits, Entry(submits=[submit(100_000)]))
             shutil.copytree(data_dir, tmp_path / "copy")
         data_dir, path = tmp_path / "copy", tmp_path / "copy" / journal_schema.DATABASE_NAME
         (data_dir / (journal_schema.DATABASE_NAME + "-shm")).unlink()
@@ -281,8 +264,7 @@ def test_a_master_whose_journal_was_deleted_acknowledges_nothing_and_stops(tmp_p
     journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
     list(journal.open(lambda *commit: commits.append(commit)).tasks)
     first, second = Entry(submits=[submit(1)]), Entry(submits=[submit(2)])
-    journal.append(first)
-    assert answered(commits, first) == "committed"
+    commit(journal, commits, first)
     if lost == "directory":
         data_dir.rename(tmp_path / "elsewhere")
     else:
@@ -296,10 +278,7 @@ def test_a_master_whose_journal_was_deleted_acknowledges_nothing_and_stops(tmp_p
 
 @pytest.mark.usefixtures("sweeping")
 def test_an_idle_master_notices_that_its_journal_was_deleted(tmp_path: Path) -> None:
-    commits: list[Commit] = []
-    journal = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
-    list(journal.open(lambda *commit: commits.append(commit)).tasks)
-    shutil.rmtree(tmp_path / "data")
-    until(lambda: bool(commits))
-    assert "was deleted" in str(commits[0][2])
-    journal.close(20)
+    with opened(tmp_path / "data") as (_, commits):
+        shutil.rmtree(tmp_path / "data")
+        until(lambda: bool(commits))
+        assert "was deleted" in str(commits[0][2])
