@@ -104,24 +104,14 @@ def test_the_generator_and_the_script_name_the_same_page() -> None:
     assert set(generator.PROFILES) == set(PROFILES)
 
 
-PIP = [
-    "pip",
-    "install",
-    "--dry-run",
-    "--ignore-installed",
-    "-q",
-    "--no-input",
-    "--only-binary",
-    ":all:",
-    "--require-hashes",
-]
+PIP = ["install", "--dry-run", "--ignore-installed", "-q", "--no-input", "--only-binary", ":all:", "--require-hashes"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_pip_accepts_the_lock() -> None:
     """All dependencies are locked, and each package has a wheel with one of its hashes for this Python."""
-    done = run_module(*PIP, "--no-input", "-r", "tools/deploy/lock/cpu-torch.txt", "-r", "tools/deploy/lock/cpu.txt")
+    done = run_module("pip", *PIP, "-r", "tools/deploy/lock/cpu-torch.txt", "-r", "tools/deploy/lock/cpu.txt")
     away = ("Could not find a version that satisfies the requirement torch==", "Failed to establish", "Read timed out")
     if done.returncode and any(word in done.stdout for word in away):
         pytest.skip("pip reaches no PyPI, or no CPU build of torch, from here")

@@ -23,11 +23,10 @@ CALLS = 20
 
 @pytest.fixture
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
-    it = SecuredFleet(tmp_path_factory.mktemp("fat"))
-    it.admin.status("AdminService/GetStats")
-    yield it
-    assert it.fleet.master.alive, it.fleet.master.log()[-3000:]
-    it.close()
+    with SecuredFleet(tmp_path_factory.mktemp("fat")) as it:
+        it.admin.status("AdminService/GetStats")
+        yield it
+        assert it.fleet.master.alive, it.fleet.master.log()[-3000:]
 
 
 @pytest.fixture

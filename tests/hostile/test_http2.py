@@ -27,11 +27,10 @@ NOISE = 32 * MIB
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
-    it = SecuredFleet(tmp_path_factory.mktemp("http2"))
-    yield it
-    with deaf(it, WATCH, HEALTH):
-        assert it.fleet.master.stop() == 0, "the master must not wait for a peer that reads nothing"
-    it.close()
+    with SecuredFleet(tmp_path_factory.mktemp("http2")) as it:
+        yield it
+        with deaf(it, WATCH, HEALTH):
+            assert it.fleet.master.stop() == 0, "the master must not wait for a peer that reads nothing"
 
 
 @pytest.fixture

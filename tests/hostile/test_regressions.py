@@ -69,12 +69,8 @@ def local() -> Iterator[LocalMaster]:
 
 
 def hello(**fields: Any) -> worker_pb.SessionRequest:
-    known: dict[str, Any] = {
-        "protocol_version": PROTOCOL_VERSION,
-        "worker_id": "a",
-        "slots": 1,
-        "capabilities": [worker_pb.Capability(kind="echo")],
-    }
+    known: dict[str, Any] = {"protocol_version": PROTOCOL_VERSION, "worker_id": "a", "slots": 1}
+    known["capabilities"] = [worker_pb.Capability(kind="echo")]
     return worker_pb.SessionRequest(hello=worker_pb.Hello(**known | fields))
 
 

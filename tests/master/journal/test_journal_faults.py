@@ -149,6 +149,10 @@ def overwritten(at: int, data: bytes) -> Callable[[Path], None]:
     return damage
 
 
+def halved(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2 // 8192 * 8192)
+
+
 @pytest.mark.parametrize("logged", [False, True], ids=["closed", "with a log"])
 @pytest.mark.parametrize(
     ("damage", "message"),
@@ -260,20 +264,16 @@ def test_close_gives_up_in_time(tmp_path: Path) -> None:
 def test_a_master_whose_journal_was_deleted_acknowledges_nothing_and_stops(tmp_path: Path, lost: str) -> None:
     """The files can be written as before, but no later master would find them."""
     data_dir = tmp_path / "data"
-    commits: list[Commit] = []
-    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
-    list(journal.open(lambda *commit: commits.append(commit)).tasks)
-    first, second = Entry(submits=[submit(1)]), Entry(submits=[submit(2)])
-    commit(journal, commits, first)
-    if lost == "directory":
-        data_dir.rename(tmp_path / "elsewhere")
-    else:
-        (data_dir / ("journal.sqlite3" if lost == "database" else "journal.sqlite3-wal")).unlink()
-    journal.append(second)
-    error = answered(commits, second)
-    assert isinstance(error, JournalError)
-    assert "was deleted, moved or replaced" in str(error)
-    journal.close(20)
+    with opened(data_dir) as (journal, commits):
+        commit(journal, commits, Entry(submits=[submit(1)]))
+        if lost == "directory":
+            data_dir.rename(tmp_path / "elsewhere")
+        else:
+            (data_dir / ("journal.sqlite3" if lost == "database" else "journal.sqlite3-wal")).unlink()
+        journal.append(second := Entry(submits=[submit(2)]))
+        error = answered(commits, second)
+        assert isinstance(error, JournalError)
+        assert "was deleted, moved or replaced" in str(error)
 
 
 @pytest.mark.usefixtures("sweeping")
