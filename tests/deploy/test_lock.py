@@ -96,8 +96,7 @@ def test_torch_and_onnxruntime_use_the_same_cuda() -> None:
 
 def test_the_generator_and_the_script_name_the_same_page() -> None:
     spec = importlib.util.spec_from_file_location("generate_lock", ROOT / "tools/generate_lock.py")
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     assert f"torch_cpu_page={generator.TORCH_CPU}\n" in (ROOT / "tools/deploy/common.sh").read_text("utf-8")

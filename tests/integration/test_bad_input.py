@@ -45,8 +45,7 @@ def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
     (result,) = fleet.submit_raw(kind, payload, request_ids=["bad"], **spec).results
     assert result.WhichOneof("answer") == "rejection", result
     heard = collect(fleet.tasks.Run(iter([run_frame(kind, ("bad", payload), **spec)]), timeout=30))
-    assert not heard.accepted
-    assert not heard.outcomes
+    assert not heard.accepted and not heard.outcomes
     assert [(r.request_id, r.code) for r in heard.rejected] == [("bad", result.rejection.code)]
     return result.rejection
 

@@ -60,10 +60,8 @@ def test_workers_are_listed(fleet: Fleet, tmp_path: Path) -> None:
     task_id = gated(fleet, tmp_path / "gate", "w0")
     until(lambda: fleet.worker("w0").telemetry.HasField("memory_used_bytes"))
     worker = fleet.worker("w0")
-    assert worker.state == admin_pb.WORKER_STATE_ACTIVE
-    assert worker.pid == fleet.workers["w0"].pid
-    assert worker.leases == 1
-    assert worker.slots == 4
+    assert (worker.state, worker.pid) == (admin_pb.WORKER_STATE_ACTIVE, fleet.workers["w0"].pid)
+    assert (worker.leases, worker.slots) == (1, 4)
     assert worker.device.device_id == "cpu"
     assert 0 < worker.telemetry.memory_used_bytes < worker.device.memory_total_bytes
     assert "trial.gate" in {c.kind for c in worker.capabilities}
@@ -83,8 +81,7 @@ def test_a_page_of_workers(fleet: Fleet) -> None:
 
 def test_a_cordoned_worker_gets_no_lease_and_finishes_its_own(fleet: Fleet, tmp_path: Path) -> None:
     task_id = gated(fleet, tmp_path / "gate", "w0")
-    assert cordon(fleet, "w0").cordoned
-    assert cordon(fleet, "w0").cordoned
+    assert cordon(fleet, "w0").cordoned and cordon(fleet, "w0").cordoned
     ids = fleet.submit("echo", *(b"x" for _ in range(50)))
     assert {fleet.outcome(i).worker_id for i in ids} == {"w1"}
     assert fleet.worker("w0").leases == 1
@@ -248,8 +245,7 @@ def test_explain(fleet: Fleet, tmp_path: Path) -> None:
     running = gated(fleet, tmp_path / "gate", "w0")
     explanation = explain(running)
     assert "on w0" in explanation.summary
-    assert explanation.strategy == "auto"
-    assert explanation.task.task_id == running
+    assert (explanation.strategy, explanation.task.task_id) == ("auto", running)
     for name in ("w0", "w1"):
         cordon(fleet, name)
     first, second = fleet.submit("echo", b"1", b"2")

@@ -51,8 +51,7 @@ def test_a_lost_workers_device_has_no_metrics(state: HealthState, device_id: str
     worker.session = 0
     assert samples() == [Sample(1.0, {"worker_id": "w", "device_id": device_id, "state": "lost"})]
     sent = wire_workers.worker_message(worker)
-    assert not sent.HasField("telemetry")
-    assert not sent.HasField("health")
+    assert not sent.HasField("telemetry") and not sent.HasField("health")
 
 
 def test_a_non_finite_number_is_absent() -> None:

@@ -83,8 +83,7 @@ def test_calls_of_an_asynchronous_handler_run_concurrently(client: multigpu.Clie
 def test_options_belong_to_a_copy(client: multigpu.Client) -> None:
     urgent = calls.nothing.options(priority=1, queue="urgent")
     handle = urgent.submit(client)
-    assert handle.result(30) == "done"
-    assert handle.status().message.spec.queue == "urgent"
+    assert (handle.result(30), handle.status().message.spec.queue) == ("done", "urgent")
     assert calls.nothing.submit(client).status().message.spec.queue in ("", "default")
     assert calls.describe.submit(client, "long", (1, "x")).status().message.spec.attempts_max in (0, 7)
 

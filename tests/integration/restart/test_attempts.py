@@ -73,8 +73,7 @@ def test_retries_wait_longer_each_time_and_get_the_checkpoint(fleet: Fleet) -> N
         return task if task.HasField("not_before") else None
 
     waiting = until(between)
-    assert waiting.state == task_pb2.TASK_STATE_QUEUED
-    assert waiting.last_error.message == "attempt 1 fails"
+    assert (waiting.state, waiting.last_error.message) == (task_pb2.TASK_STATE_QUEUED, "attempt 1 fails")
     assert "more before attempt 2" in fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30).summary
     outcome = fleet.outcome(task_id)
     assert (outcome.state, outcome.attempts, outcome.result) == (SUCCEEDED, 3, b"attempt 2")

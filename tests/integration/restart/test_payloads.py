@@ -264,8 +264,7 @@ def test_a_payload_that_vanishes_fails_its_task_and_no_other(tmp_path: Path) -> 
         fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="default"), timeout=20)
         feed.close()
         outcomes = {o.request_id: o for o in collect(stream).outcomes}
-        assert outcomes["stays"].result == b"x"
-        assert outcomes["vanishes"].state == DEAD_LETTERED
+        assert (outcomes["stays"].result, outcomes["vanishes"].state) == (b"x", DEAD_LETTERED)
         assert outcomes["vanishes"].error.type == "PayloadLost"
 
 

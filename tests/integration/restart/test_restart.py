@@ -151,8 +151,7 @@ def test_partials_continue_after_a_kill(fleet: Fleet, victim: str) -> None:
                     fleet.restart_master()
         outcome = client.get(name, wait_s=10).outcome
     assert parts == PARTS
-    assert outcome is not None
-    assert outcome.partials == PARTS
+    assert outcome is not None and outcome.partials == PARTS
     assert outcome.result == b"end of p"
     fleet.wait_for_workers()
 

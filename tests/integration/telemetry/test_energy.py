@@ -49,8 +49,7 @@ def test_energy_of_tasks(gpus: SimulatedGpus, tmp_path: Path) -> None:
         measured = [outcome for outcome in outcomes if outcome.energy is not None]
         assert len(measured) >= 4, outcomes  # the counter may not have started for the first ones
         for outcome in measured:
-            assert outcome.energy is not None
-            assert outcome.energy.method is multigpu.EnergyMethod.COUNTER
+            assert outcome.energy is not None and outcome.energy.method is multigpu.EnergyMethod.COUNTER
             assert 0.05 < outcome.energy.uncertainty < 1.0
         # Two ran at the same time: each has half of the energy.
         took = sum(outcome.energy.joules for outcome in measured if outcome.energy is not None)

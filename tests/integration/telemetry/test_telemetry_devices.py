@@ -114,8 +114,7 @@ def last_line(path: Path, worker_id: str) -> dict[str, Any]:
 def test_values_in_admin_service(fleet: Fleet, gpus: SimulatedGpus) -> None:
     worker = fleet.worker("gpu")
     device, telemetry = worker.device, worker.telemetry
-    assert device.device_id == gpus.uuid(1)
-    assert device.name == "cuda:1"
+    assert (device.device_id, device.name) == (gpus.uuid(1), "cuda:1")
     assert device.product == "Simulated H200"
     assert device.simulated
     assert [(peer.device_id, peer.nvlinks) for peer in device.peers] == [(gpus.uuid(0), 5)]
@@ -162,8 +161,7 @@ def test_values_in_prometheus(fleet: Fleet) -> None:
     assert found["mgpu_device_throttled"] == {(("reason", reason),): 1 for reason in THROTTLE}
     assert found["mgpu_device_processes"] == {(("mps", "true"),): 1, (("mps", "false"),): 0}
     (info,) = found["mgpu_device_info"]
-    assert dict(info)["product"] == "Simulated H200"
-    assert dict(info)["simulated"] == "true"
+    assert (dict(info)["product"], dict(info)["simulated"]) == ("Simulated H200", "true")
     # A CPU has no samples of values that it does not report.
     cpu = samples(fleet, "cpu")
     assert cpu["mgpu_device_memory_total_bytes"][()] == fleet.worker("cpu").telemetry.memory_total_bytes
@@ -236,8 +234,7 @@ def test_heartbeats_continue_without_an_answer_of_the_driver(fleet: Fleet, gpus:
         sampled, beat_ns = before.telemetry.sample_time.ToNanoseconds(), before.last_heartbeat_time.ToNanoseconds()
         until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > beat_ns + 2e9, what="heartbeats")
         now = fleet.worker("gpu")
-        assert now.telemetry.sample_time.ToNanoseconds() == sampled
-        assert now.session_id == before.session_id
+        assert (now.telemetry.sample_time.ToNanoseconds(), now.session_id) == (sampled, before.session_id)
         assert now.telemetry.temperature_celsius == 71.0
     finally:
         gpus.answer_(1)
@@ -281,8 +278,7 @@ def test_a_lost_workers_device_has_no_values(gpus: SimulatedGpus, tmp_path: Path
         found = {name: of for name, of in samples(fleet, "gpu").items() if name.startswith("mgpu_device_")}
         assert found == {"mgpu_device_health": {(("state", "lost"),): 1}}
         lost = fleet.worker("gpu")
-        assert not lost.HasField("health")
-        assert not lost.HasField("telemetry")
+        assert not lost.HasField("health") and not lost.HasField("telemetry")
         assert " W" not in mgpuctl(fleet, "gpus").splitlines()[-1]
         heading, row = mgpuctl(fleet, "workers").splitlines()
         cells = dict(zip(heading.split(), row.split(), strict=False))

@@ -107,8 +107,7 @@ def test_a_submitting_command_begins_a_trace(collector: Collector, traced: Fleet
     argv = [sys.executable, "-m", "multigpu.cli", "submit", "--kind", "echo", "--payload", "x", "--wait"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "x"
-    assert traced.workers["w0"].stop() == 0
-    assert traced.master.stop() == 0
+    assert (traced.workers["w0"].stop(), traced.master.stop()) == (0, 0)
 
     def services() -> bool:
         return {service for service, _ in collector.spans_by_service()} == {"mgpuctl", "mgpu-master", "mgpu-worker"}

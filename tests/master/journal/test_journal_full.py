@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master.journal.protocol import Entry
+from multigpu_master.journal.protocol import Entry, JournalFullError
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
@@ -33,7 +33,7 @@ def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -
     with opened(tmp_path / "data", **limits) as (journal, commits):
         commit(journal, commits, Entry(submits=[submit(i) for i in range(1, 101)]))
         for i in range(1, 81):  # 8 MB, in rows; and as much in segments
-            commit(journal, commits, entry := Entry(settles=[settle(i, bytes(100_000 if i < 41 else LARGE_BYTES))]))
+            commit(journal, commits, Entry(settles=[settle(i, bytes(100_000 if i < 41 else LARGE_BYTES))]))
         assert not journal.writable
         for entry in (
             Entry(settles=[cancel(81)]), Entry(settings={"queue/default": b"paused"}),
@@ -184,7 +184,8 @@ def test_on_a_full_disk_it_looks_for_room_by_itself_and_can_be_closed(small_disk
                 ballast.unlink()
                 until(lambda: journal.writable)
                 until(lambda: commits[-1] == ([], 1, None))  # the driver is told
-        reject(journal, commits, Entry(settles=[settle(100, os.urandom(4 << 20))]))
+        journal.append(kept := Entry(settles=[settle(100, os.urandom(4 << 20))]))
+    assert isinstance(answered(commits, kept), JournalFullError)
 
 
 def test_half_a_payload_is_not_left_behind(small_disk: Path) -> None:
