@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -115,22 +116,15 @@ class Network:
 
     def _make(self, place: str) -> None:
         """A namespace, except for HERE, and its device; in a thread, because a namespace belongs to a thread."""
-        errors: list[Exception] = []
 
         def build() -> None:
-            try:
-                if place != HERE:
-                    _new_namespace()
-                    self._namespaces[place] = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-                self._devices[place] = self._open_device(place)
-            except Exception as error:
-                errors.append(error)
+            if place != HERE:
+                _new_namespace()
+                self._namespaces[place] = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            self._devices[place] = self._open_device(place)
 
-        thread = threading.Thread(target=build)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(build).result()
 
     def _open_device(self, place: str) -> int:
         try:

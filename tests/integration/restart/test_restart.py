@@ -3,7 +3,7 @@
 import os
 import signal
 import sqlite3
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -208,25 +208,20 @@ def test_a_cancel_that_was_answered_survives_a_death_of_the_master(fleet: Fleet)
 def test_a_restart_under_load_changes_no_result(fleet: Fleet, signum: int, ephemeral: bool) -> None:
     payloads = [b"%d" % n for n in range(600)]
     results: list[bytes] = []
-    failed: list[BaseException] = []
 
     def work() -> None:
-        try:
-            with fleet.client() as client:
-                options: Any = {"parameters": {"seconds": "0.004"}, "ephemeral": ephemeral}
-                results.extend(client.map("trial.nap", payloads, max_in_flight=200, **options))
-        except BaseException as error:
-            failed.append(error)
+        with fleet.client() as client:
+            options: Any = {"parameters": {"seconds": "0.004"}, "ephemeral": ephemeral}
+            results.extend(client.map("trial.nap", payloads, max_in_flight=200, **options))
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    until(lambda: len(results) > 50)
-    pids = {name: worker.pid for name, worker in fleet.workers.items()}
-    fleet.master.signal(signum)
-    code = fleet.master.process.wait(60)
-    fleet.start_master()
-    thread.join(60)
-    assert not failed
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(work)
+        until(lambda: len(results) > 50)
+        pids = {name: worker.pid for name, worker in fleet.workers.items()}
+        fleet.master.signal(signum)
+        code = fleet.master.process.wait(60)
+        fleet.start_master()
+        ended.result(60)
     assert results == [p[::-1] for p in payloads]
     assert code == (0 if signum == signal.SIGTERM else -signal.SIGKILL)
     assert {name: worker.pid for name, worker in fleet.workers.items() if worker.alive} == pids
