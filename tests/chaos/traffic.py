@@ -70,6 +70,9 @@ class Life:
             partials=[part.decode() for part in outcome.partials],
         )  # fmt: skip
 
+    def partial(self, name: str, index: int, data: bytes) -> None:
+        self.history.add("partial", life=self.number, request_id=name, index=index, data=data.decode())
+
     def channel(self) -> grpc.Channel:
         return grpc.insecure_channel(self.address, options=OPTIONS)
 
@@ -249,15 +252,12 @@ def stream_raw(life: Life, names: Sequence[str]) -> None:
                 try:
                     for answer in stub_of(channel).Run(iter([frame]), timeout=20, wait_for_ready=True):
                         for part in answer.partials:
-                            life.history.add(
-                                "partial", life=life.number, request_id=name, index=part.index, data=part.data.decode()
-                            )
+                            life.partial(name, part.index, part.data)
                             received += 1
                         for outcome in answer.outcomes:
                             # What it yielded just before comes by the outcome alone, should a stream break then.
                             for index in range(received, len(outcome.partials)):
-                                data = outcome.partials[index].decode()
-                                life.history.add("partial", life=life.number, request_id=name, index=index, data=data)
+                                life.partial(name, index, outcome.partials[index])
                             life.history.add("streamed", life=life.number, request_id=name, parts=len(outcome.partials))
                             ended = True
                 except grpc.RpcError as error:
@@ -274,9 +274,7 @@ async def stream_all(life: Life, names: Sequence[str]) -> None:
             async with turns:
                 index = 0
                 async for part in client.stream(STREAM, life.submits("stream", name), request_id=name, **options):
-                    life.history.add(
-                        "partial", life=life.number, request_id=name, index=index, data=part.decode()
-                    )  # fmt: skip
+                    life.partial(name, index, part)
                     index += 1
                 life.history.add("streamed", life=life.number, request_id=name, parts=index)
 

@@ -22,8 +22,6 @@ INSTALLED = (
     "pip check",
 )
 
-# Words and rejections.
-
 
 def test_a_dry_run_prints_every_action_and_does_none(checkout: Path) -> None:
     before = everything_in(checkout)
@@ -103,9 +101,6 @@ def test_the_scripts_pass_shellcheck() -> None:
     command = [shellcheck, "-x", *scripts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == ""
-
-
-# Which GPUs, which settings.
 
 
 @pytest.mark.slow

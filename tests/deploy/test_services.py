@@ -166,9 +166,6 @@ def test_a_host_joins_the_fleet_of_another_host(
     assert (root / "etc/multigpu/worker.token").read_text() == "worker.token\n"
 
 
-# Units.
-
-
 @needs_systemd
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_the_units_are_valid_and_hardened(checkout: Path, root: Path, gpus: SimulatedGpus) -> None:

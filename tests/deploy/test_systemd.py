@@ -191,9 +191,6 @@ def _environment_of(*pids: int) -> str:
     return "".join(Path(f"/proc/{pid}/environ").read_text() for pid in pids)
 
 
-# Devices.
-
-
 def _lines(unit: str, key: str) -> list[str]:
     lines = (UNITS / unit).read_text().splitlines()
     return [line.removeprefix(f"{key}=") for line in lines if line.startswith(f"{key}=")]
@@ -257,8 +254,6 @@ def test_a_service_restarts_if_its_device_is_not_usable(tmp_path: Path) -> None:
         assert done.returncode not in (0, 1), done.stderr
         assert str(done.returncode) not in codes.split(), done.stderr
 
-
-# Journald.
 
 LOGGER = """
 import logging, os, structlog, sys

@@ -59,10 +59,3 @@ def test_a_reference_to_other_bytes_is_noticed(data_dir: Path) -> None:
     with opened(data_dir) as journal:
         ended = journal.get_outcome(ENDED)
         assert ended is not None and "segment ends before" in ended.lost
-
-
-def test_intact_payloads_are_served(data_dir: Path) -> None:
-    with opened(data_dir) as journal:
-        assert [task.payload for task in journal.recover_tasks()] == [b"in" * LARGE_BYTES]
-        ended = journal.get_outcome(ENDED)
-        assert ended is not None and ended.body == b"out" * LARGE_BYTES

@@ -134,8 +134,6 @@ def test_run_needs_request_ids(fleet: Fleet) -> None:
         collect(fleet.tasks.Run(iter([run_frame("echo", ("", b"x"))]), timeout=30))
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
 # A SubmitRequest whose kind is not UTF-8: batches { spec { kind: "\xff\xfe" } }
 NOT_UTF8 = b"\x0a\x06\x0a\x04\x0a\x02\xff\xfe"
 NOT_OURS = b"GET / HTTP/1.1\r\n\r\n"
@@ -162,9 +160,6 @@ def test_a_bad_frame_ends_only_its_own_stream(fleet: Fleet) -> None:
     feed.put(run_frame("echo", ("after", b"2")))
     feed.close()
     assert "after" in {o.request_id for o in collect(good).outcomes}
-
-
-# --- workers ---------------------------------------------------------------------------------------------------------
 
 
 def hello(**fields: Any) -> worker_pb.SessionRequest:
@@ -254,9 +249,6 @@ def test_the_report_of_a_lost_lease_is_ignored(fleet: Fleet, tmp_path: Path) -> 
     feed.close()
     list(second)
     forget(fleet, "late")
-
-
-# --- clients that do not read -----------------------------------------------------------------------------------------
 
 
 def test_a_stream_that_is_never_read_ends_and_loses_no_outcome(fleet: Fleet) -> None:

@@ -53,9 +53,6 @@ def gated(fleet: Fleet, gate: Path, name: str) -> int:
     return task_id
 
 
-# --- workers ---------------------------------------------------------------------------------------------------------
-
-
 def test_workers_are_listed(fleet: Fleet, tmp_path: Path) -> None:
     task_id = gated(fleet, tmp_path / "gate", "w0")
     until(lambda: fleet.worker("w0").telemetry.HasField("memory_used_bytes"))
@@ -156,9 +153,6 @@ def test_watch_workers(fleet: Fleet) -> None:
     watch.cancel()
 
 
-# --- strategies ------------------------------------------------------------------------------------------------------
-
-
 def test_set_strategy_by_name_or_alias(fleet: Fleet) -> None:
     def get(queue: str = "") -> Any:
         return fleet.admin.GetStrategy(admin_pb.GetStrategyRequest(queue=queue), timeout=30)
@@ -189,9 +183,6 @@ def test_set_strategy_by_name_or_alias(fleet: Fleet) -> None:
             put("")
     finally:
         put("auto")
-
-
-# --- queues ----------------------------------------------------------------------------------------------------------
 
 
 def queue_of(fleet: Fleet, name: str) -> Any:
@@ -233,9 +224,6 @@ def test_a_full_queue_rejects_with_a_retry_delay(fleet: Fleet, limits: admin_pb.
     for result in results[:3]:
         fleet.outcome(result.task_id)
     fleet.submit("echo", payload, queue=name)
-
-
-# --- statistics and reflection ----------------------------------------------------------------------------------------
 
 
 def test_explain(fleet: Fleet, tmp_path: Path) -> None:

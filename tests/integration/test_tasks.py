@@ -273,12 +273,3 @@ def test_ephemeral_tasks_are_answered_and_found_but_never_on_disk(fleet: Fleet) 
     first = next(o for frame in watch for o in frame.outcomes)
     watch.cancel()
     assert first.task_id == marker
-
-
-def test_a_client_that_vanishes_leaves_its_durable_task_running(fleet: Fleet) -> None:
-    stream = fleet.tasks.Run(Feed(run_frame("trial.nap", ("orphan", b"abc"), parameters={"seconds": "0.3"})))
-    assert next(stream).accepted[0].request_id == "orphan"
-    stream.cancel()
-    request = task_service_pb2.GetRequest(request_id="orphan")
-    request.wait.FromSeconds(10)
-    assert fleet.tasks.Get(request, timeout=20).task.outcome.result == b"cba"

@@ -40,9 +40,6 @@ VALUES = [
 ]
 
 
-# --- configuration ---------------------------------------------------------------------------------------------------
-
-
 def _toml(maker: Maker) -> bytes:
     rng = maker.rng
     if rng.random() < 0.1:
@@ -102,8 +99,6 @@ def _environment(data: bytes) -> None:
             load(cls, file=None, env={"XDG_CONFIG_HOME": "/nowhere", **env})
 
 
-# --- the journal's rows ----------------------------------------------------------------------------------------------
-
 # Values that a column of an SQLite table can have if the table is not STRICT.
 COLUMN = [
     *(0, 1, -1, 2**63 - 1, -(2**63), 0.5, 1e308, float("inf"), "", "x", "a:b:c", "00000001:0:10", "1:-1:5", "1:0:-5"),
@@ -158,9 +153,6 @@ class Rows:
         core = Core(self._strategies, Limits(), 1, lambda: 0.5)
         with contextlib.suppress(JournalError):
             settings.restore(core, {key: value}, 1.6e9)
-
-
-# --- the client ------------------------------------------------------------------------------------------------------
 
 
 class Waiting(Call):

@@ -78,9 +78,6 @@ def closed_off(fleet: Fleet) -> Iterator[None]:
     fleet.workers.pop("far").stop()
 
 
-# --- the ways ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ephemeral", [False, True])
 def test_payloads_and_results_go_as_files_and_come_back_as_they_were(fleet: Fleet, ephemeral: bool) -> None:
     tasks = payloads(40) + payloads(3, LARGE_BYTES) + payloads(3, LARGE_BYTES - 1) + payloads(1, SEGMENT_BYTES + 1)
@@ -172,9 +169,6 @@ def test_a_master_that_shares_nothing(tmp_path: Path) -> None:
         tasks = payloads(8)
         assert list(client.map("echo", tasks)) == tasks
         assert segments(fleet) == []
-
-
-# --- references that lie -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -283,8 +277,6 @@ def test_a_folder_without_room_only_costs_time(tmp_path: Path) -> None:
         finally:
             subprocess.run(["umount", "-l", folder], check=True)
 
-
-# --- kill -9 -------------------------------------------------------------------------------------------------------
 
 CLIENT = """
 import sys, multigpu

@@ -43,9 +43,6 @@ def worker_of(fleet: Fleet, request_id: str) -> str:
     return until(worker)
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
-
-
 def test_a_request_stays_one_task_across_a_death_of_the_master(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     (running,) = fleet.submit("trial.gate", str(gate).encode(), request_ids=["runs"])
@@ -63,9 +60,6 @@ def test_a_request_stays_one_task_across_a_death_of_the_master(fleet: Fleet, tmp
     assert (outcome.result, outcome.attempts) == (b"opened", 1)
     received = collect(fleet.tasks.Run(iter([run_frame("echo", ("settled", b"first"))]), timeout=30))
     assert [(o.task_id, o.result) for o in received.outcomes] == [(settled, b"first")]
-
-
-# --- watch -----------------------------------------------------------------------------------------------------------
 
 
 def test_watch_from_now_omits_earlier_outcomes(fleet: Fleet) -> None:
@@ -129,9 +123,6 @@ def test_a_cursor_whose_outcomes_are_gone_is_out_of_range_though_an_older_one_re
         assert [o.task_id for o in watch(fleet, old, 1)[0]] == [new]
 
 
-# --- partial outputs -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("victim", ["worker", "engine", "master"])
 def test_partials_continue_after_a_kill(fleet: Fleet, victim: str) -> None:
     name = f"streamed past the death of {victim}"
@@ -182,9 +173,6 @@ def test_partials_do_not_repeat_for_a_client_that_attaches_before_the_worker(fle
     fleet.wait_for_workers()
 
 
-# --- cancellations ---------------------------------------------------------------------------------------------------
-
-
 def test_a_cancel_that_was_answered_survives_a_death_of_the_master(fleet: Fleet) -> None:
     fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="withdrawn"), timeout=30)
     try:
@@ -196,9 +184,6 @@ def test_a_cancel_that_was_answered_survives_a_death_of_the_master(fleet: Fleet)
         assert {fleet.outcome(i, 0.1).state for i in ids} == {task_pb2.OUTCOME_STATE_CANCELLED}
     finally:
         fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="withdrawn"), timeout=30, wait_for_ready=True)
-
-
-# --- restarts --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -90,7 +90,6 @@ def test_power_is_sampled_without_an_energy_counter(gpus: SimulatedGpus, tmp_pat
 
 @pytest.mark.slow
 def test_idle_processes_do_not_share_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
-    """Idle processes do not share a task's energy."""
     gpus.power(0, 300.0)
     with Fleet(tmp_path, workers=0, env=gpus.env(), handlers=["trial_handlers"]) as fleet:
         fleet.start_worker("gpu", "--device", "cuda:0")
