@@ -92,9 +92,6 @@ def stub_of(channel: grpc.Channel) -> Any:
     return untyped.TaskServiceStub(channel)
 
 
-# --- by Submit -------------------------------------------------------------------------------------------------------
-
-
 def submit(life: Life, names: Sequence[str]) -> None:
     """Submits tasks in batches, each until it is acknowledged, and some of them again."""
     dice = life.dice
@@ -186,9 +183,6 @@ def lend(life: Life, names: Sequence[str]) -> None:
                         break
 
 
-# --- by a Run stream -------------------------------------------------------------------------------------------------
-
-
 def run(life: Life, names: Sequence[str]) -> None:
     """Runs tasks in batches, each on a Run stream of its own with acceptances; tasks without an outcome when the stream
     breaks are sent again.
@@ -222,11 +216,8 @@ def _run_answered(life: Life, answer: task_service_pb2.RunResponse, left: dict[s
             life.history.add("rejection", code=rejection.code, message=rejection.message)
 
 
-# --- by the client library, which must hide all faults ----------------------------------------------------------------
-
-
 async def map_all(life: Life, names: Sequence[str], by: str, **options: Any) -> None:
-    """Runs tasks by map, which hides acceptances."""
+    """Runs tasks by the client library, which must hide all faults, and by map, which hides acceptances."""
 
     async def inputs() -> AsyncIterator[multigpu.Input]:
         for name in names:
@@ -279,9 +270,6 @@ async def stream_all(life: Life, names: Sequence[str]) -> None:
                 life.history.add("streamed", life=life.number, request_id=name, parts=index)
 
         await asyncio.gather(*map(stream, names))
-
-
-# --- by Watch --------------------------------------------------------------------------------------------------------
 
 
 def watch(life: Life, path: Path, *, by: str = "watch", until_quiet: bool = False) -> None:

@@ -12,13 +12,6 @@ from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
 
 
-@pytest.fixture(scope="module")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
-    gpus = SimulatedGpus(tmp_path_factory.mktemp("gpus") / "state", n=2)
-    gpus.env()  # skips where there is no compiler
-    return gpus
-
-
 def span(outcome: Any) -> tuple[float, float]:
     """When it ran, in seconds since 1970: longer than requested on a busy host."""
     stages = outcome.stages

@@ -40,13 +40,6 @@ TOLD = {
 THROTTLE = ("sw_power_cap", "sw_thermal_slowdown")
 
 
-@pytest.fixture(scope="module")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
-    gpus = SimulatedGpus(tmp_path_factory.mktemp("gpus") / "state", n=2)
-    gpus.env()  # skips where there is no compiler
-    return gpus
-
-
 def set_sensors(gpus: SimulatedGpus) -> None:
     """Sets the values of TOLD in the simulated driver, in its units."""
     gpus.process(1, os.getpid(), 5 << 30, mps=True)
