@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_service_pb2
+from multigpu_master.security.tokens import Tokens
 
 from tests.fleet import rejected, until
 from tests.security.secured import METHODS, Caller, SecuredFleet, hello, metadata
@@ -120,6 +121,16 @@ def test_an_expired_token_ends_its_streams(secured: SecuredFleet) -> None:
     assert secured.caller(token).status("TaskService/Count") is UNAUTHENTICATED
     assert _open_calls(secured, token_id) == 0
     assert token_id not in {t.token_id for t in secured.tokens()}
+
+
+def test_an_expired_token_is_unknown() -> None:
+    now = 0.0
+    tokens = Tokens({}, lambda: now)
+    token, text = tokens.make("x", ["read"], ttl_s=5)
+    tokens.add(token)
+    assert tokens.find(text) is token
+    now = 5.0
+    assert tokens.find(text) is None
 
 
 def test_the_last_administrators_token_is_not_revoked(own_secured: SecuredFleet) -> None:

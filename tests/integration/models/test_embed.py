@@ -34,7 +34,8 @@ def test_every_text_has_its_vector_though_a_worker_and_the_master_are_killed(fle
         fleet.restart_master()
         ended.result(90)
     vectors = np.concatenate(seen)
-    assert (vectors.shape, vectors.dtype) == ((len(texts), 384), np.float32)
+    assert vectors.shape == (len(texts), 384)
+    assert vectors.dtype == np.float32
     # Undisturbed, and in other chunks: the same vectors, of length one.
     fleet.wait_for_workers()
     with fleet.client() as client:
