@@ -123,7 +123,7 @@ class LocalMaster:
             self._handlers |= {f"{service.rpartition('.')[2]}/{name}": each for name, each in handlers.items()}
             register(service, handlers)
 
-        server.add_registered_method_handlers = collect  # type: ignore[method-assign]
+        server.add_registered_method_handlers = collect
         await self.master.start()
 
     def close(self) -> None:
