@@ -8,8 +8,7 @@ import asyncio
 import json
 import random
 import sys
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,6 @@ def durable_names(names: dict[str, list[str]]) -> set[str]:
 
 def work(life: Life, names: dict[str, list[str]]) -> None:
     """Everything at once."""
-    failures: list[BaseException] = []
-
-    def caught(function: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            function(*arguments)
-        except BaseException as error:
-            failures.append(error)
 
     async def calls() -> None:
         await asyncio.gather(
@@ -59,13 +51,9 @@ def work(life: Life, names: dict[str, list[str]]) -> None:
         (traffic.cancel, life, names["cancel"]), (traffic.stream_raw, life, names["stream"][1::2]),
         (traffic.lend, life, names["lend"]), (asyncio.run, calls()),
     ]  # fmt: skip
-    threads = [threading.Thread(target=caught, args=way) for way in ways]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        for ended in [pool.submit(*way) for way in ways]:
+            ended.result()
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.chaos import failpoints
 from tests.chaos.failpoints import FAILPOINTS, Failpoint
-from tests.chaos.network import HERE, Way
+from tests.chaos.network import Way
 from tests.chaos.processes import ChaosFleet, ClientProcess
 from tests.chaos.records.history import CLIENTS, History
 
@@ -225,9 +225,3 @@ class Faults:
         """Ends the faults that are due; whether none is left."""
         self.mend()
         return not self._broken and not self._stopped and not self._shaped
-
-
-def places(workers: list[str]) -> list[str]:
-    """The places of a fleet's network, without HERE."""
-    assert HERE not in workers
-    return ["master", *workers, CLIENTS]

@@ -18,10 +18,10 @@ from multigpu_master.journal.sqlite.journal import SWEEP_AFTER_S
 from tests.chaos import failpoints
 from tests.chaos.client import durable_names, names_of
 from tests.chaos.failpoints import Failpoint
-from tests.chaos.faults import KINDS, Faults, places
+from tests.chaos.faults import KINDS, Faults
 from tests.chaos.network import Network, NotAllowedError
 from tests.chaos.processes import ChaosFleet, ClientProcess, Seen
-from tests.chaos.records.history import History, Record, load
+from tests.chaos.records.history import CLIENTS, History, Record, load
 from tests.disk import layer
 from tests.waiting import until
 
@@ -54,7 +54,7 @@ class Chaos:
         self.network: Network | None = None
         if kinds is None or "network" in kinds:
             try:
-                self.network = Network(places(names), self._random.getrandbits(32))
+                self.network = Network(["master", *names, CLIENTS], self._random.getrandbits(32))
             except NotAllowedError as error:
                 self.no_network = str(error)
                 kinds = [k for k in kinds or KINDS if k != "network"]
@@ -96,7 +96,6 @@ class Chaos:
             self.network.close()
 
     def records(self) -> list[Record]:
-        """All records so far."""
         return load(self.folder)
 
     # --- rounds -----------------------------------------------------------------------------------

@@ -70,6 +70,9 @@ class Life:
             partials=[part.decode() for part in outcome.partials],
         )  # fmt: skip
 
+    def partial(self, name: str, index: int, data: bytes) -> None:
+        self.history.add("partial", life=self.number, request_id=name, index=index, data=data.decode())
+
     def channel(self) -> grpc.Channel:
         return grpc.insecure_channel(self.address, options=OPTIONS)
 
@@ -87,9 +90,6 @@ def payload_of(name: str) -> bytes:
 def stub_of(channel: grpc.Channel) -> Any:
     untyped: Any = task_service_pb2_grpc
     return untyped.TaskServiceStub(channel)
-
-
-# --- by Submit -------------------------------------------------------------------------------------------------------
 
 
 def submit(life: Life, names: Sequence[str]) -> None:
@@ -183,9 +183,6 @@ def lend(life: Life, names: Sequence[str]) -> None:
                         break
 
 
-# --- by a Run stream -------------------------------------------------------------------------------------------------
-
-
 def run(life: Life, names: Sequence[str]) -> None:
     """Runs tasks in batches, each on a Run stream of its own with acceptances; tasks without an outcome when the stream
     breaks are sent again.
@@ -219,11 +216,8 @@ def _run_answered(life: Life, answer: task_service_pb2.RunResponse, left: dict[s
             life.history.add("rejection", code=rejection.code, message=rejection.message)
 
 
-# --- by the client library, which must hide all faults ----------------------------------------------------------------
-
-
 async def map_all(life: Life, names: Sequence[str], by: str, **options: Any) -> None:
-    """Runs tasks by map, which hides acceptances."""
+    """Runs tasks by the client library, which must hide all faults, and by map, which hides acceptances."""
 
     async def inputs() -> AsyncIterator[multigpu.Input]:
         for name in names:
@@ -249,15 +243,12 @@ def stream_raw(life: Life, names: Sequence[str]) -> None:
                 try:
                     for answer in stub_of(channel).Run(iter([frame]), timeout=20, wait_for_ready=True):
                         for part in answer.partials:
-                            life.history.add(
-                                "partial", life=life.number, request_id=name, index=part.index, data=part.data.decode()
-                            )
+                            life.partial(name, part.index, part.data)
                             received += 1
                         for outcome in answer.outcomes:
                             # What it yielded just before comes by the outcome alone, should a stream break then.
                             for index in range(received, len(outcome.partials)):
-                                data = outcome.partials[index].decode()
-                                life.history.add("partial", life=life.number, request_id=name, index=index, data=data)
+                                life.partial(name, index, outcome.partials[index])
                             life.history.add("streamed", life=life.number, request_id=name, parts=len(outcome.partials))
                             ended = True
                 except grpc.RpcError as error:
@@ -274,16 +265,11 @@ async def stream_all(life: Life, names: Sequence[str]) -> None:
             async with turns:
                 index = 0
                 async for part in client.stream(STREAM, life.submits("stream", name), request_id=name, **options):
-                    life.history.add(
-                        "partial", life=life.number, request_id=name, index=index, data=part.decode()
-                    )  # fmt: skip
+                    life.partial(name, index, part)
                     index += 1
                 life.history.add("streamed", life=life.number, request_id=name, parts=index)
 
         await asyncio.gather(*map(stream, names))
-
-
-# --- by Watch --------------------------------------------------------------------------------------------------------
 
 
 def watch(life: Life, path: Path, *, by: str = "watch", until_quiet: bool = False) -> None:

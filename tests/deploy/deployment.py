@@ -10,10 +10,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from tests.fakes.gpus import SimulatedGpus
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "deploy_multi_gpu.sh"
@@ -62,15 +61,9 @@ def environment(checkout: Path, **env: str) -> dict[str, str]:
 
 
 def deploy(checkout: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [checkout / NAME, *arguments],
-        env=environment(checkout, **env),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    command = [str(checkout / NAME), *arguments]
+    return subprocess.run(command, env=environment(checkout, **env), timeout=100, check=False, **options)
 
 
 def deployed(checkout: Path, *arguments: str, **env: str) -> str:
@@ -79,10 +72,13 @@ def deployed(checkout: Path, *arguments: str, **env: str) -> str:
     return done.stdout
 
 
+def joining(credentials: Path) -> tuple[str, ...]:
+    """The words with which a host joins another's fleet, with credentials that it writes there."""
+    credentials.mkdir()
+    for name in ("ca.crt", "worker.crt", "worker.key", "worker.token"):
+        (credentials / name).write_text(f"{name}\n")
+    return "--join", "gpu1:7433", "--credentials", str(credentials)
+
+
 def everything_in(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in folder.rglob("*")}
-
-
-@pytest.fixture
-def gpus(tmp_path: Path) -> SimulatedGpus:
-    return SimulatedGpus(tmp_path / "gpus", n=8)

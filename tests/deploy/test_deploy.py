@@ -9,20 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.deployment import (
-    NAME,
-    ROOT,
-    checkout,
-    deploy,
-    deployed,
-    environment,
-    everything_in,
-    gpus,
-    needs_systemd,
-)
+from tests.deploy.deployment import NAME, ROOT, deploy, deployed, environment, everything_in, needs_systemd
 from tests.fakes.gpus import SimulatedGpus
-
-__all__ = ["checkout", "gpus"]  # fixtures
 
 LOCKED = "--only-binary :all: --require-hashes"
 # What is done in turn to make an environment on a host without a GPU.
@@ -33,8 +21,6 @@ INSTALLED = (
     "--no-deps --no-build-isolation .",
     "pip check",
 )
-
-# Words and rejections.
 
 
 def test_a_dry_run_prints_every_action_and_does_none(checkout: Path) -> None:
@@ -78,18 +64,13 @@ def test_help_succeeds(checkout: Path) -> None:
         (["--local"], {"LOAD_BALANCING_STRATEGY": "luck"}, "there is no strategy 'luck'"),
         (["--local"], {"ENABLE_MPS": "perhaps"}, "ENABLE_MPS is true or false"),
         (["--local"], {"MEMORY_THRESHOLD": "much"}, "MEMORY_THRESHOLD is a percentage"),
-        (
-            ["--local"],
-            {"LOAD_BALANCING_STRATEGY": "round_robin", "MULTI_GPU_STRATEGY": "memory"},
-            "contradict each other",
-        ),
+        (["--local"], {"LOAD_BALANCING_STRATEGY": "round_robin", "MULTI_GPU_STRATEGY": "memory"}, "contradict each"),
     ],
 )
 def test_errors_are_reported_before_anything_is_done(
-    checkout: Path, tmp_path: Path, arguments: list[str], env: dict[str, str], message: str
+    checkout: Path, root: Path, arguments: list[str], env: dict[str, str], message: str
 ) -> None:
     before = everything_in(checkout)
-    root = tmp_path / "root"
     done = deploy(checkout, *(argument.format(root=root) for argument in arguments), **env)
     assert done.returncode not in (0, 127)
     assert message in done.stderr
@@ -122,9 +103,6 @@ def test_the_scripts_pass_shellcheck() -> None:
     assert done.stdout == ""
 
 
-# Which GPUs, which settings.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "indices"),
@@ -155,10 +133,10 @@ def test_the_gpus_that_get_a_worker(
 @pytest.mark.slow
 @needs_systemd
 @pytest.mark.parametrize("driver", ["525.60.13", "550.163.01", "575.57.08", "580.65.06", "610.1"])
-def test_the_build_of_torch_fits_the_driver(checkout: Path, tmp_path: Path, gpus: SimulatedGpus, driver: str) -> None:
+def test_the_build_of_torch_fits_the_driver(checkout: Path, root: Path, gpus: SimulatedGpus, driver: str) -> None:
     profile = "cuda13" if driver >= "580" else "cuda12"
     gpus.set_driver(driver)
-    out = deployed(checkout, "--root", str(tmp_path / "root"), "--dry-run", **gpus.env())
+    out = deployed(checkout, "--root", str(root), "--dry-run", **gpus.env())
     installs = [line.partition(" -m ")[2].strip() for line in out.splitlines() if "-m pip" in line]
     # Nothing without a hash, and one of the two of ONNX Runtime: which, tests/deploy/test_lock.py tells.
     assert ["--require-hashes" in line or "--no-deps" in line for line in installs if " install " in line] == [True] * 2
@@ -167,16 +145,16 @@ def test_the_build_of_torch_fits_the_driver(checkout: Path, tmp_path: Path, gpus
 
 
 @needs_systemd
-def test_a_driver_that_is_too_old_for_torch_is_rejected(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
+def test_a_driver_that_is_too_old_for_torch_is_rejected(checkout: Path, root: Path, gpus: SimulatedGpus) -> None:
     gpus.set_driver("470.256.02")
-    done = deploy(checkout, "--root", str(tmp_path / "root"), **gpus.env())
+    done = deploy(checkout, "--root", str(root), **gpus.env())
     assert (done.returncode, "driver 470.256.02 is too old for CUDA 12" in done.stderr) == (1, True)
-    assert not (tmp_path / "root").exists()
+    assert not (root).exists()
 
 
 @needs_systemd
-def test_each_gpu_gets_a_worker_and_an_mps_daemon(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
-    out = deployed(checkout, "--root", str(tmp_path / "root"), "--dry-run", **gpus.env())
+def test_each_gpu_gets_a_worker_and_an_mps_daemon(checkout: Path, root: Path, gpus: SimulatedGpus) -> None:
+    out = deployed(checkout, "--root", str(root), "--dry-run", **gpus.env())
     assert f"{len(gpus)} found (Simulated" in out
     (enable,) = (line for line in out.splitlines() if " enable " in line)
     assert [word[12:-8] for word in enable.split() if word.startswith("mgpu-worker@")] == gpus.uuids
@@ -184,8 +162,7 @@ def test_each_gpu_gets_a_worker_and_an_mps_daemon(checkout: Path, tmp_path: Path
 
 
 @needs_systemd
-def test_old_variables_become_settings(checkout: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
+def test_old_variables_become_settings(checkout: Path, root: Path) -> None:
     old = {
         "LOAD_BALANCING_STRATEGY": "static_partition",
         "MEMORY_THRESHOLD": "72.5",

@@ -4,22 +4,20 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import multigpu
 import pytest
 
-from tests.deploy.deployment import checkout, deploy, deployed, gpus
+from tests.deploy.deployment import deploy, deployed
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import until
-
-__all__ = ["checkout", "gpus"]  # fixtures
 
 
 @pytest.mark.slow
 def test_a_local_fleet_is_upgraded_under_load(checkout: Path) -> None:
     """Clients submit while master and workers are replaced: every task has exactly one outcome."""
-    venv = checkout / ".venv"
     try:
         deployed(checkout, "--local", "--keep", "--workers", "2", "--", "--listen", "127.0.0.1:0", "--device", "cpu")
         again = deployed(checkout, "--local", "--keep")
@@ -29,31 +27,23 @@ def test_a_local_fleet_is_upgraded_under_load(checkout: Path) -> None:
         assert len(workers) == 2
         results: list[bytes] = []
         stop = threading.Event()
-        failures: list[BaseException] = []
 
         def load() -> None:
-            try:
-                with multigpu.Client(address) as client:
-                    number = 0
-                    while not stop.is_set():
-                        batch = [f"{number + k}".encode() for k in range(50)]
-                        results.extend(client.map("echo", batch))
-                        number += 50
-            except BaseException as error:
-                failures.append(error)
+            with multigpu.Client(address) as client:
+                while not stop.is_set():
+                    results.extend(client.map("echo", [f"{len(results) + k}".encode() for k in range(50)]))
 
-        thread = threading.Thread(target=load)
-        thread.start()
-        try:
-            until(lambda: len(results) > 100)
-            (checkout / "client/changed.py").write_text("# another version\n")
-            upgraded = deployed(checkout, "--local", "--upgrade")
-            at_the_end = len(results)
-            until(lambda: len(results) > at_the_end + 100)
-        finally:
-            stop.set()
-            thread.join(60)
-        assert not failures
+        with ThreadPoolExecutor() as pool:
+            loading = pool.submit(load)
+            try:
+                until(lambda: len(results) > 100)
+                (checkout / "client/changed.py").write_text("# another version\n")
+                upgraded = deployed(checkout, "--local", "--upgrade")
+                at_the_end = len(results)
+                until(lambda: len(results) > at_the_end + 100)
+            finally:
+                stop.set()
+            loading.result(60)
         assert "stand-in for pip: install" in upgraded
         assert "2 workers replaced" in upgraded
         assert results == [f"{number}".encode() for number in range(len(results))]
@@ -65,7 +55,7 @@ def test_a_local_fleet_is_upgraded_under_load(checkout: Path) -> None:
         deployed(checkout, "--local", "--stop")
     assert deploy(checkout, "--local", "--status").returncode == 3
     deployed(checkout, "--local", "--uninstall", "--yes")
-    assert not venv.exists()
+    assert not (checkout / ".venv").exists()
     assert not (checkout / ".local").exists()
 
 

@@ -96,32 +96,21 @@ def test_torch_and_onnxruntime_use_the_same_cuda() -> None:
 
 def test_the_generator_and_the_script_name_the_same_page() -> None:
     spec = importlib.util.spec_from_file_location("generate_lock", ROOT / "tools/generate_lock.py")
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     assert f"torch_cpu_page={generator.TORCH_CPU}\n" in (ROOT / "tools/deploy/common.sh").read_text("utf-8")
     assert set(generator.PROFILES) == set(PROFILES)
 
 
-PIP = (
-    "pip",
-    "install",
-    "--dry-run",
-    "--ignore-installed",
-    "-q",
-    "--no-input",
-    "--only-binary",
-    ":all:",
-    "--require-hashes",
-)
+PIP = ["install", "--dry-run", "--ignore-installed", "-q", "--no-input", "--only-binary", ":all:", "--require-hashes"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_pip_accepts_the_lock() -> None:
     """All dependencies are locked, and each package has a wheel with one of its hashes for this Python."""
-    done = run_module(*PIP, "-r", "tools/deploy/lock/cpu-torch.txt", "-r", "tools/deploy/lock/cpu.txt")
+    done = run_module("pip", *PIP, "-r", "tools/deploy/lock/cpu-torch.txt", "-r", "tools/deploy/lock/cpu.txt")
     away = ("Could not find a version that satisfies the requirement torch==", "Failed to establish", "Read timed out")
     if done.returncode and any(word in done.stdout for word in away):
         pytest.skip("pip reaches no PyPI, or no CPU build of torch, from here")

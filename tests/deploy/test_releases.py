@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from multigpu_master.journal.sqlite.schema import SCHEMA_VERSION
 
-from tests.deploy.deployment import checkout, deploy, deployed, environment, needs_systemd
-
-__all__ = ["checkout"]  # fixtures
+from tests.deploy.deployment import deploy, deployed, environment, joining, needs_systemd
 
 
 def released(root: Path) -> tuple[str, str | None, set[str]]:
@@ -33,8 +31,7 @@ def upgraded_twice(checkout: Path, root: Path) -> tuple[str, str]:
 
 
 @needs_systemd
-def test_a_rollback_restores_the_previous_release(checkout: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
+def test_a_rollback_restores_the_previous_release(checkout: Path, root: Path) -> None:
     second, third = upgraded_twice(checkout, root)
     assert released(root) == (third, second, {second, third})
     deployed(checkout, "--root", str(root), "--upgrade")
@@ -49,9 +46,8 @@ def test_a_rollback_restores_the_previous_release(checkout: Path, tmp_path: Path
 @pytest.mark.slow
 @needs_systemd
 @pytest.mark.parametrize("logged", [False, True])
-def test_a_rollback_is_rejected_if_the_journal_is_too_new(checkout: Path, tmp_path: Path, logged: bool) -> None:
+def test_a_rollback_is_rejected_if_the_journal_is_too_new(checkout: Path, root: Path, logged: bool) -> None:
     """Also if the newer version is only in the write-ahead log of a running master."""
-    root = tmp_path / "root"
     second, third = upgraded_twice(checkout, root)
     journal = root / "var/lib/multigpu/journal.sqlite3"
     journal.parent.mkdir(parents=True, exist_ok=True)
@@ -72,22 +68,28 @@ def test_a_rollback_is_rejected_if_the_journal_is_too_new(checkout: Path, tmp_pa
     assert released(root) == (second, None, {second})
 
 
+def stand_ins(folder: Path, root: Path, release: str, systemctl: str = "") -> Path:
+    """Has systemctl and the Python of a release log their arguments there."""
+    log = folder / "log"
+    tool = '#!/bin/sh\necho "$(basename "$0")" "$@" >>LOG\n'.replace("LOG", str(log))
+    programs = root / f"opt/multigpu/releases/{release}/bin"
+    for file, text in ((folder / "systemctl", tool + systemctl), (programs / "python", tool)):
+        file.write_text(text)
+        file.chmod(0o755)
+    (programs / "mgpuctl").write_text(f'#!/bin/sh\nprintf \'"host": "{socket.gethostname()}"\\n%.0s\' 1 2\n')
+    (root / "var/lib/multigpu/upgrading").mkdir(parents=True)
+    return log
+
+
 @pytest.mark.slow
 @needs_systemd
 @pytest.mark.parametrize("active", [True, False])
-def test_a_rollback_replaces_the_workers_before_the_master(checkout: Path, tmp_path: Path, active: bool) -> None:
+def test_a_rollback_replaces_the_workers_before_the_master(
+    checkout: Path, tmp_path: Path, root: Path, active: bool
+) -> None:
     """Checks only the order: systemctl and the previous release's Python log their arguments."""
-    root = tmp_path / "root"
     second, _ = upgraded_twice(checkout, root)
-    log = tmp_path / "log"
-    tool = '#!/bin/sh\necho "$(basename "$0")" "$@" >>LOG\n'.replace("LOG", str(log))
-    systemctl = tool + f"[ $1 != is-active ] || exit {int(not active)}\n"
-    former = root / f"opt/multigpu/releases/{second}/bin"
-    for file, text in ((tmp_path / "systemctl", systemctl), (former / "python", tool)):
-        file.write_text(text)
-        file.chmod(0o755)
-    (former / "mgpuctl").write_text(f'#!/bin/sh\nprintf \'"host": "{socket.gethostname()}"\\n%.0s\' 1 2\n')
-    (root / "var/lib/multigpu/upgrading").mkdir(parents=True)
+    log = stand_ins(tmp_path, root, second, f"[ $1 != is-active ] || exit {int(not active)}\n")
     words = f"""set -euo pipefail; prefix={root}; . tools/deploy/common.sh; . tools/deploy/machine.sh
         . tools/deploy/services.sh; prefix= dry_run=0 action=rollback listen= join= workers=; services_rollback"""
     command = ["bash", "-c", words]
@@ -105,14 +107,9 @@ def test_a_rollback_replaces_the_workers_before_the_master(checkout: Path, tmp_p
 
 
 @needs_systemd
-def test_a_host_that_joined_with_tls_is_upgraded(checkout: Path, tmp_path: Path) -> None:
+def test_a_host_that_joined_with_tls_is_upgraded(checkout: Path, tmp_path: Path, root: Path) -> None:
     """Its keys are in /etc/multigpu since it joined: an upgrade needs no --credentials."""
-    credentials = tmp_path / "credentials"
-    credentials.mkdir()
-    for name in ("ca.crt", "worker.crt", "worker.key", "worker.token"):
-        (credentials / name).write_text(f"{name}\n")
-    root = tmp_path / "root"
-    deployed(checkout, "--root", str(root), "--join", "gpu1:7433", "--credentials", str(credentials))
+    deployed(checkout, "--root", str(root), *joining(tmp_path / "credentials"))
     before, _, _ = released(root)
     (checkout / "client/changed.py").write_text("# 2\n")
     deployed(checkout, "--root", str(root), "--upgrade")
@@ -123,18 +120,10 @@ def test_a_host_that_joined_with_tls_is_upgraded(checkout: Path, tmp_path: Path)
 
 
 @needs_systemd
-def test_an_interrupted_upgrade_goes_on_after_the_switch(checkout: Path, tmp_path: Path) -> None:
+def test_an_interrupted_upgrade_goes_on_after_the_switch(checkout: Path, tmp_path: Path, root: Path) -> None:
     """Checks only the order. The second run finds `current` switched; a third has nothing to replace."""
-    root = tmp_path / "root"
     second, _ = upgraded_twice(checkout, root)
-    log = tmp_path / "log"
-    tool = '#!/bin/sh\necho "$(basename "$0")" "$@" >>LOG\n'.replace("LOG", str(log))
-    wanted = root / f"opt/multigpu/releases/{second}/bin"
-    for file in (tmp_path / "systemctl", wanted / "python"):
-        file.write_text(tool)
-        file.chmod(0o755)
-    (wanted / "mgpuctl").write_text(f'#!/bin/sh\nprintf \'"host": "{socket.gethostname()}"\\n%.0s\' 1 2\n')
-    (root / "var/lib/multigpu/upgrading").mkdir(parents=True)
+    log = stand_ins(tmp_path, root, second)
     words = f"""set -euo pipefail; prefix={root}; . tools/deploy/common.sh; . tools/deploy/machine.sh
         . tools/deploy/services.sh; prefix= dry_run=0 action=upgrade listen=127.0.0.1:7433 join= secure=0
         release=$opt/releases/{second} instances=(cpu-0 cpu-1) services=(mgpu.target) units_changed=0

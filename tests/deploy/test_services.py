@@ -2,36 +2,25 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.deploy.deployment import (
-    NAME,
-    ROOT,
-    checkout,
-    deploy,
-    deployed,
-    environment,
-    everything_in,
-    gpus,
-    needs_systemd,
-)
+from tests.deploy.deployment import NAME, ROOT, deploy, deployed, environment, everything_in, joining, needs_systemd
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet
-
-__all__ = ["checkout", "gpus"]  # fixtures
 
 
 @pytest.mark.slow
 @needs_systemd
-def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
-    root = tmp_path / "root"
+def test_services_are_deployed_once_and_removed_completely(checkout: Path, root: Path, gpus: SimulatedGpus) -> None:
     root.mkdir()
     arguments = ("--root", str(root), "--listen", "0.0.0.0:7433")
     dry = deployed(checkout, *arguments, "--dry-run", **gpus.env())
@@ -43,21 +32,16 @@ def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_p
     assert wrote
 
     before = everything_in(root)
-    again = deployed(checkout, *arguments, **gpus.env())
-    assert "wrote" not in again
+    assert "wrote" not in deployed(checkout, *arguments, **gpus.env())
     after = everything_in(root)
-    touched = {name for name in before if before[name] != after.get(name)}
     # systemd's tools write etc/passwd and the like again.
-    assert {
-        n for n in touched if not n.startswith(("etc/passwd", "etc/group", "etc/shadow", "etc/gshadow", "etc"))
-    } == set()
+    assert [name for name in before if before[name] != after.get(name) and not name.startswith("etc")] == []
     assert after.keys() == before.keys()
 
     # The image contains no key, and not the name of the host that made it.
     assert [name for name in before if name.endswith((".key", ".crt", ".token"))] == []
     files = [path for part in ("etc/multigpu", "etc/systemd") for path in (root / part).rglob("*") if path.is_file()]
-    assert [path for path in files if f'"{socket.gethostname()}' in path.read_text()] == []
-    assert [path for path in files if f"={socket.gethostname()}" in path.read_text()] == []
+    assert [path for path in files if re.search(f'["=]{socket.gethostname()}', path.read_text())] == []
     assert "multigpu:" in (root / "etc/passwd").read_text()
     state = subprocess.run(
         ["systemctl", f"--root={root}", "is-enabled", "mgpu.target", f"mgpu-worker@{gpus.uuids[7]}.service"],
@@ -69,8 +53,7 @@ def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_p
 
     # The next run keeps an operator's edit of the configuration, and installs fewer workers for fewer GPUs.
     (root / "etc/multigpu/config.toml").write_text(config + "# mine\n")
-    edited = deployed(checkout, *arguments, **gpus.env(), GPU_COUNT="2")
-    assert "kept:" in edited
+    assert "kept:" in deployed(checkout, *arguments, **gpus.env(), GPU_COUNT="2")
     assert (root / "etc/multigpu/config.toml").read_text().endswith("# mine\n")
     assert workers_of(root) == 2
 
@@ -78,8 +61,7 @@ def test_services_are_deployed_once_and_removed_completely(checkout: Path, tmp_p
     assert asked.returncode == 1
     assert "asks before it removes" in asked.stderr
     deployed(checkout, "--root", str(root), "--uninstall", "--yes")
-    left = [name for name in everything_in(root) if "multigpu" in name or "mgpu" in name]
-    assert left == []
+    assert [name for name in everything_in(root) if "multigpu" in name or "mgpu" in name] == []
     assert "multigpu:" not in (root / "etc/passwd").read_text()
 
 
@@ -89,13 +71,11 @@ def workers_of(root: Path) -> int:
 
 
 @needs_systemd
-def test_a_second_run_keeps_the_number_of_workers(checkout: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
+def test_a_second_run_keeps_the_number_of_workers(checkout: Path, root: Path) -> None:
     root.mkdir()
     deployed(checkout, "--root", str(root), "--workers", "5")
     assert workers_of(root) == 5
-    again = deployed(checkout, "--root", str(root))
-    assert "no longer wanted" not in again
+    assert "no longer wanted" not in deployed(checkout, "--root", str(root))
     assert workers_of(root) == 5
     deployed(checkout, "--root", str(root), "--upgrade")
     assert workers_of(root) == 5
@@ -105,8 +85,7 @@ def test_a_second_run_keeps_the_number_of_workers(checkout: Path, tmp_path: Path
 
 
 @needs_systemd
-def test_another_address_is_rejected_if_the_configuration_was_edited(checkout: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
+def test_another_address_is_rejected_if_the_configuration_was_edited(checkout: Path, root: Path) -> None:
     root.mkdir()
     deployed(checkout, "--root", str(root), "--listen", "127.0.0.1:7001")
     config, kept = root / "etc/multigpu/config.toml", root / "etc/multigpu/deployed"
@@ -135,9 +114,8 @@ def test_the_keys_of_an_image_are_made_on_its_first_boot(tmp_path: Path, monkeyp
     assert {f"{name}.{end}" for name in ("ca", "master", "worker", "client") for end in ("crt", "key")} <= set(made)
     assert (certs / "ca.key").stat().st_mode & 0o777 == 0o600
     keys("make_certificates_in", certs, "0.0.0.0:7433")
-    assert {n: t for n, t in everything_in(certs).items() if n.endswith(".crt")} == {
-        n: t for n, t in made.items() if n.endswith(".crt")
-    }
+    again = everything_in(certs)
+    assert [name for name in made if name.endswith(".crt") and again[name] != made[name]] == []
     flags = ["--require-tokens", "--tls-cert", str(certs / "master.crt"), "--tls-key", str(certs / "master.key")]
     fleet = Fleet(tmp_path, workers=0, master_flags=[*flags, "--tls-client-ca", str(certs / "ca.crt")])
     with contextlib.closing(fleet):
@@ -155,22 +133,16 @@ def test_the_keys_of_an_image_are_made_on_its_first_boot(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @needs_systemd
-def test_a_run_that_is_interrupted_anywhere_can_be_repeated(checkout: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_anywhere_can_be_repeated(checkout: Path, tmp_path: Path, root: Path) -> None:
     """A run is killed after 1, 14 and 27 lines of output. The next run succeeds, with the files of a complete run."""
     peace = tmp_path / "peace"
     deployed(checkout, "--root", str(peace), "--listen", "0.0.0.0:7433")
     wanted = {name for name in everything_in(peace) if not name.endswith(".new")}
-    root = tmp_path / "root"
     command = [str(checkout / NAME), "--root", str(root), "--listen", "0.0.0.0:7433"]
     for lines in range(1, 40, 13):
         shutil.rmtree(root, ignore_errors=True)
-        with subprocess.Popen(
-            command,
-            env=environment(checkout),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as process:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, env=environment(checkout), start_new_session=True, **pipes) as process:
             assert process.stdout is not None
             for _ in range(lines):
                 process.stdout.readline()
@@ -181,14 +153,10 @@ def test_a_run_that_is_interrupted_anywhere_can_be_repeated(checkout: Path, tmp_
 
 
 @needs_systemd
-def test_a_host_joins_the_fleet_of_another_host(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
-    credentials = tmp_path / "credentials"
-    credentials.mkdir()
-    for name in ("ca.crt", "worker.crt", "worker.key", "worker.token"):
-        (credentials / name).write_text(f"{name}\n")
-    root = tmp_path / "root"
-    arguments = ("--root", str(root), "--join", "gpu1:7433", "--credentials", str(credentials))
-    deployed(checkout, *arguments, **gpus.env(), GPU_COUNT="2")
+def test_a_host_joins_the_fleet_of_another_host(
+    checkout: Path, tmp_path: Path, root: Path, gpus: SimulatedGpus
+) -> None:
+    deployed(checkout, "--root", str(root), *joining(tmp_path / "credentials"), **gpus.env(), GPU_COUNT="2")
     units = {path.name for path in (root / "etc/systemd/system").iterdir()}
     assert "mgpu-master.service" not in units
     assert "mgpu-devices.service" in units
@@ -198,13 +166,9 @@ def test_a_host_joins_the_fleet_of_another_host(checkout: Path, tmp_path: Path, 
     assert (root / "etc/multigpu/worker.token").read_text() == "worker.token\n"
 
 
-# Units.
-
-
 @needs_systemd
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_the_units_are_valid_and_hardened(checkout: Path, tmp_path: Path, gpus: SimulatedGpus) -> None:
-    root = tmp_path / "root"
+def test_the_units_are_valid_and_hardened(checkout: Path, root: Path, gpus: SimulatedGpus) -> None:
     (root / "usr/lib").mkdir(parents=True)
     shutil.copytree("/usr/lib/systemd", root / "usr/lib/systemd", symlinks=True)
     for program in ("bin/kill", "bin/mkdir", "bin/sh", "usr/bin/env"):

@@ -1,7 +1,6 @@
 """python -m tests.disk --rounds 100 --seed 1: power cuts under a real fleet, then --cuts thousands under the journal.
 
-Exits 1 if something acknowledged was lost. --faults confines what happens besides: power (nothing), kill, full, eio,
-slow.
+Exits 1 if something acknowledged was lost.
 """
 
 import argparse
@@ -12,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.disk.fleet_trial import FAULTS, FleetTrial
+from tests.disk.fleet_trial import FleetTrial
 from tests.disk.journal_trial import JournalTrial
 from tests.disk.layer import missing_requirement
 
@@ -22,13 +21,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100, help="power cuts under a real master")
     parser.add_argument("--cuts", type=int, default=2000, help="power cuts under the journal alone")
     parser.add_argument("--seed", type=int, default=None, help="default: any")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="default: %(default)s")
     arguments = parser.parse_args()
     if why := missing_requirement():
         parser.error(why)
-    faults = tuple(arguments.faults.split(","))
-    if not faults or set(faults) - set(FAULTS):
-        parser.error(f"--faults are some of {','.join(FAULTS)}")
     seed = random.randrange(2**32) if arguments.seed is None else arguments.seed
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="disk-", dir=memory if memory.is_dir() else None))
@@ -40,8 +35,8 @@ def main() -> int:
                 continue
             began_s = time.monotonic()
             (folder / name).mkdir()
-            trial = (FleetTrial if name == "fleet" else JournalTrial)(folder / name, seed, faults)
-            figures = trial.run(count, tell=lambda line: print(line, flush=True))
+            trial = (FleetTrial if name == "fleet" else JournalTrial)(folder / name, seed)
+            figures = trial.run(count)
             print(f"{name}: {time.monotonic() - began_s:.0f} s, seed {seed}\n{figures.table()}", flush=True)
             lost += figures.lost
     except KeyboardInterrupt:

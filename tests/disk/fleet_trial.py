@@ -16,7 +16,7 @@ import shutil
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -66,43 +66,40 @@ def _all_ended(pids: Sequence[int]) -> bool:
 class FleetTrial:
     """See the module."""
 
-    def __init__(self, folder: Path, seed: int, faults: tuple[str, ...] = FAULTS) -> None:
+    def __init__(self, folder: Path, seed: int) -> None:
         self.figures = Figures()
         self._folder = folder
         self._seed = seed
-        self._faults = faults
 
-    def run(self, cuts: int, tell: Callable[[str], None] = print) -> Figures:
+    def run(self, cuts: int) -> Figures:
         began_s = time.monotonic()
         chain = 0
         while self.figures.cuts < cuts and not self.figures.lost:
             chain += 1
             rounds = min(ROUNDS_CHAIN, cuts - self.figures.cuts)
-            with contextlib.closing(_Chain(self._folder / str(chain), f"{self._seed} {chain}", self)) as running:
+            with contextlib.closing(
+                _Chain(self._folder / str(chain), f"{self._seed} {chain}", self.figures)
+            ) as running:
                 for number in range(1, rounds + 1):
                     met = running.round()
-                    tell(
-                        f"chain {chain}, round {number}: {', '.join(met)}; {running.progress()}, "
-                        f"{time.monotonic() - began_s:.0f} s in all"
+                    took_s = time.monotonic() - began_s
+                    print(
+                        f"chain {chain}, round {number}: {', '.join(met)}; {running.progress()}, {took_s:.0f} s in all",
+                        flush=True,
                     )
                     if self.figures.lost:
                         return self.figures
                 running.drain()
-                tell(f"chain {chain}: all came out; {running.progress()}")
+                print(f"chain {chain}: all came out; {running.progress()}")
         return self.figures
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        return self._faults
 
 
 class _Chain:
     """Rounds with one journal."""
 
-    def __init__(self, folder: Path, seed: str, trial: FleetTrial) -> None:
+    def __init__(self, folder: Path, seed: str, figures: Figures) -> None:
         self._rng = random.Random(seed)
-        self._figures = trial.figures
-        self._faults = trial.faults
+        self._figures = figures
         self._root = folder / "root"
         self._root.mkdir(parents=True)
         self._logs = 0
@@ -144,7 +141,7 @@ class _Chain:
         faults.
         """
         met = ["power"]
-        fault = self._rng.choice(self._faults)
+        fault = self._rng.choice(FAULTS)
         if fault != "power":
             met.insert(0, fault if self._meet(fault) else f"{fault} (not met)")
             self._figures.faults[fault] += "not met" not in met[0]

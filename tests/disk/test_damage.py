@@ -48,8 +48,7 @@ def test_a_flipped_bit_is_noticed(data_dir: Path, at: int) -> None:
         with pytest.raises(JournalError, match=r"damaged: .*not those that were written.*Restore"):
             list(journal.recover_tasks())
         ended = journal.get_outcome(ENDED)
-        assert ended is not None
-        assert ended.body is None
+        assert ended is not None and ended.body is None
         assert "not those that were written" in ended.lost
 
 
@@ -59,13 +58,4 @@ def test_a_reference_to_other_bytes_is_noticed(data_dir: Path) -> None:
         database.commit()
     with opened(data_dir) as journal:
         ended = journal.get_outcome(ENDED)
-        assert ended is not None
-        assert "segment ends before" in ended.lost
-
-
-def test_intact_payloads_are_served(data_dir: Path) -> None:
-    with opened(data_dir) as journal:
-        assert [task.payload for task in journal.recover_tasks()] == [b"in" * LARGE_BYTES]
-        ended = journal.get_outcome(ENDED)
-        assert ended is not None
-        assert ended.body == b"out" * LARGE_BYTES
+        assert ended is not None and "segment ends before" in ended.lost

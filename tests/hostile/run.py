@@ -14,16 +14,7 @@ from tests.hostile.targets.inputs import Maker
 
 ROUND_INPUTS = 5_000
 # Weights of targets whose name contains the key; others have 20. Slow targets get fewer inputs.
-WEIGHTS = {
-    "Watch": 1,
-    "WatchWorkers": 1,
-    "Run": 40,
-    "Session": 40,
-    "Submit": 40,
-    "from the engine": 100,
-    "row": 60,
-    "repository": 4,
-}
+WEIGHTS = {"Watch": 1, "Run": 40, "Session": 40, "Submit": 40, "from the engine": 100, "row": 60, "repository": 4}
 
 
 @dataclass(slots=True)

@@ -1,13 +1,9 @@
-"""Damaged and hostile payloads: engines read them, or fail with BadInput.
-
-`python -m tests.hostile.test_engine_payloads N` runs N of each.
-"""
+"""Damaged and hostile payloads: engines read them, or fail with BadInput."""
 
 import io
 import json
-import random
-import sys
 from collections.abc import Callable
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +17,8 @@ from multigpu_worker.engines.common.tensors import TensorSpec
 from multigpu_worker.engines.embed import payload as embed_payload
 from multigpu_worker.engines.generate import payload as generate_task
 from multigpu_worker.engines.infer import payload as infer_input
+
+from tests.hostile.targets.inputs import Maker
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -80,48 +78,18 @@ CASES: dict[str, Case] = {
 }
 
 
-def damage(payload: bytes, dice: random.Random) -> bytes:
-    """The bytes with some changed, inserted, removed, repeated or cut."""
-    data = bytearray(payload)
-    for _ in range(dice.randrange(1, 6)):
-        at = dice.randrange(len(data) + 1)
-        match dice.randrange(5):
-            case 0:
-                data[at : at + 1] = dice.randbytes(1)
-            case 1:
-                data[at:at] = dice.randbytes(dice.randrange(9))
-            case 2:
-                del data[at : at + dice.randrange(5)]
-            case 3:
-                data[at:at] = data[at : at + dice.randrange(20)]
-            case _:
-                del data[at:]
-    return bytes(data)
-
-
-def attack(case: Case, tries: int) -> tuple[int, int]:
-    """How many were read and how many rejected. Raises any other exception."""
-    read, payload, content_type = case
-    dice = random.Random(1)
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_payload_is_read_or_rejected(name: str) -> None:
+    read, payload, content_type = CASES[name]
+    maker = Maker(Random(1))
     assert read(payload, content_type)
     fine = bad = 0
-    for _ in range(tries):
+    for _ in range(TRIES):
         try:
-            read(damage(payload, dice), content_type)
+            read(maker.damaged(payload), content_type)
             fine += 1
         except BadInputError as error:
             assert str(error)
             bad += 1
-    return fine, bad
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_damaged_payload_is_read_or_rejected(name: str) -> None:
-    fine, bad = attack(CASES[name], TRIES)
     assert fine
     assert bad
-
-
-if __name__ == "__main__":
-    for what, each in CASES.items():
-        print(what, attack(each, int(sys.argv[1])))

@@ -5,21 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from multigpu.v1 import task_pb2, task_service_pb2, worker_service_pb2
+from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.rpc.transport import METADATA_BYTES_MAX
 
-from tests.hostile.http2 import (
-    END_STREAM,
-    HEALTH,
-    MIB,
-    SUBMIT,
-    Peer,
-    announced,
-    drive,
-    header_block,
-    referring_block,
-    rss_bytes,
-)
+from tests.hostile import http2
+from tests.hostile.http2 import HEALTH, MIB, SUBMIT, Peer, announced, drive, rss_bytes
 from tests.security.secured import METHODS, Caller, SecuredFleet, hello
 
 TINY = [(b"a", b"")] * 3000
@@ -33,11 +23,10 @@ CALLS = 20
 
 @pytest.fixture
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
-    it = SecuredFleet(tmp_path_factory.mktemp("fat"))
-    it.admin.status("AdminService/GetStats")
-    yield it
-    assert it.fleet.master.alive, it.fleet.master.log()[-3000:]
-    it.close()
+    with SecuredFleet(tmp_path_factory.mktemp("fat")) as it:
+        it.admin.status("AdminService/GetStats")
+        yield it
+        assert it.fleet.master.alive, it.fleet.master.log()[-3000:]
 
 
 @pytest.fixture
@@ -48,9 +37,9 @@ def grown(secured: SecuredFleet) -> Callable[[], int]:
 
 def _burst(peer: Peer, path: str, calls: int, *, tiny: bool) -> None:
     peer.remember(path.encode(), ENTRY_BYTES)
-    block = header_block(path.encode(), TINY) if tiny else referring_block(path.encode(), REFERENCES)
+    block = http2.header_block(path.encode(), TINY) if tiny else http2.referring_block(path.encode(), REFERENCES)
     for _ in range(calls):
-        peer.open(block, END_STREAM)
+        peer.open(block, http2.END_STREAM)
 
 
 @pytest.mark.slow
@@ -95,24 +84,18 @@ def test_open_health_calls_hold_no_large_headers(secured: SecuredFleet, grown: C
 def _request(name: str) -> object:
     large = "x" * LARGE
     spec = task_pb2.TaskSpec(kind="echo", queue="day")
-    match name:
-        case "Get":
-            return task_service_pb2.GetRequest(request_id=large)
-        case "List":
-            return task_service_pb2.ListRequest(page_token=large)
-        case "Cancel":
-            return task_service_pb2.CancelRequest(reason=large)
-        case "Submit":
-            inputs = [task_pb2.TaskInput(payload=large.encode())]
-            return task_service_pb2.SubmitRequest(batches=[task_pb2.TaskBatch(spec=spec, inputs=inputs)])
-        case "Run":
-            return [task_service_pb2.RunRequest(payload_key=large.encode())]
-        case "Run ids":
-            return [task_service_pb2.RunRequest(cancel_request_ids=["x" * 100] * 200_000)]
+    inputs = [task_pb2.TaskInput(payload=large.encode())]
     greeting = hello("w1")
     greeting.hello.labels["x"] = large
-    assert isinstance(greeting, worker_service_pb2.SessionRequest)
-    return [greeting]
+    return {
+        "Get": task_service_pb2.GetRequest(request_id=large),
+        "List": task_service_pb2.ListRequest(page_token=large),
+        "Cancel": task_service_pb2.CancelRequest(reason=large),
+        "Submit": task_service_pb2.SubmitRequest(batches=[task_pb2.TaskBatch(spec=spec, inputs=inputs)]),
+        "Run": [task_service_pb2.RunRequest(payload_key=large.encode())],
+        "Run ids": [task_service_pb2.RunRequest(cancel_request_ids=["x" * 100] * 200_000)],
+        "Session": [greeting],
+    }[name]
 
 
 @pytest.mark.slow

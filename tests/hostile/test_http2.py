@@ -14,21 +14,8 @@ from multigpu_master.rpc.health_service import CALLS_MAX, WATCHES_MAX
 from multigpu_master.rpc.transport import STREAMS_MAX
 
 from tests.fleet import until
-from tests.hostile.http2 import (
-    GOAWAY,
-    HEALTH,
-    MIB,
-    RUN,
-    SUBMIT,
-    WATCH,
-    Peer,
-    announced,
-    bomb,
-    drive,
-    frame,
-    odd_round,
-    rss_bytes,
-)
+from tests.hostile import http2
+from tests.hostile.http2 import HEALTH, MIB, RUN, SUBMIT, WATCH, Peer, announced, drive, rss_bytes
 from tests.security.secured import METHODS, SecuredFleet
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -40,11 +27,10 @@ NOISE = 32 * MIB
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
-    it = SecuredFleet(tmp_path_factory.mktemp("http2"))
-    yield it
-    with deaf(it, WATCH, HEALTH):
-        assert it.fleet.master.stop() == 0, "the master must not wait for a peer that reads nothing"
-    it.close()
+    with SecuredFleet(tmp_path_factory.mktemp("http2")) as it:
+        yield it
+        with deaf(it, WATCH, HEALTH):
+            assert it.fleet.master.stop() == 0, "the master must not wait for a peer that reads nothing"
 
 
 @pytest.fixture
@@ -101,7 +87,7 @@ def deaf(secured: SecuredFleet, *paths: str) -> Iterator[Peer]:
 
 @pytest.mark.parametrize("path", [SUBMIT, RUN, HEALTH])
 def test_compressed_messages_are_not_decompressed(secured: SecuredFleet, grown: Callable[[], int], path: str) -> None:
-    packed = bomb(60 * MIB)
+    packed = http2.bomb(60 * MIB)
     with Peer(secured.fleet.address) as peer:
         for _ in range(100):
             peer.call(path, packed, more=[(b"grpc-encoding", b"gzip")])
@@ -203,7 +189,7 @@ def test_an_undecodable_path_ends_one_stream_only(secured: SecuredFleet, path: b
 def test_the_text_of_a_goaway_is_not_written_to_the_log(secured: SecuredFleet) -> None:
     with Peer(secured.fleet.address) as peer:
         peer.call(HEALTH, announced(0))
-        peer.send(frame(GOAWAY, 0, 0, bytes(7) + b"\2" + b'\n{"event": "forged by a peer"}\n\x1b[31mred'))
+        peer.send(http2.frame(http2.GOAWAY, 0, 0, bytes(7) + b"\2" + b'\n{"event": "forged by a peer"}\n\x1b[31mred'))
         drive([peer], 2, lambda: 0)
     assert health(secured)
     assert "forged by a peer" not in secured.fleet.master.log()
@@ -241,5 +227,5 @@ def test_malformed_calls_without_a_token_have_no_effect(
 ) -> None:
     random = Random(f"http2/{seed}")
     for _ in range(5):
-        assert odd_round(random, secured.fleet.address, [*PATHS, HEALTH, WATCH, REFLECTION], grown) < HELD_MAX
+        assert http2.odd_round(random, secured.fleet.address, [*PATHS, HEALTH, WATCH, REFLECTION], grown) < HELD_MAX
     until(lambda: health(secured))

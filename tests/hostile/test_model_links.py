@@ -104,23 +104,19 @@ def test_links_inside_the_repository_are_followed(tmp_path: Path, worker: Worker
     assert {"one", "two"} <= names, errors
 
 
-@pytest.mark.parametrize("part", ["", "0_Transformer/"])
-def test_a_tokenizer_outside_the_folder_hides_it(tmp_path: Path, worker: Worker, part: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "part"), [(language_model(), ""), (language_model(), "0_Transformer/"), ({"m.gguf": gguf()}, "")]
+)
+def test_a_tokenizer_outside_the_folder_hides_it(
+    tmp_path: Path, worker: Worker, model: dict[str, bytes], part: str
+) -> None:
     """transformers opens the path, with which it would look for the tokenizer of its version."""
     root = tmp_path / "models"
     settings = json.dumps({"fast_tokenizer_files": ["tokenizer.1.0.json/../../../secret"]}).encode()
-    files = language_model() | {"tokenizer_config.json": settings, "tokenizer.1.0.json/x": b""}
+    files = model | {"tokenizer_config.json": settings, "tokenizer.1.0.json/x": b""}
     put(root / "bad", {part + name: content for name, content in files.items()})
     if part:
         put(root / "bad", {"modules.json": b'[{"type": "a.Transformer", "path": "0_Transformer"}]'})
-    assert "tokenizer_config.json has a path in fast_tokenizer_files" in rejected(worker, root)
-
-
-def test_a_tokenizer_outside_the_folder_of_a_gguf_file_hides_it(tmp_path: Path, worker: Worker) -> None:
-    """transformers reads tokenizer_config.json beside the file."""
-    root = tmp_path / "models"
-    settings = json.dumps({"fast_tokenizer_files": ["tokenizer.1.0.json/../../../secret"]}).encode()
-    put(root / "bad", {"m.gguf": gguf(), "tokenizer_config.json": settings, "tokenizer.1.0.json/x": b""})
     assert "tokenizer_config.json has a path in fast_tokenizer_files" in rejected(worker, root)
 
 

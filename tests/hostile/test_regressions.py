@@ -69,12 +69,8 @@ def local() -> Iterator[LocalMaster]:
 
 
 def hello(**fields: Any) -> worker_pb.SessionRequest:
-    known: dict[str, Any] = {
-        "protocol_version": PROTOCOL_VERSION,
-        "worker_id": "a",
-        "slots": 1,
-        "capabilities": [worker_pb.Capability(kind="echo")],
-    }
+    known: dict[str, Any] = {"protocol_version": PROTOCOL_VERSION, "worker_id": "a", "slots": 1}
+    known["capabilities"] = [worker_pb.Capability(kind="echo")]
     return worker_pb.SessionRequest(hello=worker_pb.Hello(**known | fields))
 
 
@@ -147,15 +143,11 @@ def test_a_worker_forgotten_while_its_cordon_is_written(local: LocalMaster) -> N
     assert [code.name for code, _ in local.loop.run_until_complete(both())] == ["OK", "OK"]
 
 
-# --- the worker ------------------------------------------------------------------------------------------------------
-
-
 def test_a_lease_granted_twice_ends_the_session_and_not_the_worker() -> None:
     local_agent = LocalAgent()
     welcome = worker_pb.SessionResponse(welcome=worker_pb.Welcome()).SerializeToString()
-    lease = worker_pb.LeaseBatch(spec=task_pb2.TaskSpec(kind="sleep"))
-    for name, value in (("lease_ids", 1), ("task_ids", 1), ("attempts", 1), ("payloads", b""), ("units", 1)):
-        getattr(lease, name).append(value)
+    spec = task_pb2.TaskSpec(kind="sleep")
+    lease = worker_pb.LeaseBatch(spec=spec, lease_ids=[1], task_ids=[1], attempts=[1], payloads=[b""], units=[1])
     grant = worker_pb.SessionResponse(lease_batches=[lease, lease]).SerializeToString()
     local_agent.session(pack([welcome, grant]))
     local_agent.close()
@@ -200,24 +192,10 @@ def test_an_invalid_self_test_result(words: Any) -> None:
     local_agent.close()
 
 
-# --- the journal, files, the client ----------------------------------------------------------------------------------
+DAMAGED = {0: (2**62, -1), 1: (b"r",), 2: ("text", b"\xff"), 3: (None, "1:0:-5"), 5: (-1,), 6: (math.inf, "x")}
 
 
-@pytest.mark.parametrize(
-    ("at", "value"),
-    [
-        (0, 2**62),
-        (0, -1),
-        (1, b"r"),
-        (2, "text"),
-        (2, b"\xff"),
-        (3, None),
-        (3, "1:0:-5"),
-        (5, -1),
-        (6, math.inf),
-        (6, "x"),
-    ],
-)
+@pytest.mark.parametrize(("at", "value"), [(at, value) for at, values in DAMAGED.items() for value in values])
 def test_a_damaged_task_row_is_rejected(tmp_path: Path, at: int, value: object) -> None:
     row = [*TASK[:at], value, *TASK[at + 1 :]]
     with pytest.raises(JournalError):
@@ -283,9 +261,6 @@ def test_an_outcome_of_a_newer_master_is_no_crash() -> None:
     assert outcome.to_error() is not None
 
 
-# --- unbounded growth -------------------------------------------------------------------------------------------
-
-
 def test_paces_of_models_are_limited() -> None:
     fleet = Fleet(0.8)
     worker = fleet.register(WorkerInfo(worker_id="w"))
@@ -308,13 +283,11 @@ def test_the_oldest_lost_worker_is_forgotten_by_the_journal_too() -> None:
 
 def test_a_token_that_invents_workers_pushes_out_its_own_only() -> None:
     core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
-    for n in range(3):
-        core.handle(ev.Hello(n + 1, WorkerInfo(worker_id=f"real{n}"), [], token_id="real"), 100.0)
-        core.handle(ev.SessionClosed(n + 1), 100.0)
-    for n in range(10, LOST_WORKERS_MAX + 100):
-        core.handle(ev.Hello(n, WorkerInfo(worker_id=f"w{n}"), [], token_id="inventor"), 100.0 + n)
+    for n in range(1, LOST_WORKERS_MAX + 100):
+        token_id = "real" if n < 4 else "inventor"
+        core.handle(ev.Hello(n, WorkerInfo(worker_id=f"{token_id}{n}"), [], token_id=token_id), 100.0 + n)
         core.handle(ev.SessionClosed(n), 100.0 + n)
-    assert {"real0", "real1", "real2"} <= core.fleet.workers.keys()
+    assert {"real1", "real2", "real3"} <= core.fleet.workers.keys()
     assert len(core.fleet.workers) == LOST_WORKERS_TOKEN_MAX + 3
 
 

@@ -8,16 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.targets.repository import (
-    GOOD,
-    Worker,
-    gguf,
-    gguf_strings,
-    language_model,
-    put,
-    put_good,
-    tensor,
-)
+from tests.hostile.targets.repository import GOOD, Worker, gguf, gguf_strings, language_model, put, put_good, tensor
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +47,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "name of many bytes": named("/".join("x" * 150 for _ in range(2))),
     "shape of a tensor": holding(language_model(header={"t": tensor(HUGE, [0, 16])}, size=16)),
     "offsets of a tensor": holding(language_model(header={"t": tensor([1], [0, math.inf])}, size=16)),
-    "offset below zero": holding(
-        language_model(header={"t": tensor([1], [-(1 << 70), 16], "I8")}, size=16),
-    ),
+    "offset below zero": holding(language_model(header={"t": tensor([1], [-(1 << 70), 16], "I8")}, size=16)),
     "infinity in config.json": holding(language_model({"num_hidden_layers": math.inf})),
     "dimension in GGUF": holding({"m.gguf": gguf(dimensions=(1 << 63, 1 << 63))}),
     "strings without end in GGUF": sparse_strings,

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
+    gpus = SimulatedGpus(tmp_path_factory.mktemp("gpus") / "state", n=2)
+    gpus.env()  # skips where there is no compiler
+    return gpus
 
 
 @pytest.fixture(scope="module")

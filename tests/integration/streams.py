@@ -1,11 +1,21 @@
-"""Run streams by hand, for tests: frames up when the test says so, and everything that came down."""
+"""Run streams by hand: frames up when the test says so, and everything that came down. And a master's metrics."""
 
 import threading
+import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from multigpu.v1 import task_pb2, task_service_pb2
+
+from tests.fleet import Fleet
+
+
+def scrape(fleet: Fleet) -> str:
+    """The metrics of a master with `--metrics-listen 127.0.0.1:0`."""
+    address = fleet.master.events("metrics are served")[0]["address"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
+        return str(answer.read().decode())
 
 
 def run_frame(kind: str, *pairs: tuple[str, bytes], received: int = 0, **spec: Any) -> task_service_pb2.RunRequest:

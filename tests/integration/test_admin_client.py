@@ -30,8 +30,7 @@ def test_workers_are_cordoned_and_drained(admin: multigpu.AdminClient) -> None:
     assert not admin.uncordon_worker(first.worker_id).cordoned
     drained = admin.drain_worker(first.worker_id, grace_s=30)
     assert drained.state is WorkerState.DRAINING
-    assert drained.drain_deadline is not None
-    assert drained.drain_deadline.tzinfo is not None
+    assert drained.drain_deadline is not None and drained.drain_deadline.tzinfo is not None
     admin.uncordon_worker(first.worker_id)
     with pytest.raises(multigpu.InvalidRequestError, match="connected"):
         admin.forget_worker(first.worker_id)
@@ -50,8 +49,7 @@ def test_queues_and_strategies(fleet: Fleet, admin: multigpu.AdminClient) -> Non
         assert queue.oldest_age_s is not None
         explanation = admin.explain("held back")
         assert "paused" in explanation.summary
-        assert explanation.task.task_id == handle.id
-        assert len(explanation.candidates) == 2
+        assert (explanation.task.task_id, len(explanation.candidates)) == (handle.id, 2)
         assert not admin.resume_queue("nightly").paused
         assert handle.result(30) == b"x"
     limits = admin.set_queue_limits("nightly", tasks_max=5).limits

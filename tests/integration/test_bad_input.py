@@ -31,12 +31,12 @@ def _nothing_is_kept_of_it(fleet: Fleet) -> Iterator[None]:
     yield
     (task_id,) = fleet.submit("echo", b"still there")
     assert fleet.outcome(task_id).result == b"still there"
+    until(lambda: (stats := fleet.stats()).queued == stats.leased == 0)
 
-    def empty() -> bool:
-        stats = fleet.stats()
-        return bool(stats.queued == stats.leased == 0)
 
-    until(empty)
+def forget(fleet: Fleet, name: str) -> None:
+    until(lambda: fleet.worker(name).state == admin_pb.WORKER_STATE_LOST)
+    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id=name), timeout=30)
 
 
 def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
@@ -45,8 +45,7 @@ def rejection(fleet: Fleet, payload: bytes = b"x", **spec: Any) -> Any:
     (result,) = fleet.submit_raw(kind, payload, request_ids=["bad"], **spec).results
     assert result.WhichOneof("answer") == "rejection", result
     heard = collect(fleet.tasks.Run(iter([run_frame(kind, ("bad", payload), **spec)]), timeout=30))
-    assert not heard.accepted
-    assert not heard.outcomes
+    assert not heard.accepted and not heard.outcomes
     assert [(r.request_id, r.code) for r in heard.rejected] == [("bad", result.rejection.code)]
     return result.rejection
 
@@ -122,8 +121,7 @@ def test_wait_for_worker_accepts_a_task_that_no_worker_can_run(fleet: Fleet) -> 
         assert (outcome.result, outcome.worker_id) == (b"to the moon", "moon")
     finally:
         fleet.workers.pop("moon").kill()
-        until(lambda: fleet.worker("moon").state == admin_pb.WORKER_STATE_LOST)
-        fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="moon"), timeout=30)
+        forget(fleet, "moon")
 
 
 def test_too_many_tasks_in_one_submit(fleet: Fleet) -> None:
@@ -135,8 +133,6 @@ def test_run_needs_request_ids(fleet: Fleet) -> None:
     with rejected(grpc.StatusCode.INVALID_ARGUMENT, "needs a request_id"):
         collect(fleet.tasks.Run(iter([run_frame("echo", ("", b"x"))]), timeout=30))
 
-
-# --- bytes -----------------------------------------------------------------------------------------------------------
 
 # A SubmitRequest whose kind is not UTF-8: batches { spec { kind: "\xff\xfe" } }
 NOT_UTF8 = b"\x0a\x06\x0a\x04\x0a\x02\xff\xfe"
@@ -166,18 +162,9 @@ def test_a_bad_frame_ends_only_its_own_stream(fleet: Fleet) -> None:
     assert "after" in {o.request_id for o in collect(good).outcomes}
 
 
-# --- workers ---------------------------------------------------------------------------------------------------------
-
-
 def hello(**fields: Any) -> worker_pb.SessionRequest:
-    known: dict[str, Any] = {
-        "protocol_version": 2,
-        "worker_id": "stranger",
-        "capabilities": [worker_pb.Capability(kind="stranger.kind")],
-        "slots": 1,
-        "window_tasks": 1,
-        "window_bytes": 1,
-    }
+    known: dict[str, Any] = {"protocol_version": 2, "slots": 1, "window_tasks": 1, "window_bytes": 1}
+    known |= {"worker_id": "stranger", "capabilities": [worker_pb.Capability(kind="stranger.kind")]}
     return worker_pb.SessionRequest(hello=worker_pb.Hello(**known | fields))
 
 
@@ -210,8 +197,7 @@ def test_reports_of_unknown_leases_are_counted(fleet: Fleet) -> None:
     until(lambda: fleet.stats().stale_reports == before + 5)
     feed.close()
     list(session)
-    until(lambda: fleet.worker("stranger").state == admin_pb.WORKER_STATE_LOST)
-    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="stranger"), timeout=30)
+    forget(fleet, "stranger")
 
 
 def test_a_silent_worker_is_lost_and_its_task_runs_elsewhere(fleet: Fleet) -> None:
@@ -226,7 +212,7 @@ def test_a_silent_worker_is_lost_and_its_task_runs_elsewhere(fleet: Fleet) -> No
     assert (outcome.worker_id, outcome.result) == ("w0", b"held")
     with rejected(grpc.StatusCode.UNAVAILABLE, "nothing heard"):
         list(session)
-    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="silent"), timeout=30)
+    forget(fleet, "silent")
 
 
 def test_the_report_of_a_lost_lease_is_ignored(fleet: Fleet, tmp_path: Path) -> None:
@@ -262,11 +248,7 @@ def test_the_report_of_a_lost_lease_is_ignored(fleet: Fleet, tmp_path: Path) -> 
     assert (outcome.result, outcome.worker_id) == (b"opened", "w0")
     feed.close()
     list(second)
-    until(lambda: fleet.worker("late").state == admin_pb.WORKER_STATE_LOST)
-    fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="late"), timeout=30)
-
-
-# --- clients that do not read -----------------------------------------------------------------------------------------
+    forget(fleet, "late")
 
 
 def test_a_stream_that_is_never_read_ends_and_loses_no_outcome(fleet: Fleet) -> None:

@@ -26,7 +26,7 @@ def _as_it_was(fleet: Fleet) -> Iterator[None]:
     """Every test begins and ends with two free workers."""
     yield
     for worker in fleet.list_workers():
-        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=worker.worker_id), timeout=30)
+        uncordon(fleet, worker.worker_id)
     until(lambda: all(w.leases == 0 for w in fleet.list_workers()))
 
 
@@ -34,10 +34,12 @@ def cordon(fleet: Fleet, name: str) -> Any:
     return fleet.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id=name), timeout=30).worker
 
 
-def drain(fleet: Fleet, name: str, timeout_s: float | None = None) -> Any:
-    request = admin_pb.DrainWorkerRequest(worker_id=name)
-    if timeout_s is not None:
-        request.timeout.CopyFrom(Duration(nanos=int(timeout_s * 1e9)))
+def uncordon(fleet: Fleet, name: str) -> None:
+    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=name), timeout=30)
+
+
+def drain(fleet: Fleet, name: str, timeout_s: float) -> Any:
+    request = admin_pb.DrainWorkerRequest(worker_id=name, timeout=Duration(nanos=int(timeout_s * 1e9)))
     return fleet.admin.DrainWorker(request, timeout=30).worker
 
 
@@ -47,21 +49,16 @@ def gated(fleet: Fleet, gate: Path, name: str) -> int:
     cordon(fleet, other)
     (task_id,) = fleet.submit("trial.gate", str(gate).encode())
     until(lambda: fleet.get(task_id).worker_id == name)
-    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=other), timeout=30)
+    uncordon(fleet, other)
     return task_id
-
-
-# --- workers ---------------------------------------------------------------------------------------------------------
 
 
 def test_workers_are_listed(fleet: Fleet, tmp_path: Path) -> None:
     task_id = gated(fleet, tmp_path / "gate", "w0")
     until(lambda: fleet.worker("w0").telemetry.HasField("memory_used_bytes"))
     worker = fleet.worker("w0")
-    assert worker.state == admin_pb.WORKER_STATE_ACTIVE
-    assert worker.pid == fleet.workers["w0"].pid
-    assert worker.leases == 1
-    assert worker.slots == 4
+    assert (worker.state, worker.pid) == (admin_pb.WORKER_STATE_ACTIVE, fleet.workers["w0"].pid)
+    assert (worker.leases, worker.slots) == (1, 4)
     assert worker.device.device_id == "cpu"
     assert 0 < worker.telemetry.memory_used_bytes < worker.device.memory_total_bytes
     assert "trial.gate" in {c.kind for c in worker.capabilities}
@@ -73,17 +70,15 @@ def test_workers_are_listed(fleet: Fleet, tmp_path: Path) -> None:
 
 def test_a_page_of_workers(fleet: Fleet) -> None:
     first = fleet.admin.ListWorkers(admin_pb.ListWorkersRequest(page_size=1), timeout=30)
-    second = fleet.admin.ListWorkers(
-        admin_pb.ListWorkersRequest(page_size=1, page_token=first.next_page_token), timeout=5
-    )
+    request = admin_pb.ListWorkersRequest(page_size=1, page_token=first.next_page_token)
+    second = fleet.admin.ListWorkers(request, timeout=5)
     assert [w.worker_id for w in (*first.workers, *second.workers)] == ["w0", "w1"]
     assert not second.next_page_token
 
 
 def test_a_cordoned_worker_gets_no_lease_and_finishes_its_own(fleet: Fleet, tmp_path: Path) -> None:
     task_id = gated(fleet, tmp_path / "gate", "w0")
-    assert cordon(fleet, "w0").cordoned
-    assert cordon(fleet, "w0").cordoned
+    assert cordon(fleet, "w0").cordoned and cordon(fleet, "w0").cordoned
     ids = fleet.submit("echo", *(b"x" for _ in range(50)))
     assert {fleet.outcome(i).worker_id for i in ids} == {"w1"}
     assert fleet.worker("w0").leases == 1
@@ -115,7 +110,7 @@ def test_a_drain_can_be_cancelled(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     task_id = gated(fleet, gate, "w0")
     drain(fleet, "w0", 0.4)
-    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w0"), timeout=30)
+    uncordon(fleet, "w0")
     assert fleet.get(task_id, 0.8).worker_id == "w0"
     assert fleet.worker("w0").state == admin_pb.WORKER_STATE_ACTIVE
     gate.touch()
@@ -125,15 +120,9 @@ def test_a_drain_can_be_cancelled(fleet: Fleet, tmp_path: Path) -> None:
 def test_a_connected_or_unknown_worker_cannot_be_forgotten(fleet: Fleet) -> None:
     with rejected(grpc.StatusCode.FAILED_PRECONDITION, "connected", "stop its daemon"):
         fleet.admin.ForgetWorker(admin_pb.ForgetWorkerRequest(worker_id="w0"), timeout=30)
-    calls = [
-        (fleet.admin.ForgetWorker, admin_pb.ForgetWorkerRequest),
-        (fleet.admin.CordonWorker, admin_pb.CordonWorkerRequest),
-        (fleet.admin.UncordonWorker, admin_pb.UncordonWorkerRequest),
-        (fleet.admin.DrainWorker, admin_pb.DrainWorkerRequest),
-    ]
-    for call, request in calls:
+    for call in ("ForgetWorker", "CordonWorker", "UncordonWorker", "DrainWorker"):
         with rejected(grpc.StatusCode.NOT_FOUND, "no worker 'w9'; known: w0, w1"):
-            call(request(worker_id="w9"), timeout=30)
+            getattr(fleet.admin, call)(getattr(admin_pb, f"{call}Request")(worker_id="w9"), timeout=30)
 
 
 def test_watch_workers(fleet: Fleet) -> None:
@@ -162,9 +151,6 @@ def test_watch_workers(fleet: Fleet) -> None:
     until(lambda: removed == ["guest"])
     reader.join(5)
     watch.cancel()
-
-
-# --- strategies ------------------------------------------------------------------------------------------------------
 
 
 def test_set_strategy_by_name_or_alias(fleet: Fleet) -> None:
@@ -197,9 +183,6 @@ def test_set_strategy_by_name_or_alias(fleet: Fleet) -> None:
             put("")
     finally:
         put("auto")
-
-
-# --- queues ----------------------------------------------------------------------------------------------------------
 
 
 def queue_of(fleet: Fleet, name: str) -> Any:
@@ -243,9 +226,6 @@ def test_a_full_queue_rejects_with_a_retry_delay(fleet: Fleet, limits: admin_pb.
     fleet.submit("echo", payload, queue=name)
 
 
-# --- statistics and reflection ----------------------------------------------------------------------------------------
-
-
 def test_explain(fleet: Fleet, tmp_path: Path) -> None:
     def explain(task_id: int) -> Any:
         return fleet.admin.Explain(admin_pb.ExplainRequest(task_id=task_id), timeout=30)
@@ -253,8 +233,7 @@ def test_explain(fleet: Fleet, tmp_path: Path) -> None:
     running = gated(fleet, tmp_path / "gate", "w0")
     explanation = explain(running)
     assert "on w0" in explanation.summary
-    assert explanation.strategy == "auto"
-    assert explanation.task.task_id == running
+    assert (explanation.strategy, explanation.task.task_id) == ("auto", running)
     for name in ("w0", "w1"):
         cordon(fleet, name)
     first, second = fleet.submit("echo", b"1", b"2")
@@ -263,7 +242,7 @@ def test_explain(fleet: Fleet, tmp_path: Path) -> None:
     assert "every worker that could take it is excluded" in explanation.summary
     assert {c.worker_id: [*c.excluded_by] for c in explanation.candidates} == {"w0": ["cordoned"], "w1": ["cordoned"]}
     for name in ("w0", "w1"):
-        fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id=name), timeout=30)
+        uncordon(fleet, name)
     fleet.outcome(first)
     assert "SUCCEEDED on w" in explain(first).summary
     (tmp_path / "gate").touch()
@@ -308,7 +287,7 @@ def test_health_has_a_name_for_the_master_and_one_for_each_worker(fleet: Fleet) 
     until(lambda: states == [SERVING])
     cordon(fleet, "w1")
     until(lambda: states == [SERVING, NOT_SERVING])
-    fleet.admin.UncordonWorker(admin_pb.UncordonWorkerRequest(worker_id="w1"), timeout=30)
+    uncordon(fleet, "w1")
     until(lambda: states == [SERVING, NOT_SERVING, SERVING])
     fleet.workers["w1"].kill()
     until(lambda: states[-1] == NOT_SERVING)

@@ -83,8 +83,7 @@ async def test_withdrawn_tasks_may_be_submitted_again_and_cancelled_ones_may_not
         await client.cancel("final")
         for name in ("withdrawn-0", "final"):
             found = await client.get(name, wait_s=10)
-            assert found.outcome is not None
-            assert found.outcome.state == multigpu.OutcomeState.CANCELLED
+            assert found.outcome is not None and found.outcome.state == multigpu.OutcomeState.CANCELLED
         await watched(client, *first, final)  # and so they are in the journal, and nowhere else
     fleet.restart_master()
     async with multigpu.AsyncClient(fleet.address) as client:
@@ -111,8 +110,7 @@ def test_a_stream_yields_what_the_handler_yielded_and_has_what_it_returned(fleet
             parts = client.stream("trial.mixed", 7, request_id="mixed")
             with pytest.raises(RuntimeError, match="not ended"):
                 print(parts.outcome)
-            assert list(parts) == [{"given": 7}, b"raw", "text"]
-            assert parts.outcome.value() == [1.5, None]
+            assert (list(parts), parts.outcome.value()) == ([{"given": 7}, b"raw", "text"], [1.5, None])
         outcome = client.get("mixed").outcome
         assert outcome is not None and outcome.partials == [b'{"given":7}', b"raw", b'"text"']
         (listed,) = (task for task in client.list_tasks() if task.request_id == "mixed")

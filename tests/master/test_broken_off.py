@@ -1,7 +1,8 @@
 """A cancelled Submit does not affect the acknowledgement of other Submits in the same commit."""
 
 import asyncio
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from multigpu.v1 import task_pb2, task_service_pb2
@@ -40,17 +41,14 @@ def test_submits_that_are_broken_off_leave_no_trace(tmp_path: Path) -> None:
         def break_off(number: int) -> None:
             for i in range(50):
                 call = fleet.tasks.Submit.future(request(f"gone-{number}-{i}"), timeout=20)
-                threading.Event().wait(0.0002 * (i % 10))
+                time.sleep(0.0002 * (i % 10))
                 call.cancel()
 
-        threads = [threading.Thread(target=break_off, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for i in range(50):  # while they do
-            answer = fleet.tasks.Submit(request(f"stays-{i}"), timeout=20)
-            assert answer.results[0].task_id
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.map(break_off, range(4))
+            for i in range(50):  # while they do
+                answer = fleet.tasks.Submit(request(f"stays-{i}"), timeout=20)
+                assert answer.results[0].task_id
         assert fleet.stats().queued >= 50
         assert fleet.master.stop() == 0, "it ends only when all is on the disk"
         assert not fleet.faults()

@@ -50,6 +50,7 @@ class Stage:
         self.driver.workers.open(1, "p")
         self.driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))
         self.stream, self.outbox = self.driver.open_stream()
+        self.service = TaskService(self.driver, Intake(self.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         self.commits.append(entries)
@@ -103,13 +104,12 @@ async def test_a_result_that_can_not_be_read_is_lost_alone(stage: Stage) -> None
 
 async def test_a_submit_of_many_specs_waits_for_one_commit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "SLICE_S", 60.0)  # however slow the machine is
-    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
     batches = [
         task_pb2.TaskBatch(spec=task_pb2.TaskSpec(kind="echo", queue=f"q{n}"), payloads=[b""], request_ids=[f"r{n}"])
         for n in range(50)
     ]
     batches.append(batches[0])
-    answer = await service.Submit(task_service_pb2.SubmitRequest(batches=batches), None)
+    answer = await stage.service.Submit(task_service_pb2.SubmitRequest(batches=batches), None)
     assert [len(entries) for entries in stage.commits] == [51]
     ids = [result.task_id for result in answer.results]
     assert ids[50] == ids[0] == min(ids) > 0
@@ -125,7 +125,6 @@ async def test_partial_outputs_that_nobody_reads_end_their_stream(stage: Stage) 
 
 
 async def test_many_cancellations_are_many_short_events(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
     tasks = stage.submit(*[f"r{n}" for n in range(1000)])
     counts: list[int] = []
     handle = stage.driver.core.handle
@@ -136,7 +135,7 @@ async def test_many_cancellations_are_many_short_events(stage: Stage, monkeypatc
 
     monkeypatch.setattr(stage.driver.core, "handle", count)
     ids = [task.task_id for task in tasks]
-    answer = await service.Cancel(task_service_pb2.CancelRequest(task_ids=ids), None)
+    answer = await stage.service.Cancel(task_service_pb2.CancelRequest(task_ids=ids), None)
     assert sorted(answer.cancelled_task_ids) == ids
     assert not answer.settled_task_ids
     assert (sum(counts), max(counts)) == (1000, CANCEL_TASKS)
@@ -163,31 +162,29 @@ async def test_an_outcome_without_space_on_the_disk_is_not_sent(stage: Stage, mo
 
 
 async def test_get_list_and_count_tell_an_outcome_once_it_is_on_the_disk(stage: Stage) -> None:
-    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
     (task,) = stage.submit("ended")
     await stage.durable()
     waiting = asyncio.create_task(
-        service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire_times.duration(20)), None)
+        stage.service.Get(task_service_pb2.GetRequest(task_id=task.task_id, wait=wire_times.duration(20)), None)
     )
     await asyncio.sleep(0.05)
     stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
-    listed = await service.List(task_service_pb2.ListRequest(), None)
-    counted = await service.Count(task_service_pb2.CountRequest(), None)
+    listed = await stage.service.List(task_service_pb2.ListRequest(), None)
+    counted = await stage.service.Count(task_service_pb2.CountRequest(), None)
     if stage.journal.get_outcome(task.task_id) is None:  # the disk is slower than these calls, almost always
         assert [(t.state, t.worker_id) for t in listed.tasks] == [(task_pb2.TASK_STATE_LEASED, "w")]
         assert (counted.leased, counted.succeeded) == (1, 0)
-    early = await service.Get(task_service_pb2.GetRequest(task_id=task.task_id), None)
+    early = await stage.service.Get(task_service_pb2.GetRequest(task_id=task.task_id), None)
     assert (await waiting).task.outcome == early.task.outcome
     assert early.task.outcome.result == b"done"
     assert stage.journal.get_outcome(task.task_id) is not None, "what was told is on the disk"
-    counted = await service.Count(task_service_pb2.CountRequest(), None)
+    counted = await stage.service.Count(task_service_pb2.CountRequest(), None)
     assert (counted.leased, counted.succeeded) == (0, 1)
 
 
 async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_anothers_by_then(
     stage: Stage, monkeypatch: Any
 ) -> None:
-    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
     (first,) = stage.submit("taken")
     await stage.durable()
 
@@ -199,7 +196,7 @@ async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_a
 
     monkeypatch.setattr(stage.driver, "settled", withdrawn_and_submitted_anew)
     request = task_service_pb2.GetRequest(request_id="taken", wait=wire_times.duration(20))
-    answer = await service.Get(request, None)
+    answer = await stage.service.Get(request, None)
     assert (answer.task.task_id, answer.task.outcome.state) == (first.task_id, task_pb2.OUTCOME_STATE_CANCELLED)
 
 
@@ -281,7 +278,6 @@ async def test_a_running_master_goes_on_with_ids_that_its_journal_has_begun(stag
 async def test_count_counts_each_task_once_while_tasks_settle(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one whose outcome is committed between the look at the core and the look at the journal."""
     monkeypatch.setattr(queries, "SLICE_S", 0.0)  # the event loop goes on between any two blocks
-    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
     count = stage.journal.count_outcomes
 
     def count_later(wanted: OutcomeFilter) -> dict[int, int]:
@@ -296,14 +292,14 @@ async def test_count_counts_each_task_once_while_tasks_settle(stage: Stage, monk
     filters = itertools.cycle([task_service_pb2.TaskFilter(), task_service_pb2.TaskFilter(kind="echo")])
     settled = 0
     while leases := leases_of(tasks):
-        waiting = [asyncio.create_task(service.Count(task_service_pb2.CountRequest(filter=next(filters)), None))]
+        waiting = [asyncio.create_task(stage.service.Count(task_service_pb2.CountRequest(filter=next(filters)), None))]
         for wait_s in (0, 0.001):
             stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases], [b"done"] * len(leases)))
             settled += len(leases)
             await asyncio.sleep(wait_s)
             leases = leases_of(tasks)
             waiting.append(
-                asyncio.create_task(service.Count(task_service_pb2.CountRequest(filter=next(filters)), None))
+                asyncio.create_task(stage.service.Count(task_service_pb2.CountRequest(filter=next(filters)), None))
             )
         for c in await asyncio.gather(*waiting):
             assert c.queued + c.leased + c.succeeded == total
@@ -311,13 +307,12 @@ async def test_count_counts_each_task_once_while_tasks_settle(stage: Stage, monk
 
 
 async def test_a_cancellation_without_room_changes_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = TaskService(stage.driver, Intake(stage.driver, 1 << 20), 1000, STREAM_BYTES_MAX, ())
     tasks = stage.submit("one", "two")
     await stage.durable()
     monkeypatch.setattr(stage.driver.journaling, "writable", False)
     monkeypatch.setattr(stage.journal, "room_bytes", lambda: 0)
     request = task_service_pb2.CancelRequest(task_ids=[task.task_id for task in tasks])
     with pytest.raises(ExhaustedError, match="0 tasks were cancelled, 2 were not"):
-        await service.Cancel(request, None)
+        await stage.service.Cancel(request, None)
     assert [task.outcome for task in tasks] == [None, None]
     assert len(leases_of(tasks)) == 2

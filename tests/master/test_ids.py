@@ -39,9 +39,3 @@ def test_an_epoch_is_the_clocks_and_above_the_last(last: int, now_s: float, epoc
 def test_an_epoch_whose_ids_would_be_too_large_is_rejected(last: int, now_s: float) -> None:
     with pytest.raises(JournalError, match=r"used up.*Set the clock"):
         ids.next_epoch(last, now_s)
-
-
-def test_the_first_id_of_an_epoch_depends_on_the_fraction_of_its_second() -> None:
-    """A journal that is lost and replaced within one second repeats no id."""
-    first, second = (ids.first_id(60_000_000, NOW_S + part_s) for part_s in (0.3, 0.9))
-    assert first + 1_000_000 < second <= ids.first_id(60_000_000) + EPOCH_IDS // 2

@@ -43,8 +43,7 @@ async def test_the_master_ends_with_its_server(tmp_path: Path, monkeypatch: pyte
     await asyncio.to_thread(_send_a_path_that_is_no_text, master.address)
     async with asyncio.timeout(30):
         await master.stopped.wait()
-    assert master.fatal is not None
-    assert "gRPC server" in master.fatal
+    assert master.fatal is not None and "gRPC server" in master.fatal
     await master.stop()
 
 

@@ -19,21 +19,14 @@ from multigpu_master.wire.validation import InvalidMessageError
 
 def test_fields_that_the_core_does_not_read_are_kept() -> None:
     message = device_pb2.DeviceTelemetry(
-        memory_total_bytes=100,
-        memory_used_bytes=0,
-        energy_joules=12.5,
-        throttle_reasons=["hw_slowdown"],
-        remapped_rows=device_pb2.RemappedRows(),
-        processes=[device_pb2.DeviceProcess(pid=7, mps_client=True)],
+        memory_total_bytes=100, memory_used_bytes=0, energy_joules=12.5, throttle_reasons=["hw_slowdown"]
     )
+    message.remapped_rows.SetInParent()
+    message.processes.add(pid=7, mps_client=True)
     message.sample_time.FromSeconds(1000)
     parsed = wire_devices.telemetry(device_pb2.DeviceTelemetry.FromString(message.SerializeToString()))
-    assert (parsed.sample_s, parsed.memory_total_bytes, parsed.memory_used_bytes, parsed.utilization) == (
-        1000.0,
-        100,
-        0,
-        None,
-    )
+    assert (parsed.sample_s, parsed.memory_total_bytes) == (1000.0, 100)
+    assert (parsed.memory_used_bytes, parsed.utilization) == (0, None)
     worker = Worker(WorkerInfo(worker_id="w"), session=1, telemetry=parsed)
     assert wire_workers.worker_message(worker).telemetry == message
 
@@ -58,8 +51,7 @@ def test_a_lost_workers_device_has_no_metrics(state: HealthState, device_id: str
     worker.session = 0
     assert samples() == [Sample(1.0, {"worker_id": "w", "device_id": device_id, "state": "lost"})]
     sent = wire_workers.worker_message(worker)
-    assert not sent.HasField("telemetry")
-    assert not sent.HasField("health")
+    assert not sent.HasField("telemetry") and not sent.HasField("health")
 
 
 def test_a_non_finite_number_is_absent() -> None:
@@ -104,13 +96,8 @@ def test_energy_is_read_from_its_column() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"energy_joules": [1.0]},
-        {"energy_joules": [1.0, math.nan]},
-        {"energy_joules": [1.0, -2.0]},
-        {"energy_joules": [1.0, 2.0], "energy_uncertainty": math.inf},
-    ],
+    [{"energy_joules": joules} for joules in ([], [1.0], [1.0, math.nan], [1.0, -2.0])]
+    + [{"energy_joules": [1.0, 2.0], "energy_uncertainty": math.inf}],
 )
 def test_invalid_energy_is_ignored(fields: dict[str, Any]) -> None:
     assert report(**fields).energy == []

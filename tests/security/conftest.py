@@ -11,14 +11,12 @@ from tests.security.secured import SecuredFleet
 @pytest.fixture(scope="session")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
     """Shared by all tests: they undo their changes, or use different names."""
-    it = SecuredFleet(tmp_path_factory.mktemp("secured"))
-    yield it
-    it.close()
+    with SecuredFleet(tmp_path_factory.mktemp("secured")) as it:
+        yield it
 
 
 @pytest.fixture
 def own_secured(tmp_path: Path) -> Iterator[SecuredFleet]:
     """For a test that restarts the master, or reads all of its files."""
-    it = SecuredFleet(tmp_path)
-    yield it
-    it.close()
+    with SecuredFleet(tmp_path) as it:
+        yield it

@@ -3,7 +3,7 @@
 import contextlib
 import queue
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -35,22 +35,22 @@ class Caller:
         self.channel = channel
         self.metadata = metadata(token)
 
-    def call(self, name: str, request: Any = None, **more: Any) -> Any:
-        """The response of "Service/Method"; the iterator of a stream. Raises RpcError."""
+    def stub(self, name: str) -> Any:
+        """What makes calls of "Service/Method"."""
         method = METHODS[name]
-        own = GetMessageClass(method.input_type)
         kind = "stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary"
-        make = getattr(self.channel, "_".join(kind))
-        stub = make(
+        return getattr(self.channel, "_".join(kind))(
             f"/{method.containing_service.full_name}/{method.name}",
-            request_serializer=own.SerializeToString,
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
-        given = own() if request is None else request
-        return stub(
-            given if not method.client_streaming else iter(request or ()),
-            metadata=self.metadata,
-            timeout=more.get("timeout", 20),
+
+    def call(self, name: str, request: Any = None) -> Any:
+        """The response of "Service/Method"; the iterator of a stream. Raises RpcError."""
+        method = METHODS[name]
+        given = GetMessageClass(method.input_type)() if request is None else request
+        return self.stub(name)(
+            iter(request or ()) if method.client_streaming else given, metadata=self.metadata, timeout=20
         )
 
     def open(self, name: str, *requests: Any) -> "Stream":
@@ -89,15 +89,8 @@ class Stream:
         self._up: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for request in requests:
             self.send(request)
-        method = METHODS[name]
-        if method.client_streaming:
-            own = GetMessageClass(method.input_type)
-            stub = caller.channel.stream_stream(
-                f"/{method.containing_service.full_name}/{method.name}",
-                request_serializer=own.SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
-            self.call = stub(iter(self._up.get, None), metadata=caller.metadata, timeout=20)
+        if METHODS[name].client_streaming:
+            self.call = caller.stub(name)(iter(self._up.get, None), metadata=caller.metadata, timeout=20)
         else:
             self.call = caller.call(name, requests[0] if requests else None)
 
@@ -174,7 +167,10 @@ class SecuredFleet:
         workers = self.admin.call("AdminService/ListWorkers", admin_pb.ListWorkersRequest()).workers
         return {w.worker_id for w in workers if w.state == admin_pb.WORKER_STATE_ACTIVE}
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
         self.fleet.close()
 
 

@@ -102,8 +102,7 @@ def test_every_command_is_in_a_table() -> None:
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsFleet]:
     folder = tmp_path_factory.mktemp("access")
-    it = TlsFleet(folder)
-    try:
+    with TlsFleet(folder) as it:
         ca = it.ca
         flags = ["--tls-ca", str(ca / "ca.crt"), "--tls-cert", str(ca / "worker.crt")]
         flags += ["--tls-key", str(ca / "worker.key")]
@@ -123,8 +122,6 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsFleet]:
         it.start_worker("w1", *flags)
         it.start_worker("w2", *flags)
         yield it
-    finally:
-        it.close()
 
 
 @pytest.fixture

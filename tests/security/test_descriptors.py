@@ -19,11 +19,8 @@ MIB = 1 << 20
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[SecuredFleet]:
     """Its soft limit is lower than its hard limit."""
-    it = SecuredFleet(tmp_path / "few", prefix=("prlimit", f"--nofile={LIMIT // 2}:{LIMIT}"))
-    try:
+    with SecuredFleet(tmp_path / "few", prefix=("prlimit", f"--nofile={LIMIT // 2}:{LIMIT}")) as it:
         yield it
-    finally:
-        it.close()
 
 
 def descriptors(secured: SecuredFleet) -> int:

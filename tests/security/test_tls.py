@@ -54,10 +54,7 @@ class TlsFleet(SecuredFleet):
         """A caller with this certificate (its path without suffix) that trusts this authority."""
         key, cert = (pair.with_suffix(end).read_bytes() if pair else None for end in (".key", ".crt"))
         trusted = ((ca or self.ca) / "ca.crt").read_bytes()
-        options = (
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.ssl_target_name_override", name),
-        )
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_target_name_override", name))
         return Caller(
             grpc.secure_channel(self.fleet.address, grpc.ssl_channel_credentials(trusted, key, cert), options), token
         )
@@ -68,9 +65,8 @@ class TlsFleet(SecuredFleet):
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsFleet]:
-    it = TlsFleet(tmp_path_factory.mktemp("tls"))
-    yield it
-    it.close()
+    with TlsFleet(tmp_path_factory.mktemp("tls")) as it:
+        yield it
 
 
 def test_a_certificate_and_a_token_are_accepted(secured: TlsFleet) -> None:
@@ -245,14 +241,13 @@ def test_a_connected_client_uses_its_renewed_certificate(secured: TlsFleet, monk
 def test_metrics_on_another_address_need_a_certificate(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    secured = TlsFleet(tmp_path, "--metrics-listen", f"0.0.0.0:{port}")
 
     def mute() -> socket.socket | None:
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection(("127.0.0.1", port))
         return None
 
-    try:
+    with TlsFleet(tmp_path, "--metrics-listen", f"0.0.0.0:{port}") as secured:
         held = until(mute, what="the metrics")  # a silent connection blocks no other
         context = ssl.create_default_context(cafile=secured.ca / "ca.crt")
         for url, shown in (f"https://localhost:{port}/metrics", context), (f"http://localhost:{port}/metrics", None):
@@ -267,8 +262,6 @@ def test_metrics_on_another_address_need_a_certificate(tmp_path: Path) -> None:
         (expiry,) = [line for line in text.splitlines() if line.startswith(b"mgpu_certificate_expiry_timestamp")]
         assert float(expiry.split()[1]) == certificate.not_valid_after_utc.timestamp()
         assert "Traceback" not in secured.fleet.master.log()
-    finally:
-        secured.close()
 
 
 def test_a_key_readable_by_others_is_rejected(tmp_path: Path) -> None:

@@ -81,12 +81,9 @@ def test_open_calls_of_a_token_are_limited(secured: SecuredFleet) -> None:
 
 
 def test_the_masters_limit_of_calls_is_the_default(tmp_path: Path) -> None:
-    secured = SecuredFleet(tmp_path, "--token-calls-max", "1")
-    try:
+    with SecuredFleet(tmp_path, "--token-calls-max", "1") as secured:
         reader = secured.as_role("read")
         stream = reader.open("TaskService/Watch", task_service_pb2.WatchRequest())
         stream.next()
         assert reader.status("TaskService/Count") is EXHAUSTED
         stream.close()
-    finally:
-        secured.close()

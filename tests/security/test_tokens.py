@@ -26,12 +26,7 @@ READS = {
 SUBMITS = {"TaskService/Submit", "TaskService/Run", "TaskService/Cancel"}
 WORKS = {"WorkerService/Session"}
 # The methods of each role, independent of the product's table. A new method is for administrators until added here.
-MAY = {
-    "read": READS,
-    "submit": READS | SUBMITS,
-    "worker": WORKS,
-    "admin": set(METHODS) - WORKS,
-}
+MAY = {"read": READS, "submit": READS | SUBMITS, "worker": WORKS, "admin": set(METHODS) - WORKS}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -112,9 +107,7 @@ def test_revoking_a_token_ends_a_waiting_call(secured: SecuredFleet) -> None:
     (result,) = caller.submit("default", b"x")
     request = task_service_pb2.GetRequest(task_id=result.task_id)
     request.wait.FromSeconds(60)
-    future = caller.channel.unary_unary(
-        "/multigpu.v1.TaskService/Get", request_serializer=task_service_pb2.GetRequest.SerializeToString
-    ).future(request, metadata=caller.metadata)
+    future = caller.stub("TaskService/Get").future(request, metadata=caller.metadata)
     until(lambda: _open_calls(secured, token_id) == 1, what="the call")
     secured.revoke(token_id)
     assert future.exception(timeout=30).code() is UNAUTHENTICATED

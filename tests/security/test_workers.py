@@ -38,8 +38,7 @@ def test_a_worker_reconnects_with_a_new_token(secured: SecuredFleet, monkeypatch
         (secured.fleet.folder / "real.token").write_text(secured.create("second", "worker", worker_ids=["real"])[1])
         until(lambda: "real" in secured.active(), what="the worker with its new token")
         outcome = client.get(waiting, wait_s=20).outcome
-        assert outcome is not None
-        assert outcome.value() == b"2"
+        assert outcome is not None and outcome.value() == b"2"
     worker.stop()
     assert token not in worker.log()
 

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from tests.chaos.records.book import Record
 from tests.chaos.records.checker import Findings
 
+KINDS = {
+    "kill": "kill -9 {target}", "failpoint": "kill -9 at a failpoint ({process})", "pause": "SIGSTOP {target}",
+    "network": "network {how}", "handlers": "handlers broken", "clock": "clock set between two masters",
+    "armed": "failpoints armed",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -25,23 +31,7 @@ class Report:
 
 def report(records: list[Record], findings: Findings) -> Report:
     """The report of a checked history."""
-    kinds: Counter[str] = Counter()
-    for r in records:
-        match r["what"]:
-            case "kill":
-                kinds[f"kill -9 {r['target']}"] += 1
-            case "failpoint":
-                kinds[f"kill -9 at a failpoint ({r['process']})"] += 1
-            case "pause":
-                kinds[f"SIGSTOP {r['target']}"] += 1
-            case "network":
-                kinds[f"network {r['how']}"] += 1
-            case "handlers":
-                kinds["handlers broken"] += 1
-            case "clock":
-                kinds["clock set between two masters"] += 1
-            case "armed":
-                kinds["failpoints armed"] += 1
+    kinds = Counter(KINDS[r["what"]].format(**r) for r in records if r["what"] in KINDS)
     return Report(
         rounds=sum(r["what"] == "round" for r in records),
         kills=sum(number for kind, number in kinds.items() if kind.startswith("kill -9")),

@@ -92,8 +92,7 @@ def test_a_sound_history_is_found_sound() -> None:
     findings = check(sound())
     assert not findings.broken
     assert findings.figures["lost"] == findings.figures["delivered twice"] == 0
-    assert findings.figures["outcomes"] == 5
-    assert findings.figures["executions"] == 6
+    assert (findings.figures["outcomes"], findings.figures["executions"]) == (5, 6)
 
 
 WATCH: dict[str, Any] = {"by": "watch", "task_id": SUBMITTED}

@@ -34,7 +34,7 @@ OPTIONS = [
 RESOURCE_EXHAUSTED, INVALID_ARGUMENT = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Abuse:
     """`memory_max_bytes`: how much the master may have grown afterwards."""
 
@@ -49,8 +49,6 @@ class Abuse:
 class Cost:
     """The cost of an abuse."""
 
-    name: str
-    size: int
     answer: str
     before_bytes: int
     peak_bytes: int
@@ -114,7 +112,7 @@ def suffer(fleet: Fleet, abuse: Abuse, size: int) -> Cost:
         until(lambda: len(neighbour.times_s) > count + 1 or neighbour.failure, PATIENCE_S, "the other client's task")
     after = pss_bytes(fleet.master.pid)
     cost = Cost(
-        abuse.name, size, answer, before, neighbour.peak_bytes, after, time.monotonic() - began_s,
+        answer, before, neighbour.peak_bytes, after, time.monotonic() - began_s,
         len(neighbour.times_s), max(neighbour.times_s, default=PATIENCE_S),
     )  # fmt: skip
     assert fleet.master.alive, fleet.master.log()[-3000:]

@@ -9,13 +9,7 @@ from multigpu.v1 import worker_service_pb2 as worker_pb
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
 
 from tests.fleet import Fleet, until
-from tests.hostile.abuses.base import (
-    MIB,
-    channel_to,
-    frame,
-    run_stub,
-    unique,
-)
+from tests.hostile.abuses.base import MIB, channel_to, frame, run_stub, unique
 from tests.integration.streams import Feed
 
 

@@ -16,17 +16,13 @@ def endless_submits(fleet: Fleet, size: int) -> str:
     """A client that submits to a paused queue without end, until it is rejected. `size` in MiB."""
     fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue="endless"), timeout=20)
     rejected = taken = 0
-    payload = bytes(MIB)
     spec = task_pb2.TaskSpec(kind="echo", queue="endless", priority=5, durability=task_pb2.DURABILITY_EPHEMERAL)
-    batch = task_pb2.TaskBatch(spec=spec, inputs=[task_pb2.TaskInput(payload=payload)] * 16)
+    batch = task_pb2.TaskBatch(spec=spec, inputs=[task_pb2.TaskInput(payload=bytes(MIB))] * 16)
     request = task_service_pb2.SubmitRequest(batches=[batch])
-    with channel_to(fleet) as channel:
-        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
-        data = request.SerializeToString()
-        for _ in range(0, size, 16):
-            answer = task_service_pb2.SubmitResponse.FromString(submit(data, timeout=60))
-            rejected += sum(r.rejection.code == RESOURCE_EXHAUSTED.value[0] for r in answer.results)
-            taken += sum(r.HasField("task_id") for r in answer.results)
+    for _ in range(0, size, 16):
+        answer = fleet.tasks.Submit(request, timeout=60)
+        rejected += sum(r.rejection.code == RESOURCE_EXHAUSTED.value[0] for r in answer.results)
+        taken += sum(r.HasField("task_id") for r in answer.results)
     assert rejected, "nothing was rejected"
     cancel_queue(fleet, "endless")
     return f"{taken} taken, {rejected} RESOURCE_EXHAUSTED"
@@ -48,37 +44,31 @@ def slow_reader(fleet: Fleet, size: int) -> str:
 
 def distinct_names(fleet: Fleet, size: int) -> str:
     """A new kind, model, queue and label for each task: some are rejected, and no name is kept."""
-    with channel_to(fleet) as channel:
-        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
-        for at in range(0, size, 500):
-            request = task_service_pb2.SubmitRequest()
-            for n in range(at, at + 500):
-                ephemeral = task_pb2.DURABILITY_EPHEMERAL
-                kind, queue = ("echo", f"q{n}") if n % 2 else (f"k{n}", "")
-                spec = task_pb2.TaskSpec(kind=kind, queue=queue, model=f"m{n}", durability=ephemeral, priority=5)
-                spec.result_ttl.FromSeconds(1)
-                request.batches.add(spec=spec).inputs.add(payload=b"x", partition_key=f"p{n}")
-            submit(request.SerializeToString(), timeout=120)
+    for at in range(0, size, 500):
+        request = task_service_pb2.SubmitRequest()
+        for n in range(at, at + 500):
+            ephemeral = task_pb2.DURABILITY_EPHEMERAL
+            kind, queue = ("echo", f"q{n}") if n % 2 else (f"k{n}", "")
+            spec = task_pb2.TaskSpec(kind=kind, queue=queue, model=f"m{n}", durability=ephemeral, priority=5)
+            spec.result_ttl.FromSeconds(1)
+            request.batches.add(spec=spec).inputs.add(payload=b"x", partition_key=f"p{n}")
+        fleet.tasks.Submit(request, timeout=120)
     until(lambda: fleet.stats().queued == 0, 120)
     return "done"
 
 
 def own_requirements(fleet: Fleet, size: int) -> str:
     """Tasks that each require a different amount of device memory, more than is free, with large parameters."""
-    worker = next(w for w in fleet.admin.ListWorkers(admin_pb.ListWorkersRequest(), timeout=20).workers if w.session_id)
+    worker = next(w for w in fleet.list_workers() if w.session_id)
     queue, codes = unique(), set[int]()
-    with channel_to(fleet) as channel:
-        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
-        for at in range(0, size, 100):
-            request = task_service_pb2.SubmitRequest()
-            for n in range(at, at + 100):
-                spec = task_pb2.TaskSpec(
-                    kind="echo", queue=queue, parameters={"n": str(n), "pad": "x" * (60 << 10)}, wait_for_worker=True,
-                    required_device_memory_bytes=worker.device.memory_total_bytes - n,
-                )  # fmt: skip
-                request.batches.add(spec=spec).inputs.add(payload=b"x")
-            answer = task_service_pb2.SubmitResponse.FromString(submit(request.SerializeToString(), timeout=120))
-            codes |= {result.rejection.code for result in answer.results}
+    for at in range(0, size, 100):
+        request = task_service_pb2.SubmitRequest()
+        for n in range(at, at + 100):
+            parameters = {"n": str(n), "pad": "x" * (60 << 10)}
+            spec = task_pb2.TaskSpec(kind="echo", queue=queue, parameters=parameters, wait_for_worker=True)
+            spec.required_device_memory_bytes = worker.device.memory_total_bytes - n
+            request.batches.add(spec=spec).inputs.add(payload=b"x")
+        codes |= {result.rejection.code for result in fleet.tasks.Submit(request, timeout=120).results}
     cancel_queue(fleet, queue)
     return " ".join(map(str, sorted(codes)))
 
@@ -87,12 +77,11 @@ def settled_again(fleet: Fleet, size: int) -> str:
     """Clients that repeat request_ids of settled tasks with large results, and read nothing."""
     name, count = unique(), 32
     with channel_to(fleet) as channel:
-        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
         request = task_service_pb2.SubmitRequest()
         batch = request.batches.add(spec=task_pb2.TaskSpec(kind="echo", queue=name))
         for n in range(count):
             batch.inputs.add(payload=bytes(MIB), request_id=f"{name}-{n}")
-        submit(request.SerializeToString(), timeout=120)
+        fleet.tasks.Submit(request, timeout=120)
         counted = task_service_pb2.CountRequest(filter=task_service_pb2.TaskFilter(queue=name))
         until(lambda: fleet.tasks.Count(counted, timeout=20).succeeded == count, 120)
         again = task_service_pb2.RunRequest(batches=request.batches).SerializeToString()

@@ -23,22 +23,16 @@ def large_metadata(fleet: Fleet, size: int) -> str:
 def large_messages(fleet: Fleet, size: int) -> str:
     """Messages beyond the size limit, and names of a megabyte."""
     codes = set()
-    with channel_to(fleet) as channel:
-        submit = channel.unary_unary("/multigpu.v1.TaskService/Submit")
-        get = channel.unary_unary("/multigpu.v1.TaskService/Get")
-        cordon = channel.unary_unary("/multigpu.v1.AdminService/CordonWorker")
-        long_name = task_service_pb2.GetRequest(request_id="x" * MIB).SerializeToString()
-        long_worker = admin_pb.CordonWorkerRequest(worker_id="\0" * MIB).SerializeToString()
-        for _ in range(size):
-            with grpc.insecure_channel(fleet.address, options=[("grpc.max_send_message_length", -1)]) as other:
-                big = other.unary_unary("/multigpu.v1.TaskService/Submit")
-                codes.add("larger: " + ended(lambda big=big: big(bytes(65 * MIB), timeout=60)))  # type: ignore[misc]
-            codes.add("1 MiB of request_id: " + ended(lambda: get(long_name, timeout=20)))
-            codes.add("1 MiB of worker_id: " + ended(lambda: cordon(long_worker, timeout=20)))
-            request = task_service_pb2.SubmitRequest()
-            request.batches.add(spec=task_pb2.TaskSpec(kind="echo")).inputs.add(request_id="x" * MIB)
-            answer = task_service_pb2.SubmitResponse.FromString(submit(request.SerializeToString(), timeout=20))
-            assert answer.results[0].rejection.code == INVALID_ARGUMENT.value[0]
+    long_name = task_service_pb2.GetRequest(request_id="x" * MIB)
+    long_worker = admin_pb.CordonWorkerRequest(worker_id="\0" * MIB)
+    for _ in range(size):
+        with grpc.insecure_channel(fleet.address, options=[("grpc.max_send_message_length", -1)]) as other:
+            big = other.unary_unary("/multigpu.v1.TaskService/Submit")
+            codes.add("larger: " + ended(lambda big=big: big(bytes(65 * MIB), timeout=60)))  # type: ignore[misc]
+        codes.add("1 MiB of request_id: " + ended(lambda: fleet.tasks.Get(long_name, timeout=20)))
+        codes.add("1 MiB of worker_id: " + ended(lambda: fleet.admin.CordonWorker(long_worker, timeout=20)))
+        (result,) = fleet.submit_raw("echo", b"", request_ids=["x" * MIB]).results
+        assert result.rejection.code == INVALID_ARGUMENT.value[0]
     assert codes == {
         "larger: RESOURCE_EXHAUSTED", "1 MiB of request_id: NOT_FOUND", "1 MiB of worker_id: NOT_FOUND",
     }, codes  # fmt: skip

@@ -33,30 +33,11 @@ from tests.hostile.targets.inputs import WORDS, Maker
 
 FIELDS = [(cls, name) for cls in CONFIG_CLASSES for name in cls.__dataclass_fields__]  # type: ignore[attr-defined]  # all are
 VALUES = [
-    *(
-        "0",
-        "-1",
-        "1",
-        "1e999",
-        "nan",
-        "inf",
-        "-0",
-        "1_0",
-        "٣",
-        "0x10",
-        "64MiB",
-        "1GiB1",
-        "KiB",
-        "true",
-        "TRUE",
-        "maybe",
-    ),
+    *("0", "-1", "1", "1e999", "nan", "inf", "-0", "1_0", "٣", "0x10", "64MiB", "1GiB1", "KiB", "true"),
+    *("TRUE", "maybe"),
     *("127.0.0.1:0", "h:99999", "[::1]:1", "[::1", "unix:", "unix:/x", ":1", "a=b", "=", "a=,b", "~", "~nobody/x"),
     *("cuda:0", "cuda:99999999999", "cpu", "auto", "debug", "a,b,,c", "", "64 mib", "9" * 400, "\0", "/" * 5000),
 ]
-
-
-# --- configuration ---------------------------------------------------------------------------------------------------
 
 
 def _toml(maker: Maker) -> bytes:
@@ -118,8 +99,6 @@ def _environment(data: bytes) -> None:
             load(cls, file=None, env={"XDG_CONFIG_HOME": "/nowhere", **env})
 
 
-# --- the journal's rows ----------------------------------------------------------------------------------------------
-
 # Values that a column of an SQLite table can have if the table is not STRICT.
 COLUMN = [
     *(0, 1, -1, 2**63 - 1, -(2**63), 0.5, 1e308, float("inf"), "", "x", "a:b:c", "00000001:0:10", "1:-1:5", "1:0:-5"),
@@ -174,9 +153,6 @@ class Rows:
         core = Core(self._strategies, Limits(), 1, lambda: 0.5)
         with contextlib.suppress(JournalError):
             settings.restore(core, {key: value}, 1.6e9)
-
-
-# --- the client ------------------------------------------------------------------------------------------------------
 
 
 class Waiting(Call):

@@ -7,6 +7,7 @@ reproduce an input.
 
 import struct
 from collections import deque
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -44,6 +45,16 @@ LIKELY = {
     "traceparent": ["00-" + "1" * 32 + "-" + "2" * 16 + "-01"],
 }
 BYTES = [b"", b"x", b"\0", b"\xff" * 9, b"\x0a" * 40, b"{}", bytes(1000), bytes(40_000)]
+POOLS: dict[int, Sequence[Any]] = {
+    FieldDescriptor.TYPE_BYTES: BYTES,
+    FieldDescriptor.TYPE_BOOL: (False, True),
+    **dict.fromkeys((FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT), DOUBLES),
+    FieldDescriptor.TYPE_ENUM: (0, 1, 2, 3, 4, 5, 6, 99, -1, 2**31 - 1),
+    FieldDescriptor.TYPE_INT32: INTS,
+    FieldDescriptor.TYPE_INT64: LONGS,
+    **dict.fromkeys((FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_FIXED32), UNSIGNED),
+    **dict.fromkeys((FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_FIXED64), UNSIGNED_LONGS),
+}
 # Valid values: a message with few invalid values gets further.
 TAME_WORDS = ["a", "b", "echo", "x"]
 TAME_NUMBERS = [0, 0, 1, 2, 3]
@@ -51,6 +62,11 @@ TAME_FIELDS = {
     "google.protobuf.Timestamp.seconds": 4_000_000_000,
     "google.protobuf.Duration.seconds": 1,
     "multigpu.v1.Hello.protocol_version": PROTOCOL_VERSION,
+}
+TAME_POOLS: dict[int, Sequence[Any]] = {
+    FieldDescriptor.TYPE_BYTES: [b"x"],
+    FieldDescriptor.TYPE_BOOL: (False, True),
+    **dict.fromkeys((FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT), (0.5,)),
 }
 WILD_SHARE = 0.03
 DEPTH_MAX = 6
@@ -144,44 +160,21 @@ class Maker:
             return f"q{rng.getrandbits(40)}"
         if self._tame and rng.random() > WILD_SHARE:
             return self._tame_scalar(field)
-        match field.type:
-            case FieldDescriptor.TYPE_STRING:
-                likely = LIKELY.get(field.name)
-                return rng.choice(likely) if likely and rng.random() < 0.7 else self.word()
-            case FieldDescriptor.TYPE_BYTES:
-                return rng.choice(BYTES)
-            case FieldDescriptor.TYPE_BOOL:
-                return rng.random() < 0.5
-            case FieldDescriptor.TYPE_DOUBLE | FieldDescriptor.TYPE_FLOAT:
-                return rng.choice(DOUBLES)
-            case FieldDescriptor.TYPE_ENUM:
-                return rng.choice((0, 1, 2, 3, 4, 5, 6, 99, -1, 2**31 - 1))
-            case FieldDescriptor.TYPE_INT32:
-                return rng.choice(INTS)
-            case FieldDescriptor.TYPE_INT64:
-                return rng.choice(LONGS)
-            case FieldDescriptor.TYPE_UINT32 | FieldDescriptor.TYPE_FIXED32:
-                return rng.choice(UNSIGNED)
-            case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
-                return rng.choice(self.ids) if rng.random() < 0.6 else rng.choice(UNSIGNED_LONGS)
-        raise AssertionError(f"the contract has a new type of field: {field.full_name}")
+        if field.type == FieldDescriptor.TYPE_STRING:
+            likely = LIKELY.get(field.name)
+            return rng.choice(likely) if likely and rng.random() < 0.7 else self.word()
+        if POOLS[field.type] is UNSIGNED_LONGS and rng.random() < 0.6:
+            return rng.choice(self.ids)
+        return rng.choice(POOLS[field.type])  # KeyError: the contract has a new type of field
 
     def _tame_scalar(self, field: Any) -> Any:
-        rng = self.rng
-        match field.type:
-            case FieldDescriptor.TYPE_STRING:
-                return rng.choice(LIKELY.get(field.name, TAME_WORDS))
-            case FieldDescriptor.TYPE_BYTES:
-                return b"x"
-            case FieldDescriptor.TYPE_BOOL:
-                return rng.random() < 0.5
-            case FieldDescriptor.TYPE_DOUBLE | FieldDescriptor.TYPE_FLOAT:
-                return 0.5
-            case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
-                return rng.choice(self.ids)
+        if field.type == FieldDescriptor.TYPE_STRING:
+            return self.rng.choice(LIKELY.get(field.name, TAME_WORDS))
+        if POOLS[field.type] is UNSIGNED_LONGS:
+            return self.rng.choice(self.ids)
         if field.full_name in TAME_FIELDS:
             return TAME_FIELDS[field.full_name]
-        return rng.choice(TAME_NUMBERS)
+        return self.rng.choice(TAME_POOLS.get(field.type, TAME_NUMBERS))
 
 
 def pack(frames: list[bytes]) -> bytes:

@@ -42,21 +42,6 @@ METHODS: dict[str, MethodDescriptor] = {f"{s.name}/{m.name}": m for s in SERVICE
 TASKS_MAX = 2_000  # unsettled tasks; above that, all are cancelled
 
 
-class Collector:
-    """Wraps the master's gRPC server, and keeps the handlers that are registered with it, by "Service/Method"."""
-
-    def __init__(self, server: Any) -> None:
-        self._server = server
-        self.handlers: dict[str, Any] = {}
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        self.handlers |= {f"{service.rpartition('.')[2]}/{name}": handler for name, handler in handlers.items()}
-        self._server.add_registered_method_handlers(service, handlers)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._server, name)
-
-
 class Context:
     """A fake gRPC context: its peer sends the frames and disconnects, at the latest after 4 responses."""
 
@@ -122,6 +107,7 @@ class LocalMaster:
         self._folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
         self.loop = asyncio.new_event_loop()
         self.faults: list[str] = []
+        self._handlers: dict[str, Any] = {}  # by "Service/Method"
         self.ids: deque[int] = deque([1], maxlen=64)
         self.loop.set_exception_handler(lambda _loop, context: self.faults.append(repr(context)))
         self.loop.run_until_complete(self._start())
@@ -130,10 +116,15 @@ class LocalMaster:
         folder = Path(self._folder.name) / "data"
         config = MasterConfig(listen="127.0.0.1:0", data_dir=folder, queue_tasks_max=5000, submit_tasks_max=1000)
         self.master = Master(config, SqliteJournal(folder, size_max_bytes=1 << 30), Clock())
-        collector = Collector(self.master._server)
-        self.master._server = collector  # type: ignore[assignment]  # as far as the master needs one
+        server = self.master._server
+        register = server.add_registered_method_handlers
+
+        def collect(service: str, handlers: dict[str, Any]) -> None:
+            self._handlers |= {f"{service.rpartition('.')[2]}/{name}": each for name, each in handlers.items()}
+            register(service, handlers)
+
+        server.add_registered_method_handlers = collect
         await self.master.start()
-        self._handlers = collector.handlers
 
     def close(self) -> None:
         self.loop.run_until_complete(self.master.stop())
@@ -244,13 +235,9 @@ def _bytes_of(frame: Any) -> bytes:
     return bytes(frame.SerializeToString() if isinstance(frame, Message) else frame.serialize())
 
 
-def _make(method: MethodDescriptor, local: LocalMaster, maker: Maker) -> bytes:
-    maker.ids.extend(local.ids)
-    return frames_for(method, maker)
-
-
-def frames_for(method: MethodDescriptor, maker: Maker) -> bytes:
+def frames_for(method: MethodDescriptor, local: LocalMaster, maker: Maker) -> bytes:
     """A random input for a method: a message, or several frames for a stream."""
+    maker.ids.extend(local.ids)
     rng = maker.rng
     if not method.client_streaming:
         return maker.wire(method.input_type)
@@ -271,12 +258,10 @@ def frames_for(method: MethodDescriptor, maker: Maker) -> bytes:
 
 
 def targets(local: LocalMaster) -> list[Target]:
-    """A target for each method."""
-
     def target(name: str, method: MethodDescriptor) -> Target:
         return Target(
             name=f"master {name}",
-            make=lambda maker: _make(method, local, maker),
+            make=lambda maker: frames_for(method, local, maker),
             feed=lambda data: local.send(name, data),
             check=local.serves,
         )

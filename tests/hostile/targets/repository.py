@@ -21,10 +21,10 @@ from multigpu_worker.composition import catalog_of, compose
 from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import KindInfo
-from multigpu_worker.session import wire
 
 from tests.hostile.targets.base import Crash, Target, mute
 from tests.hostile.targets.inputs import WORDS, Maker
+from tests.hostile.targets.worker import identity_of
 
 GOOD = "zz-good"
 # A safetensors file without tensors: the length of its header, and the header.
@@ -94,13 +94,9 @@ class Worker:
 
     async def _report(self, config: WorkerConfig) -> tuple[set[str], dict[str, str]]:
         device = CpuDevice()
-        identity = wire.Identity(
-            worker_id="w", host="h", version="0", pid=1, process="p", device=device.info, labels={}, slots=1,
-            window_tasks=64, window_bytes=1 << 20,
-        )  # fmt: skip
         found = catalog_of(config)
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models=dict(found.models))
-        agent: Agent = compose(config, identity, device, settings, lambda: catalog_of(config))
+        agent: Agent = compose(config, identity_of(device), device, settings, lambda: catalog_of(config))
         agent.pool.default.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
         hello = pb.SessionRequest.FromString(agent.stream.hello().SerializeToString()).hello
         info = workers.worker_info(hello)
@@ -114,9 +110,6 @@ class Worker:
             raise Crash("a heartbeat offers other models than the hello before it")
         errors = {model.model_id: model.error for model in info.models if model.error}
         return {name for capability in info.capabilities for name in capability.models}, errors
-
-
-# --- hostile folders -------------------------------------------------------------------------------------------------
 
 
 def _json(rng: Random, value: dict[str, Any]) -> bytes:

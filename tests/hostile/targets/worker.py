@@ -33,6 +33,13 @@ from tests.hostile.targets.base import Crash, Target, mute
 from tests.hostile.targets.inputs import Maker, pack, unpack
 
 
+def identity_of(device: CpuDevice) -> wire.Identity:
+    return wire.Identity(
+        worker_id="w", host="h", version="0", pid=1, process="p", device=device.info, labels={}, slots=1,
+        window_tasks=64, window_bytes=1 << 20,
+    )  # fmt: skip
+
+
 class LocalAgent:
     """An agent whose link and engine are controlled by the test."""
 
@@ -43,12 +50,8 @@ class LocalAgent:
 
     async def _start(self) -> None:
         device = CpuDevice()
-        identity = wire.Identity(
-            worker_id="w", host="h", version="0", pid=1, process="p", device=device.info, labels={}, slots=1,
-            window_tasks=64, window_bytes=1 << 20,
-        )  # fmt: skip
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models={})
-        self.agent = compose(WorkerConfig(), identity, device, settings, Scan)
+        self.agent = compose(WorkerConfig(), identity_of(device), device, settings, Scan)
         self.agent.pool.default.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
 
     def close(self) -> None:
@@ -96,9 +99,6 @@ def session_frames(maker: Maker) -> bytes:
         welcome = maker.message(pb.Welcome.DESCRIPTOR)
         frames.insert(0, pb.SessionResponse(welcome=welcome).SerializeToString())
     return pack(frames)
-
-
-# --- the engine's frames ---------------------------------------------------------------------------------------------
 
 
 def _value(rng: Random, depth: int = 0) -> object:

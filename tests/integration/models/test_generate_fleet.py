@@ -159,11 +159,17 @@ def test_an_answer_that_is_late_ends_and_its_slot_is_free(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, tiny: Path) -> None:
-    prompts = [f"{number % 10}?" for number in range(1000)]
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens"), [([f"{n % 10}?" for n in range(1000)], 2), ([f"{n} and" for n in range(12)], 40)]
+)
+def test_many_prompts_of_all_priorities_are_answered_right(
+    fleet: Fleet, tiny: Path, prompts: list[str], max_tokens: int
+) -> None:
+    # As many as join in a step are leased at a time, though each runs one by one.
+    assert {worker.slots for worker in fleet.list_workers()} == {8}
 
     async def one(client: multigpu.AsyncClient, at: int, prompt: str) -> tuple[int, ...]:
-        generation = client.generate(prompt, model="tiny", stream=True, max_tokens=2, priority=1 + at % 5)
+        generation = client.generate(prompt, model="tiny", stream=True, max_tokens=max_tokens, priority=1 + at % 5)
         pieces = [piece async for piece in generation]
         assert "".join(pieces) == generation.result.text
         return generation.result.token_ids
@@ -173,25 +179,5 @@ def test_a_thousand_prompts_of_all_priorities_are_answered_right(fleet: Fleet, t
             return await asyncio.gather(*(one(client, at, prompt) for at, prompt in enumerate(prompts)))
 
     plain = Plain.load(tiny)
-    expected = {prompt: tuple(plain.greedy(prompt, 2)) for prompt in prompts[:10]}
+    expected = {prompt: tuple(plain.greedy(prompt, max_tokens)) for prompt in set(prompts)}
     assert asyncio.run(run()) == [expected[prompt] for prompt in prompts]
-
-
-@pytest.mark.slow
-def test_many_answers_at_a_time_for_asyncio(fleet: Fleet, tiny: Path) -> None:
-    # As many as join in a step are leased at a time, though each runs one by one.
-    assert {worker.slots for worker in fleet.list_workers()} == {8}
-    prompts = [f"{number} and" for number in range(12)]
-
-    async def one(client: multigpu.AsyncClient, prompt: str) -> tuple[int, ...]:
-        generation = client.generate(prompt, model="tiny", stream=True, max_tokens=40)
-        pieces = [piece async for piece in generation]
-        assert "".join(pieces) == generation.result.text
-        return generation.result.token_ids
-
-    async def run() -> list[tuple[int, ...]]:
-        async with multigpu.AsyncClient(fleet.address) as client:
-            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
-
-    plain = Plain.load(tiny)
-    assert asyncio.run(run()) == [tuple(plain.greedy(prompt, 40)) for prompt in prompts]

@@ -29,18 +29,26 @@ def letters(fleet: Fleet, queue: str, page_size: int = 2) -> list[int]:
             return found
 
 
+def bury(fleet: Fleet, queue: str, *payloads: bytes, **spec: Any) -> list[int]:
+    """Dead letters, once they are listed as such."""
+    ids = fleet.submit("fail", *payloads, queue=queue, attempts_max=1, **spec)
+    assert {fleet.outcome(task_id).state for task_id in ids} == {DEAD_LETTERED}
+    until(lambda: letters(fleet, queue) == sorted(ids, reverse=True))
+    return ids
+
+
+def requeue(fleet: Fleet, *task_ids: int) -> Any:
+    return fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=task_ids), timeout=30)
+
+
 def test_dead_letters_are_listed_requeued_and_deleted(fleet: Fleet) -> None:
     queue = "letters"
-    ids = fleet.submit("fail", *(b"" for _ in range(5)), queue=queue, attempts_max=1)
-    for task_id in ids:
-        assert fleet.outcome(task_id).state == DEAD_LETTERED
-    until(lambda: len(letters(fleet, queue)) == 5)
-    assert letters(fleet, queue) == sorted(ids, reverse=True)
+    ids = bury(fleet, queue, *[b""] * 5)
+    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
+        fleet.admin.ListDeadLetters(admin_pb.ListDeadLettersRequest(page_token="junk"), timeout=30)
 
-    request = admin_pb.RequeueDeadLettersRequest(task_ids=[ids[0], 424242])
-    answer = fleet.admin.RequeueDeadLetters(request, timeout=30)
-    assert list(answer.unknown_task_ids) == [424242]
-    assert list(answer.task_ids) == ids[:1]
+    answer = requeue(fleet, ids[0], 424242)
+    assert (list(answer.task_ids), list(answer.unknown_task_ids)) == (ids[:1], [424242])
     # It has all its attempts again, and is a dead letter again.
     assert fleet.outcome(ids[0]).state == DEAD_LETTERED
     until(lambda: letters(fleet, queue) == sorted(ids, reverse=True))
@@ -110,10 +118,6 @@ def test_the_outcome_of_a_requeued_dead_letter_replaces_the_old_one_in_every_cal
         fleet.outcome(task_id)
         until(lambda: letters(fleet, queue) == [task_id])
 
-        def requeue() -> None:
-            request = admin_pb.RequeueDeadLettersRequest(task_ids=[task_id])
-            assert list(fleet.admin.RequeueDeadLetters(request, timeout=30).task_ids) == [task_id]
-
         def check(state: Any) -> None:
             wanted = task_service_pb2.TaskFilter(queue=queue)
             by_name = fleet.tasks.Get(task_service_pb2.GetRequest(request_id=name), timeout=30).task
@@ -123,12 +127,12 @@ def test_the_outcome_of_a_requeued_dead_letter_replaces_the_old_one_in_every_cal
             count = client.count(queue=queue)
             assert (count.succeeded, count.dead_lettered) == (1 + (state == SUCCEEDED), int(state == DEAD_LETTERED))
 
-        requeue()
+        assert list(requeue(fleet, task_id).task_ids) == [task_id]
         assert fleet.outcome(task_id).state == DEAD_LETTERED
         until(lambda: letters(fleet, queue) == [task_id])
         check(DEAD_LETTERED)
         gate.touch()
-        requeue()
+        assert list(requeue(fleet, task_id).task_ids) == [task_id]
         assert fleet.outcome(task_id).result == b"there"
         fleet.restart_master()
         fleet.wait_for_workers()
@@ -148,11 +152,8 @@ def test_the_outcome_of_a_requeued_dead_letter_replaces_the_old_one_in_every_cal
 
 def test_a_dead_letter_that_is_requeued_keeps_its_request_id_and_one_that_is_deleted_frees_it(fleet: Fleet) -> None:
     queue = "request ids of letters"
-    first, other = fleet.submit("fail", b"a", b"b", queue=queue, attempts_max=1, request_ids=["requeued", "deleted"])
-    for task_id in (first, other):
-        fleet.outcome(task_id)
-    until(lambda: len(letters(fleet, queue)) == 2)
-    (again,) = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[first]), timeout=30).task_ids
+    first, other = bury(fleet, queue, b"a", b"b", request_ids=["requeued", "deleted"])
+    (again,) = requeue(fleet, first).task_ids
     assert fleet.submit("fail", b"a", queue=queue, attempts_max=1, request_ids=["requeued"]) == [again]
     assert fleet.outcome(again).state == DEAD_LETTERED
     fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[other]), timeout=30)
@@ -162,13 +163,11 @@ def test_a_dead_letter_that_is_requeued_keeps_its_request_id_and_one_that_is_del
 
 def test_a_dead_letter_whose_request_id_runs_again_is_not_requeued_besides(fleet: Fleet, tmp_path: Path) -> None:
     """The letter is deleted with the commit of the new task."""
-    (first,) = fleet.submit("fail", b"a", attempts_max=1, request_ids=["again"], queue="again")
-    fleet.outcome(first)
-    until(lambda: letters(fleet, "again") == [first])
+    (first,) = bury(fleet, "again", b"a", request_ids=["again"])
     gate = tmp_path / "gate"
     with fleet.client() as client:
         again = client.submit("trial.gate", str(gate).encode(), request_id="again", retry_failed=True).id
-    answer = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[first]), timeout=30)
+    answer = requeue(fleet, first)
     assert (list(answer.task_ids), list(answer.unknown_task_ids)) == ([], [first])
     gate.touch()
     assert fleet.outcome(again).result == b"opened"
@@ -187,13 +186,11 @@ def test_a_dead_letter_that_is_retried_at_once_leaves_none(fleet: Fleet) -> None
 
 def test_a_dead_letter_is_not_requeued_while_another_task_has_its_request_id(fleet: Fleet) -> None:
     """An ephemeral one, which replaces no durable letter."""
-    (letter,) = fleet.submit("fail", b"a", attempts_max=1, request_ids=["ephemeral"], queue="ephemeral")
-    fleet.outcome(letter)
-    until(lambda: letters(fleet, "ephemeral") == [letter])
+    (letter,) = bury(fleet, "ephemeral", b"a", request_ids=["ephemeral"])
     with fleet.client() as client:
         outcome = client.run_outcome("echo", b"", request_id="ephemeral", retry_failed=True, ephemeral=True)
     with rejected(grpc.StatusCode.FAILED_PRECONDITION, f"its request_id 'ephemeral' is that of task {outcome.task_id}"):
-        fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[letter]), timeout=30)
+        requeue(fleet, letter)
     assert letters(fleet, "ephemeral") == [letter]
 
 
@@ -204,15 +201,12 @@ def test_a_queue_is_listed_while_it_has_tasks_or_dead_letters_and_a_requeued_one
         queues = fleet.admin.ListQueues(admin_pb.ListQueuesRequest(page_size=1000), timeout=30).queues
         return queue in {q.queue for q in queues}
 
-    (task_id,) = fleet.submit("fail", b"", queue=queue, attempts_max=1)
-    fleet.outcome(task_id)
-    until(lambda: letters(fleet, queue) == [task_id])
+    bury(fleet, queue, b"")
     assert listed()
     fleet.admin.PauseQueue(admin_pb.PauseQueueRequest(queue=queue), timeout=30)
     fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(queue=queue), timeout=30)
-    count = fleet.tasks.Count(
-        task_service_pb2.CountRequest(filter=task_service_pb2.TaskFilter(queue=queue)), timeout=30
-    )
+    wanted = task_service_pb2.CountRequest(filter=task_service_pb2.TaskFilter(queue=queue))
+    count = fleet.tasks.Count(wanted, timeout=30)
     assert (count.queued, count.dead_lettered) == (1, 0)
     fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue=queue), timeout=30)
     until(lambda: len(letters(fleet, queue)) == 1)
@@ -221,21 +215,11 @@ def test_a_queue_is_listed_while_it_has_tasks_or_dead_letters_and_a_requeued_one
 
 
 def test_a_dead_letter_tells_its_payload_and_its_attempts(fleet: Fleet) -> None:
-    (task_id,) = fleet.submit("fail", b"seven b", queue="told", attempts_max=1)
-    fleet.outcome(task_id)
-    until(lambda: letters(fleet, "told") == [task_id])
+    (task_id,) = bury(fleet, "told", b"seven b")
     fleet.restart_master()
     fleet.wait_for_workers()
     task = fleet.get(task_id)
     assert (task.payload_bytes, task.attempts, task.spec.attempts_max) == (7, 1, 1)
-
-
-def test_a_requeued_letter_has_its_payload(fleet: Fleet) -> None:
-    (task_id,) = fleet.submit("trial.raise", b"the payload", attempts_max=1, queue="payload")
-    fleet.outcome(task_id)
-    until(lambda: letters(fleet, "payload") == [task_id])
-    (new,) = fleet.admin.RequeueDeadLetters(admin_pb.RequeueDeadLettersRequest(task_ids=[task_id]), timeout=30).task_ids
-    assert fleet.outcome(new).error.message == "not there: the payload"
 
 
 def test_the_dead_letters_of_a_queue_come_back_page_by_page_and_once(fleet: Fleet) -> None:
@@ -255,11 +239,3 @@ def test_the_dead_letters_of_a_queue_come_back_page_by_page_and_once(fleet: Flee
     assert len(set(requeued)) == 2500
     # Each fails again and is a new letter, which the call did not take a second time.
     until(lambda: letters(fleet, "pages", 1000) == sorted(requeued, reverse=True))
-
-
-@pytest.mark.slow
-def test_an_unknown_dead_letter_is_no_error_of_the_call(fleet: Fleet) -> None:
-    answer = fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(task_ids=[99]), timeout=30)
-    assert (answer.deleted, list(answer.unknown_task_ids)) == (0, [99])
-    with rejected(grpc.StatusCode.INVALID_ARGUMENT, "page_token"):
-        fleet.admin.ListDeadLetters(admin_pb.ListDeadLettersRequest(page_token="junk"), timeout=30)

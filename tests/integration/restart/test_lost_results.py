@@ -41,8 +41,7 @@ def test_a_listed_outcome_has_no_result_to_be_taken_for_one(fleet: Fleet) -> Non
     settle(fleet, here=b"here")
     with fleet.client() as client:
         (task,) = client.list_tasks()
-        assert task.outcome is not None
-        assert task.outcome.succeeded
+        assert task.outcome is not None and task.outcome.succeeded
         with pytest.raises(multigpu.MultigpuError, match="a list has no results"):
             task.outcome.value()
 

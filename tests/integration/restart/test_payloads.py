@@ -78,9 +78,6 @@ def closed_off(fleet: Fleet) -> Iterator[None]:
     fleet.workers.pop("far").stop()
 
 
-# --- the ways ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ephemeral", [False, True])
 def test_payloads_and_results_go_as_files_and_come_back_as_they_were(fleet: Fleet, ephemeral: bool) -> None:
     tasks = payloads(40) + payloads(3, LARGE_BYTES) + payloads(3, LARGE_BYTES - 1) + payloads(1, SEGMENT_BYTES + 1)
@@ -174,9 +171,6 @@ def test_a_master_that_shares_nothing(tmp_path: Path) -> None:
         assert segments(fleet) == []
 
 
-# --- references that lie -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def place(fleet: Fleet) -> Any:
     """A good reference, as long as the test holds it."""
@@ -264,8 +258,7 @@ def test_a_payload_that_vanishes_fails_its_task_and_no_other(tmp_path: Path) -> 
         fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue="default"), timeout=20)
         feed.close()
         outcomes = {o.request_id: o for o in collect(stream).outcomes}
-        assert outcomes["stays"].result == b"x"
-        assert outcomes["vanishes"].state == DEAD_LETTERED
+        assert (outcomes["stays"].result, outcomes["vanishes"].state) == (b"x", DEAD_LETTERED)
         assert outcomes["vanishes"].error.type == "PayloadLost"
 
 
@@ -284,8 +277,6 @@ def test_a_folder_without_room_only_costs_time(tmp_path: Path) -> None:
         finally:
             subprocess.run(["umount", "-l", folder], check=True)
 
-
-# --- kill -9 -------------------------------------------------------------------------------------------------------
 
 CLIENT = """
 import sys, multigpu

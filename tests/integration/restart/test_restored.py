@@ -88,9 +88,6 @@ def test_a_cursor_of_outcomes_that_the_restored_copy_lacks_is_out_of_range(fleet
     assert [o.task_id for o in seen] == [old]
 
 
-# --- peers that know no incarnations ---------------------------------------------------------------------------------
-
-
 def begin_session(
     fleet: Fleet, held: Sequence[worker_pb.HeldLease] = (), incarnation: str = "", worker_id: str = "by hand"
 ) -> tuple[Any, Any]:

@@ -159,9 +159,6 @@ def test_one_request_twice_on_a_disk_that_has_just_filled_up_is_rejected_and_not
         assert fleet.stats().queued == 0
 
 
-# --- backup and restore ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_backup_of_a_running_master_is_restored(tmp_path: Path) -> None:
     """The drill of docs/deploy.md."""
@@ -191,9 +188,6 @@ def test_a_backup_of_a_running_master_is_restored(tmp_path: Path) -> None:
         (new,) = fleet.submit("echo", b"new")
         assert new not in later
         assert fleet.outcome(new).result == b"new"
-
-
-# --- a journal that is not for us ------------------------------------------------------------------------------------
 
 
 def exit_code(daemon: Daemon) -> int | None:

@@ -12,13 +12,6 @@ from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
 
 
-@pytest.fixture(scope="module")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
-    gpus = SimulatedGpus(tmp_path_factory.mktemp("gpus") / "state", n=2)
-    gpus.env()  # skips where there is no compiler
-    return gpus
-
-
 def span(outcome: Any) -> tuple[float, float]:
     """When it ran, in seconds since 1970: longer than requested on a busy host."""
     stages = outcome.stages
@@ -49,8 +42,7 @@ def test_energy_of_tasks(gpus: SimulatedGpus, tmp_path: Path) -> None:
         measured = [outcome for outcome in outcomes if outcome.energy is not None]
         assert len(measured) >= 4, outcomes  # the counter may not have started for the first ones
         for outcome in measured:
-            assert outcome.energy is not None
-            assert outcome.energy.method is multigpu.EnergyMethod.COUNTER
+            assert outcome.energy is not None and outcome.energy.method is multigpu.EnergyMethod.COUNTER
             assert 0.05 < outcome.energy.uncertainty < 1.0
         # Two ran at the same time: each has half of the energy.
         took = sum(outcome.energy.joules for outcome in measured if outcome.energy is not None)
@@ -91,7 +83,6 @@ def test_power_is_sampled_without_an_energy_counter(gpus: SimulatedGpus, tmp_pat
 
 @pytest.mark.slow
 def test_idle_processes_do_not_share_energy(gpus: SimulatedGpus, tmp_path: Path) -> None:
-    """Idle processes do not share a task's energy."""
     gpus.power(0, 300.0)
     with Fleet(tmp_path, workers=0, env=gpus.env(), handlers=["trial_handlers"]) as fleet:
         fleet.start_worker("gpu", "--device", "cuda:0")

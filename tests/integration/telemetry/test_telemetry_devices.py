@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.client.otlp_collector import Collector, attributes
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
+from tests.integration.streams import scrape
 
 # Values of the simulated cuda:1, by fields of the protocol.
 TOLD = {
@@ -39,13 +38,6 @@ TOLD = {
     "nvlinks_active": 5,
 }
 THROTTLE = ("sw_power_cap", "sw_thermal_slowdown")
-
-
-@pytest.fixture(scope="module")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
-    gpus = SimulatedGpus(tmp_path_factory.mktemp("gpus") / "state", n=2)
-    gpus.env()  # skips where there is no compiler
-    return gpus
 
 
 def set_sensors(gpus: SimulatedGpus) -> None:
@@ -73,28 +65,18 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def metrics_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
 def stats_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stats") / "stats.jsonl"
 
 
 @pytest.fixture(scope="module")
 def fleet(
-    gpus: SimulatedGpus,
-    collector: Collector,
-    metrics_port: int,
-    stats_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    gpus: SimulatedGpus, collector: Collector, stats_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     """Worker `gpu` on the simulated cuda:1, worker `cpu` on the CPU."""
     set_sensors(gpus)
     env = {**gpus.env(), "MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
-    master_flags = ["--metrics-listen", f"127.0.0.1:{metrics_port}"]
+    master_flags = ["--metrics-listen", "127.0.0.1:0"]
     stats_flags = ["--stats-file", str(stats_path), "--stats-interval-s", "0.2"]
     folder = tmp_path_factory.mktemp("fleet")
     with Fleet(folder, workers=0, env=env, master_flags=master_flags, worker_flags=stats_flags) as fleet:
@@ -106,15 +88,10 @@ def fleet(
         assert not fleet.faults()
 
 
-def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
-
-
-def samples(text: str, worker_id: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+def samples(fleet: Fleet, worker_id: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """The samples of a worker's device, by name, then by the remaining labels."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(scrape(fleet)):
         for sample in family.samples:
             labels = dict(sample.labels)
             if labels.pop("worker_id", "") == worker_id and labels.pop("device_id", ""):
@@ -130,8 +107,7 @@ def last_line(path: Path, worker_id: str) -> dict[str, Any]:
 def test_values_in_admin_service(fleet: Fleet, gpus: SimulatedGpus) -> None:
     worker = fleet.worker("gpu")
     device, telemetry = worker.device, worker.telemetry
-    assert device.device_id == gpus.uuid(1)
-    assert device.name == "cuda:1"
+    assert (device.device_id, device.name) == (gpus.uuid(1), "cuda:1")
     assert device.product == "Simulated H200"
     assert device.simulated
     assert [(peer.device_id, peer.nvlinks) for peer in device.peers] == [(gpus.uuid(0), 5)]
@@ -153,7 +129,7 @@ def test_values_in_mgpuctl(fleet: Fleet, gpus: SimulatedGpus) -> None:
 
 
 @pytest.mark.slow
-def test_values_in_prometheus(fleet: Fleet, metrics_port: int) -> None:
+def test_values_in_prometheus(fleet: Fleet) -> None:
     names = {
         "utilization": "utilization_ratio",
         "memory_utilization": "memory_utilization_ratio",
@@ -165,7 +141,7 @@ def test_values_in_prometheus(fleet: Fleet, metrics_port: int) -> None:
     expected = {f"mgpu_device_{names.get(field, field)}": value for field, value in TOLD.items() if field[:3] != "ecc"}
 
     def complete() -> dict[str, dict[tuple[tuple[str, str], ...], float]] | None:
-        found = samples(scrape(metrics_port), "gpu")
+        found = samples(fleet, "gpu")
         return found if expected.keys() <= found.keys() else None
 
     found = until(complete, what="a scrape with all values of the device")
@@ -178,22 +154,21 @@ def test_values_in_prometheus(fleet: Fleet, metrics_port: int) -> None:
     assert found["mgpu_device_throttled"] == {(("reason", reason),): 1 for reason in THROTTLE}
     assert found["mgpu_device_processes"] == {(("mps", "true"),): 1, (("mps", "false"),): 0}
     (info,) = found["mgpu_device_info"]
-    assert dict(info)["product"] == "Simulated H200"
-    assert dict(info)["simulated"] == "true"
+    assert (dict(info)["product"], dict(info)["simulated"]) == ("Simulated H200", "true")
     # A CPU has no samples of values that it does not report.
-    cpu = samples(scrape(metrics_port), "cpu")
+    cpu = samples(fleet, "cpu")
     assert cpu["mgpu_device_memory_total_bytes"][()] == fleet.worker("cpu").telemetry.memory_total_bytes
     assert "mgpu_device_temperature_celsius" not in cpu
     assert "mgpu_device_nvlinks_active" not in cpu
 
 
 @pytest.mark.slow
-def test_promtool_accepts_the_metrics(fleet: Fleet, metrics_port: int) -> None:
+def test_promtool_accepts_the_metrics(fleet: Fleet) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed: it comes with Prometheus")
-    until(lambda: "mgpu_device_throttled{" in scrape(metrics_port), what="a full scrape")
-    text = scrape(metrics_port)
+    until(lambda: "mgpu_device_throttled{" in scrape(fleet), what="a full scrape")
+    text = scrape(fleet)
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -239,11 +214,8 @@ def test_values_in_otlp(fleet: Fleet, gpus: SimulatedGpus, collector: Collector)
     assert value("hw.power", hw__type="gpu") == 412.5
     assert value("hw.energy", hw__type="gpu") == pytest.approx(123_456.789)
     assert value("hw.errors", hw__type="gpu", error__type="corrected") == 7
-    assert {name: metrics[name].unit for name in ("hw.gpu.utilization", "hw.gpu.memory.usage", "hw.temperature")} == {
-        "hw.gpu.utilization": "1",
-        "hw.gpu.memory.usage": "By",
-        "hw.temperature": "Cel",
-    }
+    for name, unit in (("hw.gpu.utilization", "1"), ("hw.gpu.memory.usage", "By"), ("hw.temperature", "Cel")):
+        assert metrics[name].unit == unit
     assert metrics["hw.energy"].sum.is_monotonic
     assert not metrics["hw.gpu.memory.usage"].sum.is_monotonic
 
@@ -255,8 +227,7 @@ def test_heartbeats_continue_without_an_answer_of_the_driver(fleet: Fleet, gpus:
         sampled, beat_ns = before.telemetry.sample_time.ToNanoseconds(), before.last_heartbeat_time.ToNanoseconds()
         until(lambda: fleet.worker("gpu").last_heartbeat_time.ToNanoseconds() > beat_ns + 2e9, what="heartbeats")
         now = fleet.worker("gpu")
-        assert now.telemetry.sample_time.ToNanoseconds() == sampled
-        assert now.session_id == before.session_id
+        assert (now.telemetry.sample_time.ToNanoseconds(), now.session_id) == (sampled, before.session_id)
         assert now.telemetry.temperature_celsius == 71.0
     finally:
         gpus.answer_(1)
@@ -286,24 +257,21 @@ def test_a_lost_device_has_no_values(fleet: Fleet, gpus: SimulatedGpus) -> None:
 
 @pytest.mark.slow
 def test_a_lost_workers_device_has_no_values(gpus: SimulatedGpus, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
     gpus.power(0, 300.0)
-    flags = ["--metrics-listen", f"127.0.0.1:{port}"]
+    flags = ["--metrics-listen", "127.0.0.1:0"]
     with Fleet(tmp_path, workers=0, env=gpus.env(), master_flags=flags) as fleet:
         worker = fleet.start_worker("gpu", "--device", "cuda:0")
         fleet.wait_for_workers()
-        until(lambda: "mgpu_device_power_watts" in samples(scrape(port), "gpu"), what="a sample")
-        states = {state: value for ((_, state),), value in samples(scrape(port), "gpu")["mgpu_device_health"].items()}
+        until(lambda: "mgpu_device_power_watts" in samples(fleet, "gpu"), what="a sample")
+        states = {state: value for ((_, state),), value in samples(fleet, "gpu")["mgpu_device_health"].items()}
         assert states == {"healthy": 1, "degraded": 0, "sick": 0, "recovering": 0, "lost": 0}
         worker.kill()
         until(lambda: not fleet.worker("gpu").session_id, what="the loss")
-        until(lambda: "mgpu_device_power_watts" not in samples(scrape(port), "gpu"), what="a snapshot")
-        found = {name: of for name, of in samples(scrape(port), "gpu").items() if name.startswith("mgpu_device_")}
+        until(lambda: "mgpu_device_power_watts" not in samples(fleet, "gpu"), what="a snapshot")
+        found = {name: of for name, of in samples(fleet, "gpu").items() if name.startswith("mgpu_device_")}
         assert found == {"mgpu_device_health": {(("state", "lost"),): 1}}
         lost = fleet.worker("gpu")
-        assert not lost.HasField("health")
-        assert not lost.HasField("telemetry")
+        assert not lost.HasField("health") and not lost.HasField("telemetry")
         assert " W" not in mgpuctl(fleet, "gpus").splitlines()[-1]
         heading, row = mgpuctl(fleet, "workers").splitlines()
         cells = dict(zip(heading.split(), row.split(), strict=False))

@@ -1,10 +1,8 @@
 """Traces from the client's submit to the result; metrics over Prometheus and OTLP."""
 
 import os
-import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from multigpu.v1 import admin_service_pb2 as admin_pb
 
 from tests.client.otlp_collector import Collector, attributes
 from tests.fleet import Fleet, until
+from tests.integration.streams import scrape
 
 
 @pytest.fixture
@@ -26,15 +25,9 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def metrics_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-@pytest.fixture
-def traced(collector: Collector, tmp_path: Path, metrics_port: int) -> Iterator[Fleet]:
+def traced(collector: Collector, tmp_path: Path) -> Iterator[Fleet]:
     env = {"MGPU_TELEMETRY_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
-    with Fleet(tmp_path, workers=1, env=env, master_flags=["--metrics-listen", f"127.0.0.1:{metrics_port}"]) as fleet:
+    with Fleet(tmp_path, workers=1, env=env, master_flags=["--metrics-listen", "127.0.0.1:0"]) as fleet:
         yield fleet
 
 
@@ -83,24 +76,20 @@ def collected(collector: Collector) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.slow
-def test_metrics_over_prometheus_and_otlp(collector: Collector, traced: Fleet, metrics_port: int) -> None:
+def test_metrics_over_prometheus_and_otlp(collector: Collector, traced: Fleet) -> None:
     with traced.client() as client:
         assert list(client.map("echo", [b"x"] * 5)) == [b"x"] * 5
 
-    def scraped() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as answer:
-            return str(answer.read().decode())
-
     counted = 'mgpu_tasks_settled_total{outcome="succeeded"} 5.0'
-    until(lambda: counted in scraped(), what="five tasks in a scrape")
-    text = scraped()
+    until(lambda: counted in scrape(traced), what="five tasks in a scrape")
+    text = scrape(traced)
     for measure in ("queue", "run", "duration"):
         assert f'mgpu_task_{measure}_seconds_count{{kind="echo"}} 5.0' in text
         assert f'mgpu_task_{measure}_seconds_bucket{{kind="echo",le="+Inf"}} 5.0' in text
     assert 'mgpu_workers_held{reason="cordoned"} 0.0' in text
     assert "mgpu_breaker_tripped 0.0" in text
     traced.admin.CordonWorker(admin_pb.CordonWorkerRequest(worker_id="w0"), timeout=20)
-    until(lambda: 'mgpu_workers_held{reason="cordoned"} 1.0' in scraped(), what="the cordoned worker in a scrape")
+    until(lambda: 'mgpu_workers_held{reason="cordoned"} 1.0' in scrape(traced), what="the cordoned worker in a scrape")
     assert traced.master.stop() == 0
 
     last = [metric for _, metric in collector.metrics_by_service() if metric.name == "mgpu_tasks_settled_total"][-1]
@@ -118,8 +107,7 @@ def test_a_submitting_command_begins_a_trace(collector: Collector, traced: Fleet
     argv = [sys.executable, "-m", "multigpu.cli", "submit", "--kind", "echo", "--payload", "x", "--wait"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "x"
-    assert traced.workers["w0"].stop() == 0
-    assert traced.master.stop() == 0
+    assert (traced.workers["w0"].stop(), traced.master.stop()) == (0, 0)
 
     def services() -> bool:
         return {service for service, _ in collector.spans_by_service()} == {"mgpuctl", "mgpu-master", "mgpu-worker"}
@@ -132,6 +120,4 @@ def test_a_submitting_command_begins_a_trace(collector: Collector, traced: Fleet
 
 def test_the_port_of_the_metrics_is_logged(tmp_path: Path) -> None:
     with Fleet(tmp_path, workers=0, master_flags=["--metrics-listen", "127.0.0.1:0"]) as fleet:
-        (event,) = fleet.master.events("metrics are served")
-        with urllib.request.urlopen(f"http://{event['address']}/metrics", timeout=10) as answer:
-            assert b"mgpu_tasks_submitted_total" in answer.read()
+        assert "mgpu_tasks_submitted_total" in scrape(fleet)

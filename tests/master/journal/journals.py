@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 from tests.waiting import until
@@ -60,6 +60,20 @@ def answered(commits: list[Commit], entry: Entry) -> JournalError | str:
     """What became of an entry: "committed" or its error."""
     until(lambda: any(known is entry for group, _, _ in commits for known in group))
     return next(error or "committed" for group, _, error in commits if any(known is entry for known in group))
+
+
+def commit(journal: SqliteJournal, commits: list[Commit], *entries: Entry) -> None:
+    """Appends entries, of which the last must be committed."""
+    journal.append(*entries)
+    assert answered(commits, entries[-1]) == "committed"
+
+
+def reject(journal: SqliteJournal, commits: list[Commit], entry: Entry) -> str:
+    """Appends an entry, which must be rejected because there is no room. The error."""
+    journal.append(entry)
+    error = answered(commits, entry)
+    assert isinstance(error, JournalFullError), error
+    return str(error)
 
 
 @contextmanager

@@ -8,17 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from multigpu_master.journal.protocol import Entry, JournalError
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.backup import backup, salvage
-from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.main import main
 
 from tests.disk.test_log_damage import commits_of, tasks_of, write
-from tests.master.journal.journals import dead, settle, submit
+from tests.master.journal.journals import dead, opened, settle, submit
 
 
 def test_a_backup_goes_into_a_directory_of_its_own(tmp_path: Path) -> None:
@@ -51,12 +50,14 @@ def test_a_target_that_is_no_good_is_rejected_in_words(target: str, words: str, 
     assert not (tmp_path / "data" / "copy").exists()
 
 
+def run(folder: Path, *words: str) -> Result:
+    return CliRunner().invoke(main, ["--data-dir", str(folder / "data"), *words])
+
+
 def lay_large(data_dir: Path) -> None:
     """Leaves a journal with a large payload."""
-    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
-    list(journal.open(lambda *_: None).tasks)
-    journal.append(Entry(submits=[submit(1, os.urandom(LARGE_BYTES)), submit(2)]))
-    journal.close(20)
+    with opened(data_dir) as (journal, _):
+        journal.append(Entry(submits=[submit(1, os.urandom(LARGE_BYTES)), submit(2)]))
 
 
 def test_a_copy_that_cannot_be_ended_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +68,7 @@ def test_a_copy_that_cannot_be_ended_is_taken_away(tmp_path: Path, monkeypatch: 
     lay_large(tmp_path / "data")
     with monkeypatch.context() as patch:
         patch.setattr(journal_backup, "copy_file", full)
-        run = CliRunner().invoke
-        done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+        done = run(tmp_path, "backup", str(tmp_path / "copy"))
     assert (done.exit_code, "No space left" in done.output, "To restore" in done.output) == (3, True, False)
     assert not list((tmp_path / "copy").iterdir())
     assert backup(tmp_path / "data", tmp_path / "copy") == []
@@ -95,8 +95,7 @@ def test_a_backup_says_which_limit_of_files_it_needs(tmp_path: Path, monkeypatch
 def test_what_was_lost_before_a_backup_is_listed_and_the_copy_is_kept(tmp_path: Path) -> None:
     lay_large(tmp_path / "data")
     shutil.rmtree(tmp_path / "data" / "segments")
-    run = CliRunner().invoke
-    done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    done = run(tmp_path, "backup", str(tmp_path / "copy"))
     assert done.exit_code == 4
     assert "not in the copy: task 1 (request_id 'request-1')" in done.output
     assert f"--data-dir {tmp_path / 'copy'} salvage" in done.output
@@ -108,13 +107,11 @@ def test_what_was_lost_before_a_backup_is_listed_and_the_copy_is_kept(tmp_path: 
 def test_a_journal_without_its_segments_is_salvaged_and_lost_payloads_are_reported(tmp_path: Path) -> None:
     large = os.urandom(LARGE_BYTES)
     data_dir = tmp_path / "data"
-    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
-    list(journal.open(lambda *_: None).tasks)
-    journal.append(
-        Entry(submits=[submit(1, large), submit(2)]),
-        Entry(settles=[settle(3, large, 1e10), settle(4), replace(dead(5, large), body=b"out"), dead(6, b"in")]),
-    )
-    journal.close(20)
+    with opened(data_dir) as (journal, _):
+        letters = replace(dead(5, large), body=b"out"), dead(6, b"in")
+        journal.append(
+            Entry(submits=[submit(1, large), submit(2)]), Entry(settles=[settle(3, large, 1e10), settle(4), *letters])
+        )
     shutil.rmtree(data_dir / "segments")
     with pytest.raises(JournalError, match=r"The payload of task 1 is missing.* salvage"):
         tasks_of(data_dir)
@@ -126,13 +123,9 @@ def test_a_journal_without_its_segments_is_salvaged_and_lost_payloads_are_report
     ]
     assert tasks_of(data_dir) == [2]
     assert list(salvage(data_dir)) == gone[2:], "a lost result stays one"
-    journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
-    list(journal.open(lambda *_: None).tasks)
-    assert [letter.task_id for letter in journal.list_dead_letters(queue="", before_task_id=0, limit=9)] == [6]
-    lost = journal.get_outcome(3)
-    assert lost is not None
-    assert lost.lost
-    journal.close(20)
+    with opened(data_dir) as (journal, _):
+        assert [letter.task_id for letter in journal.list_dead_letters(queue="", before_task_id=0, limit=9)] == [6]
+        assert (lost := journal.get_outcome(3)) is not None and lost.lost
 
 
 def test_a_damaged_log_is_salvaged_up_to_the_damage(tmp_path: Path) -> None:
@@ -156,21 +149,17 @@ def test_a_damaged_log_is_salvaged_up_to_the_damage(tmp_path: Path) -> None:
 
 
 def test_no_journal_is_salvaged_under_a_running_master(tmp_path: Path) -> None:
-    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
-    list(journal.open(lambda *_: None).tasks)
-    with pytest.raises(JournalError, match="held by another master"):
+    with opened(tmp_path), pytest.raises(JournalError, match="held by another master"):
         list(salvage(tmp_path))
-    journal.close(20)
 
 
 def test_the_commands(tmp_path: Path) -> None:
     write(tmp_path / "data", 4)
-    run = CliRunner().invoke
-    done = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    done = run(tmp_path, "backup", str(tmp_path / "copy"))
     assert (done.exit_code, "To restore it" in done.output) == (0, True)
     assert tasks_of(tmp_path / "copy") == [1, 2, 3, 4]
-    again = run(main, ["--data-dir", str(tmp_path / "data"), "backup", str(tmp_path / "copy")])
+    again = run(tmp_path, "backup", str(tmp_path / "copy"))
     assert (again.exit_code, "not empty" in again.output) == (3, True)
-    done = run(main, ["--data-dir", str(tmp_path / "data"), "salvage"])
+    done = run(tmp_path, "salvage")
     assert (done.exit_code, "nothing gone" in done.output) == (0, True)
     assert tasks_of(tmp_path / "data") == [1, 2, 3, 4]

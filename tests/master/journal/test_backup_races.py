@@ -19,7 +19,7 @@ from multigpu_master.journal.sqlite.backup import backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
-from tests.master.journal.journals import answered, dead, opened, settle, submit
+from tests.master.journal.journals import commit, dead, opened, settle, submit
 from tests.master.journal.test_shared_payloads import MIB
 from tests.master.journal.test_shared_payloads import opened as opened_shared
 from tests.master.journal.test_shared_payloads import settle as settle_shared
@@ -69,9 +69,7 @@ class Turnover:
     def _submit(self) -> None:
         self._tasks = list(range(self._last_task_id + 1, self._last_task_id + 8))
         self._last_task_id += 7
-        entry = Entry(submits=[submit(i, data_of(i, LARGE_BYTES)) for i in self._tasks])
-        self._journal.append(entry)
-        assert answered(self._commits, entry) == "committed"
+        commit(self._journal, self._commits, Entry(submits=[submit(i, data_of(i, LARGE_BYTES)) for i in self._tasks]))
 
     def turn(self) -> None:
         self.turns += 1

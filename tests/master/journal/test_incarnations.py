@@ -23,9 +23,6 @@ def ends_of(it: Opened) -> ids.Incarnations:
     return ids.Incarnations(it.recovered.incarnations)
 
 
-# --- epochs --------------------------------------------------------------------------------------------------------
-
-
 def test_an_empty_journal_and_an_older_copy_repeat_no_id(tmp_path: Path) -> None:
     first, _ = begin(tmp_path / "data", NOW_S)
     shutil.copytree(tmp_path / "data", tmp_path / "copy")
@@ -49,9 +46,6 @@ def test_a_journal_that_is_lost_and_replaced_within_a_second_repeats_no_id(tmp_p
     )
     assert first + 1_000_000 < second
     assert second % EPOCH_IDS <= EPOCH_IDS // 2, "half of the ids are left"
-
-
-# --- incarnations ----------------------------------------------------------------------------------------------------
 
 
 def test_each_start_has_a_name_of_its_own_and_the_journal_knows_how_far_each_came(tmp_path: Path) -> None:

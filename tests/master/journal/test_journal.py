@@ -5,19 +5,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master.journal.protocol import (
-    Entry,
-    JournalError,
-    OutcomeFilter,
-    Recovered,
-    StoredOutcome,
-    SubmitRecord,
-)
+from multigpu_master.journal.protocol import Entry, JournalError, OutcomeFilter, Recovered, StoredOutcome, SubmitRecord
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
@@ -273,27 +267,21 @@ def test_dead_letters_are_listed_by_queue_and_deleted(tmp_path: Path) -> None:
 def test_reads_go_on_beside_the_writer_in_many_threads(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         it.write(Entry(settles=[settle(1)]))
-        failures: list[BaseException] = []
         stop = threading.Event()
 
         def read() -> None:
-            try:
-                while not stop.is_set():
-                    outcomes = it.journal.read_outcomes(0, 100, 10**9)
-                    assert [o.cursor for o in outcomes] == list(range(1, len(outcomes) + 1))
-                    assert it.journal.find_requests(["request-1"])
-            except BaseException as error:
-                failures.append(error)
+            while not stop.is_set():
+                outcomes = it.journal.read_outcomes(0, 100, 10**9)
+                assert [o.cursor for o in outcomes] == list(range(1, len(outcomes) + 1))
+                assert it.journal.find_requests(["request-1"])
 
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for i in range(2, 200):
-            it.write(Entry(settles=[settle(i)]))
-        stop.set()
-        for thread in threads:
-            thread.join()
-        assert not failures
+        with ThreadPoolExecutor() as pool:
+            reading = [pool.submit(read) for _ in range(4)]
+            for i in range(2, 200):
+                it.write(Entry(settles=[settle(i)]))
+            stop.set()
+        for each in reading:
+            each.result()
         # No reader holds on to the past: the log can be emptied.
         with sqlite3.connect(tmp_path / "data" / "journal.sqlite3") as other:
             assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)

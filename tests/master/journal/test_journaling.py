@@ -1,6 +1,7 @@
 """Unacknowledged tasks wait in memory for a write; an acknowledgement follows the write of all earlier entries."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from multigpu.v1 import task_pb2
@@ -22,7 +23,6 @@ class Stage:
         self.data_dir = data_dir
         self.journal = SqliteJournal(data_dir, size_max_bytes=size_max_bytes)
         self.events: list[ev.Event] = []
-        self.acknowledged: list[tuple[str, JournalError | None]] = []
         self.journaling = Journaling(self.journal, self.events.append, lambda: None, self._die)
         list(self.journal.open(self.journaling.on_commit).tasks)
         self.outcomes = wire_outcomes.OutcomeWriter()
@@ -30,16 +30,6 @@ class Stage:
     @staticmethod
     def _die(reason: str) -> None:
         raise AssertionError(reason)
-
-    def wait_for_commit(self, label: str) -> "asyncio.Future[None]":
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def done(error: JournalError | None) -> None:
-            self.acknowledged.append((label, error))
-            future.set_result(None)
-
-        self.done = done
-        return future
 
     def settle(self, task: Task) -> None:
         task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, b"result")
@@ -58,6 +48,12 @@ def tasks(*ids: int) -> list[Task]:
     return [Task(SPEC, f"request-{i}", b"payload", submit_s=1000.0, task_id=i) for i in ids]
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def ignore(_error: JournalError | None) -> None:
     pass
 
@@ -67,9 +63,7 @@ async def test_a_task_that_settles_soon_is_written_as_its_outcome_only(tmp_path:
     one, two = tasks(1, 2)
     stage.journaling.submits_deferred([one, two], ignore)
     stage.settle(one)
-    async with asyncio.timeout(10):
-        while stage.journal.get_outcome(1) is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: stage.journal.get_outcome(1) is not None)
     assert stage.close() == []
 
 
@@ -90,9 +84,7 @@ async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejecte
     stage.journaling.submits([large], ignore, (), urgent=False)
     stage.journaling.submits_deferred(tasks(2), lambda _error: acknowledged.append(len(stage.events)))
     stage.journaling.flush()
-    async with asyncio.timeout(20):
-        while not acknowledged:
-            await asyncio.sleep(0.01)
+    await until(lambda: bool(acknowledged))
     assert acknowledged == [2], "the core has heard of both rejections before"
     stage.close()
 
@@ -103,9 +95,7 @@ async def test_outcomes_that_do_not_fit_as_one_are_written_as_far_as_there_is_ro
     for task in ended:
         task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, bytes(1 << 20))
     stage.journaling.settles([(task, stage.outcomes.write(task)) for task in ended])
-    async with asyncio.timeout(20):
-        while stage.journal.get_outcome(1) is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: stage.journal.get_outcome(1) is not None)
     stage.close()
 
 
@@ -124,10 +114,10 @@ async def test_an_acknowledged_submit_follows_all_earlier_entries_to_the_disk(tm
     """A Submit that joins a task which waits patiently is answered when that task is durable."""
     stage = Stage(tmp_path)
     stage.journaling.submits_deferred(tasks(1), ignore)
-    acknowledged = stage.wait_for_commit("submit")
-    stage.journaling.submits([], stage.done, (), urgent=True)
-    await acknowledged
-    assert stage.acknowledged == [("submit", None)]
+    acknowledged: list[JournalError | None] = []
+    stage.journaling.submits([], acknowledged.append, (), urgent=True)
+    await until(lambda: bool(acknowledged))
+    assert acknowledged == [None]
     assert stage.close() == [1]
 
 
@@ -144,8 +134,6 @@ async def test_a_task_without_a_payload_is_not_written_after_its_outcome(tmp_pat
     empty = Task(SPEC, "request-1", b"", submit_s=1000.0, task_id=1)
     stage.journaling.submits_deferred([empty], ignore)
     stage.settle(empty)
-    async with asyncio.timeout(10):
-        while stage.journal.get_outcome(1) is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: stage.journal.get_outcome(1) is not None)
     await stage.journaling.all_durable()
     assert stage.close() == []

@@ -98,8 +98,7 @@ def test_a_payload_file_is_synced_before_the_commit(tmp_path: Path, monkeypatch:
         assert it.write(settle(1, LargeBody(b"head", result))) is None
         assert synced[2:] == [(result.pin.name, 1)]  # its name is on the disk already
         outcome = it.journal.get_outcome(1)
-        assert outcome is not None
-        assert outcome.body == b"head" + b"r" * MIB
+        assert outcome is not None and outcome.body == b"head" + b"r" * MIB
 
 
 def test_the_payload_of_a_settled_task_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +159,7 @@ def test_a_file_to_which_only_a_row_refers_stays(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         time.sleep(2 * product.SCAN_S + product.IDLE_S)
         outcome = it.journal.get_outcome(1)
-        assert outcome is not None
-        assert outcome.body == b"head" + b"r" * MIB
+        assert outcome is not None and outcome.body == b"head" + b"r" * MIB
 
 
 def test_segments_are_deleted_with_their_last_reference(tmp_path: Path) -> None:
@@ -211,8 +209,7 @@ def test_an_expired_result_lets_its_segment_go(tmp_path: Path) -> None:
         it.journal._sweeper._zones = [(0.0, 0)]  # or it would be half a minute
         until(lambda: it.names() == [])
         stored = it.journal.get_outcome(2)
-        assert stored is not None
-        assert stored.body is None
+        assert stored is not None and stored.body is None
 
 
 def test_a_new_life_of_the_master_has_a_new_key(tmp_path: Path) -> None:
@@ -220,8 +217,7 @@ def test_a_new_life_of_the_master_has_a_new_key(tmp_path: Path) -> None:
     for _ in range(2):
         with opened(tmp_path / "data") as it:
             directory = Directory.of(it.payloads.offer())
-            assert directory is not None
-            assert it.payloads.shared_with(directory.key)
+            assert directory is not None and it.payloads.shared_with(directory.key)
             assert not it.payloads.shared_with(b"")
             assert oct((it.payloads.path / "KEY").stat().st_mode & 0o777) == "0o600"
             keys.append(directory.key)
