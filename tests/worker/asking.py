@@ -9,8 +9,7 @@ READY = model_pb2.MODEL_STATE_READY
 
 
 async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x", timeout_s: float = 20.0) -> Answer:
-    stream.lease([(lease_id, payload)], kind="infer", model=model)
-    (word,) = await stream.reported(lease_id, timeout_s=timeout_s)
+    word = await stream.run(lease_id, payload, kind="infer", model=model, timeout_s=timeout_s)
     assert word.state == SUCCEEDED, word
     return Answer.of(word.result)
 

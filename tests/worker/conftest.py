@@ -104,3 +104,9 @@ def start(master: ScriptedMaster, start_worker: StartWorker) -> Start:
 def start_handlers(start: Start) -> Start:
     """As `start`, with the handlers of `handlers/handlers_for_tests.py`."""
     return partial(start, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+
+
+@pytest.fixture
+async def stream(start_handlers: Start) -> Stream:
+    """The session of a worker with the handlers of `handlers/handlers_for_tests.py`."""
+    return (await start_handlers())[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
-from tests.worker.conftest import StartWorker
+from tests.worker.conftest import Start, StartWorker
 from tests.worker.scripted_master import ScriptedMaster
 
 # In the agent alone: its engines have the same environment.
@@ -40,11 +40,10 @@ def plant(tmp_path: Path) -> Path:
     ],
 )
 async def test_an_internal_error_in_a_callback_ends_the_worker_and_charges_no_task(
-    master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str
+    start: Start, plant: Path, module: str, name: str
 ) -> None:
     plant.joinpath("sitecustomize.py").write_text(PLANTED.format(module=module, name=name))
-    worker = await start_worker(master.address, pythonpath=plant)
-    stream = await master.stream()
+    worker, stream = await start(pythonpath=plant)
     if name == "EnginePool.died":
         stream.lease([(1, b"60")], kind="sleep")
         await stream.until(lambda: any(held.running for beat in stream.heartbeats for held in beat.leases))

@@ -30,11 +30,6 @@ def broke(stream: Stream, lease_id: int) -> bool:
     return any(r.broke_engine for batch in stream.batches for r in batch.reports if r.lease_id == lease_id)
 
 
-async def runs(stream: Stream, lease_id: int) -> None:
-    """Wait until a task runs."""
-    await stream.until(lambda: any(held.lease_id == lease_id and held.running for held in stream.heartbeats[-1].leases))
-
-
 async def until(condition: Callable[[], object], what: str) -> None:
     end_s = time.monotonic() + 60.0
     while not condition():

@@ -16,13 +16,7 @@ from multigpu.v1 import device_pb2
 from multigpu_worker.device import stats_file
 from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.device.energy import EnergyMeter, EnergyMethod
-from multigpu_worker.device.interface import (
-    DeviceError,
-    DeviceGoneError,
-    DeviceInfo,
-    DeviceProcess,
-    Telemetry,
-)
+from multigpu_worker.device.interface import DeviceError, DeviceGoneError, DeviceInfo, DeviceProcess, Telemetry
 from multigpu_worker.device.open import open_device
 from multigpu_worker.device.sampler import Sample, Sampler
 from multigpu_worker.session.wire import Identity, device_message, telemetry_message

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 from multigpu_worker.device import reset_watch
-from multigpu_worker.device.health import (
-    CHECK_MAX_S,
-    CHECK_MIN_S,
-    NOTICE_S,
-    STEADY_S,
-    Gravity,
-    Health,
-    Reason,
-    State,
-)
+from multigpu_worker.device.health import CHECK_MAX_S, CHECK_MIN_S, NOTICE_S, STEADY_S, Gravity, Health, Reason, State
 from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.interface import Telemetry
 from multigpu_worker.device.reset_watch import ResetNote, ResetWatch

@@ -67,12 +67,7 @@ def test_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
     graph = small_graphs.save(tmp_path / "graph", precision=precision)
     plan = tmp_path / "model.plan"
     facts = build(
-        graph=str(graph),
-        plan=str(plan),
-        precision=precision,
-        profiles=PROFILES,
-        module="tensorrt_rtx",
-        capability=None,
+        graph=str(graph), plan=str(plan), precision=precision, profiles=PROFILES, module="tensorrt_rtx", capability=None
     )
     assert facts["plan bytes"] == str(plan.stat().st_size)
     assert facts["profiles"] == str(len(PROFILES))

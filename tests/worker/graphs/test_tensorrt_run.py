@@ -158,11 +158,7 @@ def test_errors_of_a_plan(tmp_path: Path) -> None:
 def test_real_module_has_everything_that_is_called() -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     owners = {"_engine": trt.ICudaEngine, "context": trt.IExecutionContext, "_runtime": trt.Runtime, "_trt": trt}
-    fake = {
-        "_engine": fake_tensorrt.Engine,
-        "context": fake_tensorrt.Context,
-        "_runtime": fake_tensorrt.Runtime,
-    }
+    fake = {"_engine": fake_tensorrt.Engine, "context": fake_tensorrt.Context, "_runtime": fake_tensorrt.Runtime}
     seen = set()
     for node in ast.walk(ast.parse(inspect.getsource(tensorrt_run))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):

@@ -67,7 +67,6 @@ def test_a_missing_or_rotated_log(tmp_path: Path) -> None:
 DEAD = """
 import sys
 from pathlib import Path
-from multigpu_worker.mps import daemon, engines
 from multigpu_worker.mps.claims import Claim, Claims
 
 Claims(Path(sys.argv[1])).hold(Claim(worker_id="dead", engine_pid=1, pinned_bytes=1))
@@ -202,38 +201,12 @@ async def test_a_daemon_that_does_not_answer_is_logged_once(simulated_control: M
     await mps.close()
 
 
-async def test_one_scan_of_processes_serves_all_engines(
+async def test_one_scan_of_processes_off_the_event_loop_serves_all_engines(
     simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mps = Mps(simulated_control, "a", MpsLimits())
     await mps.open()
     running = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(3)]
-    scans = 0
-    scandir = os.scandir
-
-    def counted(path: str) -> Any:
-        nonlocal scans
-        scans += 1
-        return scandir(path)
-
-    try:
-        for engine in running:
-            mps.started(engine.pid)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "scandir", counted)
-            await mps._has_fault()
-    finally:
-        for engine in running:
-            engine.kill()
-            engine.wait()
-            mps.ended(engine.pid)
-        await mps.close()
-    assert scans == 1
-
-
-async def test_processes_are_scanned_off_the_event_loop(
-    simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
-) -> None:
     threads: list[threading.Thread] = []
     scandir = os.scandir
 
@@ -241,24 +214,25 @@ async def test_processes_are_scanned_off_the_event_loop(
         threads.append(threading.current_thread())
         return scandir(path)
 
-    mps = Mps(simulated_control, "a", MpsLimits())
-    await mps.open()
-    engine = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        mps.started(engine.pid)
+        for engine in running:
+            mps.started(engine.pid)
         with monkeypatch.context() as patch:
             patch.setattr(os, "scandir", noted)
+            await mps._has_fault()
+            assert len(threads) == 1
             watching = asyncio.create_task(mps.watch(lambda: None))
-            while not threads:
+            while len(threads) == 1:
                 await asyncio.sleep(0.05)
             watching.cancel()
-            await mps.detach(engine.pid)
+            await mps.detach(running[0].pid)
     finally:
-        engine.kill()
-        engine.wait()
-        mps.ended(engine.pid)
+        for engine in running:
+            engine.kill()
+            engine.wait()
+            mps.ended(engine.pid)
         await mps.close()
-    assert threads and threading.main_thread() not in threads
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize("which", ["base", "pipe_dir", "log"])

@@ -57,8 +57,7 @@ async def test_a_model_is_loaded_for_its_first_task_and_reported(start: Start, s
     two, too = await stream.reported(2, 3)
     assert (two.error.type, two.error.retryable) == ("ModelLoadError", True)
     assert "no room on the device" in two.error.message
-    stream.lease([(4, b"x")], kind="infer", model="wont")
-    (wont,) = await stream.reported(4)
+    wont = await stream.run(4, b"x", kind="infer", model="wont")
     assert (wont.error.type, wont.error.retryable) == ("ModelLoadError", False)
     assert (too.error.type, too.error.retryable) == ("UnknownModel", False)
     assert "'two'" in too.error.message
@@ -82,8 +81,7 @@ async def test_the_class_of_weights_may_lie_beside_them(start: Start, tmp_path: 
     (tmp_path / "net/model.toml").write_text('parameters = { class = "scaling:Scaling" }')
     _, stream = await start("--model-repository", str(tmp_path))
     payload = infer_pb2.InferPayload(inputs=[tensor_of("x", np.ones((1, 2), np.float32))]).SerializeToString()
-    stream.lease([(1, payload)], kind="infer", model="net")
-    (word,) = await stream.reported(1, timeout_s=180)
+    word = await stream.run(1, payload, kind="infer", model="net", timeout_s=180)
     assert word.state == SUCCEEDED, word
     assert arrays_of(word.result)["output"].tolist() == [[2, 3]]
 
@@ -132,8 +130,7 @@ async def test_two_models_and_room_for_one_take_turns(start: Start, shop: Shop) 
     await stream.until(lambda: ready(stream) == {"a"})  # from here on the memory of both models is measured
     known = len(stream.heartbeats)
     stream.lease([(n, b"sleep 0.3") for n in range(10, 30)], kind="infer", model="a")
-    stream.lease([(100, b"x")], kind="infer", model="b")
-    (word,) = await stream.reported(100)
+    word = await stream.run(100, b"x", kind="infer", model="b")
     assert word.state == SUCCEEDED
     words = await stream.reported(*range(10, 30), timeout_s=60)
     states = [word.state for word in words]
@@ -153,8 +150,7 @@ async def test_pins_and_unloads(start: Start, shop: Shop) -> None:
     await stream.until(lambda: ready(stream) == {"a"} and models(stream)["a"].memory_bytes)
     assert resident(stream)["a"].pinned
     pid = (await ask(stream, 1, "a")).pid
-    stream.lease([(2, b"x")], kind="infer", model="b")
-    (word,) = await stream.reported(2)
+    word = await stream.run(2, b"x", kind="infer", model="b")
     if word.state == SUCCEEDED:  # the worker had not measured b's memory yet
         assert "a" in ready(stream), "it is the other that goes, if they are too much together"
     else:
@@ -169,8 +165,7 @@ async def test_pins_and_unloads(start: Start, shop: Shop) -> None:
     await stream.until(lambda: "a" not in resident(stream))
     assert not Path(f"/proc/{pid}").exists()
     assert time.monotonic() - began_s < 20
-    stream.lease([(4, b"x")], kind="infer", model="a")
-    (word,) = await stream.reported(4)
+    word = await stream.run(4, b"x", kind="infer", model="a")
     assert word.state == pb.REPORT_STATE_RETURNED
     stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE))
     assert (await ask(stream, 5, "a")).words == "I am a"
@@ -214,8 +209,7 @@ async def test_a_load_that_hangs_or_crashes_fails_only_the_tasks_that_wait_for_i
     assert "does not move" in stuck.error.message
     # The worker does not load the model again at once: it answers with the last error for a while.
     deaths = worker.log.count("engine died")
-    stream.lease([(4, b"x")], kind="infer", model="crash")
-    assert (await stream.reported(4))[0].error.type == "ModelLoadError"
+    assert (await stream.run(4, b"x", kind="infer", model="crash")).error.type == "ModelLoadError"
     assert worker.log.count("engine died") <= deaths + 1
 
 
@@ -302,11 +296,9 @@ async def test_an_earlier_attempts_outputs_reach_the_engine(start: Start, shop: 
     shop.add("a")
     _, stream = await start(*shop.flags)
     extra = pb.LeaseExtra(index=0, partials_received=2, partials=[b"one", b"two"])
-    stream.lease([(1, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
-    (word,) = await stream.reported(1)
+    word = await stream.run(1, b"partials", attempt=2, extra=extra, kind="infer", model="a")
     assert Answer.of(word.result).asked == "partials one,two"
     # The master sends no outputs if they are larger than 1 MiB.
     extra = pb.LeaseExtra(index=0, partials_received=3)
-    stream.lease([(2, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
-    (word,) = await stream.reported(2)
+    word = await stream.run(2, b"partials", attempt=2, extra=extra, kind="infer", model="a")
     assert Answer.of(word.result).asked == "partials "

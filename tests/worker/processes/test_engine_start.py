@@ -73,8 +73,7 @@ async def test_a_worker_whose_engine_cannot_start_gives_its_leases_back_until_on
     await stream.until(lambda: not stream.heartbeats[-1].leases)
     (module.parent / "broken").unlink()
     await stream.until(lambda: state(stream) == device.HEALTH_STATE_HEALTHY)
-    stream.lease([(30, b"0")], kind="mm.work")
-    (word,) = await stream.reported(30)
+    word = await stream.run(30, b"0", kind="mm.work")
     assert (word.state, word.result) == (SUCCEEDED, b"%d" % worker.engine_pids()[0])
 
 
@@ -85,8 +84,7 @@ async def test_a_kill_while_the_engine_starts_does_not_make_the_device_sick(star
         (pid,) = worker.engine_pids()
         os.kill(pid, signal.SIGKILL)
         await stream.until(lambda pid=pid: worker.engine_pids() not in ([], [pid]))  # type: ignore[misc]
-    stream.lease([(1, b"0")], kind="mm.work")
-    assert (await stream.reported(1))[0].state == SUCCEEDED
+    assert (await stream.run(1, b"0", kind="mm.work")).state == SUCCEEDED
     assert {beat.health.state for beat in stream.heartbeats} == {device.HEALTH_STATE_HEALTHY}
 
 
@@ -127,5 +125,4 @@ async def test_a_later_import_that_hangs_is_reported_with_its_file_and_ended(sta
     await stream.until(lambda: str(module) in reasons(stream).get("engine_fails", ""))
     (module.parent / "hangs").unlink()
     await stream.until(lambda: state(stream) == device.HEALTH_STATE_HEALTHY)
-    stream.lease([(1, b"0")], kind="mm.work")
-    assert (await stream.reported(1))[0].state == SUCCEEDED
+    assert (await stream.run(1, b"0", kind="mm.work")).state == SUCCEEDED

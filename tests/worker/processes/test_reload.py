@@ -52,8 +52,7 @@ async def begun(start: Start, edited: Edited) -> Begun:
 
 
 async def answer(stream: Stream, lease_id: int) -> bytes:
-    stream.lease([(lease_id, b"")], kind="my.word")
-    (word,) = await stream.reported(lease_id)
+    word = await stream.run(lease_id, b"", kind="my.word")
     assert word.state == SUCCEEDED, word
     return word.result
 

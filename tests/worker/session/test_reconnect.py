@@ -11,7 +11,7 @@ import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
 from tests.worker.conftest import Start, StartWorker
-from tests.worker.scripted_master import ScriptedMaster
+from tests.worker.scripted_master import ScriptedMaster, Stream
 
 
 async def test_work_goes_on_while_the_stream_is_down(master: ScriptedMaster, start: Start) -> None:
@@ -55,8 +55,7 @@ async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start: 
     await stream.until(lambda: not stream.heartbeats[-1].leases)
 
 
-async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, start_handlers: Start) -> None:
-    _, stream = await start_handlers()
+async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, stream: Stream) -> None:
     stream.lease([(1, b"")], kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     stream.break_off()
@@ -69,9 +68,8 @@ async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMas
 
 
 async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_stream(
-    master: ScriptedMaster, start_handlers: Start
+    master: ScriptedMaster, stream: Stream
 ) -> None:
-    _, stream = await start_handlers()
     stream.lease([(1, b"")], attempt=2, extra=pb.LeaseExtra(partials_received=10), kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     assert [p.index for p in stream.partials][:3] == [10, 11, 12]
@@ -81,9 +79,8 @@ async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_
 
 
 async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
-    master: ScriptedMaster, start_handlers: Start
+    master: ScriptedMaster, stream: Stream
 ) -> None:
-    _, stream = await start_handlers()
     stream.lease([(1, b"20")], kind="t.big_parts")
     stream.lease([(2, b"30"), (3, b"x")], kind="sleep")
     await stream.reported(1)  # connected all the time: fine
@@ -93,10 +90,8 @@ async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
     assert {held.lease_id for held in stream.hello.leases} == {2, 3}
 
 
-async def test_checkpoints_in_hello(master: ScriptedMaster, start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    stream.lease([(1, b"it")], kind="t.checkpoint_then_raise")
-    await stream.reported(1)
+async def test_checkpoints_in_hello(master: ScriptedMaster, stream: Stream) -> None:
+    await stream.run(1, b"it", kind="t.checkpoint_then_raise")
     stream.break_off()
     stream = await master.stream()
     assert [held.checkpoint for held in stream.hello.leases] == [b"kept it"]
@@ -116,8 +111,7 @@ async def test_however_a_stream_ends_another_begins(master: ScriptedMaster, star
         await asyncio.sleep(0.3)
         master.reject = None
     stream = await master.stream()
-    stream.lease([(1, b"x")], kind="echo")
-    await stream.reported(1)
+    await stream.run(1, b"x", kind="echo")
 
 
 async def test_another_protocol_version_ends_the_worker(master: ScriptedMaster, start_worker: StartWorker) -> None:
@@ -140,8 +134,7 @@ async def test_waits_for_a_master(start_worker: StartWorker) -> None:
     began_s = time.monotonic()
     stream = await master.stream()
     assert time.monotonic() - began_s < 15  # the longest delay is 2 s, and a machine may be busy
-    stream.lease([(1, b"x")], kind="echo")
-    await stream.reported(1)
+    await stream.run(1, b"x", kind="echo")
     assert worker.process.returncode is None
     await master.stop()
 
@@ -201,8 +194,7 @@ async def test_the_engine_dies_with_its_agent(start_handlers: Start, tmp_path: P
 
 async def test_the_agent_never_imports_torch(start: Start) -> None:
     worker, stream = await start()
-    stream.lease([(1, b"x")], kind="echo")
-    await stream.reported(1)
+    await stream.run(1, b"x", kind="echo")
     maps = Path(f"/proc/{worker.pid}/maps").read_text()
     assert "libtorch" not in maps
     engine = Path(f"/proc/{worker.engine_pids()[0]}/maps").read_text()
