@@ -32,13 +32,8 @@ async def test_values_and_results(stream: Stream) -> None:
     assert (nothing.state, nothing.result) == (SUCCEEDED, b"null")
     extra = pb.LeaseExtra(checkpoint=b"before")
     told = await stream.run(9001, b"", attempt=3, extra=extra, kind="t.context", parameters={"a": "b"})
-    assert json.loads(told.result) == {
-        "task_id": 10001,
-        "attempt": 3,
-        "parameters": {"a": "b"},
-        "checkpoint": "before",
-        "cancelled": False,
-    }
+    told_of = {"task_id": 10001, "attempt": 3, "parameters": {"a": "b"}, "checkpoint": "before", "cancelled": False}
+    assert json.loads(told.result) == told_of
 
 
 @pytest.mark.parametrize(
@@ -88,7 +83,7 @@ async def test_partials_do_not_wait_for_a_heartbeat(master: ScriptedMaster, star
     assert "heartbeat" not in stream.events[begun:]
 
 
-async def test_exceptions(stream: Stream) -> None:
+async def test_exceptions_wrong_results_and_unknown_kinds_fail_the_task(stream: Stream) -> None:
     (report,) = await stream.run_all("t.raise", b"key")
     assert report.state == pb.REPORT_STATE_FAILED
     assert (report.error.type, report.error.retryable) == ("LookupError", False)
@@ -103,6 +98,14 @@ async def test_exceptions(stream: Stream) -> None:
     assert report.content_type == MSGPACK
     assert math.isnan(decode(report.result, MSGPACK))
     await still_works(stream)
+    (report,) = await stream.run_all("t.speechless", b"")
+    assert report.error.type == "handlers_for_tests.SpeechlessError"
+    (report,) = await stream.run_all("t.surrogates", b"")
+    assert report.error.type == "RuntimeError"
+    assert report.error.message == "?" * 8192
+    assert len(report.error.traceback.encode()) <= 16384
+    (report,) = await stream.run_all("t.nobody", b"")
+    assert (report.error.type, report.error.retryable) == ("UnknownKind", False)
 
 
 async def test_retries_are_those_that_the_handler_wants(stream: Stream) -> None:
@@ -115,15 +118,6 @@ async def test_retries_are_those_that_the_handler_wants(stream: Stream) -> None:
         report = await stream.run(900 + attempt, payload, attempt=attempt, kind="t.retried")
         assert (report.error.type, report.error.retryable) == expected
         stream.reports.clear()
-
-
-async def test_exceptions_that_cannot_be_formatted(stream: Stream) -> None:
-    (report,) = await stream.run_all("t.speechless", b"")
-    assert report.error.type == "handlers_for_tests.SpeechlessError"
-    (report,) = await stream.run_all("t.surrogates", b"")
-    assert report.error.type == "RuntimeError"
-    assert report.error.message == "?" * 8192
-    assert len(report.error.traceback.encode()) <= 16384
 
 
 async def test_result_too_large(start_handlers: Start) -> None:
@@ -147,8 +141,7 @@ async def test_death_is_blamed_on_the_running_task(stream: Stream, kind: str, pa
     (dead,) = await stream.reported(1002)
     assert (dead.error.type, dead.error.retryable) == ("EngineDied", True)
     assert words in dead.error.message
-    for report in await stream.reported(1001, *range(1003, 1103)):
-        assert report.state == SUCCEEDED
+    assert {report.state for report in await stream.reported(1001, *range(1003, 1103))} == {SUCCEEDED}
     await still_works(stream)
 
 
@@ -168,11 +161,6 @@ async def test_other_tasks_of_the_batch_continue(stream: Stream) -> None:
     stream.lease([(n, b"0.0001" if n != 1050 else b"not a number") for n in range(1001, 1100)], kind="t.nap")
     reports = await stream.reported(*range(1001, 1100))
     assert [r.lease_id for r in reports if r.state != SUCCEEDED] == [1050]
-
-
-async def test_unknown_kind(stream: Stream) -> None:
-    (report,) = await stream.run_all("t.nobody", b"")
-    assert (report.error.type, report.error.retryable) == ("UnknownKind", False)
 
 
 @pytest.mark.parametrize("kind", ["t.hang", "t.spin"])
@@ -197,7 +185,9 @@ async def test_no_progress(start_handlers: Start) -> None:
     assert (report.error.type, report.error.retryable) == ("NoProgress", True)
 
 
-async def test_out_of_memory_is_a_clean_failure(start_handlers: Start) -> None:
+async def test_out_of_memory_is_a_clean_failure_and_the_agent_limits_memory_that_rlimits_miss(
+    start_handlers: Start,
+) -> None:
     process, stream = await start_handlers("--engine-memory-bytes", "600MiB")
     await still_works(stream)
     engine = process.engine_pids()
@@ -206,10 +196,6 @@ async def test_out_of_memory_is_a_clean_failure(start_handlers: Start) -> None:
     assert "in hoard" in report.error.traceback
     await still_works(stream)
     assert process.engine_pids() == engine
-
-
-async def test_agent_limits_memory_that_rlimits_miss(start_handlers: Start) -> None:
-    _, stream = await start_handlers("--engine-memory-bytes", "600MiB")
     (report,) = await stream.run_all("t.shared_hoard", b"")
     assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
     assert "engine_memory_bytes" in report.error.message
@@ -235,8 +221,14 @@ async def test_timeout_in_one_slot_spares_others(start_handlers: Start) -> None:
     assert napped.result == b"1.0"  # from the next engine, and not charged
 
 
-async def test_excessive_output_is_truncated(start_handlers: Start) -> None:
+async def test_output_goes_to_the_log_and_is_truncated_if_it_is_excessive(start_handlers: Start) -> None:
     process, stream = await start_handlers()
+    (report,) = await stream.run_all("t.print", b"hello")
+    assert report.result == b"printed"
+    await still_works(stream)
+    assert "a line from user code: hello" in process.log
+    assert "and one past Python" in process.log
+    assert "trouble" in process.log
     (report,) = await stream.run_all("t.flood", b"")
     assert report.result == b"done"
     await asyncio.sleep(1.2)
@@ -245,16 +237,6 @@ async def test_excessive_output_is_truncated(start_handlers: Start) -> None:
     assert process.log.count("flood ") < 5000
     assert "engine output not logged" in process.log
     assert "afterwards" in process.log
-
-
-async def test_output_goes_to_the_log(start_handlers: Start) -> None:
-    process, stream = await start_handlers()
-    (report,) = await stream.run_all("t.print", b"hello")
-    assert report.result == b"printed"
-    await still_works(stream)
-    assert "a line from user code: hello" in process.log
-    assert "and one past Python" in process.log
-    assert "trouble" in process.log
 
 
 async def test_forked_child_that_returns_reports_nothing(stream: Stream) -> None:
@@ -277,7 +259,7 @@ async def test_orphaned_child_does_not_hide_the_death(stream: Stream, tmp_path: 
     assert not status.exists() or "State:\tZ" in status.read_text()  # dead, if not reaped
 
 
-async def test_killed_engine(start_handlers: Start) -> None:
+async def test_killed_engine_is_replaced_again_and_again(start_handlers: Start) -> None:
     process, stream = await start_handlers()
     stream.lease([(1, b"30"), (2, b"0.01"), (3, b"0.01")], kind="sleep")
     await stream.until(lambda: any(h.leases and h.leases[0].running for h in stream.heartbeats))
@@ -286,10 +268,6 @@ async def test_killed_engine(start_handlers: Start) -> None:
     assert (first.error.type, first.error.retryable) == ("EngineDied", True)
     assert "SIGKILL" in first.error.message
     assert (second.result, third.result) == (b"0.01", b"0.01")
-
-
-async def test_idle_engine_killed_again_and_again(start_handlers: Start) -> None:
-    process, stream = await start_handlers()
     for _ in range(4):
         await still_works(stream)
         os.kill(process.engine_pids()[0], signal.SIGKILL)

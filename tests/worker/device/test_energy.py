@@ -106,16 +106,14 @@ def test_two_close_readings_around_a_step_of_the_counter_are_no_burst(meter: Ene
     assert uncertainty < 0.3
 
 
-def test_a_counter_that_restarts_is_not_counted_backwards(meter: EnergyMeter) -> None:
+def test_a_counter_that_restarts_is_not_counted_backwards_nor_a_clock_that_is_set_back(meter: EnergyMeter) -> None:
     for n, value in enumerate((1e6, 1e6 + 100, 5.0)):
         meter.read(T0 + n * S, value, 1)
     assert meter.measure(T0, T0 + 2 * S, 1) is None
     for n in range(3, 8):
         meter.read(T0 + n * S, 5.0 + (n - 2) * 100.0, 1)
     assert measured(meter, 3, 6)[0] == pytest.approx(300.0)
-
-
-def test_readings_restart_when_the_clock_is_set_back(meter: EnergyMeter) -> None:
+    meter.reset()
     meter.read(T0 + 100 * S, 0.0, 1)
     for n in range(4):
         meter.read(T0 + n * S, 100.0 + n * 50.0, 1)

@@ -54,7 +54,7 @@ def test_heat_degrades_a_device_and_needs_no_check() -> None:
     assert (health.state, health.since_s, codes(health)) == (State.HEALTHY, 6.0, [])
 
 
-def test_an_xid_makes_a_device_sick_until_a_check_passes() -> None:
+def test_an_xid_makes_a_device_sick_until_a_check_passes_and_a_lost_one_is_checked_once_it_is_back() -> None:
     health = sick("xid_95", 10.0)
     assert health.unusable
     assert not health.check_due(10.0)
@@ -63,9 +63,6 @@ def test_an_xid_makes_a_device_sick_until_a_check_passes() -> None:
     assert (state(health), health.unusable) == (State.RECOVERING, False)
     health.pass_check(12.0)
     assert (state(health), codes(health)) == (State.HEALTHY, [])
-
-
-def test_a_lost_device_is_checked_as_soon_as_it_is_back() -> None:
     health = Health(0.0)
     health.find([LOST], 1.0)
     assert not health.check_due(1e6)
@@ -208,7 +205,7 @@ def test_every_xid_has_a_meaning_and_those_for_operators_a_remedy() -> None:
     assert all(xid.meaning for xid in XIDS.values())
 
 
-def test_an_engine_that_exits_or_is_rejected_before_it_is_ready_cannot_start() -> None:
+def test_an_engine_that_exits_or_is_rejected_cannot_start_and_one_that_is_killed_may_start_again() -> None:
     start = EngineStart()
     start.died("ended with exit code 1", killed=False)
     assert "exit code 1" in start.error(1.0, ready=False)
@@ -217,9 +214,6 @@ def test_an_engine_that_exits_or_is_rejected_before_it_is_ready_cannot_start() -
     start.died("ended with exit code 1", killed=False)
     assert start.error(1.0, ready=False) == "no such module"
     assert start.error(2.0, ready=True) == ""
-
-
-def test_an_engine_that_is_killed_during_its_start_may_start_again() -> None:
     start = EngineStart()
     for _ in range(KILLS_MAX - 1):
         start.died("was killed by SIGKILL", killed=True)

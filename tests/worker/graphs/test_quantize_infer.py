@@ -154,8 +154,7 @@ def test_fp8_rounds_as_torch_does(tmp_path: Path) -> None:
     ]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
-    path = tmp_path / "model.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    path = small_graphs.save_graph(graph, tmp_path / "model.onnx")
     found = Session(path, "cpu", 1, fused=False).run({"x": x})["y"]
     wanted = torch.from_numpy(x).clamp(-448, 448).to(torch.float8_e4m3fn).float().numpy()
     np.testing.assert_array_equal(found, wanted)

@@ -5,8 +5,9 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,11 @@ def order(graph: Path, precision: str = "fp32", gpu: Gpu | None = None) -> PlanO
     return PlanOrder(graph=graph, precision=precision, profiles=PROFILES, library=installed(), gpu=gpu)
 
 
+def build_plan(graph: Path, plan: Path, precision: str, capability: list[int] | None = None) -> Mapping[str, str]:
+    rules: dict[str, Any] = {"profiles": PROFILES, "module": "tensorrt_rtx", "capability": capability}
+    return build(graph=str(graph), plan=str(plan), precision=precision, **rules)
+
+
 @pytest.fixture
 def artifacts(tmp_path: Path) -> Artifacts:
     return Artifacts(tmp_path / "artifacts", 64 * MIB)
@@ -66,9 +72,7 @@ def fake_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
     graph = small_graphs.save(tmp_path / "graph", precision=precision)
     plan = tmp_path / "model.plan"
-    facts = build(
-        graph=str(graph), plan=str(plan), precision=precision, profiles=PROFILES, module="tensorrt_rtx", capability=None
-    )
+    facts = build_plan(graph, plan, precision)
     assert facts["plan bytes"] == str(plan.stat().st_size)
     assert facts["profiles"] == str(len(PROFILES))
     # The library accepts the file as a plan: it reports no malformed engine (only that there is no GPU).
@@ -253,20 +257,10 @@ def test_a_plan_reads_external_data_only_in_the_folder(tmp_path: Path, location:
     graph = tmp_path / "m" / with_external_data(tmp_path / "m", location.format(outside=tmp_path / "outside")).file
     plan = tmp_path / PLAN_FILE
 
-    def make() -> None:
-        build(
-            graph=str(graph),
-            plan=str(plan),
-            precision="fp32",
-            profiles=PROFILES,
-            module="tensorrt_rtx",
-            capability=[8, 9],
-        )
-
     if location == "w":
-        make()
+        build_plan(graph, plan, "fp32", [8, 9])
         assert plan.stat().st_size
     else:
         with pytest.raises(ModelFolderError, match=r"can't read .*model\.onnx"):
-            make()
+            build_plan(graph, plan, "fp32", [8, 9])
         assert not plan.exists()

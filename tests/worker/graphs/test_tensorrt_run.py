@@ -10,9 +10,9 @@ import gc
 import inspect
 import json
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,11 @@ def test_shapes_use_their_profile_and_reuse_buffers(tmp_path: Path) -> None:
     assert memory.allocated[0] == 1000 * len(PROFILES) + 256
 
 
-def test_outputs_are_not_overwritten_by_the_next_run(tmp_path: Path) -> None:
+def test_outputs_are_not_overwritten_and_runs_may_start_before_the_last_is_fetched(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     first = plan({"x": np.full((2, 2), 1.0)})["y"]
     plan({"x": np.full((2, 2), 5.0)})
     assert (first == 2).all()
-
-
-def test_runs_may_start_before_the_last_is_fetched(tmp_path: Path) -> None:
-    plan = runner(tmp_path)
     inputs = [np.full((2, width), float(width)) for width in (1, 200, 20)]
     finish = [plan.begin({"x": x}) for x in inputs]
     for x, wait in zip(inputs, finish, strict=True):
@@ -130,11 +126,8 @@ def test_threads_may_share_a_plan(tmp_path: Path) -> None:
             x = rng.standard_normal((rng.integers(2, 5), rng.integers(1, 257))).astype(np.float32)
             right.append(np.array_equal(plan({"x": x})["y"], 2 * x))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert right == [True] * 400
 
 
@@ -150,9 +143,6 @@ def test_errors_of_a_plan(tmp_path: Path) -> None:
     (tmp_path / "cut.plan").write_text("{")
     with pytest.raises(ModelFolderError, match=r"cut\.plan can't be loaded by .*it is malformed"):
         PlanRunner(tmp_path / "cut.plan", MODULE, HostMemory())
-
-
-# The real module, as far as it goes.
 
 
 def test_real_module_has_everything_that_is_called() -> None:
@@ -189,12 +179,3 @@ def test_real_library_reports_a_missing_driver(tmp_path: Path) -> None:
     (tmp_path / "model.plan").write_bytes(b"no plan at all" * 100)
     with pytest.raises(ModelFolderError, match=r"can't be loaded by tensorrt_rtx .*: \S+"):
         PlanRunner(tmp_path / "model.plan", "tensorrt_rtx", HostMemory())
-
-
-# Asked for where it can't be had.
-
-
-# One serves, another is made.
-
-
-# The whole back ends, on a fake GPU.

@@ -22,6 +22,7 @@ from multigpu_worker.engines.infer.engine import AS_CONFIGURED, AS_DECLARED, Inf
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.worker.embed.test_embed import Recorder
+from tests.worker.graphs import small_graphs
 from tests.worker.infer.test_infer import answer, batch_of, payload, run
 
 # As many rows as go through a model at once on a CPU.
@@ -43,9 +44,7 @@ def write(
         for of in (inputs or {"x": "n"}, outputs)
     )
     graph = helper.make_graph(nodes, "g", taken, given, [numpy_helper.from_array(table, "table")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.checker.check_model(model)
-    onnx.save(model, folder / "model.onnx")
+    small_graphs.save_graph(graph, folder / "model.onnx")
     return ModelSpec(name="m", folder=folder, kind="infer", source="onnx", file="model.onnx")
 
 

@@ -18,11 +18,6 @@ from tests.worker.toy_models import Answer, Shop
 MIB = 1 << 20
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Shop:
-    return Shop(tmp_path / "models")
-
-
 def offered(stream: Stream) -> set[str]:
     """The model names that the worker offers now."""
     latest = list(stream.hello.capabilities)
@@ -97,7 +92,7 @@ async def test_a_version_is_served_until_its_successor_is_ready(start: Start, sh
     assert (await ask(stream, 2, "m:1")).pid == old.pid
     # Leases that it holds when the successor is ready still run.
     stream.lease([(3, b"sleep 0.5"), (4, b"sleep 0.2"), (5, b"x")], kind="infer", model="m:1")
-    await stream.until(lambda: any(lease.lease_id == 3 and lease.running for lease in stream.heartbeats[-1].leases))
+    await stream.running(3)
     hang.unlink()
     await stream.until(lambda: "m:2" in ready(stream) and "m:1" not in offered(stream))
     assert (await ask(stream, 6, "m")).words == "new"

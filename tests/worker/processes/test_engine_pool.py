@@ -18,16 +18,11 @@ from safetensors.numpy import save_file
 
 from tests.fakes.gpus import SimulatedGpus
 from tests.worker.asking import READY, ask, models, ready, resident
-from tests.worker.conftest import Start, WorkerProcess
+from tests.worker.conftest import Start
 from tests.worker.scripted_master import SUCCEEDED
 from tests.worker.toy_models import Answer, Shop
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Shop:
-    return Shop(tmp_path / "models")
 
 
 @pytest.mark.slow
@@ -86,7 +81,9 @@ async def test_the_class_of_weights_may_lie_beside_them(start: Start, tmp_path: 
     assert arrays_of(word.result)["output"].tolist() == [[2, 3]]
 
 
-async def test_models_that_are_added_later_are_reported(start: Start, shop: Shop) -> None:
+async def test_facts_that_come_later_are_reported_and_an_earlier_attempts_outputs_reach_the_engine(
+    start: Start, shop: Shop
+) -> None:
     shop.add("one")
     _, stream = await start(*shop.flags)
     await ask(stream, 1, "one")
@@ -94,6 +91,13 @@ async def test_models_that_are_added_later_are_reported(start: Start, shop: Shop
     assert "plan" not in models(stream)["one"].facts
     await ask(stream, 2, "one", b"fact serves by now")
     await stream.until(lambda: models(stream)["one"].facts["plan"] == "serves by now")
+    extra = pb.LeaseExtra(index=0, partials_received=2, partials=[b"one", b"two"])
+    word = await stream.run(3, b"partials", attempt=2, extra=extra, kind="infer", model="one")
+    assert Answer.of(word.result).asked == "partials one,two"
+    # The master sends no outputs if they are larger than 1 MiB.
+    extra = pb.LeaseExtra(index=0, partials_received=3)
+    word = await stream.run(4, b"partials", attempt=2, extra=extra, kind="infer", model="one")
+    assert Answer.of(word.result).asked == "partials "
 
 
 async def test_room_is_made_by_the_least_recently_used_and_is_really_free(start: Start, shop: Shop) -> None:
@@ -120,13 +124,11 @@ async def test_room_is_made_by_the_least_recently_used_and_is_really_free(start:
 
 
 async def test_two_models_and_room_for_one_take_turns(start: Start, shop: Shop) -> None:
-    shop.add("a", size_bytes=60 * MIB)
-    shop.add("b", size_bytes=60 * MIB)
-    shop.add("huge", size_bytes=1)
+    for name in "ab":
+        shop.add(name, size_bytes=60 * MIB)
     _, stream = await start(*shop.flags, "--model-memory-bytes", "100MiB", "--batch-tasks-max", "1")
-    await ask(stream, 1, "a")
-    await ask(stream, 2, "b")
-    await ask(stream, 3, "a")
+    for lease_id, name in enumerate("aba", 1):
+        await ask(stream, lease_id, name)
     await stream.until(lambda: ready(stream) == {"a"})  # from here on the memory of both models is measured
     known = len(stream.heartbeats)
     stream.lease([(n, b"sleep 0.3") for n in range(10, 30)], kind="infer", model="a")
@@ -180,9 +182,7 @@ async def test_a_process_that_is_killed_takes_only_its_own_along(start: Start, s
     stream.lease([(11, b"sleep 0.6")], kind="infer", model="a")
     stream.lease([(12, b"sleep 0.6")], kind="infer", model="b")
     stream.lease([(13, b"x"), (14, b"y")], kind="infer", model="b")
-    await stream.until(
-        lambda: {lease.lease_id for lease in stream.heartbeats[-1].leases if lease.running} >= {10, 11, 12}
-    )
+    await stream.running(10, 11, 12)
     os.kill(b.pid, signal.SIGKILL)
     ten, eleven, twelve, *rest = await stream.reported(10, 11, 12, 13, 14)
     assert [ten.state, eleven.state] == [SUCCEEDED] * 2
@@ -226,10 +226,6 @@ async def test_what_is_revoked_while_its_model_loads_needs_no_model(start: Start
     assert 1 not in stream.reports
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
-    assert_no_children(worker)
-
-
-def assert_no_children(worker: WorkerProcess) -> None:
     assert not Path(f"/proc/{worker.pid}").exists()
 
 
@@ -290,15 +286,3 @@ async def test_a_stopped_process_delays_no_other_process_and_is_killed(start: St
     assert word.error.type == "NoProgress"
     assert (await ask(stream, 4, "a")).pid != a.pid
     assert not Path(f"/proc/{a.pid}").exists()
-
-
-async def test_an_earlier_attempts_outputs_reach_the_engine(start: Start, shop: Shop) -> None:
-    shop.add("a")
-    _, stream = await start(*shop.flags)
-    extra = pb.LeaseExtra(index=0, partials_received=2, partials=[b"one", b"two"])
-    word = await stream.run(1, b"partials", attempt=2, extra=extra, kind="infer", model="a")
-    assert Answer.of(word.result).asked == "partials one,two"
-    # The master sends no outputs if they are larger than 1 MiB.
-    extra = pb.LeaseExtra(index=0, partials_received=3)
-    word = await stream.run(2, b"partials", attempt=2, extra=extra, kind="infer", model="a")
-    assert Answer.of(word.result).asked == "partials "

@@ -30,7 +30,7 @@ def pop(made: Batcher) -> list[int]:
     return ids(made.pop(one_by_one=ONE_BY_ONE))
 
 
-def test_one_spec_a_batch_and_the_oldest_first() -> None:
+def test_one_spec_a_batch_and_the_oldest_first_and_no_line_starves_another() -> None:
     made = batcher()
     made.add(ECHO, leases([1, 2]))
     made.add(OTHER, leases([3], OTHER))
@@ -38,9 +38,6 @@ def test_one_spec_a_batch_and_the_oldest_first() -> None:
     assert pop(made) == [1, 2, 4]
     assert pop(made) == [3]
     assert pop(made) == []
-
-
-def test_no_line_starves_another() -> None:
     made = batcher(tasks_max=2)
     made.add(ECHO, leases([1, 2, 3]))
     made.add(OTHER, leases([4], OTHER))
@@ -71,7 +68,7 @@ def test_dropped_leases_go_nowhere() -> None:
     assert pop(made) == [8]
 
 
-def test_put_back_goes_first() -> None:
+def test_put_back_goes_first_and_keeps_its_order_across_kinds() -> None:
     made = batcher()
     made.add(ECHO, leases([1, 2, 3, 4]))
     batch = made.pop(one_by_one=ONE_BY_ONE)
@@ -79,10 +76,7 @@ def test_put_back_goes_first() -> None:
     made.add(ECHO, leases([6]))
     made.put_back(batch)
     assert pop(made) == [1, 2, 3, 4, 6]
-
-
-def test_returned_leases_keep_their_order_across_kinds() -> None:
-    """A stream of new tasks must not overtake older ones: these would wait forever."""
+    # A stream of new tasks must not overtake older ones: these would wait forever.
     made = batcher()
     made.add(HANDLER, leases([1], HANDLER))
     made.add(ECHO, leases([2]))
@@ -108,7 +102,7 @@ def test_suspects_go_in_smaller_batches() -> None:
     assert [pop(made) for _ in range(3)] == [[1, 2, 3], [4], [5]]
 
 
-def test_unknown_speed_begins_with_one_and_grows() -> None:
+def test_batches_grow_with_a_known_speed_and_those_of_slow_tasks_take_bounded_time() -> None:
     made = batcher(tasks_max=256)
     made.add(HANDLER, leases(range(1, 2001), HANDLER))
     sizes = []
@@ -117,9 +111,6 @@ def test_unknown_speed_begins_with_one_and_grows() -> None:
         sizes.append(len(batch))
         made.measure(HANDLER, len(batch), len(batch) * 1e-6)
     assert sizes == [1, 8, 64, 256, 256]
-
-
-def test_slow_tasks_go_in_batches_of_bounded_time() -> None:
     made = batcher(batch_s=0.05)
     made.add(HANDLER, leases(range(1, 101), HANDLER))
     for _ in range(4):
@@ -150,15 +141,12 @@ LATER = Spec(kind="echo", priority=5)
 MODEL = Spec(kind="embed", model="m")
 
 
-def test_a_higher_priority_goes_first() -> None:
+def test_a_higher_priority_which_is_the_tasks_goes_first() -> None:
     made = batcher()
     made.add(LATER, leases([1], LATER))
     made.add(ECHO, leases([2]))
     made.add(URGENT, leases([3, 4], URGENT))
     assert [pop(made) for _ in range(3)] == [[3, 4], [2], [1]]
-
-
-def test_the_priority_is_the_tasks() -> None:
     assert [spec_of(task_pb2.TaskSpec(kind="echo", priority=n)).priority for n in range(6)] == [3, 1, 2, 3, 4, 5]
 
 

@@ -115,10 +115,7 @@ async def test_however_a_stream_ends_another_begins(master: ScriptedMaster, star
 
 
 async def test_another_protocol_version_ends_the_worker(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    master.reject = (
-        grpc.StatusCode.FAILED_PRECONDITION,
-        "the worker speaks version 1, the master 2: upgrade the worker",
-    )
+    master.reject = grpc.StatusCode.FAILED_PRECONDITION, "it speaks version 1, the master 2: upgrade the worker"
     worker = await start_worker(master.address)
     assert await worker.wait() == 4
     assert "upgrade the worker" in worker.log
