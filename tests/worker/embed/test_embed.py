@@ -21,7 +21,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 from multigpu.cli.bench.sentences import sentences
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
-from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
+from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, Engine, EngineSettings, Item
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.payload import TEXTS_MAX
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
@@ -112,7 +112,7 @@ def batch_of(
     return Batch(kind="embed", model=model, parameters=parameters or {}, content_type=content_type, items=items)
 
 
-def run(engine: EmbedEngine, batch: Batch, recorder: Recorder | None = None) -> Recorder:
+def run(engine: Engine, batch: Batch, recorder: Recorder | None = None) -> Recorder:
     recorder = recorder or Recorder()
     engine.run(batch, engine.prepare(batch), recorder)
     return recorder

@@ -145,15 +145,14 @@ def test_next_attempt_continues_after_the_last_chunk(engine: GenerateEngine, fie
     assert asks[-1].recorder.chunks == []
 
 
-def test_chunks_of_another_model_are_rejected(engine: GenerateEngine, plain: Plain) -> None:
+def test_chunks_of_another_model_are_rejected_and_those_too_large_to_pass_on_generated_again(
+    engine: GenerateEngine, plain: Plain
+) -> None:
     other = pb.GenerateChunk(text="something else", token_ids=plain.greedy("Hello", 3)).SerializeToString()
     first = ask("Hello", max_tokens=10)
     (recorder,) = run_all(engine, [Ask(first.payload, (other,))])
     assert recorder.outcome is not None
     assert recorder.outcome[0] == "BadInput" and "is not the one that began it" in recorder.outcome[1]
-
-
-def test_chunks_too_large_to_pass_on_are_generated_again(engine: GenerateEngine) -> None:
     first = ask("Hello", max_tokens=20, temperature=0.7)
     (whole,) = run_all(engine, [first])
     for count in (1, 5, len(whole.chunks)):
@@ -260,8 +259,7 @@ def test_last_sequence_waits_if_blocks_run_out(folder: Path, plain: Plain, monke
 
     monkeypatch.setattr(scheduler, "_interrupt", watched)
     prompts = [f"{at} {PROMPTS[at % 4]}" for at in range(6)]
-    recorders = run_all(engine, [ask(prompt, max_tokens=90) for prompt in prompts])
-    for prompt, recorder in zip(prompts, recorders, strict=True):
+    for prompt, recorder in zip(prompts, run_all(engine, [ask(p, max_tokens=90) for p in prompts]), strict=True):
         check(recorder, plain, plain.greedy(prompt, 90))
     assert interrupted, "there was room for all"
     assert scheduler._pool.used == 0
@@ -297,8 +295,7 @@ def test_out_of_memory_shrinks_steps_without_changing_answers(
     assert len(rejected) == found_out, "the shortage was forgotten"
     room["tokens"] = 0
     (hopeless,) = run_all(engine, [ask("Hello", max_tokens=5)])
-    assert hopeless.outcome is not None
-    assert hopeless.outcome[0] == "OutOfMemory" and hopeless.outcome[2] is True
+    assert hopeless.outcome is not None and hopeless.outcome[::2] == ("OutOfMemory", True)
     room["tokens"] = 20
     (well,) = run_all(engine, [ask("Hello", max_tokens=5)])
     check(well, plain, plain.greedy("Hello", 5))

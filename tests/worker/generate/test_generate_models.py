@@ -39,16 +39,15 @@ def test_unsupported_models_are_rejected_at_load(folder: Path, tmp_path: Path) -
     tokenizer.save_pretrained(state)
     config = transformers.MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
     transformers.MambaForCausalLM(config).save_pretrained(state)
-    with pytest.raises(ModelFolderError, match="mamba"):
-        GenerateEngine(settings_of(state)).load()
-    with pytest.raises(ModelFolderError, match=r"is missing|is no folder"):
-        GenerateEngine(settings_of(tmp_path / "nothing")).load()
-    with pytest.raises(ModelFolderError, match=r"parameters\.colour"):
-        GenerateEngine(settings_of(folder, parameters={"colour": "red"})).load()
-    with pytest.raises(ModelFolderError, match="context is 0"):
-        GenerateEngine(settings_of(folder, parameters={"context": "0"})).load()
-    with pytest.raises(ModelFolderError, match="int8"):
-        GenerateEngine(settings_of(folder, precision="int8")).load()
+    for settings, words in (
+        (settings_of(state), "mamba"),
+        (settings_of(tmp_path / "nothing"), "is missing|is no folder"),
+        (settings_of(folder, parameters={"colour": "red"}), r"parameters\.colour"),
+        (settings_of(folder, parameters={"context": "0"}), "context is 0"),
+        (settings_of(folder, precision="int8"), "int8"),
+    ):
+        with pytest.raises(ModelFolderError, match=words):
+            GenerateEngine(settings).load()
     with pytest.raises(MemoryError, match="cache_bytes"):
         GenerateEngine(settings_of(folder, parameters={"cache_bytes": "100"})).load()
 

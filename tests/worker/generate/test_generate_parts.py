@@ -67,15 +67,12 @@ def pieces_of(data: bytes, stop: list[str] | None = None, every: int = 1) -> tup
 TEXT = "Straße, naïve café, Ελληνικά, 日本語, 👩‍👩‍👧‍👦 and \U0001f9ff. The end; the END."
 
 
-def test_characters_are_sent_whole() -> None:
+def test_characters_are_sent_whole_and_broken_ones_as_the_decoder_writes_them() -> None:
     pieces, stream = pieces_of(TEXT.encode())
     assert "".join(pieces) == stream.text == TEXT
     assert all("\ufffd" not in piece for piece in pieces)
     # And as soon as they are.
     assert sum(map(bool, pieces)) == len(TEXT)
-
-
-def test_broken_characters_are_sent_as_the_decoder_writes_them() -> None:
     for data in (b"a\xffb", b"\xc3", b"ok \xe6\x97", b"\x80\x80\x80x", "é".encode() + b"\xc3(" + "é".encode()):
         pieces, stream = pieces_of(data)
         assert "".join(pieces) == stream.text

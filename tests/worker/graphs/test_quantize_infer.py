@@ -25,7 +25,7 @@ from multigpu_worker.engines.onnx.session import Session
 from multigpu_worker.models.folders import ModelFolderError
 from onnx import TensorProto, helper
 
-from tests.worker.embed.test_embed import Recorder
+from tests.worker.embed.test_embed import run
 from tests.worker.graphs import small_graphs
 
 
@@ -62,11 +62,8 @@ def test_model_that_passes_is_served_with_its_figure(tmp_path: Path, settings: E
     difference = np.abs(rounded({"x": x})["y"] - exact({"x": x})["y"]).max()
     assert 0 < difference < 0.1 * np.abs(exact({"x": x})["y"]).max()
     payload = b'{"inputs": {"x": ' + str(x[:1].tolist()).encode() + b"}}"
-    item = Item(lease_id=1, task_id=1, attempt=1, payload=payload, units=1, checkpoint=b"", partials_received=0)
-    batch = Batch(kind="infer", model="m", parameters={}, content_type="application/json", items=[item])
-    recorder = Recorder()
-    engine.run(batch, engine.prepare(batch), recorder)
-    assert recorder.outcomes[1][1].startswith(b'{"outputs": {"y": [[')
+    recorder = run(engine, Batch("infer", "m", {}, "application/json", [Item(0, 0, 1, payload, 1, b"", 0)]))
+    assert recorder.outcomes[0][1].startswith(b'{"outputs": {"y": [[')
 
 
 def test_stricter_threshold_rejects_at_the_next_load(

@@ -21,9 +21,9 @@ from multigpu_worker.engines.infer.backend import is_per_example
 from multigpu_worker.engines.infer.engine import AS_CONFIGURED, AS_DECLARED, InferEngine
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.worker.embed.test_embed import Recorder
+from tests.worker.embed.test_embed import Recorder, run
 from tests.worker.graphs import small_graphs
-from tests.worker.infer.test_infer import answer, batch_of, payload, run
+from tests.worker.infer.test_infer import answer, batch_of, payload
 
 # As many rows as go through a model at once on a CPU.
 TABLE = np.arange(64, dtype=np.float32).reshape(32, 2)
