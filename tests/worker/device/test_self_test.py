@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from multigpu.v1 import device_pb2 as device
-from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.engines.common import self_test
 
 from tests.worker.device.conftest import Begin
@@ -20,10 +19,11 @@ from tests.worker.device.reports import HEALTHY, SICK, codes, health, is_, until
 from tests.worker.processes.test_cuda_errors import CORPUS
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+@needs_torch
 async def test_a_device_with_wrong_results_is_sick_until_they_are_right(tmp_path: Path, begin: Begin) -> None:
     wrong = tmp_path / "wrong"
     _, stream = await begin("--canary-interval-s", "0.3", TEST_WRONG_FILE=str(wrong))
@@ -47,9 +47,8 @@ async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_sel
     worker, stream = await begin("--canary-interval-s", "0.3", TEST_SELF_TEST_SLOW_FILE=str(begun))
     await until(begun.exists, "the self-test to run")
     begun.unlink()  # now: the next self-test may run before the report arrives
-    timeout = pb.LeaseBatch().spec.run_timeout
-    timeout.FromMilliseconds(200)
-    assert (await stream.run(1, b"30", kind="health.work", run_timeout=timeout)).error.type == "RunTimeout"
+    word = await stream.run(1, b"30", kind="health.work", run_timeout={"nanos": 200_000_000})
+    assert word.error.type == "RunTimeout"
     await until(begun.exists, "the self-test to run in the next engine")
     begun.unlink()
     assert (await stream.run(2, b"", kind="health.crash")).error.type == "EngineDied"
@@ -82,7 +81,7 @@ def test_a_full_or_exclusively_used_device_is_not_sick(
         assert text in message
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+@needs_torch
 async def test_a_worker_on_a_full_gpu_stays_healthy(tmp_path: Path, begin: Begin) -> None:
     raised = tmp_path / "raised"
     raised.write_text("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
@@ -92,9 +91,7 @@ async def test_a_worker_on_a_full_gpu_stays_healthy(tmp_path: Path, begin: Begin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["UNLOADABLE", pytest.param("ANYWAY", marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch"))]
-)
+@pytest.mark.parametrize("how", ["UNLOADABLE", *(["ANYWAY"] if HAS_TORCH else [])])
 async def test_the_device_is_not_blamed_for_too_little_memory_for_the_self_test(how: str, begin: Begin) -> None:
     small = ("--canary-interval-s", "0.3", "--engine-memory-bytes", "160MiB")
     # A library may hang if it gets no memory for its threads.
@@ -119,7 +116,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+@needs_torch
 def test_a_process_without_torch_runs_the_self_test_in_a_subprocess() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SELF_TEST], capture_output=True, text=True, timeout=100, check=False,
@@ -130,7 +127,7 @@ def test_a_process_without_torch_runs_the_self_test_in_a_subprocess() -> None:
     assert "(True, '')" in done.stdout
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+@needs_torch
 @pytest.mark.parametrize("size", [self_test.CPU_SIZE, self_test.GPU_SIZE])
 def test_the_answer_of_the_self_test_is_exact(size: int) -> None:
     np = pytest.importorskip("numpy")

@@ -61,17 +61,9 @@ async def test_a_sick_device_is_reported_at_once_gives_all_leases_back_and_recov
     assert codes(stream) == []
 
 
-async def test_log_lines_about_the_device_name_the_worker(gpus: SimulatedGpus, begin: Begin) -> None:
-    worker, stream = await begin()
-    gpus.lose(0)
-    await stream.until(lambda: is_(stream, SICK))
-    events = ("XID", "the device's health", "no events of the device for now")
-    await until(lambda: all(f'"{event}"' in worker.log for event in events), f"log lines {events}")
-    lines = [json.loads(line) for line in worker.log.splitlines()]
-    assert {line.get("worker_id") for line in lines if line["event"] in events} == {"w0"}
-
-
-async def test_a_lost_device_has_no_engine_and_its_worker_goes_on(gpus: SimulatedGpus, begin: Begin) -> None:
+async def test_a_lost_device_has_no_engine_and_its_worker_goes_on_with_its_name_in_log_lines(
+    gpus: SimulatedGpus, begin: Begin
+) -> None:
     worker, stream = await begin()
     stream.lease([(1, b"30")], kind="health.work")
     await stream.running(1)
@@ -88,6 +80,10 @@ async def test_a_lost_device_has_no_engine_and_its_worker_goes_on(gpus: Simulate
     # Events of the returned device are received again.
     gpus.xid(0, 119)
     await stream.until(lambda: "xid_119" in codes(stream))
+    events = ("XID", "the device's health", "no events of the device for now")
+    await until(lambda: all(f'"{event}"' in worker.log for event in events), f"log lines {events}")
+    lines = [json.loads(line) for line in worker.log.splitlines()]
+    assert {line.get("worker_id") for line in lines if line["event"] in events} == {"w0"}
 
 
 def reload_driver(gpus: SimulatedGpus) -> None:

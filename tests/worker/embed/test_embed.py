@@ -157,14 +157,11 @@ def test_vectors_equal_those_of_sentence_transformers(engine: EmbedEngine, refer
 
 
 def test_json_in_json_out(engine: EmbedEngine, reference: Reference) -> None:
-    recorder = run(
-        engine,
-        batch_of([b'["A cat.", "\\u00e9"]', b'"A dog."', b'["\\ud83c\\udf89"]'], content_type="application/json"),
-    )
+    asked = {b'["A cat.", "\\u00e9"]': ["A cat.", "é"], b'"A dog."': ["A dog."], b'["\\ud83c\\udf89"]': ["🎉"]}
+    recorder = run(engine, batch_of(list(asked), content_type="application/json"))
     assert recorder.outcomes[0][2] == "application/json"
-    np.testing.assert_allclose(recorder.vectors(0), reference(["A cat.", "é"]), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(recorder.vectors(1), reference(["A dog."]), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(recorder.vectors(2), reference(["🎉"]), rtol=0, atol=1e-5)
+    for i, texts in enumerate(asked.values()):
+        np.testing.assert_allclose(recorder.vectors(i), reference(texts), rtol=0, atol=1e-5)
 
 
 def test_bad_items_fail_alone(engine: EmbedEngine) -> None:
@@ -180,15 +177,10 @@ def test_bad_items_fail_alone(engine: EmbedEngine) -> None:
         error_type, said, retryable = recorder.outcomes[i]
         assert (error_type, retryable) == ("BadInput", False)
         assert message in said
-
-
-def test_bad_json_items_fail_alone(engine: EmbedEngine) -> None:
-    bad = [b"{", b"[]", b"[1]", b'{"a": 1}', b"null", b'["\\ud800"]', b"\xff", b"[" * 100_000]
-    recorder = run(engine, batch_of([*bad, b'["fine"]'], content_type="application/json"))
-    assert recorder.vectors(len(bad)).shape == (1, 384)
-    for i in range(len(bad)):
-        assert recorder.outcomes[i][0] == "BadInput"
-        assert recorder.outcomes[i][2] is False
+    unreadable = [b"{", b"[]", b"[1]", b'{"a": 1}', b"null", b'["\\ud800"]', b"\xff", b"[" * 100_000]
+    recorder = run(engine, batch_of([*unreadable, b'["fine"]'], content_type="application/json"))
+    assert recorder.vectors(len(unreadable)).shape == (1, 384)
+    assert all(recorder.outcomes[i][::2] == ("BadInput", False) for i in range(len(unreadable)))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +247,7 @@ def test_one_requested_precision_stays_beside_the_configured_one() -> None:
     assert recorder.vectors(0).shape == exact.shape, "what was prepared before runs"
 
 
-def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
+def test_short_tasks_do_not_wait_for_a_long_one_and_a_cancelled_one_is_skipped(engine: EmbedEngine) -> None:
     long = payload(*["one of very many sentences"] * 800)
     beats_at_success = {}
 
@@ -269,6 +261,12 @@ def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
     assert recorder.vectors(1).shape == (800, 384)
     assert beats_at_success[0] < beats_at_success[1]
     assert recorder.beats > 3
+    cancelling = Recorder(at_beat=lambda r: r.cancelled_ids.add(0))
+    texts = ["a sentence of the usual length"] * 1000
+    run(engine, batch_of([payload(*texts), payload("another one, shorter")]), cancelling)
+    assert set(cancelling.outcomes) == {1}
+    assert cancelling.vectors(1).shape == (1, 384)
+    assert cancelling.beats <= 2, "the rest of the cancelled item was embedded"
 
 
 @pytest.mark.slow
@@ -289,15 +287,6 @@ def test_unsorted_texts_cost_no_padding() -> None:
         lengths = model.text.tokenise(batch).lengths()
         assert sum(passes) == lengths.sum()
         assert len(passes) <= 1 + lengths.sum() // (model.tokens_max - lengths.max())
-
-
-def test_cancelled_item_is_skipped_and_others_are_not(engine: EmbedEngine) -> None:
-    recorder = Recorder(at_beat=lambda r: r.cancelled_ids.add(0))
-    texts = ["a sentence of the usual length"] * 1000
-    run(engine, batch_of([payload(*texts), payload("another one, shorter")]), recorder)
-    assert set(recorder.outcomes) == {1}
-    assert recorder.vectors(1).shape == (1, 384)
-    assert recorder.beats <= 2, "the rest of the cancelled item was embedded"
 
 
 @pytest.mark.slow

@@ -194,13 +194,9 @@ def test_next_micro_batch_starts_before_the_last_is_fetched(
     found = np.concatenate([recorder.vectors(i) for i in range(len(TEXTS))])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert ahead.open == 0
-    if room == 2:
-        assert ahead.events[:4] == ["begin", "begin", "wait", "begin"]
-        assert ahead.tokens_max == 512
-    else:
-        # It waits for room, and nothing is cut for that.
-        assert ahead.events[:4] == ["begin", "no room", "wait", "begin"]
-        assert ahead.tokens_max == 512
+    # It waits for room, and nothing is cut for that.
+    assert ahead.events[:4] == ["begin", "begin" if room == 2 else "no room", "wait", "begin"]
+    assert ahead.tokens_max == 512
 
 
 @pytest.mark.slow
@@ -221,7 +217,7 @@ def test_next_batch_starts_before_this_one_ends(
         np.testing.assert_allclose(found, model.embed(inputs_of(model, part)), rtol=0, atol=1e-5)
         rounds.append(ahead.events.copy())
         ahead.events.clear()
-    assert rounds[0] == (["begin", "begin", "wait"] if room == 2 else ["begin", "no room", "wait"])
+    assert rounds[0] == ["begin", "begin" if room == 2 else "no room", "wait"]
     assert rounds[2][-1] == "wait"
     assert ahead.open == 0
     assert ahead.tokens_max == 512

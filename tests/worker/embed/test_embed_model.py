@@ -116,9 +116,8 @@ def test_max_seq_length_and_lower_case(plain: Path) -> None:
     cased = hf.AutoTokenizer.from_pretrained(PACKAGED, do_lower_case=False)
     cased.save_pretrained(plain)
     folder = compose(plain, st_modules.Pooling(32))
-    assert (
-        len(set(map(tuple, load_model(folder, "cpu", "fp32").text.tokenise(["ONE", "one"]).columns["input_ids"]))) == 2
-    )
+    upper, lower = load_model(folder, "cpu", "fp32").text.tokenise(["ONE", "one"]).columns["input_ids"]
+    assert upper != lower
     edit(folder / "sentence_bert_config.json", lambda settings: settings.update(max_seq_length=9, do_lower_case=True))
     lowered = assert_same(folder)
     assert lowered.text.tokens_per_text_max == 9

@@ -115,7 +115,7 @@ def test_gpu_is_never_replaced_by_a_cpu(settings: EngineSettings) -> None:
         onnx_session.Session(artifact.folder / MODEL_FILE, "cuda:0", 1)
 
 
-def test_invalid_graph_is_rejected(tmp_path: Path) -> None:
+def test_invalid_graph_and_model_that_cannot_be_exported_are_rejected(tmp_path: Path, settings: EngineSettings) -> None:
     path = tmp_path / "model.onnx"
     for content in (b"", b"\xff" * 999):
         path.write_bytes(content)
@@ -123,9 +123,6 @@ def test_invalid_graph_is_rejected(tmp_path: Path) -> None:
             onnx_session.Session(path, "cpu", 1)
     with pytest.raises(ModelFolderError, match="can't be loaded by ONNX Runtime"):
         onnx_session.Session(tmp_path / "none.onnx", "cpu", 1)
-
-
-def test_model_that_cannot_be_exported_is_rejected(settings: EngineSettings) -> None:
     with pytest.raises(ModelFolderError, match=r"of source gguf, .* engine torch"):
         embed_onnx.load(replace(SPEC, source="gguf"), settings, "fp32")
     with pytest.raises(ModelFolderError, match="artifacts_dir"):
