@@ -73,7 +73,7 @@ def test_an_xid_makes_a_device_sick_until_a_check_passes_and_a_lost_one_is_check
     assert state(health) is State.HEALTHY
 
 
-def test_the_delay_of_failing_checks_doubles() -> None:
+def test_the_delay_of_failing_checks_doubles_until_a_reset_is_detected() -> None:
     now_s = 100.0
     health = sick("canary_wrong", now_s)
     delays = []
@@ -86,9 +86,6 @@ def test_the_delay_of_failing_checks_doubles() -> None:
         assert state(health) is State.SICK
     assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
     assert delays[-1] == CHECK_MAX_S
-
-
-def test_a_detected_reset_ends_the_delay_of_failed_checks() -> None:
     health = sick(now_s=100.0)
     health.reset_seen(100.1)
     assert health.next_check_s == 100.0 + CHECK_MIN_S, "the first delay stays"
@@ -234,7 +231,7 @@ def test_an_engine_that_is_not_ready_in_time_cannot_start() -> None:
     assert [bool(error) for error in errors] == [False, False, False, True, False, False]
 
 
-def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more() -> None:
+def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more_and_not_by_a_falling_error_count() -> None:
     watch = ResetWatch()
     watch.need("xid_48", "ECC")
     watch.need("xid_95", "memory")
@@ -243,9 +240,6 @@ def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more() -> None
         assert watch.needed == ("xid_48", "ECC"), "the first reason is kept"
     watch.look(wanted=False, ecc_uncorrected=None)
     assert watch.needed is None
-
-
-def test_an_error_count_that_falls_is_no_reset_and_counts_anew() -> None:
     watch = ResetWatch()
     assert [watch.look(wanted=False, ecc_uncorrected=n) for n in (2, 2, None, 5)] == [0, 0, 0, 3]
     watch.need("ecc_uncorrected", "errors")

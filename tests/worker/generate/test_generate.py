@@ -65,7 +65,9 @@ def check(recorder: Recorder, plain: Plain, tokens: list[int]) -> None:
     assert result.text == plain.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEngine, plain: Plain) -> None:
+def test_greedy_answers_equal_transformers_alone_together_and_with_a_repetition_penalty(
+    engine: GenerateEngine, plain: Plain
+) -> None:
     lengths = [60, 7, 40, 1]
     expected = [plain.greedy(prompt, count) for prompt, count in zip(PROMPTS, lengths, strict=True)]
     for prompt, count, tokens in zip(PROMPTS, lengths, expected, strict=True):
@@ -75,6 +77,10 @@ def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEn
     asks = [ask(prompt, max_tokens=count) for prompt, count in zip(PROMPTS * 3, lengths * 3, strict=True)]
     for recorder, tokens in zip(run_all(engine, asks), expected * 3, strict=True):
         check(recorder, plain, tokens)
+    (recorder,) = run_all(engine, [ask("one two one two", max_tokens=30, repetition_penalty=1.4)])
+    tokens = plain.greedy("one two one two", 30, repetition_penalty=1.4)
+    assert tokens != plain.greedy("one two one two", 30)
+    check(recorder, plain, tokens)
 
 
 def test_answer_ends_at_the_models_end_token(folder: Path, engine: GenerateEngine, plain: Plain) -> None:
@@ -93,13 +99,6 @@ def test_answer_ends_at_the_models_end_token(folder: Path, engine: GenerateEngin
         assert result.text == plain.tokenizer.decode(cut[:-1])
     finally:
         engine._model.eos_ids, config.eos_token_id = before, was
-
-
-def test_repetition_penalty_equals_transformers(engine: GenerateEngine, plain: Plain) -> None:
-    (recorder,) = run_all(engine, [ask("one two one two", max_tokens=30, repetition_penalty=1.4)])
-    tokens = plain.greedy("one two one two", 30, repetition_penalty=1.4)
-    assert tokens != plain.greedy("one two one two", 30)
-    check(recorder, plain, tokens)
 
 
 def test_sampled_answers_depend_on_the_seed_only(engine: GenerateEngine) -> None:

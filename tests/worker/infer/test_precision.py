@@ -57,9 +57,6 @@ def test_unknown_engine_or_precision_is_rejected(task: dict[str, str], message: 
 )
 def test_auto_precision_follows_the_tensor_cores(capability: tuple[int, int] | None, expected: str) -> None:
     assert auto_precision(capability) == expected
-
-
-def test_auto_precision_of_onnx_runtime() -> None:
     assert auto_precision((9, 0), "onnx") == "fp16"
 
 

@@ -80,9 +80,11 @@ def test_an_invalid_entry_is_rejected(entry: str) -> None:
         find_models(WorkerConfig(models=(" = x",)))
 
 
-def test_a_duplicate_name_is_rejected() -> None:
+def test_a_duplicate_name_and_an_unreadable_repository_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'a' is given twice"):
         find_models(WorkerConfig(models=("a=/x", "a=/y")))
+    with pytest.raises(ModelFolderError, match=r"model_repository: .* is no folder"):
+        find_models(config(tmp_path / "gone"))
 
 
 def test_the_error_for_an_unknown_name_lists_the_models(tmp_path: Path) -> None:
@@ -95,12 +97,9 @@ def test_the_error_for_an_unknown_name_lists_the_models(tmp_path: Path) -> None:
         resolve_name({}, "")
 
 
-def test_the_packaged_model_passes(packaged: Path, copy: Path) -> None:
+def test_the_packaged_model_and_a_plain_hugging_face_folder_pass(packaged: Path, copy: Path) -> None:
     check_model_folder(packaged)
     check_model_folder(copy)
-
-
-def test_a_plain_hugging_face_folder_passes(copy: Path) -> None:
     (copy / "modules.json").unlink()
     shutil.rmtree(copy / "1_Pooling")
     check_model_folder(copy)
@@ -222,11 +221,6 @@ def test_the_default_can_be_named(tmp_path: Path) -> None:
     assert (first(""), first("b"), first("acme/c")) == ("a", "b:2", "c")
     with pytest.raises(ModelFolderError, match=r"default_model .*EMBEDDING_MODEL.* is zzz, .*it has: a, .*b, c"):
         first("zzz")
-
-
-def test_an_unreadable_repository_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match=r"model_repository: .* is no folder"):
-        find_models(config(tmp_path / "gone"))
 
 
 def test_a_configured_model_with_several_versions(tmp_path: Path) -> None:

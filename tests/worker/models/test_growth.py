@@ -28,28 +28,23 @@ for line in sys.stdin:
 """
 
 
-class Grower:
-    """A process that allocates memory on command."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def grow(self, size_bytes: int) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{size_bytes}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
+Grower = subprocess.Popen[str]
 
 
 @pytest.fixture
 def grower() -> Iterator[Grower]:
-    grower = Grower()
-    yield grower
-    grower.process.kill()
-    grower.process.communicate()
+    """A process that allocates memory on command."""
+    command = [sys.executable, "-c", GROWING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def grow(process: Grower, size_bytes: int) -> None:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{size_bytes}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
 
 
 class IdleAgent:
@@ -78,7 +73,7 @@ async def test_a_model_in_use_is_measured_again(
     monkeypatch.setattr(loader, "MEASURE_S", 0.0)
     (tmp_path / "m").mkdir()
     spec = ModelSpec(name="m", folder=tmp_path / "m", kind="infer", engine="a:B", source="python")
-    process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.process.pid), batches={}, retiring=False)
+    process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.pid), batches={}, retiring=False)
     pool: Any = SimpleNamespace(models={"m": [process]}, keep_spare=lambda _: None)
     model_loader = ModelLoader(
         IdleAgent(),  # type: ignore[arg-type]  # the rest is for leases
@@ -100,11 +95,11 @@ async def test_a_model_in_use_is_measured_again(
         await asyncio.gather(*model_loader._sizes._tasks)
         return resident.memory_bytes
 
-    grower.grow(40 * MIB)
+    grow(grower, 40 * MIB)
     first_bytes = await use()
     assert first_bytes > max(40 * MIB, estimate_bytes)
     assert await use() == first_bytes, "it has not grown"
-    grower.grow(30 * MIB)
+    grow(grower, 30 * MIB)
     model_loader.tick()
     assert not model_loader._sizes._tasks, "it was not used"
     grown_bytes = await use()

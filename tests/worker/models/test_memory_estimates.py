@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -70,7 +71,7 @@ def test_weights_count_at_the_precision_they_are_served_at(tmp_path: Path) -> No
     assert on_gpu == GPU_PROCESS_BYTES + int((2 * MIB + 4096) * 1.1), "auto is bf16 there"
 
 
-def test_all_shards_and_instances_count(tmp_path: Path) -> None:
+def test_all_shards_and_instances_count_and_other_sources_with_their_files_size(tmp_path: Path) -> None:
     names = ["model-1.safetensors", "model-2.safetensors"]
     for name in names:
         put_safetensors(tmp_path / name, w=("F32", [256, 1024], 4))
@@ -79,9 +80,6 @@ def test_all_shards_and_instances_count(tmp_path: Path) -> None:
     assert weights_bytes(folder_spec(tmp_path), 4) == 2 * MIB
     twice = estimate_bytes(folder_spec(tmp_path, instances=2), settings(), CPU, 1)
     assert twice == 2 * estimate_bytes(folder_spec(tmp_path), settings(), CPU, 1)
-
-
-def test_other_sources_count_with_their_files_size(tmp_path: Path) -> None:
     onnx = ModelSpec(name="m", folder=tmp_path, kind="infer", source="onnx", files_bytes=10 * MIB)
     assert estimate_bytes(onnx, settings(), CPU, 1) == ONNX_BYTES + 11 * MIB
     own = ModelSpec(name="m", folder=tmp_path, kind="infer", source="python", engine="a:B", files_bytes=0)
@@ -92,13 +90,8 @@ def test_other_sources_count_with_their_files_size(tmp_path: Path) -> None:
 
 def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     put_safetensors(tmp_path / "model.safetensors", w=("F32", [1024, 1024], 4))
-    config = {
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "hidden_size": 512,
-        "max_position_embeddings": 1024,
-    }
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    config["max_position_embeddings"] = 1024
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = folder_spec(tmp_path, kind="generate")
     assert context_bytes(spec, 4) == 2 * 4 * 2 * 64 * 1024 * 4
@@ -117,19 +110,12 @@ def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     assert context_bytes(spec, 4) == 0
 
 
-class OnlyInfo:
-    """The part of a device that limits are computed from."""
-
-    def __init__(self, info: DeviceInfo) -> None:
-        self.info = info
-
-
 def test_workers_of_one_device_share_its_memory() -> None:
-    gpu: Any = OnlyInfo(GPU)
+    gpu: Any = SimpleNamespace(info=GPU)
     assert model_memory_bytes(WorkerConfig(), gpu) == int(0.9 * GPU.memory_total_bytes)
     assert model_memory_bytes(WorkerConfig(device_workers=3), gpu) == int(0.9 * GPU.memory_total_bytes) // 3
     assert model_memory_bytes(WorkerConfig(device_workers=3, model_memory_bytes=5), gpu) == 5, "as configured"
-    cpu: Any = OnlyInfo(CPU)
+    cpu: Any = SimpleNamespace(info=CPU)
     assert model_memory_bytes(WorkerConfig(device_workers=2), cpu) == host_memory_bytes() // 2 // 2
 
 

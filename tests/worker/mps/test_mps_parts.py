@@ -38,11 +38,7 @@ HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
     [
         (["Client {PID: 4267, Context ID: 0} connected"], False, None),
         (["Client {PID: 4267, Context ID: 0} encountered a fatal GPU error."], True, 4267),
-        (
-            ["Client {4267, 1} encountered a fatal GPU error.", "Client {4281, 1} encountered a fatal GPU error."],
-            True,
-            4267,
-        ),
+        ([f"Client {{{pid}, 1}} encountered a fatal GPU error." for pid in (4267, 4281)], True, 4267),
         (["Server is handling a fatal GPU error."], True, None),
         (["Server is handling a fatal GPU error.", "Fatal exception of client 4281"], True, 4281),
     ],
@@ -274,20 +270,22 @@ async def test_a_gpu_without_a_free_context_admits_no_worker(simulated_control: 
     assert not await simulated_control.alive()
 
 
-def test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context() -> None:
+def batch(batch_id: int, *lease_ids: int) -> EngineBatch:
     spec = Spec(kind="k")
-    leases = {n: Lease(n, n, 1, spec, b"") for n in (1, 2, 3)}
-    batches = {7: EngineBatch(7, leases, True, spec)}
+    return EngineBatch(batch_id, {n: Lease(n, n, 1, spec, b"") for n in lease_ids}, True, spec)
+
+
+def test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context() -> None:
+    batches = {7: batch(7, 1, 2, 3)}
     text = "CUDA error: an illegal memory access was encountered"
     evidence = Evidence(lambda _lease_id: False, 0)
     other = (3, "ValueError", "no number", False, "")
     assert evidence.keep_back([other], one_by_one=True, reported_ns=5) == [other]
-    assert (
-        evidence.keep_back([(1, "E", text, True, ""), (2, "E", text, True, "")], one_by_one=True, reported_ns=5) == []
-    )
+    lost = [(lease_id, "E", text, True, "") for lease_id in (1, 2)]
+    assert evidence.keep_back(lost, one_by_one=True, reported_ns=5) == []
     # The next task had started when the engine was ended.
     after = SlotState(batch_id=8, lease_id=4, started_ns=6, beats=0)
-    batches[8] = EngineBatch(8, {4: Lease(4, 4, 1, spec, b"")}, True, spec)
+    batches[8] = batch(8, 4)
     judged = evidence.judge(Death(returncode=-9, slots=[after]), batches)
     assert [report.lease.lease_id for report in judged.reports] == [1]
     assert [lease.lease_id for lease in judged.again] == [2, 3, 4]
@@ -295,8 +293,7 @@ def test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context() -> None:
 
 @pytest.mark.parametrize(("known", "spared"), [(True, 10), (False, 2)])
 def test_a_fault_that_names_no_client_is_charged_after_three_times(known: bool, spared: int) -> None:
-    spec = Spec(kind="k")
-    batches = {7: EngineBatch(7, {1: Lease(1, 1, 1, spec, b"")}, True, spec)}
+    batches = {7: batch(7, 1)}
     evidence = Evidence(lambda _lease_id: False, 0)
     fault = Fault(ours=False, message="a fault", known=known)
     for _ in range(spared):
