@@ -185,9 +185,7 @@ async def test_no_progress(start_handlers: Start) -> None:
     assert (report.error.type, report.error.retryable) == ("NoProgress", True)
 
 
-async def test_out_of_memory_is_a_clean_failure_and_the_agent_limits_memory_that_rlimits_miss(
-    start_handlers: Start,
-) -> None:
+async def test_out_of_memory_is_a_clean_failure_of_private_and_shared_memory(start_handlers: Start) -> None:
     process, stream = await start_handlers("--engine-memory-bytes", "600MiB")
     await still_works(stream)
     engine = process.engine_pids()

@@ -13,9 +13,7 @@ from tests.worker.device.reports import DEGRADED, FAILED, HEALTHY, RETURNED, SIC
 from tests.worker.scripted_master import SUCCEEDED
 
 
-async def test_an_application_xid_charges_the_running_task_and_not_the_device(
-    gpus: SimulatedGpus, begin: Begin
-) -> None:
+async def test_an_application_xid_charges_the_running_task_not_the_device(gpus: SimulatedGpus, begin: Begin) -> None:
     worker, stream = await begin()
     before = worker.engine_pids()
     stream.lease([(1, b"1.0")], kind="health.work_and_raise")
@@ -80,7 +78,7 @@ async def test_a_contained_error_degrades_the_device_and_is_not_charged(gpus: Si
 
 
 @pytest.mark.parametrize("codes_first", [True, False])
-async def test_the_ecc_count_of_a_contained_error_does_not_make_the_device_sick(
+async def test_the_ecc_count_of_a_contained_error_is_harmless(
     gpus: SimulatedGpus, begin: Begin, *, codes_first: bool
 ) -> None:
     _, stream = await begin()

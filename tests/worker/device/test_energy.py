@@ -58,7 +58,7 @@ def test_constant_power_is_measured_exactly(method: EnergyMethod) -> None:
         pytest.param(2.98, 2.99, 1e-2, id="a batch shorter than the lag counts at the mean power around it"),
     ],
 )
-def test_time_without_readings_counts_at_the_mean_power(
+def test_times_between_readings_have_the_mean_power(
     meter: EnergyMeter, start_s: float, finish_s: float, tolerance: float
 ) -> None:
     read(meter, 3.0, lambda _: 100.0)

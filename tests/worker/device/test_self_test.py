@@ -40,9 +40,7 @@ async def test_a_device_with_wrong_results_is_sick_until_they_are_right(tmp_path
     await stream.until(lambda: is_(stream, HEALTHY), 60)
 
 
-async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_self_test(
-    tmp_path: Path, begin: Begin
-) -> None:
+async def test_a_task_that_ends_the_engine_during_the_self_test_blames_no_device(tmp_path: Path, begin: Begin) -> None:
     begun = tmp_path / "begun"
     worker, stream = await begin("--canary-interval-s", "0.3", TEST_SELF_TEST_SLOW_FILE=str(begun))
     await until(begun.exists, "the self-test to run")
@@ -64,9 +62,7 @@ async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_sel
     ("kind", "passed"),
     [("occupied", None), ("elsewhere", None), ("lost", False), ("hardware", False), ("survives", False)],
 )
-def test_a_full_or_exclusively_used_device_is_not_sick(
-    kind: str, passed: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_or_occupied_device_is_not_sick(kind: str, passed: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device raises in the self-test, by the classes of cuda_error_texts.toml."""
     for text in CORPUS[kind]:
 

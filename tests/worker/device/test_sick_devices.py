@@ -61,9 +61,7 @@ async def test_a_sick_device_is_reported_at_once_gives_all_leases_back_and_recov
     assert codes(stream) == []
 
 
-async def test_a_lost_device_has_no_engine_and_its_worker_goes_on_with_its_name_in_log_lines(
-    gpus: SimulatedGpus, begin: Begin
-) -> None:
+async def test_a_lost_device_has_no_engine_and_its_worker_goes_on_and_logs(gpus: SimulatedGpus, begin: Begin) -> None:
     worker, stream = await begin()
     stream.lease([(1, b"30")], kind="health.work")
     await stream.running(1)
@@ -126,9 +124,7 @@ async def test_neither_a_right_self_test_nor_a_reload_of_the_driver_is_a_reset(
     await stream.until(lambda: is_(stream, HEALTHY))
 
 
-async def test_an_unusable_gpu_is_closed_so_that_it_can_be_reset_while_workers_run(
-    gpus: SimulatedGpus, begin: Begin, start: Start
-) -> None:
+async def test_an_unusable_gpu_can_be_reset_while_workers_run(gpus: SimulatedGpus, begin: Begin, start: Start) -> None:
     _, stream = await begin()
     _, neighbour = await start("--device", gpus.uuid(7), env=gpus.env())
     await neighbour.until(lambda: is_(neighbour, HEALTHY))
@@ -208,9 +204,7 @@ async def test_heat_and_spare_rows_degrade_a_device_that_stays_in_use(gpus: Simu
     await stream.until(lambda: any("ecc_uncorrected" in [r.code for r in b.health.reasons] for b in stream.heartbeats))
 
 
-async def test_a_driver_that_hangs_stops_no_tasks_no_heartbeats_and_no_shutdown(
-    gpus: SimulatedGpus, begin: Begin
-) -> None:
+async def test_a_driver_that_hangs_stops_no_task_heartbeat_or_shutdown(gpus: SimulatedGpus, begin: Begin) -> None:
     worker, stream = await begin()
     gpus.hang(0)
     try:

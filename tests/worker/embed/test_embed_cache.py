@@ -112,7 +112,7 @@ def test_overlapping_batches_compute_a_text_once(make_engine: MakeEngine, order:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["it fails", "it is cancelled", "its text does not fit", "it never runs"])
-def test_texts_of_a_failed_batch_are_computed_by_the_next(
+def test_the_next_batch_computes_failed_texts(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     engine, batch, first, second = make_engine(), batch_of([payload("x", "y"), payload("x")]), Recorder(), Recorder()
@@ -140,9 +140,7 @@ def test_texts_of_a_failed_batch_are_computed_by_the_next(
     assert counts(engine) == (0, 1, 2)
 
 
-def test_vectors_are_not_shared_between_precisions_or_back_ends(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precisions_and_back_ends_share_no_vectors(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, batch = make_engine(), batch_of([payload(*TEXTS)])
     rough = batch_of([payload(*TEXTS)], parameters={"precision": "bf16"})
     recorders = [Recorder() for _ in range(4)]
@@ -216,9 +214,7 @@ def test_changed_model_under_an_old_name_gets_new_vectors(tmp_path: Path, make_e
     assert counts(changed) == (0, 0, 2)
 
 
-def test_vectors_are_not_cached_if_the_back_end_changed(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_of_a_changed_back_end_are_not_cached(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, recorder = make_engine(), Recorder()
     batch = batch_of([payload(*TEXTS)])
     prepared = engine.prepare(batch)

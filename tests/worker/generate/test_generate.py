@@ -65,9 +65,7 @@ def check(recorder: Recorder, plain: Plain, tokens: list[int]) -> None:
     assert result.text == plain.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_greedy_answers_equal_transformers_alone_together_and_with_a_repetition_penalty(
-    engine: GenerateEngine, plain: Plain
-) -> None:
+def test_greedy_and_penalised_answers_equal_transformers_in_any_company(engine: GenerateEngine, plain: Plain) -> None:
     lengths = [60, 7, 40, 1]
     expected = [plain.greedy(prompt, count) for prompt, count in zip(PROMPTS, lengths, strict=True)]
     for prompt, count, tokens in zip(PROMPTS, lengths, expected, strict=True):
@@ -144,9 +142,7 @@ def test_next_attempt_continues_after_the_last_chunk(engine: GenerateEngine, fie
     assert asks[-1].recorder.chunks == []
 
 
-def test_chunks_of_another_model_are_rejected_and_those_too_large_to_pass_on_generated_again(
-    engine: GenerateEngine, plain: Plain
-) -> None:
+def test_foreign_chunks_are_rejected_and_missing_ones_generated_again(engine: GenerateEngine, plain: Plain) -> None:
     other = pb.GenerateChunk(text="something else", token_ids=plain.greedy("Hello", 3)).SerializeToString()
     first = ask("Hello", max_tokens=10)
     (recorder,) = run_all(engine, [Ask(first.payload, (other,))])
@@ -200,7 +196,7 @@ def test_json_in_json_out(engine: GenerateEngine, plain: Plain) -> None:
     assert rejected.outcome is not None and "I reject" in rejected.outcome[1]
 
 
-def test_invalid_template_or_token_fails_its_task(
+def test_bad_template_or_token_fails_alone(
     engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = engine._model
@@ -267,9 +263,7 @@ def test_last_sequence_waits_if_blocks_run_out(folder: Path, plain: Plain, monke
     engine.close()
 
 
-def test_out_of_memory_shrinks_steps_without_changing_answers(
-    folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_shrinks_steps_not_answers(folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = GenerateEngine(settings_of(folder))
     engine.load()
     model, scheduler = engine._model, engine._scheduler
@@ -301,7 +295,7 @@ def test_out_of_memory_shrinks_steps_without_changing_answers(
     engine.close()
 
 
-def test_failed_step_fails_only_the_sequence_that_causes_it(
+def test_failed_step_fails_only_its_cause(
     engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = type(engine._model).forward  # type: ignore[union-attr]

@@ -61,9 +61,7 @@ def test_half_precision_and_a_configured_context(folder: Path) -> None:
     engine.close()
 
 
-def test_a_dequantised_file_is_not_shared_with_a_folder_of_other_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_other_settings_share_no_dequantised_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers reads the chat template beside a GGUF file. A Hugging Face folder stands in for the content."""
     pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
     monkeypatch.setattr(under_test, "_from_gguf", lambda spec, dtype: under_test._from_folder(spec.folder, dtype))

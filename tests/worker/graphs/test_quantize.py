@@ -66,7 +66,7 @@ def test_dynamic_recipe_passes_and_texts_are_independent(spec: ModelSpec, settin
 
 
 @pytest.mark.slow
-def test_figures_are_kept_and_thresholds_judged_at_each_load(
+def test_kept_figures_are_judged_at_each_load(
     spec: ModelSpec, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     onnx_artifacts.exported(spec, settings, "int8").close()

@@ -66,7 +66,7 @@ def test_model_that_passes_is_served_with_its_figure(tmp_path: Path, settings: E
     assert recorder.outcomes[0][1].startswith(b'{"outputs": {"y": [[')
 
 
-def test_stricter_threshold_rejects_at_the_next_load(
+def test_stricter_threshold_rejects_later(
     tmp_path: Path, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = model(tmp_path / "model", metric="agreement", threshold=0.9)

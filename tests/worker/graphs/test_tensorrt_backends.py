@@ -118,7 +118,7 @@ TEXTS = ["One.", "Two words.", "Quite a few more words than in the others, so th
 
 
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
-def test_torch_serves_until_the_plan_does(
+def test_torch_serves_until_a_plan_does(
     model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event
 ) -> None:
     spec = ModelSpec(name="minilm", folder=model_folder, batch=BatchRules(tasks_max=3))
@@ -157,9 +157,7 @@ def test_tensorrt_is_unavailable_on_a_cpu(model_folder: Path) -> None:
         load_embed(ModelSpec(name="minilm", folder=model_folder), CPU, FP32)
 
 
-def test_int8_without_a_gate_is_rejected(
-    model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event
-) -> None:
+def test_int8_needs_a_gate(model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event) -> None:
     spec = ModelSpec(name="minilm", folder=model_folder)
     for precision in ("int8", "fp8"):
         with pytest.raises(ModelFolderError, match=f"no calibration and no held_out data for {precision}"):

@@ -86,7 +86,7 @@ def test_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize(
     ("dims", "profiles"), [(("rows", "width"), 2), (("rows", 5), 1), ((3, 5), 0), ((3, "width"), 2)]
 )
-def test_profiles_equal_for_all_inputs_are_added_once(
+def test_equal_profiles_are_added_once(
     tmp_path: Path, artifacts: Artifacts, dims: tuple[int | str, ...], profiles: int
 ) -> None:
     same_rows = profiles_for(Limits(rows_max=16, width_max=128, tokens_max=16 * 128))
@@ -101,9 +101,7 @@ def test_graph_of_another_precision_is_rejected(tmp_path: Path, artifacts: Artif
         get_plan(order(graph, precision), artifacts)
 
 
-def test_plan_comes_from_the_cache_the_second_time(
-    tmp_path: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_comes_from_the_cache_later(tmp_path: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A subprocess builds the plan; the second call starts none."""
     graph = small_graphs.save(tmp_path / "graph")
     first = get_plan(order(graph, gpu=ADA), artifacts)

@@ -177,9 +177,7 @@ def test_array_without_elements_goes_through_the_model_once(make_engine: MakeEng
 
 
 @pytest.mark.parametrize("shape", [(10**15, 0), (0, 10**15), (2**11, 0, 2**11)])
-def test_array_without_elements_has_bounded_dimensions(
-    make_engine: MakeEngine, models: Any, shape: tuple[int, ...]
-) -> None:
+def test_empty_array_has_bounded_dimensions(make_engine: MakeEngine, models: Any, shape: tuple[int, ...]) -> None:
     tensor = infer_pb2.Tensor(name="x", dtype="float32", shape=shape)
     huge = infer_pb2.InferPayload(inputs=[tensor]).SerializeToString()
     recorder = run(make_engine(), batch_of([huge, payload(x=rows(1))]))
@@ -200,9 +198,7 @@ def test_item_that_the_model_cannot_run_fails_alone(make_engine: MakeEngine) -> 
         np.testing.assert_array_equal(answer(recorder, i)["y"], expected * [1, 2, 3, 4])
 
 
-def test_out_of_memory_halves_the_limit_and_an_example_that_does_not_fit_fails_its_task(
-    make_engine: MakeEngine, models: Any
-) -> None:
+def test_out_of_memory_halves_the_limit_and_then_fails_the_task(make_engine: MakeEngine, models: Any) -> None:
     models.ROOM[0] = 5
     engine = make_engine()
     acquaint(engine, models)
@@ -261,7 +257,7 @@ def test_json_in_json_out(make_engine: MakeEngine) -> None:
         ({"engin": "torch"}, "BadInput", "infer has no parameter 'engin'", False),
     ],
 )
-def test_bad_batch_fails_every_item(
+def test_bad_batch_fails_all_items(
     make_engine: MakeEngine, parameters: dict[str, str], error_type: str, message: str, *, retryable: bool
 ) -> None:
     recorder = run(make_engine(), batch_of([payload(x=rows(1))] * 2, **parameters))

@@ -224,9 +224,7 @@ def test_hugging_face_folder_by_signature(bert: tuple[ModelSpec, Any]) -> None:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-1), ("fp16", 1e-2)])
-def test_lower_precision_is_close_and_returns_float32(
-    bert: tuple[ModelSpec, Any], precision: str, tolerance: float
-) -> None:
+def test_lower_precision_is_close_in_float32(bert: tuple[ModelSpec, Any], precision: str, tolerance: float) -> None:
     spec, _ = bert
     inputs = {"input_ids": np.arange(1, 7).reshape(2, 3)}
     exact, rough = load_here(spec)(inputs)["logits"], load_here(spec, precision)(inputs)["logits"]

@@ -53,7 +53,7 @@ def test_finding_and_checking_models_does_not_import_torch(packaged: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_configured_models_come_first_and_the_first_is_the_default(
+def test_the_first_configured_model_is_the_default(
     packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -163,9 +163,7 @@ def dense(folder: Path) -> None:
         (dense, "2_Dense has no weights"),
     ],
 )
-def test_the_error_for_a_broken_folder_says_what_is_wrong(
-    copy: Path, harm: Callable[[Path], object], message: str
-) -> None:
+def test_the_error_for_a_folder_says_what_is_wrong(copy: Path, harm: Callable[[Path], object], message: str) -> None:
     harm(copy)
     with pytest.raises(ModelFolderError, match=message):
         check_model_folder(copy)

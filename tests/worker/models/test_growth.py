@@ -66,9 +66,7 @@ class IdleAgent:
     def routes_changed(self) -> None: ...
 
 
-async def test_a_model_in_use_is_measured_again(
-    tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_in_use_is_remeasured(tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_LOAD_LOOK_S", 0.0)
     monkeypatch.setattr(loader, "MEASURE_S", 0.0)
     (tmp_path / "m").mkdir()

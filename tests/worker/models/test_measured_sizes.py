@@ -75,9 +75,7 @@ def test_the_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [kept.find(spec) is not None for spec in specs] == [False, False, True, True, True]
 
 
-def test_an_unusable_folder_is_logged_and_a_full_disk_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_folder_or_a_full_disk_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / FOLDER).write_text("a file stands in the way")
     with capture_logs() as lines:
         sizes(tmp_path).keep(SPEC, SIZE)

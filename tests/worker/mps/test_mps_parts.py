@@ -124,7 +124,7 @@ async def simulated_control(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mp
         assert not left, "the test has left its daemon running"
 
 
-async def test_errors_without_a_daemon_and_without_the_program(
+async def test_errors_without_daemon_or_program(
     simulated_control: MpsControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
@@ -197,7 +197,7 @@ async def test_a_daemon_that_does_not_answer_is_logged_once(simulated_control: M
     await mps.close()
 
 
-async def test_one_scan_of_processes_off_the_event_loop_serves_all_engines(
+async def test_one_scan_in_a_thread_serves_all_engines(
     simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mps = Mps(simulated_control, "a", MpsLimits())

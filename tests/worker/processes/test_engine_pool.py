@@ -81,9 +81,7 @@ async def test_the_class_of_weights_may_lie_beside_them(start: Start, tmp_path: 
     assert arrays_of(word.result)["output"].tolist() == [[2, 3]]
 
 
-async def test_facts_that_come_later_are_reported_and_an_earlier_attempts_outputs_reach_the_engine(
-    start: Start, shop: Shop
-) -> None:
+async def test_later_facts_are_reported_and_earlier_outputs_reach_the_engine(start: Start, shop: Shop) -> None:
     shop.add("one")
     _, stream = await start(*shop.flags)
     await ask(stream, 1, "one")

@@ -52,9 +52,7 @@ def reasons(stream: Stream) -> dict[str, str]:
     return {reason.code: reason.message for reason in stream.heartbeats[-1].health.reasons}
 
 
-async def test_a_worker_whose_engine_cannot_start_gives_its_leases_back_until_one_starts(
-    start: Start, module: Path
-) -> None:
+async def test_a_worker_whose_engine_cannot_start_gives_its_leases_back(start: Start, module: Path) -> None:
     worker, stream = await begin(start, module)
     (module.parent / "broken").touch()
     stream.lease([(n, b"0") for n in range(2, 6)], kind="mm.work")
@@ -99,7 +97,7 @@ if "multigpu_worker.main" in sys.orig_argv:
 """
 
 
-async def test_a_first_import_that_hangs_is_logged_with_its_file_and_ended(
+async def test_a_first_import_that_hangs_is_logged_and_ended(
     master: ScriptedMaster, start_worker: StartWorker, module: Path
 ) -> None:
     (module.parent / "sitecustomize.py").write_text(IMPATIENT.format(ready_s=1.0))

@@ -67,9 +67,7 @@ async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMas
     await stream.until(lambda: not stream.heartbeats[-1].leases)
 
 
-async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_stream(
-    master: ScriptedMaster, stream: Stream
-) -> None:
+async def test_an_attempt_with_earlier_outputs_ends_with_its_stream(master: ScriptedMaster, stream: Stream) -> None:
     stream.lease([(1, b"")], attempt=2, extra=pb.LeaseExtra(partials_received=10), kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     assert [p.index for p in stream.partials][:3] == [10, 11, 12]
@@ -78,9 +76,7 @@ async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_
     assert not stream.hello.leases
 
 
-async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
-    master: ScriptedMaster, stream: Stream
-) -> None:
+async def test_too_many_partials_end_the_attempt_with_its_stream(master: ScriptedMaster, stream: Stream) -> None:
     stream.lease([(1, b"20")], kind="t.big_parts")
     stream.lease([(2, b"30"), (3, b"x")], kind="sleep")
     await stream.reported(1)  # connected all the time: fine
@@ -216,7 +212,7 @@ async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster,
 
 
 @pytest.mark.parametrize("setting", ["token-file", "artifacts-dir", "stats-file", "tls-ca"])
-async def test_a_file_that_can_not_be_used_is_rejected_at_the_start(
+async def test_a_file_that_can_not_be_used_is_rejected(
     master: ScriptedMaster, start_worker: StartWorker, setting: str
 ) -> None:
     worker = await start_worker(master.address, f"--{setting}", "/proc/nonexistent/file")
