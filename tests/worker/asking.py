@@ -1,5 +1,9 @@
 """Requests for models through a worker's stream, and the models that it reported."""
 
+import asyncio
+import time
+from collections.abc import Callable
+
 from multigpu.v1 import model_pb2
 
 from tests.worker.scripted_master import SUCCEEDED, Stream
@@ -29,3 +33,10 @@ def models(stream: Stream) -> dict[str, model_pb2.Model]:
         if beat.HasField("catalog"):
             offered = list(beat.catalog.models)
     return {f"{m.name}:{m.version}" if m.version else m.name: m for m in offered}
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    end_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
+        await asyncio.sleep(0.02)

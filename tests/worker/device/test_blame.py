@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.gpus import SimulatedGpus
+from tests.worker.asking import until
 from tests.worker.device.conftest import Begin
-from tests.worker.device.reports import DEGRADED, FAILED, HEALTHY, RETURNED, SICK, broke, codes, is_, until
+from tests.worker.device.reports import DEGRADED, FAILED, HEALTHY, RETURNED, SICK, broke, codes, is_
 from tests.worker.scripted_master import SUCCEEDED
 
 

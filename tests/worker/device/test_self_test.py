@@ -14,8 +14,9 @@ import pytest
 from multigpu.v1 import device_pb2 as device
 from multigpu_worker.engines.common import self_test
 
+from tests.worker.asking import until
 from tests.worker.device.conftest import Begin
-from tests.worker.device.reports import HEALTHY, SICK, codes, health, is_, until
+from tests.worker.device.reports import HEALTHY, SICK, codes, health, is_
 from tests.worker.processes.test_cuda_errors import CORPUS
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None

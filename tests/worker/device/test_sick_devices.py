@@ -11,20 +11,10 @@ import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
 from tests.fakes.gpus import SimulatedGpus
+from tests.worker.asking import until
 from tests.worker.conftest import HANDLERS, Start, WorkerProcess
 from tests.worker.device.conftest import ON_GPU_0, Begin
-from tests.worker.device.reports import (
-    DEGRADED,
-    FAILED,
-    HEALTHY,
-    RECOVERING,
-    RETURNED,
-    SICK,
-    codes,
-    health,
-    is_,
-    until,
-)
+from tests.worker.device.reports import DEGRADED, FAILED, HEALTHY, RECOVERING, RETURNED, SICK, codes, health, is_
 from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
 Strike = Callable[[SimulatedGpus], None]

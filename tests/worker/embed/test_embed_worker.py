@@ -21,7 +21,7 @@ def payload(*texts: str) -> bytes:
     return embed_pb2.EmbedPayload(texts=texts).SerializeToString()
 
 
-async def test_one_bad_task_among_many(start: Start) -> None:
+async def test_one_bad_task_among_many_and_facts_with_the_text_limit(start: Start) -> None:
     _, stream = await start("--threads", "1")
     [capability] = [c for c in stream.hello.capabilities if c.kind == "embed"]
     assert list(capability.models) == [PACKAGED_MODEL]
@@ -45,6 +45,11 @@ async def test_one_bad_task_among_many(start: Start) -> None:
     [report] = await stream.reported(1003)
     assert (report.error.type, report.error.retryable) == ("UnknownModel", False)
     await stream.until(lambda: [m.model for m in stream.heartbeats[-1].models] == [PACKAGED_MODEL])
+    # A result does not say that its text was cut, so the facts must contain the limit.
+    stream.lease([(2001, payload("cat " * 255)), (2002, payload("cat " * 255 + "dog"))], kind="embed")
+    reports = await stream.reported(2001, 2002, timeout_s=LOADING_S)
+    assert reports[0].result == reports[1].result
+    await stream.until(lambda: models(stream)[PACKAGED_MODEL].facts.get("text") == "cut after 256 tokens")
 
 
 @pytest.mark.slow
@@ -56,12 +61,3 @@ async def test_loading_does_not_count_against_the_run_timeout(start: Start) -> N
     assert worker.engine_pids()[0] == base
     assert len(worker.engine_pids()) == 2
     assert "engine died" not in worker.log
-
-
-async def test_facts_include_the_text_limit(start: Start) -> None:
-    """A result does not say that its text was cut, so the facts must contain the limit."""
-    _, stream = await start("--threads", "1")
-    stream.lease([(1, payload("cat " * 255)), (2, payload("cat " * 255 + "dog"))], kind="embed")
-    reports = await stream.reported(1, 2, timeout_s=LOADING_S)
-    assert reports[0].result == reports[1].result
-    await stream.until(lambda: models(stream)[PACKAGED_MODEL].facts.get("text") == "cut after 256 tokens")

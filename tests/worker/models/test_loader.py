@@ -1,6 +1,5 @@
 """Model loading by a real worker: restarts, new versions, and too little memory."""
 
-import asyncio
 import json
 import signal
 from pathlib import Path
@@ -10,7 +9,7 @@ from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 from multigpu_worker.models.measured_sizes import FOLDER
 
-from tests.worker.asking import READY, ask, models, ready, resident
+from tests.worker.asking import READY, ask, models, ready, resident, until
 from tests.worker.conftest import Start, StartWorker
 from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
 from tests.worker.toy_models import Answer, Shop
@@ -110,17 +109,12 @@ async def test_a_task_is_cancelled_while_the_next_batch_is_prepared(tmp_path: Pa
     await ask(stream, 1, "m")
     cancelled, loaded = tmp_path / "cancelled", tmp_path / "loaded"
 
-    async def appears(path: Path) -> None:
-        async with asyncio.timeout(20):
-            while not path.exists():
-                await asyncio.sleep(0.01)
-
     stream.lease([(2, f"wait {cancelled}".encode())], kind="infer", model="m")
-    await appears(tmp_path / "cancelled.begun")
+    await until((tmp_path / "cancelled.begun").exists, "the task to run")
     stream.lease([(3, f"prepare {loaded}".encode())], kind="infer", model="m")
-    await appears(tmp_path / "loaded.begun")
+    await until((tmp_path / "loaded.begun").exists, "the preparation")
     stream.revoke(2)
-    await appears(cancelled)
+    await until(cancelled.exists, "the cancellation")
     loaded.touch()
     assert (await stream.reported(3))[0].state == SUCCEEDED
 
@@ -146,9 +140,7 @@ async def test_a_spare_process_is_only_for_configured_models(master: ScriptedMas
     assert len(default.engine_pids()) == 1, "only the packaged model"
     configured = await start_worker(master.address, env={"MGPU_WORKER_DEFAULT_MODEL": PACKAGED_MODEL})
     await master.stream()
-    async with asyncio.timeout(20):
-        while len(configured.engine_pids()) < 2:
-            await asyncio.sleep(0.02)
+    await until(lambda: len(configured.engine_pids()) == 2, "a spare process")
 
 
 async def test_tasks_that_wait_for_a_removed_version_fail(start: Start, shop: Shop) -> None:

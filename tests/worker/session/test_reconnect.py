@@ -10,6 +10,7 @@ import grpc
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
+from tests.worker.asking import until
 from tests.worker.conftest import Start, StartWorker
 from tests.worker.scripted_master import ScriptedMaster, Stream
 
@@ -167,32 +168,26 @@ async def test_second_signal_stops_at_once(start: Start) -> None:
 
 async def test_drain_without_a_master_ends(start_worker: StartWorker) -> None:
     worker = await start_worker("127.0.0.1:1")
-    while "engine ready" not in worker.log:
-        await asyncio.sleep(0.02)
+    await until(lambda: "engine ready" in worker.log, "the log line")
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
 
 
-async def test_the_engine_dies_with_its_agent(start_handlers: Start, tmp_path: Path) -> None:
+async def test_the_agent_never_imports_torch_and_its_engine_dies_with_it(start_handlers: Start) -> None:
     worker, stream = await start_handlers()
-    stream.lease([(1, b"")], kind="t.spin")
-    await stream.running(1)
-    (engine,) = worker.engine_pids()
-    worker.signal(signal.SIGKILL)
-    await worker.wait()
-    async with asyncio.timeout(30):
-        while Path(f"/proc/{engine}").exists() and "State:\tZ" not in Path(f"/proc/{engine}/status").read_text():
-            await asyncio.sleep(0.01)
-
-
-async def test_the_agent_never_imports_torch(start: Start) -> None:
-    worker, stream = await start()
     await stream.run(1, b"x", kind="echo")
     maps = Path(f"/proc/{worker.pid}/maps").read_text()
     assert "libtorch" not in maps
     engine = Path(f"/proc/{worker.engine_pids()[0]}/maps").read_text()
     assert "libtorch" not in engine  # it only echoed
     assert "grpc" not in engine
+    stream.lease([(2, b"")], kind="t.spin")
+    await stream.running(2)
+    (engine,) = worker.engine_pids()
+    worker.signal(signal.SIGKILL)
+    await worker.wait()
+    status = Path(f"/proc/{engine}/status")
+    await until(lambda: not status.exists() or "State:\tZ" in status.read_text(), "the end of the engine")
 
 
 async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster, start_handlers: Start) -> None:
@@ -224,12 +219,9 @@ async def test_a_file_that_can_not_be_used_is_rejected(
 async def test_the_same_reason_is_not_logged_every_second(master: ScriptedMaster, start_worker: StartWorker) -> None:
     master.reject = grpc.StatusCode.UNAUTHENTICATED, "no such token"
     worker = await start_worker(master.address)
-    while "no such token" not in worker.log:
-        await asyncio.sleep(0.1)
+    await until(lambda: "no such token" in worker.log, "the log line")
     before = master.rejections
-    while master.rejections < before + 5:
-        await asyncio.sleep(0.1)
+    await until(lambda: master.rejections >= before + 5, "five more rejections")
     assert worker.log.count("no such token") == 3
     master.reject = grpc.StatusCode.UNAUTHENTICATED, "the token has ended"
-    while "the token has ended" not in worker.log:
-        await asyncio.sleep(0.1)
+    await until(lambda: "the token has ended" in worker.log, "the log line")
