@@ -20,7 +20,7 @@ async def still_works(stream: Stream) -> None:
     assert report.result == b"STILL"
 
 
-async def test_values_and_results(stream: Stream) -> None:
+async def test_values_and_results_and_async_handlers_on_one_event_loop(stream: Stream) -> None:
     assert "t.upper" in {capability.kind for capability in stream.hello.capabilities}
     reports = await stream.run_all("t.upper", *[b"a%d" % n for n in range(500)])
     assert [report.result for report in reports] == [b"A%d" % n for n in range(500)]
@@ -34,6 +34,9 @@ async def test_values_and_results(stream: Stream) -> None:
     told = await stream.run(9001, b"", attempt=3, extra=extra, kind="t.context", parameters={"a": "b"})
     told_of = {"task_id": 10001, "attempt": 3, "parameters": {"a": "b"}, "checkpoint": "before", "cancelled": False}
     assert json.loads(told.result) == told_of
+    reports = [json.loads(report.result) for report in await stream.run_all("t.async", *[b""] * 20)]
+    assert 2 <= max(report["together"] for report in reports) <= 16
+    assert {report["thread"] for report in reports} == {"handlers-loop"}
 
 
 @pytest.mark.parametrize(
@@ -48,12 +51,6 @@ async def test_bytes_for_a_handler_of_json_values(stream: Stream, kind: str, nam
     assert raw.error.message.startswith(what)
     (wrong,) = await stream.run_all(kind, b"3", content_type="application/json")
     assert "send a JSON value" not in wrong.error.message
-
-
-async def test_async_handlers_share_an_event_loop(stream: Stream) -> None:
-    reports = [json.loads(report.result) for report in await stream.run_all("t.async", *[b""] * 20)]
-    assert 2 <= max(report["together"] for report in reports) <= 16
-    assert {report["thread"] for report in reports} == {"handlers-loop"}
 
 
 async def test_generators(stream: Stream) -> None:
@@ -200,23 +197,19 @@ async def test_out_of_memory_is_a_clean_failure_of_private_and_shared_memory(sta
     await still_works(stream)
 
 
-async def test_slots_run_concurrently(start_handlers: Start) -> None:
+async def test_slots_run_concurrently_and_a_timeout_spares_others(start_handlers: Start) -> None:
     _, stream = await start_handlers("--slots", "4")
+    stream.lease([(1, b"")], kind="t.hang", run_timeout={"nanos": 400_000_000})
+    stream.lease([(2, b"1.0")], kind="t.nap")
+    hung, napped = await stream.reported(1, 2)
+    assert hung.error.type == "RunTimeout"
+    assert napped.result == b"1.0"  # from the next engine, and not charged
     await still_works(stream)
     stream.lease([(2000 + n, b"30") for n in range(4)], kind="t.nap")
     stream.lease([(3000, b"still")], kind="t.upper")
     await stream.until(lambda: sum(held.running for held in stream.heartbeats[-1].leases) == 4)
     stream.revoke(2000)  # naps on, in vain; the slots are taken
     assert 3000 not in stream.reports
-
-
-async def test_timeout_in_one_slot_spares_others(start_handlers: Start) -> None:
-    _, stream = await start_handlers("--slots", "2")
-    stream.lease([(1, b"")], kind="t.hang", run_timeout={"nanos": 400_000_000})
-    stream.lease([(2, b"1.0")], kind="t.nap")
-    hung, napped = await stream.reported(1, 2)
-    assert hung.error.type == "RunTimeout"
-    assert napped.result == b"1.0"  # from the next engine, and not charged
 
 
 async def test_output_goes_to_the_log_and_is_truncated_if_it_is_excessive(start_handlers: Start) -> None:
@@ -237,7 +230,7 @@ async def test_output_goes_to_the_log_and_is_truncated_if_it_is_excessive(start_
     assert "afterwards" in process.log
 
 
-async def test_forked_child_that_returns_reports_nothing(stream: Stream) -> None:
+async def test_forked_child_reports_nothing_and_hides_no_death(stream: Stream, tmp_path: Path) -> None:
     for _ in range(5):
         (report,) = await stream.run_all("t.fork", b"")
         assert report.result.startswith(b"parent of ")
@@ -245,9 +238,6 @@ async def test_forked_child_that_returns_reports_nothing(stream: Stream) -> None
         assert report.result == b"parent"
     (report,) = await stream.run_all("t.multiprocessing", b"")
     assert json.loads(report.result) == [1, 2, 3]
-
-
-async def test_orphaned_child_does_not_hide_the_death(stream: Stream, tmp_path: Path) -> None:
     path = tmp_path / "pid"
     (report,) = await stream.run_all("t.fork_and_die", str(path).encode())
     assert report.error.type == "EngineDied"

@@ -43,7 +43,7 @@ def pass_check(health: Health, now_s: float) -> None:
     health.pass_check(now_s)
 
 
-def test_heat_degrades_a_device_and_needs_no_check() -> None:
+def test_heat_degrades_a_device_without_a_check_and_reasons_are_sorted_by_gravity() -> None:
     health = Health(0.0)
     health.find([HOT], 1.0)
     assert (health.state, health.since_s, codes(health)) == (State.DEGRADED, 1.0, ["thermal_throttle"])
@@ -52,6 +52,14 @@ def test_heat_degrades_a_device_and_needs_no_check() -> None:
     assert health.fit
     health.find([], 6.0)
     assert (health.state, health.since_s, codes(health)) == (State.HEALTHY, 6.0, [])
+    health = Health(0.0)
+    health.find([HOT, HUNG], 1.0)
+    assert (health.state, health.unusable, codes(health)) == (State.SICK, False, ["driver_hung", "thermal_throttle"])
+    for now_s in (2.0, 3.0):
+        health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, now_s)
+    assert codes(health) == ["xid_79", "driver_hung", "thermal_throttle"]
+    assert health.reasons[0].since_s == 2.0
+    assert health.unusable
 
 
 def test_an_xid_makes_a_device_sick_until_a_check_passes_and_a_lost_one_is_checked_once_it_is_back() -> None:
@@ -158,17 +166,6 @@ def test_heat_does_not_void_a_check_and_holds_after_it() -> None:
     assert state(health) is State.HEALTHY
 
 
-def test_reasons_are_unique_and_sorted_by_gravity() -> None:
-    health = Health(0.0)
-    health.find([HOT, HUNG], 1.0)
-    assert (health.state, health.unusable, codes(health)) == (State.SICK, False, ["driver_hung", "thermal_throttle"])
-    for now_s in (2.0, 3.0):
-        health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, now_s)
-    assert codes(health) == ["xid_79", "driver_hung", "thermal_throttle"]
-    assert health.reasons[0].since_s == 2.0
-    assert health.unusable
-
-
 def test_without_an_engine_the_device_gets_no_work_but_engines_may_use_it() -> None:
     health = Health(0.0)
     health.find([NO_ENGINE], 1.0)
@@ -250,7 +247,9 @@ def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more_and_not_b
     assert watch.look(wanted=False, ecc_uncorrected=1) == 1
 
 
-def test_the_next_process_knows_that_a_reset_is_needed(tmp_path: Path) -> None:
+def test_the_next_process_knows_that_a_reset_is_needed_unless_the_host_was_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note = ResetNote(tmp_path / "notes" / "gpu.json")
     watch = ResetWatch(note.read())
     watch.look(wanted=True, ecc_uncorrected=3)
@@ -273,9 +272,6 @@ def test_the_next_process_knows_that_a_reset_is_needed(tmp_path: Path) -> None:
     watch.look(wanted=False, ecc_uncorrected=0)
     note.keep(watch.state)
     assert ResetWatch(ResetNote(note.path).read()).needed is None
-
-
-def test_a_restart_of_the_host_counts_as_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu.json"
     watch = ResetWatch()
     watch.need("xid_79", "off the bus")

@@ -246,7 +246,7 @@ def vectors(n: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(0).random((n, 384), dtype=np.float32)
 
 
-def test_memory_evicts_the_least_recently_used_vectors() -> None:
+def test_memory_evicts_the_least_recently_used_vectors_and_takes_no_nan_or_infinity() -> None:
     keys = [b"%032d" % i for i in range(100)]
     cache = EmbedCache(EmbeddingCacheSettings(entries=10))
     for i, key in enumerate(keys):
@@ -258,6 +258,11 @@ def test_memory_evicts_the_least_recently_used_vectors() -> None:
     small = EmbedCache(EmbeddingCacheSettings(entries=1000, bytes_max=5 * (1536 + ENTRY_BYTES) + 1))
     small.put(keys, vectors(100))
     assert set(small.find(keys)) == set(keys[95:])
+    cache, bad = EmbedCache(EmbeddingCacheSettings(entries=10)), vectors(3)
+    bad[1, 5], bad[2, 0] = np.nan, np.inf
+    keys = [b"%032d" % i for i in range(3)]
+    cache.put(keys, bad)
+    assert set(cache.find(keys)) == set(keys[:1])
 
 
 def test_vectors_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,11 +282,3 @@ def test_vectors_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     second.close()
     with sqlite3.connect(tmp_path / "cache.db") as db:
         assert db.execute("SELECT key FROM vectors").fetchall() == [(b"b" * 32,)]
-
-
-def test_nan_and_infinity_are_not_cached() -> None:
-    cache, bad = EmbedCache(EmbeddingCacheSettings(entries=10)), vectors(3)
-    bad[1, 5], bad[2, 0] = np.nan, np.inf
-    keys = [b"%032d" % i for i in range(3)]
-    cache.put(keys, bad)
-    assert set(cache.find(keys)) == set(keys[:1])

@@ -111,7 +111,7 @@ def test_text_ends_before_the_first_stop_string(every: int) -> None:
         assert stream.stopped
 
 
-def test_only_a_possible_stop_string_is_held_back() -> None:
+def test_only_a_possible_stop_string_is_held_back_and_random_ones_match_a_reference_search() -> None:
     stream = TextStream(decode_bytes, [], ["abcd", "cx"])
     given = []
     for byte in b"zabcabxab":
@@ -121,9 +121,6 @@ def test_only_a_possible_stop_string_is_held_back() -> None:
     stream.finish()
     assert stream.take(ended=True) == "ab"
     assert not stream.stopped
-
-
-def test_random_stop_strings_match_a_reference_search() -> None:
     rng = random.Random(5)
     for _ in range(500):
         data = bytes(rng.choice(b"ab\xc3\xa9") for _ in range(rng.randint(1, 30)))
@@ -181,16 +178,13 @@ def test_extreme_settings_draw_a_likely_token() -> None:
     assert draw(torch.tensor([lowest, 0.0]), Sampling(temperature=1e-45, seed=3), 0) == 1
 
 
-def test_penalty_equals_transformers() -> None:
+def test_penalty_equals_transformers_rows_use_their_own_settings_and_nan_is_detected() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(30)
     history = [3, 7, 7, 29]
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([history]), logits[None].clone())[0]
     assert torch.equal(penalised(logits, torch.tensor(sorted(set(history))), 1.3), expected)
-
-
-def test_rows_use_their_own_settings_and_nan_is_detected() -> None:
     logits = torch.zeros(4, 10)
     logits[0, 4] = 1
     logits[1, :] = float("nan")
@@ -321,7 +315,7 @@ def test_characters_beyond_the_context_are_not_tokenised() -> None:
                     read_request(payload, "", Chat(), 10, 1)
 
 
-def test_omitted_fields_get_defaults() -> None:
+def test_omitted_fields_get_defaults_and_messages_round_trip_in_both_forms() -> None:
     request = read_request(pb.GeneratePayload(prompt="a bb").SerializeToString(), "", Words(), 10, 1)
     assert request.prompt_ids == [1, 2] and request.max_tokens == 8 and not request.seed_drawn
     drawn = read_request(b'{"prompt": "a", "temperature": 1}', JSON, Words(), 10, 1)
@@ -332,9 +326,6 @@ def test_omitted_fields_get_defaults() -> None:
     assert again.sampling.seed == drawn.sampling.seed != other.sampling.seed
     own = read_request(b'{"prompt": "a", "temperature": 1, "seed": 0}', JSON, Words(), 10, 99)
     assert own.sampling.seed == 0 and not own.seed_drawn
-
-
-def test_messages_round_trip_in_both_forms() -> None:
     chunk = pb.GenerateChunk(text="é\n", token_ids=[1, 2], seed=2**64 - 1)
     for content_type in ("", JSON):
         assert decode(pb.GenerateChunk, encode(chunk, content_type), content_type) == chunk

@@ -122,18 +122,17 @@ def test_int8_needs_data_that_fits_the_model(tmp_path: Path, settings: EngineSet
         infer_onnx.load(dataclasses.replace(spec, gate=wrong), settings, "int8")
 
 
-def test_quantised_model_is_rejected_at_int8(tmp_path: Path, settings: EngineSettings) -> None:
+def test_quantised_model_is_rejected_at_int8_and_int8_on_a_gpu_needs_tensorrt(
+    tmp_path: Path, settings: EngineSettings
+) -> None:
     spec = model(tmp_path / "model")
     rounded = onnx_artifacts.quantised(spec, settings, "int8", "onnx")
     shutil.copyfile(rounded.folder / MODEL_FILE, spec.folder / spec.file)
     with pytest.raises(ModelFolderError, match="m is quantised already: leave its precision out"):
         infer_onnx.load(spec, settings, "int8")
     infer_onnx.load(spec, settings, "fp32")
-
-
-def test_int8_on_a_gpu_needs_tensorrt(tmp_path: Path, settings: EngineSettings) -> None:
     with pytest.raises(PrecisionError, match=r"int8 on a CPU alone, not on cuda:0.*take engine tensorrt"):
-        infer_onnx.load(model(tmp_path / "model"), dataclasses.replace(settings, device="cuda:0"), "int8")
+        infer_onnx.load(spec, dataclasses.replace(settings, device="cuda:0"), "int8")
 
 
 def test_fp8_rounds_as_torch_does(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def test_models_without_plans_are_rejected(tmp_path: Path) -> None:
         load("onnx", "fp32", width_max="0")
 
 
-def test_first_back_end_serves_until_the_other_is_ready() -> None:
+def test_first_back_end_serves_until_the_other_is_ready_and_stays_if_that_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     go = threading.Event()
 
     def make() -> tuple[str, dict[str, str]]:
@@ -67,8 +69,6 @@ def test_first_back_end_serves_until_the_other_is_ready() -> None:
     assert switch.settle(60)
     assert (switch.current, switch.facts()) == ("plan", {"plan": "a plan serves", "accuracy": "0.99"})
 
-
-def test_first_back_end_stays_if_the_other_fails(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> tuple[str, dict[str, str]]:
         raise ModelFolderError("the library can't read the graph")
 

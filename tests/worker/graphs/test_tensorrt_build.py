@@ -142,7 +142,9 @@ def test_models_of_equal_name_have_separate_plans(tmp_path: Path, artifacts: Art
     assert (plans[0].folder / PLAN_FILE).read_bytes() != (plans[1].folder / PLAN_FILE).read_bytes()
 
 
-def test_invalid_graph_or_operation_is_rejected(tmp_path: Path, artifacts: Artifacts) -> None:
+def test_invalid_graph_or_operation_is_rejected_and_tensorrt_builds_on_a_gpu_only(
+    tmp_path: Path, artifacts: Artifacts
+) -> None:
     graph = small_graphs.save(tmp_path / "graph")
     with pytest.raises(EngineUnavailableError, match=r"no plans for GPUs of compute capability 9\.0"):
         family_of(tensorrt_rtx, (9, 0))
@@ -151,6 +153,9 @@ def test_invalid_graph_or_operation_is_rejected(tmp_path: Path, artifacts: Artif
     graph.write_bytes(graph.read_bytes()[:100])
     with pytest.raises(ModelFolderError, match="can't read"):
         get_plan(order(graph), artifacts)
+    full = dataclasses.replace(order(small_graphs.save(tmp_path)), library=TensorRT(module="tensorrt", version="11.4"))
+    with pytest.raises(ModelFolderError, match="builds plans on a GPU only"):
+        get_plan(full, artifacts)
 
 
 @pytest.mark.slow
@@ -184,13 +189,7 @@ def test_crashed_builder_is_an_error(tmp_path: Path, artifacts: Artifacts, monke
     assert [path for path in (tmp_path / "artifacts").iterdir() if path.is_dir()] == []
 
 
-def test_tensorrt_builds_on_a_gpu_only(tmp_path: Path, artifacts: Artifacts) -> None:
-    full = dataclasses.replace(order(small_graphs.save(tmp_path)), library=TensorRT(module="tensorrt", version="11.4"))
-    with pytest.raises(ModelFolderError, match="builds plans on a GPU only"):
-        get_plan(full, artifacts)
-
-
-def test_engine_is_unavailable_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_is_unavailable_without_a_gpu() -> None:
     with pytest.raises(EngineUnavailableError, match=r"runs on a GPU, .* use engine torch or onnx"):
         require("cpu")
 

@@ -113,7 +113,7 @@ def test_texts_get_the_classes_of_transformers(text_folder: Path) -> None:
         assert [score for _, _, score in found] == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-5)
 
 
-def test_top_k_and_content_type_are_honoured(text_folder: Path) -> None:
+def test_top_k_content_type_and_cancellation_are_honoured_and_wrong_parameters_rejected(text_folder: Path) -> None:
     engine = ClassifyEngine(settings_of(text_folder))
     assert len(classes(run(engine, batch_of([text("good", 2)])), 0)) == 2
     asked = [b'"good"', b'{"text": "good", "top_k": 1}']
@@ -121,6 +121,16 @@ def test_top_k_and_content_type_are_honoured(text_folder: Path) -> None:
     whole, one = (json.loads(recorder.outcomes[i][1]) for i in range(2))
     assert (len(whole), one) == (3, whole[:1])
     assert recorder.outcomes[0][2] == "application/json"
+    recorder = run(engine, batch_of([text("good"), text("bad")]), Recorder(cancelled_ids={0}))
+    assert list(recorder.outcomes) == [1]
+    for parameters, expected, words in (
+        ({"precision": "int8"}, "NoSuchPrecision", "int8"),
+        ({"engine": "onnx"}, "BadInput", "torch alone"),
+        ({"speed": "high"}, "BadInput", "no parameter 'speed'"),
+    ):
+        kind, message, _ = run(engine, batch_of([text("good")], **parameters)).outcomes[0]
+        assert kind == expected
+        assert words in message
 
 
 def test_pictures_get_the_classes_of_transformers_and_a_bad_one_fails_alone(image_folder: Path) -> None:
@@ -178,20 +188,6 @@ def test_out_of_memory_halves_the_limit(text_folder: Path) -> None:
     kind, message, retryable = run(engine, batch_of([text("good")])).outcomes[0]
     assert (kind, retryable) == ("OutOfMemory", True)
     assert "none at all" in message
-
-
-def test_cancelled_item_is_skipped_and_wrong_parameters_are_rejected(text_folder: Path) -> None:
-    engine = ClassifyEngine(settings_of(text_folder))
-    recorder = run(engine, batch_of([text("good"), text("bad")]), Recorder(cancelled_ids={0}))
-    assert list(recorder.outcomes) == [1]
-    for parameters, expected, words in (
-        ({"precision": "int8"}, "NoSuchPrecision", "int8"),
-        ({"engine": "onnx"}, "BadInput", "torch alone"),
-        ({"speed": "high"}, "BadInput", "no parameter 'speed'"),
-    ):
-        kind, message, _ = run(engine, batch_of([text("good")], **parameters)).outcomes[0]
-        assert kind == expected
-        assert words in message
 
 
 def test_folder_without_a_classifier_is_rejected(text_folder: Path, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_configured_model_takes_precedence_over_the_repository(tmp_path: Path)
     assert "gone" in broken.errors["m"]
 
 
-def test_the_default_can_be_named(tmp_path: Path) -> None:
+def test_the_default_can_be_named_and_a_configured_model_may_have_several_versions(tmp_path: Path) -> None:
     for name in ("a", "b/1", "b/2", "c"):
         put_gguf(tmp_path / "root" / name)
 
@@ -219,9 +219,6 @@ def test_the_default_can_be_named(tmp_path: Path) -> None:
     assert (first(""), first("b"), first("acme/c")) == ("a", "b:2", "c")
     with pytest.raises(ModelFolderError, match=r"default_model .*EMBEDDING_MODEL.* is zzz, .*it has: a, .*b, c"):
         first("zzz")
-
-
-def test_a_configured_model_with_several_versions(tmp_path: Path) -> None:
     put_gguf(tmp_path / "m/1")
     put_gguf(tmp_path / "m/7")
     found = find_models(WorkerConfig(models=(f"m={tmp_path / 'm'}",)))

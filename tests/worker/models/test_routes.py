@@ -24,7 +24,7 @@ def catalog(*specs: ModelSpec, errors: dict[str, str] | None = None) -> Scan:
     )
 
 
-def test_tasks_may_name_no_model_a_model_or_a_version() -> None:
+def test_tasks_may_name_a_model_a_version_or_none_and_then_keep_the_same_model() -> None:
     routes = ModelRoutes(catalog(spec_of("a", "1"), spec_of("a", "2"), spec_of("b")), "auto")
     assert routes.table["infer", ""] == routes.table["infer", "a"] == "a:2"
     assert routes.table["infer", "a:1"] == "a:1"
@@ -32,9 +32,6 @@ def test_tasks_may_name_no_model_a_model_or_a_version() -> None:
     assert kind == "infer"
     assert set(offered[:2]) == {"a", "a:2"}, "the default comes first"
     assert set(offered) == {"a", "a:1", "a:2", "b"}
-
-
-def test_tasks_without_a_model_name_keep_the_same_model() -> None:
     b, b2 = spec_of("b", "1"), spec_of("b", "2")
     routes = ModelRoutes(catalog(b), "auto")
     routes.put(catalog(spec_of("a"), b))

@@ -69,7 +69,7 @@ Claims(Path(sys.argv[1])).hold(Claim(worker_id="dead", engine_pid=1, pinned_byte
 """
 
 
-def test_claims_of_dead_workers_are_deleted(tmp_path: Path) -> None:
+async def test_claims_of_dead_workers_are_deleted_and_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
     ours, other = Claims(tmp_path), Claims(tmp_path)
     claim = Claim(worker_id="b", engine_pid=12, pinned_bytes=34)
     ours.hold(Claim(worker_id="a", engine_pid=0, pinned_bytes=0))
@@ -81,9 +81,6 @@ def test_claims_of_dead_workers_are_deleted(tmp_path: Path) -> None:
     assert ours.others() == []
     ours.release()
     assert list(tmp_path.iterdir()) == []
-
-
-async def test_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
     inside = 0
 
     async def enter() -> None:

@@ -47,7 +47,7 @@ def test_frames_survive_any_cut(small_ring: None, seed: int) -> None:
     assert got == sent
 
 
-def test_ring_uses_its_room_and_no_more(small_ring: None) -> None:
+def test_ring_uses_its_room_and_no_more_and_keeps_random_values(small_ring: None) -> None:
     ring = BlobMemory.create().up
     whole = b"a" * (1 << 20)
     place = ring.write(whole)
@@ -65,9 +65,6 @@ def test_ring_uses_its_room_and_no_more(small_ring: None) -> None:
         assert place is not None
         assert place % (1 << 20) == 0
         ring.read(place, 5)
-
-
-def test_ring_against_a_model(small_ring: None) -> None:
     rng = random.Random(2)
     ring = BlobMemory.create().down
     waiting: list[tuple[int, bytes]] = []

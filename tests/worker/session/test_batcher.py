@@ -192,7 +192,7 @@ def pop_at(made: Batcher, now_s: float) -> list[int]:
     return ids(made.pop(one_by_one=ONE_BY_ONE, now_s=now_s))
 
 
-def test_a_batch_waits_to_grow_and_no_longer_than_its_delay() -> None:
+def test_a_batch_waits_to_grow_no_longer_than_its_delay_and_not_again_if_it_returns() -> None:
     made = growing()
     made.add(MODEL, leases([1], MODEL))
     assert pop_at(made, 7.0) == []
@@ -207,6 +207,12 @@ def test_a_batch_waits_to_grow_and_no_longer_than_its_delay() -> None:
     made.add(MODEL, leases([4], MODEL))
     assert pop_at(made, 7.6) == []
     assert made.due_s() == 8.1, "each batch has a delay of its own"
+    made = growing()
+    made.add(MODEL, leases([1], MODEL))
+    pop_at(made, 1.0)
+    batch = made.pop(one_by_one=ONE_BY_ONE, now_s=2.0)
+    made.put_back(batch)
+    assert pop_at(made, 2.0) == [1]
 
 
 def test_a_batch_goes_at_a_preferred_size_or_a_limit() -> None:
@@ -219,15 +225,6 @@ def test_a_batch_goes_at_a_preferred_size_or_a_limit() -> None:
     assert pop_at(made, 1.1) == [6]
     made.add(MODEL, leases(range(7, 30), MODEL))
     assert [len(pop_at(made, 1.2)) for _ in range(4)] == [8, 8, 4, 0]
-
-
-def test_returned_leases_do_not_wait_again() -> None:
-    made = growing()
-    made.add(MODEL, leases([1], MODEL))
-    pop_at(made, 1.0)
-    batch = made.pop(one_by_one=ONE_BY_ONE, now_s=2.0)
-    made.put_back(batch)
-    assert pop_at(made, 2.0) == [1]
 
 
 def test_limits_of_a_model() -> None:
