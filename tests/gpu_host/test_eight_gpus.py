@@ -6,7 +6,8 @@ Times are those of the master's clock, which is this host's.
 import math
 import threading
 import time
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from multigpu.v1 import device_pb2, task_pb2
@@ -34,27 +35,24 @@ def test_eight_gpus_work_and_report_that_they_are_simulated(host: Host) -> None:
     host.wait_until_used(*host.gpus.uuids)
 
 
-class Lateness:
+@contextmanager
+def lateness() -> Iterator[list[float]]:
     """How much later than it should a thread wakes up, at most: what the other load of this machine costs a process."""
+    worst_s, stop = [0.0], threading.Event()
 
-    def __init__(self) -> None:
-        self.worst_s = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
+    def run() -> None:
+        while not stop.is_set():
             due_s = time.monotonic() + 0.01
             time.sleep(0.01)
-            self.worst_s = max(self.worst_s, time.monotonic() - due_s)
+            worst_s[0] = max(worst_s[0], time.monotonic() - due_s)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield worst_s
+    finally:
+        stop.set()
+        thread.join()
 
 
 # Steps between the loss and the last dispatch, each of which a busy machine may delay: sampler, agent, master, engine.
@@ -68,7 +66,7 @@ def test_xid_79_moves_the_tasks_within_a_second_and_disturbs_no_other_gpu(host: 
     task_ids = host.submit("gpu.work", 200, seconds="0.15")
     until(lambda: all(len(host.leased(name)) > 1 for name in host.names), what="a running and a waiting task each")
     before = {name: host.leased(name) for name in host.names}
-    with Lateness() as lateness:
+    with lateness() as worst_s:
         lost_s = time.time()
         host.gpus.lose(lost)
         until(lambda: gone in host.quarantined(), what=f"the quarantine of {gone}")
@@ -85,7 +83,7 @@ def test_xid_79_moves_the_tasks_within_a_second_and_disturbs_no_other_gpu(host: 
         max((o.stages.finish_time.ToNanoseconds() / 1e9 for o in outcomes.values() if o.worker_id == gone), default=0)
         - lost_s
     )
-    limit_s = 1.0 + STEPS * lateness.worst_s
+    limit_s = 1.0 + STEPS * worst_s[0]
     assert slowest_s < limit_s
     assert latest_s < limit_s, "a lost device finishes no task"
 
@@ -93,8 +91,7 @@ def test_xid_79_moves_the_tasks_within_a_second_and_disturbs_no_other_gpu(host: 
     for name in host.names:
         if name == gone:
             continue
-        assert after[name].session_id == sessions[name]
-        assert after[name].failed == 0
+        assert (after[name].session_id, after[name].failed) == (sessions[name], 0)
         assert after[name].health.state == device_pb2.HEALTH_STATE_HEALTHY
         assert host.engines()[name] == engines[name], "its engine goes on"
         assert all(outcomes[i].worker_id == name for i in before[name]), "it keeps what it had"

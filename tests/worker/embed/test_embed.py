@@ -60,9 +60,6 @@ class Recorder:
     # Called on each beat.
     at_beat: "Callable[[Recorder], None] | None" = None
 
-    def begin(self, item: Item) -> None:
-        raise AssertionError("items of a batch that runs together have begun already")
-
     def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
         assert item.lease_id not in self.outcomes, "settled twice"
         self.outcomes[item.lease_id] = ("ok", result, content_type)
@@ -75,14 +72,10 @@ class Recorder:
     def cancelled(self, item: Item) -> bool:
         return item.lease_id in self.cancelled_ids
 
-    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
-        raise AssertionError("vectors come whole")
+    def never(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("items have begun already, vectors come whole, and an attempt is short")
 
-    def checkpoint(self, item: Item, data: bytes) -> None:
-        raise AssertionError("an attempt is too short for checkpoints")
-
-    def progress(self, item: Item, fraction: float, note: str = "") -> None:
-        raise AssertionError("an attempt is too short for progress")
+    begin = partial = checkpoint = progress = never
 
     def beat(self) -> None:
         self.beats += 1

@@ -23,7 +23,7 @@ from multigpu_worker.engines.embed import torch_backend
 from multigpu_worker.engines.embed.backend import Vectors
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import EmbedModel, load_model
-from multigpu_worker.engines.embed.text import Inputs, TextInput
+from multigpu_worker.engines.embed.text import Inputs
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 
 from tests.worker.embed.test_embed import FOLDER, VARIED, Recorder, batch_of, payload, run
@@ -129,18 +129,10 @@ class Ahead:
     room: int = 2
     events: list[str] = dataclasses.field(default_factory=list)
     open: int = 0
+    identity: str = "a thread"
 
-    @property
-    def text(self) -> TextInput:
-        return self.model.text
-
-    @property
-    def dimension(self) -> int:
-        return self.model.dimension
-
-    @property
-    def identity(self) -> str:
-        return "a thread"
+    def __post_init__(self) -> None:
+        self.text, self.dimension = self.model.text, self.model.dimension
 
     def embed(self, inputs: Inputs) -> Vectors:
         raise AssertionError("it can do better")

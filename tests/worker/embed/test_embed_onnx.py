@@ -37,7 +37,7 @@ def settings(shared_artifacts: Path) -> EngineSettings:
 
 
 @pytest.mark.slow
-def test_vectors_equal_those_of_torch(settings: EngineSettings) -> None:
+def test_vectors_equal_those_of_torch_and_through_the_engine(settings: EngineSettings) -> None:
     model, facts = embed_onnx.load(SPEC, settings, "fp32")
     torch_model = load_model(FOLDER, "cpu", "fp32")
     inputs = model.text.pad(model.text.tokenise(TEXTS), range(len(TEXTS)))
@@ -45,16 +45,11 @@ def test_vectors_equal_those_of_torch(settings: EngineSettings) -> None:
     np.testing.assert_allclose(model.embed(inputs), wanted, rtol=0, atol=1e-5)
     assert model.dimension == wanted.shape[1] == 384
     assert facts == {}
-
-
-@pytest.mark.slow
-def test_vectors_through_the_engine(settings: EngineSettings) -> None:
     engine = EmbedEngine(replace(settings, engine="onnx"))
     facts = engine.load()
     assert (facts["engine"], facts["precision"]) == ("onnx", "fp32")
     recorder = run(engine, batch_of([payload("One text."), payload("Two", "texts."), b"\xff"]))
     assert recorder.outcomes[2][0] == "BadInput"
-    torch_model = load_model(FOLDER, "cpu", "fp32")
     wanted = torch_model.embed(torch_model.text.pad(torch_model.text.tokenise(["Two", "texts."]), [0, 1]))
     np.testing.assert_allclose(recorder.vectors(1), wanted, rtol=0, atol=1e-5)
 

@@ -225,7 +225,7 @@ def test_sampling_waits_for_the_device_once() -> None:
     assert together == alone
 
 
-def test_blocks_are_taken_once_and_returned() -> None:
+def test_blocks_are_taken_once_and_a_step_has_places_masks_and_positions() -> None:
     pool = BlockPool(8)
     first, second = pool.take(3), pool.take(5)
     assert sorted(first + second) == list(range(8))
@@ -234,9 +234,6 @@ def test_blocks_are_taken_once_and_returned() -> None:
     pool.blocks_max = 7
     assert pool.can_take(2) and not pool.can_take(3)
     assert set(pool.take(2)) <= set(first)
-
-
-def test_step_has_places_masks_and_positions() -> None:
     shape = CacheShape(layers=1, heads=1, head_size=2, dtype=torch.float32)
     cache = PagedCache(shape, 8, torch.device("cpu"))
     pieces = [

@@ -120,7 +120,7 @@ def test_scores_must_be_numbers(tmp_path: Path) -> None:
         gate.measure(spec(tmp_path, held_out=held_out, metric="spearman"), embed, embed)
 
 
-def test_output_with_the_largest_loss_counts(tmp_path: Path) -> None:
+def test_output_with_the_largest_loss_counts_and_needs_rows_and_classes(tmp_path: Path) -> None:
     truth = np.eye(5, dtype=np.float32)[np.arange(20) % 5]
     swapped = truth.copy()
     swapped[:3] = np.roll(truth[:3], 1, axis=1)
@@ -148,9 +148,6 @@ def test_output_with_the_largest_loss_counts(tmp_path: Path) -> None:
         gate.judge(by_cosine, "int8", figures)
     swapped[3] = truth[3]
     assert gate.measure_arrays(by_cosine, held_out, reference, candidate)["figure"] == "0.85000"
-
-
-def test_outputs_without_rows_or_classes_are_rejected(tmp_path: Path) -> None:
     model = dataclasses.replace(spec(tmp_path, metric="agreement"), kind="infer")
     held_out = {"x": np.ones((9, 4), np.float32)}
     for answer, words in ((np.ones(3), "a row for each"), (np.ones((9, 1)), "no classes in the last dimension of y")):

@@ -63,7 +63,7 @@ def test_names_types_and_shapes_come_from_the_file(tmp_path: Path) -> None:
     assert facts == {"precision": "as its file"}
 
 
-def test_tasks_are_joined_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
+def test_tasks_are_joined_with_exact_integers_as_floats_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
     engine = engine_of(scaled_sum(tmp_path))
     payloads = [
         b'{"inputs": {"x": [[1, 2, 3]], "counts": [[2]]}}',
@@ -74,11 +74,8 @@ def test_tasks_are_joined_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
     assert recorder.outcomes[0][1] == b'{"outputs": {"y": [[2.0, 4.0, 6.0]]}}'
     assert recorder.outcomes[1][0] == "BadInput"
     assert recorder.outcomes[2][1] == b'{"outputs": {"y": [[3.0, 3.0, 3.0], [10.0, 10.0, 10.0]]}}'
-
-
-def test_exact_integers_are_converted_to_floats(tmp_path: Path) -> None:
     payloads = [payload(x=np.array([[1, 2, last]]), counts=np.array([[2]])) for last in (3, 2**53 + 1)]
-    recorder = run(engine_of(scaled_sum(tmp_path)), batch_of(payloads))
+    recorder = run(engine, batch_of(payloads))
     assert answer(recorder, 0)["y"].tolist() == [[2.0, 4.0, 6.0]]
     assert recorder.outcomes[1][0] == "BadInput"
 

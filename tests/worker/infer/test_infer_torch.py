@@ -185,16 +185,9 @@ def test_exported_program_is_code_and_must_be_allowed(tmp_path: Path, harm: Call
     assert (tmp_path / "marker").exists(), "this archive runs no code: the test shows nothing"
 
 
-BERT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 100,
-    "num_labels": 3,
-    # Much larger than is usual, so that different inputs get clearly different answers.
-    "initializer_range": 0.3,
-}
+BERT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+# A range that is much larger than is usual, so that different inputs get clearly different answers.
+BERT |= {"vocab_size": 100, "num_labels": 3, "initializer_range": 0.3}
 
 
 @pytest.fixture(scope="module")

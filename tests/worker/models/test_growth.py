@@ -47,34 +47,17 @@ def grow(process: Grower, size_bytes: int) -> None:
     assert process.stdout.readline() == "done\n"
 
 
-class IdleAgent:
-    """An agent without leases."""
-
-    def __init__(self) -> None:
-        self.heartbeats = 0
-        self.session = SimpleNamespace(leases={})
-
-    def waiting(self) -> list[Any]:
-        return []
-
-    def may_load(self) -> bool:
-        return True
-
-    def want_heartbeat(self) -> None:
-        self.heartbeats += 1
-
-    def routes_changed(self) -> None: ...
-
-
 async def test_a_model_in_use_is_remeasured(tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_LOAD_LOOK_S", 0.0)
     monkeypatch.setattr(loader, "MEASURE_S", 0.0)
     (tmp_path / "m").mkdir()
     spec = ModelSpec(name="m", folder=tmp_path / "m", kind="infer", engine="a:B", source="python")
+    agent: Any = SimpleNamespace(session=SimpleNamespace(leases={}), waiting=list, may_load=lambda: True)
+    agent.want_heartbeat = agent.routes_changed = lambda: None
     process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.pid), batches={}, retiring=False)
     pool: Any = SimpleNamespace(models={"m": [process]}, keep_spare=lambda _: None)
     model_loader = ModelLoader(
-        IdleAgent(),  # type: ignore[arg-type]  # the rest is for leases
+        agent,
         pool,
         Sampler(open_device("cpu")),
         Scan(models={"m": spec}, current={"m": "m"}),

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from multigpu.repository.model import ModelSpec
@@ -37,7 +38,14 @@ def test_a_measured_size_survives_a_restart(tmp_path: Path) -> None:
 
 def test_another_version_file_precision_or_device_is_measured_separately(tmp_path: Path) -> None:
     sizes(tmp_path).keep(SPEC, SIZE)
-    changes = {"name": "n", "version": "2", "precision": "bf16", "engine": "onnx", "instances": 2, "files_bytes": 11}
+    changes: dict[str, Any] = {
+        "name": "n",
+        "version": "2",
+        "precision": "bf16",
+        "engine": "onnx",
+        "instances": 2,
+        "files_bytes": 11,
+    }
     changes |= {"changed_ns": 6, "parameters": {"size": "1"}, "hashes": {"model.onnx": "0" * 64}}
     for name, value in changes.items():
         assert sizes(tmp_path).find(dataclasses.replace(SPEC, **{name: value})) is None, name

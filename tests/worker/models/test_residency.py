@@ -40,13 +40,16 @@ def test_models_that_fit_are_loaded_in_the_order_of_waiting_pinned_ones_first() 
     assert not found.unload
 
 
-def test_the_least_recently_used_idle_models_make_room() -> None:
+def test_the_least_recently_used_idle_models_make_room_and_small_ones_delay_no_large_one() -> None:
     inside = [model("a", 40, READY, used_at=3), model("b", 40, READY, used_at=1), model("c", 15, READY, used_at=2)]
     found = plan([*inside, model("d", 50, wanted_at=9.0)], 100, 9.0)
     assert (names(found.unload), found.load, found.retire) == (["b", "c"], [], [])
     inside[1].leases = 1
     found = plan([*inside, model("d", 50, wanted_at=9.0)], 100, 9.0)
     assert names(found.unload) == ["c", "a"], "a model in use stays if others suffice"
+    inside = [model("busy", 60, READY, leases=1, entered_at=9.0)]
+    waiting = [model("large", 60, wanted_at=9.0), model("small", 30, wanted_at=9.5)]
+    assert not plan([*inside, *waiting], 100, 9.2).load
 
 
 def test_no_model_is_unloaded_if_others_are_being_unloaded_or_the_room_would_not_suffice() -> None:
@@ -65,12 +68,6 @@ def test_a_model_in_use_retires_for_a_waiting_one_after_it_was_ready_long_enough
     busy.entered_at = 8.0
     assert not plan([busy, waiting], 100, 11.9).retire, "it was ready for less time than the other takes to load"
     assert names(plan([busy, waiting], 100, 12.0).retire) == ["busy"]
-
-
-def test_small_models_do_not_delay_a_large_one() -> None:
-    inside = [model("busy", 60, READY, leases=1, entered_at=9.0)]
-    waiting = [model("large", 60, wanted_at=9.0), model("small", 30, wanted_at=9.5)]
-    assert not plan([*inside, *waiting], 100, 9.2).load
 
 
 def test_a_model_may_be_too_large_beside_the_pinned_ones_or_larger_than_expected() -> None:

@@ -95,9 +95,9 @@ async def test_a_fault_ends_the_engines_of_its_gpu_and_is_charged_to_its_client(
     assert neighbour.engine_pid() != engines[neighbour]
     assert any(beat.mps.state == device_pb2.MPS_STATE_FAULT for beat in neighbour.stream.heartbeats)
     assert any(str(engines[guilty]) in beat.mps.message for beat in neighbour.stream.heartbeats)
-    faulty, other = host.counts(0), host.counts(1)
+    faulty, sound = host.counts(0), host.counts(1)
     assert (faulty["violations"], faulty["faults"], faulty["forced"]) == ([], 2, 0)
-    assert (other["violations"], other["faults"], other["servers"]) == ([], 0, 1)
+    assert (sound["violations"], sound["faults"], sound["servers"]) == ([], 0, 1)
 
 
 @pytest.mark.slow

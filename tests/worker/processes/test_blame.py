@@ -178,13 +178,17 @@ def test_a_lease_that_mps_rejected_is_charged_only_after_many_deaths() -> None:
         assert bool(judged.reports) is (nth == DEATHS_MAX - 1)
 
 
-def test_the_only_lease_of_an_engine_that_ends_by_itself_is_charged() -> None:
+def test_the_only_lease_of_a_crash_is_charged_and_others_outside_a_run_are_up_to_a_limit_not() -> None:
     assert charged([state(1)], batch(1, [1], one_by_one=True), returncode=CRASHED) == ([1], [])
     assert charged([state(1)], batch(1, [1], one_by_one=True), returncode=KILLED) == ([], [1])
     two = [batch(n, [n], one_by_one=True) for n in (1, 2)]
     failed, again = judge([state(1)], *two, returncode=CRASHED)
     assert failed == {}
     assert all(lease.suspect for lease in again), "each goes on alone"
+    held = batch(1, [1, 2], one_by_one=False)
+    for _ in range(DEATHS_MAX - 1):
+        assert charged([state(0)], held) == ([], [1, 2])
+    assert judge([state(0)], held) == ({1: "EngineDied", 2: "EngineDied"}, [])
 
 
 def test_a_batch_that_runs_together_is_found_again_after_a_violation() -> None:
@@ -216,10 +220,3 @@ def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
             waiting.append({lease.lease_id: lease for lease in again[:size]})
             again = again[size:]
     assert (found, survivors, deaths) == ([culprit], 255, 9)
-
-
-def test_crashes_outside_a_run_are_uncharged_up_to_a_limit() -> None:
-    held = batch(1, [1, 2], one_by_one=False)
-    for _ in range(DEATHS_MAX - 1):
-        assert charged([state(0)], held) == ([], [1, 2])
-    assert judge([state(0)], held) == ({1: "EngineDied", 2: "EngineDied"}, [])
