@@ -175,7 +175,7 @@ def test_mig(gpus: SimulatedGpus, user: DriverUser) -> None:
     assert user.ask(f"nvmlDeviceGetUUID(nvmlDeviceGetDeviceHandleFromMigDeviceHandle({part}))") == gpus.uuid(6)
 
 
-def test_what_is_not_supported_and_old_drivers(gpus: SimulatedGpus, user: DriverUser) -> None:
+def test_what_is_not_supported_and_drivers_that_are_old_or_do_not_answer(gpus: SimulatedGpus, user: DriverUser) -> None:
     gpus.fail("nvmlDeviceGetPowerUsage", 4)
     gpus.fail("field 230", 4)
     assert user.error("nvmlDeviceGetPowerUsage(gpu[4])") == "NotSupported"
@@ -189,9 +189,6 @@ def test_what_is_not_supported_and_old_drivers(gpus: SimulatedGpus, user: Driver
     assert user.ask("nvmlDeviceGetPowerUsage(gpu[4])") > 0
     user.ask("nvmlDeviceSetComputeMode(gpu[4], NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)")
     assert user.ask("nvmlDeviceGetComputeMode(gpu[4])") == 3
-
-
-def test_a_driver_that_does_not_answer(gpus: SimulatedGpus, user: DriverUser) -> None:
     gpus.slow(4, 0.3)
     begin_s = time.monotonic()
     user.ask("nvmlDeviceGetPowerUsage(gpu[4])")

@@ -34,9 +34,9 @@ async def test_values_and_results_and_async_handlers_on_one_event_loop(stream: S
     told = await stream.run(9001, b"", attempt=3, extra=extra, kind="t.context", parameters={"a": "b"})
     told_of = {"task_id": 10001, "attempt": 3, "parameters": {"a": "b"}, "checkpoint": "before", "cancelled": False}
     assert json.loads(told.result) == told_of
-    reports = [json.loads(report.result) for report in await stream.run_all("t.async", *[b""] * 20)]
-    assert 2 <= max(report["together"] for report in reports) <= 16
-    assert {report["thread"] for report in reports} == {"handlers-loop"}
+    loops = [json.loads(report.result) for report in await stream.run_all("t.async", *[b""] * 20)]
+    assert 2 <= max(loop["together"] for loop in loops) <= 16
+    assert {loop["thread"] for loop in loops} == {"handlers-loop"}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from tests.worker.scripted_master import SUCCEEDED
 
 async def test_small_and_large_payloads_come_back_whole(start: Start) -> None:
     worker, stream = await start()
-    assert stream.hello.protocol_version == 2
-    assert stream.hello.worker_id == "w0"
+    assert (stream.hello.protocol_version, stream.hello.worker_id) == (2, "w0")
     assert {"echo", "sleep", "fail"} <= {capability.kind for capability in stream.hello.capabilities}
     stream.lease([(n, b"x%d" % n) for n in range(1, 1001)], kind="echo", content_type="text/plain")
     reports = await stream.reported(*range(1, 1001))

@@ -67,14 +67,14 @@ def test_times_between_readings_have_the_mean_power(
     assert uncertainty < 0.2
 
 
-def test_tasks_share_the_energy_of_their_batch_by_their_work(meter: EnergyMeter) -> None:
+def test_tasks_share_the_energy_of_their_batch_by_their_work_and_concurrent_batches_all_of_it(
+    meter: EnergyMeter,
+) -> None:
     read(meter, 5.0, lambda _: 100.0)
     energy = meter.measure(T0 + S, T0 + 3 * S, 50)
     assert energy is not None
     assert energy.joules_per_unit == pytest.approx(200.0 / 50, rel=1e-3)
-
-
-def test_concurrent_batches_share_all_of_the_energy(meter: EnergyMeter) -> None:
+    meter.reset()
     read(meter, 5.0, lambda _: 100.0, running=2)
     first, second = (measured(meter, 1.0, 4.0)[0] for _ in range(2))
     assert first == second == pytest.approx(150.0, rel=1e-3)

@@ -242,7 +242,9 @@ def test_file_that_cannot_be_opened_at_the_start_is_retried(tmp_path: Path) -> N
     again.close()
 
 
-def test_stopped_process_with_the_lock_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_with_the_lock_or_a_lookup_without_memory_costs_only_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, rows = tmp_path / "c.db", rows_of("a")
     monkeypatch.setattr(embed_cache_file, "BUSY_S", 0.05)
     with (tmp_path / "c.db.lock").open("w") as lock:
@@ -252,10 +254,7 @@ def test_stopped_process_with_the_lock_blocks_no_other(tmp_path: Path, monkeypat
     put(file, rows)
     assert file.find([rows[0].key]) == rows
     file.close()
-
-
-def test_out_of_memory_in_a_lookup_costs_only_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, rows = open_file(tmp_path / "c.db"), rows_of("a")
+    file = open_file(tmp_path / "d.db")
     put(file, rows)
 
     def short(*_: Any) -> Any:

@@ -204,8 +204,7 @@ def test_batches_overlap_on_the_device(
         ahead.events.clear()
     assert rounds[0] == ["begin", "begin" if room == 2 else "no room", "wait"]
     assert rounds[2][-1] == "wait"
-    assert ahead.open == 0
-    assert ahead.tokens_max == 512
+    assert (ahead.open, ahead.tokens_max) == (0, 512)
 
 
 def test_micro_batch_that_never_fits_is_split(model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_shapes_use_their_profile_and_reuse_buffers(tmp_path: Path) -> None:
     assert memory.allocated[0] == 1000 * len(PROFILES) + 256
 
 
-def test_outputs_are_not_overwritten_and_runs_may_start_before_the_last_is_fetched(tmp_path: Path) -> None:
+def test_runs_overwrite_no_outputs_may_overlap_and_come_from_several_threads(tmp_path: Path) -> None:
     plan = runner(tmp_path)
     first = plan({"x": np.full((2, 2), 1.0)})["y"]
     plan({"x": np.full((2, 2), 5.0)})
@@ -102,6 +102,17 @@ def test_outputs_are_not_overwritten_and_runs_may_start_before_the_last_is_fetch
     finish = [plan.begin({"x": x}) for x in inputs]
     for x, wait in zip(inputs, finish, strict=True):
         np.testing.assert_array_equal(wait()["y"], 2 * x)
+    right: list[bool] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(100):
+            x = rng.standard_normal((rng.integers(2, 5), rng.integers(1, 257))).astype(np.float32)
+            right.append(np.array_equal(plan({"x": x})["y"], 2 * x))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert right == [True] * 400
 
 
 def test_plan_lives_until_its_runs_are_done(tmp_path: Path) -> None:
@@ -114,21 +125,6 @@ def test_plan_lives_until_its_runs_are_done(tmp_path: Path) -> None:
     del finish
     gc.collect()
     assert alive() is None
-
-
-def test_threads_may_share_a_plan(tmp_path: Path) -> None:
-    plan = runner(tmp_path)
-    right: list[bool] = []
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(100):
-            x = rng.standard_normal((rng.integers(2, 5), rng.integers(1, 257))).astype(np.float32)
-            right.append(np.array_equal(plan({"x": x})["y"], 2 * x))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert right == [True] * 400
 
 
 def test_errors_of_a_plan(tmp_path: Path) -> None:

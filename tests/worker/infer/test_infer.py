@@ -151,23 +151,6 @@ def test_large_task_is_split(make_engine: MakeEngine, models: Any) -> None:
         np.testing.assert_array_equal(answer(recorder, i)["y"], rows(n) * [1, 2, 3, 4])
 
 
-def test_bad_items_fail_alone_with_a_description_of_the_inputs(make_engine: MakeEngine) -> None:
-    bad = [
-        (b"\xff", "no multigpu.v1.InferPayload"),
-        (payload(y=rows(1)), "no input 'y'"),
-        (payload(bias=rows(1)), "the input 'x' is missing"),
-        (infer_pb2.InferPayload(inputs=[tensor_of("x", rows(1))] * 2).SerializeToString(), "an input twice"),
-        (payload(("z",), x=rows(1)), "no output 'z': it has y, total"),
-    ]
-    recorder = run(make_engine(), batch_of([payload(x=rows(1)), *(each for each, _ in bad), payload(x=rows(1))]))
-    assert answer(recorder, 0)["y"].shape == answer(recorder, len(bad) + 1)["y"].shape == (1, 4)
-    for i, (_, message) in enumerate(bad, start=1):
-        error_type, said, retryable = recorder.outcomes[i]
-        assert (error_type, retryable) == ("BadInput", False)
-        assert message in said
-    assert "The model takes x: any type; bias: any type, optional" in recorder.outcomes[2][1]
-
-
 def test_array_without_elements_goes_through_the_model_once(make_engine: MakeEngine, models: Any) -> None:
     engine = make_engine("Scale")
     acquaint(engine, models)
@@ -188,7 +171,7 @@ def test_empty_array_has_bounded_dimensions(make_engine: MakeEngine, models: Any
     assert answer(recorder, 1)["y"].shape == (1, 4)
 
 
-def test_item_that_the_model_cannot_run_fails_alone(make_engine: MakeEngine) -> None:
+def test_item_that_the_model_cannot_run_or_take_fails_alone_with_a_description(make_engine: MakeEngine) -> None:
     spoilt = rows(5)
     spoilt[4, 2] = 666
     payloads = [payload(x=rows(3)), payload(x=spoilt), payload(x=rows(6, 40.0))]
@@ -196,6 +179,20 @@ def test_item_that_the_model_cannot_run_fails_alone(make_engine: MakeEngine) -> 
     assert recorder.outcomes[1] == ("ValueError", "a number that spoils the batch", True)
     for i, expected in ((0, rows(3)), (2, rows(6, 40.0))):
         np.testing.assert_array_equal(answer(recorder, i)["y"], expected * [1, 2, 3, 4])
+    bad = [
+        (b"\xff", "no multigpu.v1.InferPayload"),
+        (payload(y=rows(1)), "no input 'y'"),
+        (payload(bias=rows(1)), "the input 'x' is missing"),
+        (infer_pb2.InferPayload(inputs=[tensor_of("x", rows(1))] * 2).SerializeToString(), "an input twice"),
+        (payload(("z",), x=rows(1)), "no output 'z': it has y, total"),
+    ]
+    recorder = run(make_engine(), batch_of([payload(x=rows(1)), *(each for each, _ in bad), payload(x=rows(1))]))
+    assert answer(recorder, 0)["y"].shape == answer(recorder, len(bad) + 1)["y"].shape == (1, 4)
+    for i, (_, message) in enumerate(bad, start=1):
+        error_type, said, retryable = recorder.outcomes[i]
+        assert (error_type, retryable) == ("BadInput", False)
+        assert message in said
+    assert "The model takes x: any type; bias: any type, optional" in recorder.outcomes[2][1]
 
 
 def test_out_of_memory_halves_the_limit_and_then_fails_the_task(make_engine: MakeEngine, models: Any) -> None:

@@ -116,12 +116,19 @@ def test_only_the_lease_that_ran_is_charged(slot: SlotState, failed: list[int]) 
     assert charged([slot], one, two) == (failed, [n for n in (1, 2, 3, 4, 5) if n not in failed])
 
 
-def test_a_violation_spares_the_other_slots() -> None:
+def test_a_violation_spares_the_other_slots_and_a_batch_that_runs_together_is_found_again() -> None:
     one, two = batch(1, [1, 2], one_by_one=True), batch(2, [3, 4], one_by_one=True)
     error = TaskError(type="RunTimeout", message="", retryable=True)
     violation = Violation(slots=frozenset([(2, 3)]), error=error)
     failed, again = judge([state(1, 1), state(2, 3)], one, two, violation=violation)
     assert (failed, ids(again)) == ({3: "RunTimeout"}, [1, 2, 4])
+    together = batch(1, [1, 2, 3, 4], one_by_one=False, run_timeout_s=1)
+    seen = limits().check(2 * SECOND, [state(1, 1)], {1: together}, {})
+    assert seen is not None
+    # The engine went on to another item before it was dead.
+    failed, again = judge([state(1, 3)], together, violation=seen)
+    assert failed == {}
+    assert [lease.together_max for lease in again] == [2] * 4
 
 
 def test_of_several_slots_and_a_batch_in_preparation_none_is_charged_before_it_ran_alone() -> None:
@@ -189,16 +196,6 @@ def test_the_only_lease_of_a_crash_is_charged_and_others_outside_a_run_are_up_to
     for _ in range(DEATHS_MAX - 1):
         assert charged([state(0)], held) == ([], [1, 2])
     assert judge([state(0)], held) == ({1: "EngineDied", 2: "EngineDied"}, [])
-
-
-def test_a_batch_that_runs_together_is_found_again_after_a_violation() -> None:
-    together = batch(1, [1, 2, 3, 4], one_by_one=False, run_timeout_s=1)
-    violation = limits().check(2 * SECOND, [state(1, 1)], {1: together}, {})
-    assert violation is not None
-    # The engine went on to another item before it was dead.
-    failed, again = judge([state(1, 3)], together, violation=violation)
-    assert failed == {}
-    assert [lease.together_max for lease in again] == [2] * 4
 
 
 def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:

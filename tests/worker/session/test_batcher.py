@@ -45,12 +45,21 @@ def test_one_spec_a_batch_and_the_oldest_first_and_no_line_starves_another() -> 
     assert [pop(made) for _ in range(4)] == [[1, 2], [3, 5], [4], [6]]
 
 
-def test_budget_of_tokens() -> None:
+def test_budget_of_tokens_and_limits_of_a_model() -> None:
     made = batcher(tokens_max=100)
     made.add(ECHO, leases(range(1, 5), payload_bytes=160))  # 40 tokens each
     made.add(ECHO, leases([5], payload_bytes=10_000))  # more than a whole batch
     made.add(ECHO, leases([6], payload_bytes=0))
     assert [pop(made) for _ in range(4)] == [[1, 2], [3, 4], [5], [6]]
+    made = batcher(tasks_max=256)
+    rules = BatchRules(tasks_max=3)
+    made.rules = {(MODEL.kind, "m"): rules, ("mine", "m"): rules}
+    made.add(MODEL, leases(range(1, 6), MODEL))
+    assert [pop(made), pop(made)] == [[1, 2, 3], [4, 5]]
+    slow = Spec(kind="mine", model="m")
+    made.measure(slow, 64, 64e-6)
+    made.add(slow, leases(range(1, 6), slow))
+    assert pop(made) == [1, 2, 3]
 
 
 def test_dropped_leases_go_nowhere() -> None:
@@ -225,15 +234,3 @@ def test_a_batch_goes_at_a_preferred_size_or_a_limit() -> None:
     assert pop_at(made, 1.1) == [6]
     made.add(MODEL, leases(range(7, 30), MODEL))
     assert [len(pop_at(made, 1.2)) for _ in range(4)] == [8, 8, 4, 0]
-
-
-def test_limits_of_a_model() -> None:
-    made = batcher(tasks_max=256)
-    rules = BatchRules(tasks_max=3)
-    made.rules = {(MODEL.kind, "m"): rules, ("mine", "m"): rules}
-    made.add(MODEL, leases(range(1, 6), MODEL))
-    assert [pop(made), pop(made)] == [[1, 2, 3], [4, 5]]
-    slow = Spec(kind="mine", model="m")
-    made.measure(slow, 64, 64e-6)
-    made.add(slow, leases(range(1, 6), slow))
-    assert pop(made) == [1, 2, 3]

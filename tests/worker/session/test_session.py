@@ -91,7 +91,7 @@ def test_frames_are_bounded(session: Session) -> None:
     assert reported(frame(session)) == [11]  # alone, but it goes
 
 
-def test_after_a_break_hello_lists_what_may_be_lost(session: Session) -> None:
+def test_after_a_break_hello_lists_what_may_be_lost_to_the_master_that_welcomed_last(session: Session) -> None:
     leases = grant(session, 1, 2, 3, 4)
     succeed(session, leases[0])
     frame(session)
@@ -104,9 +104,6 @@ def test_after_a_break_hello_lists_what_may_be_lost(session: Session) -> None:
     assert leases[3].dropped
     assert reported(frame(session)) == [1, 3]
     assert held(session) == []
-
-
-def test_what_a_hello_lists_is_of_the_master_that_welcomed_last(session: Session) -> None:
     assert session.incarnation == ""
     session.break_stream()
     session.welcome([], "the second")
@@ -329,5 +326,4 @@ def test_any_order_of_events_loses_and_repeats_nothing(seed: int) -> None:
     while peer.in_flight:
         peer.arrive()
     assert peer.live == set()
-    assert session.unsent_bytes == 0
-    assert session.leases == {}
+    assert (session.unsent_bytes, session.leases) == (0, {})
