@@ -80,9 +80,7 @@ async def test_log_lines_carry_the_task(start: Start) -> None:
     assert "attempt 2: working on it" in line
 
 
-async def test_a_class_that_raises_ends_the_worker_with_its_error(
-    master: ScriptedMaster, start_worker: StartWorker
-) -> None:
+async def test_a_broken_class_ends_the_worker_with_its_error(master: ScriptedMaster, start_worker: StartWorker) -> None:
     worker = await start_worker(master.address, "--handlers", "broken_class", pythonpath=HANDLERS)
     assert await worker.wait() != 0
     assert "no weights in /models/m" in worker.log

@@ -79,7 +79,7 @@ async def test_a_contained_error_degrades_the_device_and_is_not_charged(gpus: Si
 
 
 @pytest.mark.parametrize("codes_first", [True, False])
-async def test_the_ecc_count_of_a_contained_error_is_harmless(
+async def test_the_ecc_count_of_a_contained_error_is_fine(
     gpus: SimulatedGpus, begin: Begin, *, codes_first: bool
 ) -> None:
     _, stream = await begin()

@@ -58,18 +58,14 @@ def test_constant_power_is_measured_exactly(method: EnergyMethod) -> None:
         pytest.param(2.98, 2.99, 1e-2, id="a batch shorter than the lag counts at the mean power around it"),
     ],
 )
-def test_times_between_readings_have_the_mean_power(
-    meter: EnergyMeter, start_s: float, finish_s: float, tolerance: float
-) -> None:
+def test_gaps_count_at_the_mean_power(meter: EnergyMeter, start_s: float, finish_s: float, tolerance: float) -> None:
     read(meter, 3.0, lambda _: 100.0)
     joules, uncertainty = measured(meter, start_s, finish_s)
     assert joules == pytest.approx(100.0 * (finish_s - start_s), rel=tolerance)
     assert uncertainty < 0.2
 
 
-def test_tasks_share_the_energy_of_their_batch_by_their_work_and_concurrent_batches_all_of_it(
-    meter: EnergyMeter,
-) -> None:
+def test_tasks_share_the_energy_of_their_batch_and_concurrent_batches_all_of_it(meter: EnergyMeter) -> None:
     read(meter, 5.0, lambda _: 100.0)
     energy = meter.measure(T0 + S, T0 + 3 * S, 50)
     assert energy is not None

@@ -112,7 +112,7 @@ def test_overlapping_batches_compute_a_text_once(make_engine: MakeEngine, order:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["it fails", "it is cancelled", "its text does not fit", "it never runs"])
-def test_the_next_batch_computes_failed_texts(
+def test_the_next_batch_takes_failed_texts(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     engine, batch, first, second = make_engine(), batch_of([payload("x", "y"), payload("x")]), Recorder(), Recorder()

@@ -186,7 +186,7 @@ def test_next_micro_batch_starts_before_the_last_is_fetched(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 2])
-def test_batches_overlap_on_the_device(
+def test_batches_overlap_on_a_device(
     model: EmbedModel, ahead: Ahead, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead.room = room

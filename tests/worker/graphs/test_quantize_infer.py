@@ -66,9 +66,7 @@ def test_model_that_passes_is_served_with_its_figure(tmp_path: Path, settings: E
     assert recorder.outcomes[0][1].startswith(b'{"outputs": {"y": [[')
 
 
-def test_stricter_threshold_rejects_later(
-    tmp_path: Path, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_threshold_rejects_later(tmp_path: Path, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = model(tmp_path / "model", metric="agreement", threshold=0.9)
     facts = onnx_artifacts.quantised(spec, settings, "int8", "onnx").facts
     assert "share of fp32's likeliest class" in facts["accuracy"]
@@ -122,7 +120,7 @@ def test_int8_needs_data_that_fits_the_model(tmp_path: Path, settings: EngineSet
         infer_onnx.load(dataclasses.replace(spec, gate=wrong), settings, "int8")
 
 
-def test_quantised_model_is_rejected_at_int8_and_int8_on_a_gpu_needs_tensorrt(
+def test_quantised_models_and_gpus_without_tensorrt_are_rejected_at_int8(
     tmp_path: Path, settings: EngineSettings
 ) -> None:
     spec = model(tmp_path / "model")

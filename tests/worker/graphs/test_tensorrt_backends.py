@@ -53,9 +53,7 @@ def test_models_without_plans_are_rejected(tmp_path: Path) -> None:
         load("onnx", "fp32", width_max="0")
 
 
-def test_first_back_end_serves_until_the_other_is_ready_and_stays_if_that_fails(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_first_back_end_serves_until_the_other_does_and_stays_if_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
     go = threading.Event()
 
     def make() -> tuple[str, dict[str, str]]:

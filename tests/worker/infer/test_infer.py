@@ -254,7 +254,7 @@ def test_json_in_json_out(make_engine: MakeEngine) -> None:
         ({"engin": "torch"}, "BadInput", "infer has no parameter 'engin'", False),
     ],
 )
-def test_bad_batch_fails_all_items(
+def test_a_bad_batch_fails_whole(
     make_engine: MakeEngine, parameters: dict[str, str], error_type: str, message: str, *, retryable: bool
 ) -> None:
     recorder = run(make_engine(), batch_of([payload(x=rows(1))] * 2, **parameters))

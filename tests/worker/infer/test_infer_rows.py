@@ -146,9 +146,7 @@ def test_inputs_with_different_first_dimensions_are_not_joined(tmp_path: Path) -
     assert seen == [3, 3, 3]
 
 
-def test_declared_model_is_joined_at_once_and_one_of_unnamed_dimensions_tested_with_one_row_and_two(
-    tmp_path: Path,
-) -> None:
+def test_declared_model_is_joined_at_once_and_one_of_unnamed_dimensions_tested_before(tmp_path: Path) -> None:
     engine, seen = engine_of(write(tmp_path, [SQUARE], {"y": "n"}))
     assert_each(engine, [1, 2, 3, 40], lambda x: {"y": x * x})
     assert seen == [32, 14]

@@ -53,9 +53,7 @@ def test_finding_and_checking_models_does_not_import_torch(packaged: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_the_first_configured_model_is_the_default(
-    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_configured_model_is_default(packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("a", "m"):
         (tmp_path / name).mkdir()

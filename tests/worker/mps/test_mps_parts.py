@@ -194,9 +194,7 @@ async def test_a_daemon_that_does_not_answer_is_logged_once(simulated_control: M
     await mps.close()
 
 
-async def test_one_scan_in_a_thread_serves_all_engines(
-    simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_scan_by_a_thread_serves_all(simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch) -> None:
     mps = Mps(simulated_control, "a", MpsLimits())
     await mps.open()
     running = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(3)]

@@ -206,9 +206,7 @@ async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster,
 
 
 @pytest.mark.parametrize("setting", ["token-file", "artifacts-dir", "stats-file", "tls-ca"])
-async def test_a_file_that_can_not_be_used_is_rejected(
-    master: ScriptedMaster, start_worker: StartWorker, setting: str
-) -> None:
+async def test_an_unusable_file_is_rejected(master: ScriptedMaster, start_worker: StartWorker, setting: str) -> None:
     worker = await start_worker(master.address, f"--{setting}", "/proc/nonexistent/file")
     assert await worker.wait() == 2
     assert "/proc/nonexistent" in worker.log
