@@ -206,7 +206,11 @@ def test_hugging_face_folder_by_signature(bert: tuple[ModelSpec, Any]) -> None:
     short, long = np.arange(1, 7).reshape(2, 3), np.arange(1, 11).reshape(1, 10)
     mask = np.ones_like(short)
     mask[:, 2] = 0
-    asked = {"input_ids": short}, {"input_ids": long}, {"input_ids": short, "attention_mask": mask}
+    asked: list[dict[str, Any]] = [
+        {"input_ids": short},
+        {"input_ids": long},
+        {"input_ids": short, "attention_mask": mask},
+    ]
     recorder = run(engine, batch_of([*(payload(**each) for each in asked), payload(attention_mask=mask)]))
     with torch.inference_mode():
         for i, inputs in enumerate(asked):
