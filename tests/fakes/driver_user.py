@@ -53,6 +53,14 @@ class DriverUser:
         self.begin(expression)
         return self.end()
 
+    def error(self, expression: str) -> str:
+        """The name of the error that the expression raises, without NVMLError_; "": it raises none."""
+        try:
+            self.ask(expression)
+        except DriverError as error:
+            return str(error)
+        return ""
+
     def __enter__(self) -> Self:
         return self
 

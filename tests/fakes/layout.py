@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import unittest
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 GPUS, LINKS, INSTANCES, PROCESSES, FAILURES, EVENTS = 64, 18, 7, 32, 64, 1024
@@ -23,16 +24,12 @@ def _chars(length: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * length
 
 
+def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Process(ctypes.Structure):
-    _fields_ = (
-        ("pid", u32),
-        ("mps", u32),
-        ("bytes", u64),
-        ("sm_util", u32),
-        ("memory_util", u32),
-        ("instance", u32),
-        ("unused", u32),
-    )
+    _fields_ = (*_all(u32, "pid mps"), ("bytes", u64), *_all(u32, "sm_util memory_util instance unused"))
 
 
 class Link(ctypes.Structure):
@@ -41,48 +38,29 @@ class Link(ctypes.Structure):
 
 class Gpu(ctypes.Structure):
     _fields_ = (
-        ("uuid", _chars(96)),
-        ("name", _chars(96)),
-        ("bus_id", _chars(32)),
-        ("serial", _chars(32)),
-        ("domain", u32),
-        ("bus", u32),
-        ("device", u32),
+        *_all(_chars(96), "uuid name"),
+        *_all(_chars(32), "bus_id serial"),
+        *_all(u32, "domain bus device"),
         ("capability", u32 * 2),
-        ("memory_total", u64),
-        ("memory_used", u64),
-        ("memory_reserved", u64),
-        ("utilization", u32),
-        ("memory_utilization", u32),
-        ("temperature", i32),
-        ("memory_temperature", i32),
-        ("power_mw", u32),
-        ("power_limit_mw", u32),
-        ("energy_mj", u64),
-        ("energy_since_ns", u64),
-        ("energy_period_ns", u64),
+        *_all(u64, "memory_total memory_used memory_reserved"),
+        *_all(u32, "utilization memory_utilization"),
+        *_all(i32, "temperature memory_temperature"),
+        *_all(u32, "power_mw power_limit_mw"),
+        *_all(u64, "energy_mj energy_since_ns energy_period_ns"),
         ("energy_runs", u32),
-        ("clocks_mhz", u32 * 4),
-        ("clocks_max_mhz", u32 * 4),
+        *_all(u32 * 4, "clocks_mhz clocks_max_mhz"),
         ("throttle_reasons", u64),
         ("ecc_enabled", u32),
         ("ecc", u64 * 2 * 2),
         ("remapped", u32 * 4),
-        ("recovery_action", u32),
-        ("compute_mode", u32),
-        ("mig_mode", u32),
-        ("mig_count", u32),
+        *_all(u32, "recovery_action compute_mode mig_mode mig_count"),
         ("mig_uuids", _chars(96) * INSTANCES),
         ("links", Link * LINKS),
         ("topology", u32 * GPUS),
-        ("pcie_generation", u32),
-        ("pcie_width", u32),
+        *_all(u32, "pcie_generation pcie_width"),
         ("pcie_kib", u32 * 2),
         ("event_types", u64),
-        ("lost", u32),
-        ("generation", u32),
-        ("hangs", u32),
-        ("delay_us", u32),
+        *_all(u32, "lost generation hangs delay_us"),
         ("processes", Process * PROCESSES),
     )
 
@@ -92,17 +70,14 @@ class Failure(ctypes.Structure):
 
 
 class Event(ctypes.Structure):
-    _fields_ = (("number", u64), ("type", u64), ("data", u64), ("gpu", u32), ("part", u32))
+    _fields_ = (*_all(u64, "number type data"), *_all(u32, "gpu part"))
 
 
 class State(ctypes.Structure):
     _fields_ = (
-        ("magic", u32),
-        ("size", u32),
-        ("count", u32),
+        *_all(u32, "magic size count"),
         ("cuda_version", i32),
-        ("driver_version", _chars(80)),
-        ("nvml_version", _chars(80)),
+        *_all(_chars(80), "driver_version nvml_version"),
         ("failures", Failure * FAILURES),
         ("events_begun", u64),
         ("events", Event * EVENTS),

@@ -27,14 +27,8 @@ class Host:
     def __init__(self, folder: Path, n: int = 8, *worker_flags: str) -> None:
         self.gpus = SimulatedGpus(folder / "gpus", n)
         self.names = [f"gpu{i}" for i in range(n)]
-        self.fleet = Fleet(
-            folder / "fleet",
-            workers=0,
-            handlers=["gpu_handlers"],
-            handlers_dir=Path(PYTHON_PATH),
-            env=self.gpus.env(),
-            worker_flags=worker_flags,
-        )
+        handlers: dict[str, Any] = {"handlers": ["gpu_handlers"], "handlers_dir": Path(PYTHON_PATH)}
+        self.fleet = Fleet(folder / "fleet", workers=0, env=self.gpus.env(), worker_flags=worker_flags, **handlers)
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:

@@ -61,10 +61,6 @@ def strike(host: Host, chance: random.Random, needing: dict[int, None], unclear:
     return f"{what} GPU {i}"
 
 
-def reasons(host: Host, worker_id: str) -> list[str]:
-    return [reason.code for reason in host.workers()[worker_id].health.reasons]
-
-
 def wait_for_checks(host: Host, needing: dict[int, None]) -> None:
     """Wait until each of these GPUs was checked again. Lost ones and those with a recovery action are not checked."""
     checked = [i for i in needing if not (host.gpus.gpu(i).lost or host.gpus.gpu(i).recovery_action)]
@@ -105,7 +101,7 @@ def test_a_storm_costs_no_task_anything(tmp_path: Path) -> None:
         for i in range(len(host.gpus)):
             host.gpus.recovery_action(i, 1)
         until(
-            lambda: all(SEEN & set(reasons(host, f"gpu{i}")) for i in range(len(host.gpus))),
+            lambda: all(SEEN & set(host.codes(name)) for name in host.names),
             what="the driver's recovery action, or the loss, of each GPU",
         )
         for i in range(len(host.gpus)):

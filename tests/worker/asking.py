@@ -1,5 +1,9 @@
 """Requests for models through a worker's stream, and the models that it reported."""
 
+import asyncio
+import time
+from collections.abc import Callable
+
 from multigpu.v1 import model_pb2
 
 from tests.worker.scripted_master import SUCCEEDED, Stream
@@ -9,8 +13,7 @@ READY = model_pb2.MODEL_STATE_READY
 
 
 async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"x", timeout_s: float = 20.0) -> Answer:
-    stream.lease([(lease_id, payload)], kind="infer", model=model)
-    (word,) = await stream.reported(lease_id, timeout_s=timeout_s)
+    word = await stream.run(lease_id, payload, kind="infer", model=model, timeout_s=timeout_s)
     assert word.state == SUCCEEDED, word
     return Answer.of(word.result)
 
@@ -30,3 +33,10 @@ def models(stream: Stream) -> dict[str, model_pb2.Model]:
         if beat.HasField("catalog"):
             offered = list(beat.catalog.models)
     return {f"{m.name}:{m.version}" if m.version else m.name: m for m in offered}
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    end_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
+        await asyncio.sleep(0.02)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.worker.scripted_master import ScriptedMaster, Stream
+from tests.worker.toy_models import Shop
 
 
 class WorkerProcess:
@@ -104,3 +105,14 @@ def start(master: ScriptedMaster, start_worker: StartWorker) -> Start:
 def start_handlers(start: Start) -> Start:
     """As `start`, with the handlers of `handlers/handlers_for_tests.py`."""
     return partial(start, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path / "models")
+
+
+@pytest.fixture
+async def stream(start_handlers: Start) -> Stream:
+    """The session of a worker with the handlers of `handlers/handlers_for_tests.py`."""
+    return (await start_handlers())[1]

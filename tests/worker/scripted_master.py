@@ -86,6 +86,18 @@ class Stream:
         await self.until(lambda: all(lease_id in self.reports for lease_id in lease_ids), timeout_s)
         return [self.reports[lease_id] for lease_id in lease_ids]
 
+    async def run(self, lease_id: int, payload: bytes = b"", *, timeout_s: float = 60.0, **spec: Any) -> Word:
+        """Grant one lease, and wait for its report."""
+        self.lease([(lease_id, payload)], **spec)
+        return (await self.reported(lease_id, timeout_s=timeout_s))[0]
+
+    async def run_all(self, kind: str, *payloads: bytes, **spec: Any) -> list[Word]:
+        """Grant a lease for each payload, with the next ids, and wait for their reports."""
+        first = max([*self.reports, 0]) + 1
+        ids = range(first, first + len(payloads))
+        self.lease(list(zip(ids, payloads, strict=True)), kind=kind, **spec)
+        return await self.reported(*ids)
+
     async def running(self, *lease_ids: int) -> None:
         """Until the worker's last heartbeat lists these leases as running."""
         await self.until(

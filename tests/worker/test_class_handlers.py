@@ -8,103 +8,83 @@ import multigpu
 import pytest
 from multigpu.handlers import registered_handlers
 
-from tests.worker.conftest import HANDLERS, StartWorker
+from tests.worker.conftest import HANDLERS, Start, StartWorker
 from tests.worker.scripted_master import ScriptedMaster, Stream, Word
 
 JSON = "application/json"
 
 
-async def run(stream: Stream, kind: str, *values: Any, **spec: Any) -> list[Word]:
-    first = max([*stream.reports, 0]) + 1
-    ids = range(first, first + len(values))
-    payloads = [json.dumps(value).encode() for value in values]
-    stream.lease(list(zip(ids, payloads, strict=True)), kind=kind, content_type=JSON, **spec)
-    return await stream.reported(*ids)
+@pytest.fixture
+async def stream(start: Start) -> Stream:
+    return (await start("--handlers", "class_handlers", pythonpath=HANDLERS))[1]
 
 
-async def test_a_class_is_instantiated_once_and_called_in_every_slot(start_worker: StartWorker) -> None:
-    async with ScriptedMaster() as master:
-        flags = ("--handlers", "class_handlers", "--slots", "3")
-        await start_worker(master.address, *flags, pythonpath=HANDLERS)
-        stream = await master.stream()
-        kinds = {capability.kind for capability in stream.hello.capabilities}
-        assert {"class_handlers.Counter", "one.at.a.time", "class_handlers.Batched", "batch.function"} <= kinds
-        results = [json.loads(report.result) for report in await run(stream, "class_handlers.Counter", *range(12))]
-        assert [result["value"] for result in results] == [2 * n for n in range(12)]
-        assert {(result["made"], result["device"], result["attempt"]) for result in results} == {(2, "cpu", 1)}
-        assert len({result["pid"] for result in results}) == 1
-        assert results[-1]["most"] > 1
-        alone = [json.loads(report.result) for report in await run(stream, "one.at.a.time", *range(6))]
-        assert alone[-1]["most"] == 1
+async def run(stream: Stream, kind: str, *values: Any) -> list[Word]:
+    return await stream.run_all(kind, *[json.dumps(value).encode() for value in values], content_type=JSON)
 
 
-async def test_values_come_in_batches_of_the_size_that_the_handler_wants(start_worker: StartWorker) -> None:
-    async with ScriptedMaster() as master:
-        await start_worker(master.address, "--handlers", "class_handlers", pythonpath=HANDLERS)
-        stream = await master.stream()
-        results = [json.loads(report.result) for report in await run(stream, "class_handlers.Batched", *range(24))]
-        assert [value for value, _ in results] == list(range(24))
-        assert {size for _, size in results} == {8}
-        # One that comes alone waits for others, but not for ever.
-        (alone,) = await run(stream, "class_handlers.Batched", "alone")
-        assert json.loads(alone.result) == ["alone", 1]
-        functions = await run(stream, "batch.function", *range(8))
-        assert all(1 <= json.loads(report.result) <= 4 for report in functions)
+async def answers(stream: Stream, kind: str, *values: Any) -> list[Any]:
+    return [json.loads(report.result) for report in await run(stream, kind, *values)]
 
 
-async def test_in_a_batch_each_task_fails_alone(start_worker: StartWorker) -> None:
-    async with ScriptedMaster() as master:
-        await start_worker(master.address, "--handlers", "class_handlers", pythonpath=HANDLERS)
-        stream = await master.stream()
-        good, bad, odd, last = await run(stream, "class_handlers.Batched", 1, "bad", "odd", 2)
-        assert json.loads(good.result) == [1, 4]
-        assert (bad.error.type, bad.error.message, bad.error.retryable) == ("KeyError", "'bad'", False)
-        assert odd.error.type == "WrongResultType"
-        assert json.loads(last.result) == [2, 4]
-        # The call raises: each is run alone, and one fails.
-        first, poison, other = await run(stream, "class_handlers.Batched", 3, "poison", 4)
-        assert (poison.error.type, poison.error.message) == ("ValueError", "poison among 1")
-        assert "class_handlers.py" in poison.error.traceback
-        assert [json.loads(report.result) for report in (first, other)] == [[3, 1], [4, 1]]
-        both = await run(stream, "class_handlers.Batched", "one by one", 5)
-        assert [json.loads(report.result) for report in both] == [["one by one", 1], [5, 1]]
-        stream.lease([(801, b"{")], kind="class_handlers.Batched", content_type=JSON)
-        (unreadable,) = await stream.reported(801)
-        assert unreadable.error.type == "BadInput"
+async def test_a_class_is_instantiated_once_and_called_in_every_slot(start: Start) -> None:
+    _, stream = await start("--handlers", "class_handlers", "--slots", "3", pythonpath=HANDLERS)
+    kinds = {capability.kind for capability in stream.hello.capabilities}
+    assert {"class_handlers.Counter", "one.at.a.time", "class_handlers.Batched", "batch.function"} <= kinds
+    results = await answers(stream, "class_handlers.Counter", *range(12))
+    assert [result["value"] for result in results] == [2 * n for n in range(12)]
+    assert {(result["made"], result["device"], result["attempt"]) for result in results} == {(2, "cpu", 1)}
+    assert len({result["pid"] for result in results}) == 1
+    assert results[-1]["most"] > 1
+    assert (await answers(stream, "one.at.a.time", *range(6)))[-1]["most"] == 1
 
 
-async def test_what_a_batched_function_may_not_return(start_worker: StartWorker) -> None:
-    async with ScriptedMaster() as master:
-        await start_worker(master.address, "--handlers", "class_handlers", pythonpath=HANDLERS)
-        stream = await master.stream()
-        (short,) = await run(stream, "batch.function", "short")
-        assert short.error.message.startswith("the batched handler gave 0 results for 1 values; return a list")
-        (text,) = await run(stream, "batch.function", "text")
-        assert "gave a str for 1 values" in text.error.message
-        (again,) = await run(stream, "batch.function", "again")
-        assert (again.error.type, again.error.retryable) == ("ConnectionError", True)
-        stream.lease([(901, b'"again"')], attempt=2, kind="batch.function", content_type=JSON)
-        (last,) = await stream.reported(901)
-        assert not last.error.retryable
+async def test_values_come_in_batches_of_the_size_that_the_handler_wants(stream: Stream) -> None:
+    results = await answers(stream, "class_handlers.Batched", *range(24))
+    assert [value for value, _ in results] == list(range(24))
+    assert {size for _, size in results} == {8}
+    # One that comes alone waits for others, but not for ever.
+    assert await answers(stream, "class_handlers.Batched", "alone") == [["alone", 1]]
+    assert all(1 <= size <= 4 for size in await answers(stream, "batch.function", *range(8)))
 
 
-async def test_log_lines_carry_the_task(start_worker: StartWorker) -> None:
-    async with ScriptedMaster() as master:
-        worker = await start_worker(master.address, "--handlers", "class_handlers", pythonpath=HANDLERS)
-        stream = await master.stream()
-        stream.lease([(7, b"it")], attempt=2, kind="logs")
-        await stream.reported(7)
-        await stream.until(lambda: "working on it" in worker.log)
-        (line,) = [line for line in worker.log.splitlines() if "working on it" in line]
-        assert "INFO task 1007, attempt 2: working on it" in line or "attempt 2: working on it" in line
+async def test_in_a_batch_each_task_fails_alone_and_a_function_may_not_return_anything(stream: Stream) -> None:
+    good, bad, odd, last = await run(stream, "class_handlers.Batched", 1, "bad", "odd", 2)
+    assert json.loads(good.result) == [1, 4]
+    assert (bad.error.type, bad.error.message, bad.error.retryable) == ("KeyError", "'bad'", False)
+    assert odd.error.type == "WrongResultType"
+    assert json.loads(last.result) == [2, 4]
+    # The call raises: each is run alone, and one fails.
+    first, poison, other = await run(stream, "class_handlers.Batched", 3, "poison", 4)
+    assert (poison.error.type, poison.error.message) == ("ValueError", "poison among 1")
+    assert "class_handlers.py" in poison.error.traceback
+    assert [json.loads(report.result) for report in (first, other)] == [[3, 1], [4, 1]]
+    assert await answers(stream, "class_handlers.Batched", "one by one", 5) == [["one by one", 1], [5, 1]]
+    unreadable = await stream.run(801, b"{", kind="class_handlers.Batched", content_type=JSON)
+    assert unreadable.error.type == "BadInput"
+    (short,) = await run(stream, "batch.function", "short")
+    assert short.error.message.startswith("the batched handler gave 0 results for 1 values; return a list")
+    (text,) = await run(stream, "batch.function", "text")
+    assert "gave a str for 1 values" in text.error.message
+    (again,) = await run(stream, "batch.function", "again")
+    assert (again.error.type, again.error.retryable) == ("ConnectionError", True)
+    last = await stream.run(901, b'"again"', attempt=2, kind="batch.function", content_type=JSON)
+    assert not last.error.retryable
 
 
-async def test_a_class_that_cannot_be_instantiated_ends_the_worker_with_its_error(start_worker: StartWorker) -> None:
-    async with ScriptedMaster() as master:
-        worker = await start_worker(master.address, "--handlers", "broken_class", pythonpath=HANDLERS)
-        assert await worker.wait() != 0
-        assert "no weights in /models/m" in worker.log
-        assert "broken_class.py" in worker.log
+async def test_log_lines_carry_the_task(start: Start) -> None:
+    worker, stream = await start("--handlers", "class_handlers", pythonpath=HANDLERS)
+    await stream.run(7, b"it", attempt=2, kind="logs")
+    await stream.until(lambda: "working on it" in worker.log)
+    (line,) = [line for line in worker.log.splitlines() if "working on it" in line]
+    assert "attempt 2: working on it" in line
+
+
+async def test_a_broken_class_ends_the_worker_with_its_error(master: ScriptedMaster, start_worker: StartWorker) -> None:
+    worker = await start_worker(master.address, "--handlers", "broken_class", pythonpath=HANDLERS)
+    assert await worker.wait() != 0
+    assert "no weights in /models/m" in worker.log
+    assert "broken_class.py" in worker.log
 
 
 def test_what_cannot_be_a_handler() -> None:

@@ -47,21 +47,18 @@ def module(tmp_path: Path) -> Path:
     return tmp_path / "code/closing.py"
 
 
-async def test_a_worker_that_stops_closes_its_handlers(start: Start, module: Path) -> None:
+@pytest.mark.parametrize("how", ["stop", "reload"])
+async def test_a_stop_or_a_reload_closes_the_handlers(start: Start, module: Path, how: str) -> None:
     worker, stream = await start("--handlers", "closing", pythonpath=module.parent)
     await stream.until(lambda: stream.heartbeats)
-    worker.signal(signal.SIGTERM)
-    assert await worker.wait() == 0
-    assert module.with_suffix(".txt").read_text() == "last closed\nfirst closed\n"
-    assert "close() of the handler broken failed" in worker.log
-    assert "the disk is gone" in worker.log
-
-
-async def test_a_reload_closes_the_old_handlers(start: Start, module: Path) -> None:
-    _, stream = await start("--handlers", "closing", pythonpath=module.parent)
-    await stream.until(lambda: stream.heartbeats)
-    stream.send(reload_handlers=True)
-    await stream.until(lambda: stream.heartbeats[-1].handlers.reloads == 1)
+    if how == "reload":
+        stream.send(reload_handlers=True)
+        await stream.until(lambda: stream.heartbeats[-1].handlers.reloads == 1)
+    else:
+        worker.signal(signal.SIGTERM)
+        assert await worker.wait() == 0
+        assert "close() of the handler broken failed" in worker.log
+        assert "the disk is gone" in worker.log
     assert module.with_suffix(".txt").read_text() == "last closed\nfirst closed\n"
 
 

@@ -6,152 +6,122 @@ import math
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from multigpu._transport.encoding import MSGPACK, decode
 from multigpu.v1 import worker_service_pb2 as pb
 
-from tests.worker.conftest import HANDLERS, Start, StartWorker
-from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream, Word
-
-
-async def run(stream: Stream, kind: str, *payloads: bytes, **spec: Any) -> list[Word]:
-    first = max([*stream.reports, 0]) + 1
-    ids = range(first, first + len(payloads))
-    stream.lease(list(zip(ids, payloads, strict=True)), kind=kind, **spec)
-    return await stream.reported(*ids)
+from tests.worker.conftest import Start, StartWorker
+from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
 
 async def still_works(stream: Stream) -> None:
-    (report,) = await run(stream, "t.upper", b"still")
+    (report,) = await stream.run_all("t.upper", b"still")
     assert report.result == b"STILL"
 
 
-async def test_values_and_results(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
+async def test_values_and_results_and_async_handlers_on_one_event_loop(stream: Stream) -> None:
     assert "t.upper" in {capability.kind for capability in stream.hello.capabilities}
-    reports = await run(stream, "t.upper", *[b"a%d" % n for n in range(500)])
+    reports = await stream.run_all("t.upper", *[b"a%d" % n for n in range(500)])
     assert [report.result for report in reports] == [b"A%d" % n for n in range(500)]
     assert reports[0].content_type == ""
-    good, bad = await run(stream, "t.json", b'{"n": 21}', b"{", content_type="application/json")
+    good, bad = await stream.run_all("t.json", b'{"n": 21}', b"{", content_type="application/json")
     assert (json.loads(good.result), good.content_type) == ({"twice": 42}, "application/json")
     assert (bad.error.type, bad.error.retryable) == ("BadInput", False)
-    (nothing,) = await run(stream, "t.none", b"x")
+    (nothing,) = await stream.run_all("t.none", b"x")
     assert (nothing.state, nothing.result) == (SUCCEEDED, b"null")
     extra = pb.LeaseExtra(checkpoint=b"before")
-    stream.lease([(9001, b"")], attempt=3, extra=extra, kind="t.context", parameters={"a": "b"})
-    (told,) = await stream.reported(9001)
-    assert json.loads(told.result) == {
-        "task_id": 10001,
-        "attempt": 3,
-        "parameters": {"a": "b"},
-        "checkpoint": "before",
-        "cancelled": False,
-    }
+    told = await stream.run(9001, b"", attempt=3, extra=extra, kind="t.context", parameters={"a": "b"})
+    told_of = {"task_id": 10001, "attempt": 3, "parameters": {"a": "b"}, "checkpoint": "before", "cancelled": False}
+    assert json.loads(told.result) == told_of
+    loops = [json.loads(report.result) for report in await stream.run_all("t.async", *[b""] * 20)]
+    assert 2 <= max(loop["together"] for loop in loops) <= 16
+    assert {loop["thread"] for loop in loops} == {"handlers-loop"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "good"),
-    [("t.dict", "dict[str, typing.Any]", b'{"a": 1}'), ("t.quoted_list", "list[int]", b"[7]")],
+    ("kind", "name", "good"), [("t.dict", "dict[str, typing.Any]", b'{"a": 1}'), ("t.quoted_list", "list[int]", b"[7]")]
 )
-async def test_bytes_for_a_handler_of_json_values(start_handlers: Start, kind: str, name: str, good: bytes) -> None:
-    _, stream = await start_handlers()
-    (parsed,) = await run(stream, kind, good, content_type="application/json")
+async def test_bytes_for_a_handler_of_json_values(stream: Stream, kind: str, name: str, good: bytes) -> None:
+    (parsed,) = await stream.run_all(kind, good, content_type="application/json")
     assert json.loads(parsed.result) in (["a"], 1)
-    (raw,) = await run(stream, kind, b'{"a": 1}')
+    (raw,) = await stream.run_all(kind, b'{"a": 1}')
     assert (raw.error.type, raw.error.retryable) == ("BadInput", False)
     what = f"the argument 'value' must be {name}: bytes is not a {name.partition('[')[0]}: send a JSON value"
     assert raw.error.message.startswith(what)
-    (wrong,) = await run(stream, kind, b"3", content_type="application/json")
+    (wrong,) = await stream.run_all(kind, b"3", content_type="application/json")
     assert "send a JSON value" not in wrong.error.message
 
 
-async def test_async_handlers_share_an_event_loop(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    reports = [json.loads(report.result) for report in await run(stream, "t.async", *[b""] * 20)]
-    assert 2 <= max(report["together"] for report in reports) <= 16
-    assert {report["thread"] for report in reports} == {"handlers-loop"}
-
-
-async def test_generators(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    (report,) = await run(stream, "t.generate", b"")
+async def test_generators(stream: Stream) -> None:
+    (report,) = await stream.run_all("t.generate", b"")
     assert report.result == b"whole"
     assert [(p.index, p.data) for p in stream.partials] == [(n, b"part%d" % n) for n in range(5)]
     assert stream.events.index(("partial", 1, 4)) < stream.events.index(("report", 1))
     stream.partials.clear()
-    (report,) = await run(stream, "t.generate_async", b"")
+    (report,) = await stream.run_all("t.generate_async", b"")
     assert [p.data for p in stream.partials] == [b'{"n":0}', b'{"n":1}', b'{"n":2}']
     stream.partials.clear()
-    stream.lease([(77, b"")], attempt=2, extra=pb.LeaseExtra(partials_received=3), kind="t.generate")
-    await stream.reported(77)
+    await stream.run(77, b"", attempt=2, extra=pb.LeaseExtra(partials_received=3), kind="t.generate")
     assert [(p.index, p.data) for p in stream.partials] == [(3, b"part3"), (4, b"part4")]
 
 
-async def test_partial_does_not_wait_for_the_next_one(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
+async def test_partial_does_not_wait_for_the_next_one(stream: Stream) -> None:
     stream.lease([(1, b"")], kind="t.slow_stream")
     await stream.until(lambda: stream.partials, timeout_s=20)  # the next one takes 30 s
 
 
-async def test_partials_do_not_wait_for_a_heartbeat(start_worker: StartWorker) -> None:
-    async with ScriptedMaster(heartbeat_s=60.0) as master:
-        await start_worker(master.address, "--handlers", "handlers_for_tests", pythonpath=HANDLERS)
-        stream = await master.stream()
-        stream.lease([(1, b"")], kind="t.endless")
-        await stream.until(lambda: len(stream.partials) >= 100, timeout_s=30)
-        begun = stream.events.index(("partial", 1, 5))
-        assert "heartbeat" not in stream.events[begun:]
-
-
-async def test_exceptions(start_handlers: Start) -> None:
+async def test_partials_do_not_wait_for_a_heartbeat(master: ScriptedMaster, start_handlers: Start) -> None:
+    master.heartbeat_s = 60.0
     _, stream = await start_handlers()
-    (report,) = await run(stream, "t.raise", b"key")
+    stream.lease([(1, b"")], kind="t.endless")
+    await stream.until(lambda: len(stream.partials) >= 100, timeout_s=30)
+    begun = stream.events.index(("partial", 1, 5))
+    assert "heartbeat" not in stream.events[begun:]
+
+
+async def test_exceptions_wrong_results_and_unknown_kinds_fail_the_task(stream: Stream) -> None:
+    (report,) = await stream.run_all("t.raise", b"key")
     assert report.state == pb.REPORT_STATE_FAILED
     assert (report.error.type, report.error.retryable) == ("LookupError", False)
     assert report.error.message == "not there: key"
     assert "handlers_for_tests.py" in report.error.traceback
     expected = {"t.system_exit": ("SystemExit", False), "t.wrong_type": ("WrongResultType", False)}
     for kind, verdict in expected.items():
-        (report,) = await run(stream, kind, b"")
+        (report,) = await stream.run_all(kind, b"")
         assert (report.error.type, report.error.retryable) == verdict
     assert "return bytes, None, a JSON value, or what is made of these and NumPy arrays" in report.error.message
-    (report,) = await run(stream, "t.nan", b"")
+    (report,) = await stream.run_all("t.nan", b"")
     assert report.content_type == MSGPACK
     assert math.isnan(decode(report.result, MSGPACK))
     await still_works(stream)
+    (report,) = await stream.run_all("t.speechless", b"")
+    assert report.error.type == "handlers_for_tests.SpeechlessError"
+    (report,) = await stream.run_all("t.surrogates", b"")
+    assert report.error.type == "RuntimeError"
+    assert report.error.message == "?" * 8192
+    assert len(report.error.traceback.encode()) <= 16384
+    (report,) = await stream.run_all("t.nobody", b"")
+    assert (report.error.type, report.error.retryable) == ("UnknownKind", False)
 
 
-async def test_retries_are_those_that_the_handler_wants(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
+async def test_retries_are_those_that_the_handler_wants(stream: Stream) -> None:
     for attempt, payload, expected in (
         (1, b"key", ("KeyError", True)),
         (2, b"", ("ConnectionError", True)),  # an OSError
         (3, b"", ("ConnectionError", False)),
         (1, b"value", ("ValueError", False)),
     ):
-        stream.lease([(900 + attempt, payload)], attempt=attempt, kind="t.retried")
-        (report,) = await stream.reported(900 + attempt)
+        report = await stream.run(900 + attempt, payload, attempt=attempt, kind="t.retried")
         assert (report.error.type, report.error.retryable) == expected
         stream.reports.clear()
 
 
-async def test_exceptions_that_cannot_be_formatted(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    (report,) = await run(stream, "t.speechless", b"")
-    assert report.error.type == "handlers_for_tests.SpeechlessError"
-    (report,) = await run(stream, "t.surrogates", b"")
-    assert report.error.type == "RuntimeError"
-    assert report.error.message == "?" * 8192
-    assert len(report.error.traceback.encode()) <= 16384
-
-
 async def test_result_too_large(start_handlers: Start) -> None:
     _, stream = await start_handlers("--result-bytes-max", "1MiB")
-    (report,) = await run(stream, "t.big", b"1048577")
+    (report,) = await stream.run_all("t.big", b"1048577")
     assert (report.error.type, report.error.retryable) == ("ResultTooLarge", False)
-    (report,) = await run(stream, "t.big", b"1048576")
+    (report,) = await stream.run_all("t.big", b"1048576")
     assert len(report.result) == 1 << 20
 
 
@@ -159,11 +129,8 @@ async def test_result_too_large(start_handlers: Start) -> None:
     ("kind", "payload", "words"),
     [("t.exit", b"0", "exit code 0"), ("t.exit", b"7", "exit code 7"), ("t.segfault", b"", "SIGSEGV")],
 )
-async def test_death_is_blamed_on_the_running_task(
-    start_handlers: Start, kind: str, payload: bytes, words: str
-) -> None:
-    _, stream = await start_handlers()
-    await run(stream, "t.upper", *[b"warm"] * 100)
+async def test_death_is_blamed_on_the_running_task(stream: Stream, kind: str, payload: bytes, words: str) -> None:
+    await stream.run_all("t.upper", *[b"warm"] * 100)
     # Neighbours before and behind, in the same batch as far as kinds allow, and in the next one.
     stream.lease([(1001, b"0.01")], kind="t.nap")
     stream.lease([(1002, payload)], kind=kind)
@@ -171,16 +138,13 @@ async def test_death_is_blamed_on_the_running_task(
     (dead,) = await stream.reported(1002)
     assert (dead.error.type, dead.error.retryable) == ("EngineDied", True)
     assert words in dead.error.message
-    for report in await stream.reported(1001, *range(1003, 1103)):
-        assert report.state == SUCCEEDED
+    assert {report.state for report in await stream.reported(1001, *range(1003, 1103))} == {SUCCEEDED}
     await still_works(stream)
 
 
-async def test_handler_that_closes_all_descriptors_is_charged_alone(
-    start_handlers: Start,
-) -> None:
+async def test_handler_that_closes_all_descriptors_is_charged_alone(start_handlers: Start) -> None:
     process, stream = await start_handlers()
-    await run(stream, "t.upper", b"warm")
+    await stream.run_all("t.upper", b"warm")
     stream.lease([(1001, b"")], kind="t.close_all")
     stream.lease([(1002, b"after")], kind="t.upper")
     closed, after = await stream.reported(1001, 1002)
@@ -189,18 +153,11 @@ async def test_handler_that_closes_all_descriptors_is_charged_alone(
     assert process.log.count('"event": "engine died"') <= 2
 
 
-async def test_other_tasks_of_the_batch_continue(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    await run(stream, "t.nap", *[b"0.0001"] * 200)  # learns that naps are short
+async def test_other_tasks_of_the_batch_continue(stream: Stream) -> None:
+    await stream.run_all("t.nap", *[b"0.0001"] * 200)  # learns that naps are short
     stream.lease([(n, b"0.0001" if n != 1050 else b"not a number") for n in range(1001, 1100)], kind="t.nap")
     reports = await stream.reported(*range(1001, 1100))
     assert [r.lease_id for r in reports if r.state != SUCCEEDED] == [1050]
-
-
-async def test_unknown_kind(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    (report,) = await run(stream, "t.nobody", b"")
-    assert (report.error.type, report.error.retryable) == ("UnknownKind", False)
 
 
 @pytest.mark.parametrize("kind", ["t.hang", "t.spin"])
@@ -219,33 +176,34 @@ async def test_run_timeout(start_handlers: Start, kind: str) -> None:
 
 async def test_no_progress(start_handlers: Start) -> None:
     _, stream = await start_handlers("--progress-timeout-s", "1")
-    (good,) = await run(stream, "t.progress", b"30")  # 1.5 s in all, but it moves
+    (good,) = await stream.run_all("t.progress", b"30")  # 1.5 s in all, but it moves
     assert good.result == b"done"
-    (report,) = await run(stream, "t.hang", b"")
+    (report,) = await stream.run_all("t.hang", b"")
     assert (report.error.type, report.error.retryable) == ("NoProgress", True)
 
 
-async def test_out_of_memory_is_a_clean_failure(start_handlers: Start) -> None:
+async def test_out_of_memory_is_a_clean_failure_of_private_and_shared_memory(start_handlers: Start) -> None:
     process, stream = await start_handlers("--engine-memory-bytes", "600MiB")
     await still_works(stream)
     engine = process.engine_pids()
-    (report,) = await run(stream, "t.hoard", b"")
+    (report,) = await stream.run_all("t.hoard", b"")
     assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
     assert "in hoard" in report.error.traceback
     await still_works(stream)
     assert process.engine_pids() == engine
-
-
-async def test_agent_limits_memory_that_rlimits_miss(start_handlers: Start) -> None:
-    _, stream = await start_handlers("--engine-memory-bytes", "600MiB")
-    (report,) = await run(stream, "t.shared_hoard", b"")
+    (report,) = await stream.run_all("t.shared_hoard", b"")
     assert (report.error.type, report.error.retryable) == ("OutOfMemory", True)
     assert "engine_memory_bytes" in report.error.message
     await still_works(stream)
 
 
-async def test_slots_run_concurrently(start_handlers: Start) -> None:
+async def test_slots_run_concurrently_and_a_timeout_spares_others(start_handlers: Start) -> None:
     _, stream = await start_handlers("--slots", "4")
+    stream.lease([(1, b"")], kind="t.hang", run_timeout={"nanos": 400_000_000})
+    stream.lease([(2, b"1.0")], kind="t.nap")
+    hung, napped = await stream.reported(1, 2)
+    assert hung.error.type == "RunTimeout"
+    assert napped.result == b"1.0"  # from the next engine, and not charged
     await still_works(stream)
     stream.lease([(2000 + n, b"30") for n in range(4)], kind="t.nap")
     stream.lease([(3000, b"still")], kind="t.upper")
@@ -254,52 +212,34 @@ async def test_slots_run_concurrently(start_handlers: Start) -> None:
     assert 3000 not in stream.reports
 
 
-async def test_timeout_in_one_slot_spares_others(start_handlers: Start) -> None:
-    _, stream = await start_handlers("--slots", "2")
-    stream.lease([(1, b"")], kind="t.hang", run_timeout={"nanos": 400_000_000})
-    stream.lease([(2, b"1.0")], kind="t.nap")
-    hung, napped = await stream.reported(1, 2)
-    assert hung.error.type == "RunTimeout"
-    assert napped.result == b"1.0"  # from the next engine, and not charged
-
-
-async def test_excessive_output_is_truncated(start_handlers: Start) -> None:
+async def test_output_goes_to_the_log_and_is_truncated_if_it_is_excessive(start_handlers: Start) -> None:
     process, stream = await start_handlers()
-    (report,) = await run(stream, "t.flood", b"")
+    (report,) = await stream.run_all("t.print", b"hello")
+    assert report.result == b"printed"
+    await still_works(stream)
+    assert "a line from user code: hello" in process.log
+    assert "and one past Python" in process.log
+    assert "trouble" in process.log
+    (report,) = await stream.run_all("t.flood", b"")
     assert report.result == b"done"
     await asyncio.sleep(1.2)
-    await run(stream, "t.print", b"afterwards")
+    await stream.run_all("t.print", b"afterwards")
     await still_works(stream)
     assert process.log.count("flood ") < 5000
     assert "engine output not logged" in process.log
     assert "afterwards" in process.log
 
 
-async def test_output_goes_to_the_log(start_handlers: Start) -> None:
-    process, stream = await start_handlers()
-    (report,) = await run(stream, "t.print", b"hello")
-    assert report.result == b"printed"
-    await still_works(stream)
-    assert "a line from user code: hello" in process.log
-    assert "and one past Python" in process.log
-    assert "trouble" in process.log
-
-
-async def test_forked_child_that_returns_reports_nothing(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
+async def test_forked_child_reports_nothing_and_hides_no_death(stream: Stream, tmp_path: Path) -> None:
     for _ in range(5):
-        (report,) = await run(stream, "t.fork", b"")
+        (report,) = await stream.run_all("t.fork", b"")
         assert report.result.startswith(b"parent of ")
-        (report,) = await run(stream, "t.fork_unseen", b"")
+        (report,) = await stream.run_all("t.fork_unseen", b"")
         assert report.result == b"parent"
-    (report,) = await run(stream, "t.multiprocessing", b"")
+    (report,) = await stream.run_all("t.multiprocessing", b"")
     assert json.loads(report.result) == [1, 2, 3]
-
-
-async def test_orphaned_child_does_not_hide_the_death(start_handlers: Start, tmp_path: Path) -> None:
-    _, stream = await start_handlers()
     path = tmp_path / "pid"
-    (report,) = await run(stream, "t.fork_and_die", str(path).encode())
+    (report,) = await stream.run_all("t.fork_and_die", str(path).encode())
     assert report.error.type == "EngineDied"
     assert "exit code 5" in report.error.message
     await still_works(stream)
@@ -307,7 +247,7 @@ async def test_orphaned_child_does_not_hide_the_death(start_handlers: Start, tmp
     assert not status.exists() or "State:\tZ" in status.read_text()  # dead, if not reaped
 
 
-async def test_killed_engine(start_handlers: Start) -> None:
+async def test_killed_engine_is_replaced_again_and_again(start_handlers: Start) -> None:
     process, stream = await start_handlers()
     stream.lease([(1, b"30"), (2, b"0.01"), (3, b"0.01")], kind="sleep")
     await stream.until(lambda: any(h.leases and h.leases[0].running for h in stream.heartbeats))
@@ -316,20 +256,15 @@ async def test_killed_engine(start_handlers: Start) -> None:
     assert (first.error.type, first.error.retryable) == ("EngineDied", True)
     assert "SIGKILL" in first.error.message
     assert (second.result, third.result) == (b"0.01", b"0.01")
-
-
-async def test_idle_engine_killed_again_and_again(start_handlers: Start) -> None:
-    process, stream = await start_handlers()
     for _ in range(4):
         await still_works(stream)
         os.kill(process.engine_pids()[0], signal.SIGKILL)
     await still_works(stream)
 
 
-async def test_checkpoint_arrives_before_the_failure(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
+async def test_checkpoint_arrives_before_the_failure(stream: Stream) -> None:
     for n, kind in enumerate(["t.checkpoint_then_raise", "t.checkpoint_then_exit"], 1):
-        (report,) = await run(stream, kind, b"it")
+        (report,) = await stream.run_all(kind, b"it")
         assert report.state == pb.REPORT_STATE_FAILED
         carrying = [h for h in stream.heartbeats for held in h.leases if held.lease_id == n and held.checkpoint]
         assert [held.checkpoint for h in carrying for held in h.leases if held.lease_id == n] == [b"kept it"]
@@ -337,9 +272,8 @@ async def test_checkpoint_arrives_before_the_failure(start_handlers: Start) -> N
         assert "heartbeat" in stream.events[:report_at]
 
 
-async def test_progress_is_reported(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    await run(stream, "t.progress", b"10")
+async def test_progress_is_reported(stream: Stream) -> None:
+    await stream.run_all("t.progress", b"10")
     held = [h.leases[0] for h in stream.heartbeats if h.leases]
     assert any(0 < lease.progress.fraction < 1 and lease.progress.note.startswith("step") for lease in held)
     steps = [lease.progress.steps for lease in held]
@@ -369,8 +303,7 @@ async def test_revoked_while_it_runs(start_handlers: Start, tmp_path: Path) -> N
     assert set(stream.reports) & {1001, 1002, 1003} == set()
 
 
-async def test_revoked_while_it_waits(start_handlers: Start) -> None:
-    _, stream = await start_handlers()
+async def test_revoked_while_it_waits(stream: Stream) -> None:
     stream.lease([(1, b"0.3")], kind="t.nap")
     stream.lease([(n, b"x") for n in range(2, 50)], kind="t.raise")
     stream.lease([(50, b"x")], kind="t.upper")

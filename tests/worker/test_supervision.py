@@ -24,46 +24,29 @@ if "multigpu_worker.main" in sys.orig_argv:
 """
 
 
-@pytest.fixture
-def plant(tmp_path: Path) -> Path:
-    folder = tmp_path / "planted"
-    folder.mkdir()
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("module", "name"),
+    ("module", "name", "kind"),
     [
-        ("dispatcher", "Dispatcher.batch_done"),
-        ("session.session", "Session.report"),
-        ("processes.pool", "EnginePool.died"),
+        ("dispatcher", "Dispatcher.batch_done", "echo"),
+        ("session.session", "Session.report", "echo"),
+        ("processes.pool", "EnginePool.died", "sleep"),
+        # In a background task.
+        ("models.loader", "ModelLoader.tick", ""),
+        ("device.health_monitor", "HealthMonitor._look", ""),
     ],
 )
-async def test_an_internal_error_in_a_callback_ends_the_worker_and_charges_no_task(
-    master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str
+async def test_an_internal_error_ends_the_worker_and_charges_no_task(
+    master: ScriptedMaster, start_worker: StartWorker, tmp_path: Path, module: str, name: str, kind: str
 ) -> None:
-    plant.joinpath("sitecustomize.py").write_text(PLANTED.format(module=module, name=name))
-    worker = await start_worker(master.address, pythonpath=plant)
-    stream = await master.stream()
-    if name == "EnginePool.died":
-        stream.lease([(1, b"60")], kind="sleep")
-        await stream.until(lambda: any(held.running for beat in stream.heartbeats for held in beat.leases))
-        os.kill(worker.engine_pids()[0], signal.SIGKILL)
-    else:
-        stream.lease([(1, b"x")], kind="echo")
+    (tmp_path / "sitecustomize.py").write_text(PLANTED.format(module=module, name=name))
+    worker = await start_worker(master.address, pythonpath=tmp_path)
+    if kind:
+        stream = await master.stream()
+        stream.lease([(1, b"60")], kind=kind)
+        if kind == "sleep":
+            await stream.running(1)
+            os.kill(worker.engine_pids()[0], signal.SIGKILL)
     assert await worker.wait() == 1
     assert "planted" in worker.log
     assert "makes no sense" not in worker.log, "it is not the engine's"
-    assert pb.REPORT_STATE_FAILED not in {word.state for word in stream.reports.values()}
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [("models.loader", "ModelLoader.tick"), ("device.health_monitor", "HealthMonitor._look")]
-)
-async def test_an_error_in_a_background_task_ends_the_worker(
-    master: ScriptedMaster, start_worker: StartWorker, plant: Path, module: str, name: str
-) -> None:
-    plant.joinpath("sitecustomize.py").write_text(PLANTED.format(module=module, name=name))
-    worker = await start_worker(master.address, pythonpath=plant)
-    assert await worker.wait() == 1
-    assert "planted" in worker.log
+    assert not kind or pb.REPORT_STATE_FAILED not in {word.state for word in stream.reports.values()}

@@ -56,8 +56,7 @@ def test_photographs_are_recognised_and_a_bad_one_fails_alone(classifier: Any) -
     photos = photographs()
     *results, no_picture, text = classifier([*photos, b"no picture", "a daisy"])
     likeliest = [[found["index"] for found in result] for result in results]
-    assert likeliest[0][0] == DAISY
-    assert likeliest[1][0] == PALACE
+    assert (likeliest[0][0], likeliest[1][0]) == (DAISY, PALACE)
     assert MILITARY_UNIFORM in likeliest[2]
     for bad in (no_picture, text):
         assert isinstance(bad, ValueError)

@@ -11,10 +11,9 @@ from tests.worker.conftest import Start
 from tests.worker.scripted_master import SUCCEEDED
 
 
-async def test_echo(start: Start) -> None:
+async def test_small_and_large_payloads_come_back_whole(start: Start) -> None:
     worker, stream = await start()
-    assert stream.hello.protocol_version == 2
-    assert stream.hello.worker_id == "w0"
+    assert (stream.hello.protocol_version, stream.hello.worker_id) == (2, "w0")
     assert {"echo", "sleep", "fail"} <= {capability.kind for capability in stream.hello.capabilities}
     stream.lease([(n, b"x%d" % n) for n in range(1, 1001)], kind="echo", content_type="text/plain")
     reports = await stream.reported(*range(1, 1001))
@@ -22,18 +21,12 @@ async def test_echo(start: Start) -> None:
     assert {report.content_type for report in reports} == {"text/plain"}
     for batch in stream.batches:
         assert batch.start_time.ToNanoseconds() <= batch.finish_time.ToNanoseconds()
+    for size_mib in (1, 7, 20):
+        large = bytes([size_mib]) * (size_mib << 20)
+        assert (await stream.run(2000 + size_mib, large, kind="echo")).result == large
     await stream.until(lambda: stream.heartbeats and not stream.heartbeats[-1].leases)
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
-
-
-async def test_large_payloads_come_back_whole(start: Start) -> None:
-    _, stream = await start()
-    payloads = {n: bytes([n]) * (n << 20) for n in (1, 7, 20)}
-    for n, payload in payloads.items():
-        stream.lease([(n, payload)], kind="echo")
-    for n, report in zip(payloads, await stream.reported(*payloads), strict=True):
-        assert report.result == payloads[n]
 
 
 @pytest.mark.slow

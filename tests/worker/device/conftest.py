@@ -1,17 +1,16 @@
 """Real workers on simulated GPUs."""
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.gpus import SimulatedGpus
-from tests.worker.conftest import StartWorker, WorkerProcess
+from tests.worker.conftest import HANDLERS, Start, WorkerProcess
 from tests.worker.device.reports import HEALTHY, is_
-from tests.worker.scripted_master import ScriptedMaster, Stream
+from tests.worker.scripted_master import Stream
 
-HANDLERS = Path(__file__).parent.parent / "handlers"
-Begin = Callable[..., Awaitable[tuple[WorkerProcess, Stream]]]
+ON_GPU_0 = ("--device", "cuda:0", "--handlers", "handlers_for_health")
+Begin = Start
 
 
 @pytest.fixture
@@ -20,13 +19,11 @@ def gpus(tmp_path: Path) -> SimulatedGpus:
 
 
 @pytest.fixture
-async def begin(gpus: SimulatedGpus, start_worker: StartWorker) -> Begin:
+async def begin(gpus: SimulatedGpus, start: Start) -> Begin:
     """Starts a worker on GPU 0, and waits until it reports a healthy device."""
 
-    async def begin(master: ScriptedMaster, *flags: str, **env: str) -> tuple[WorkerProcess, Stream]:
-        handlers = ("--device", "cuda:0", "--handlers", "handlers_for_health")
-        worker = await start_worker(master.address, *handlers, *flags, pythonpath=HANDLERS, env={**gpus.env(), **env})
-        stream = await master.stream()
+    async def begin(*flags: str, **env: str) -> tuple[WorkerProcess, Stream]:
+        worker, stream = await start(*ON_GPU_0, *flags, pythonpath=HANDLERS, env={**gpus.env(), **env})
         await stream.until(lambda: is_(stream, HEALTHY))
         return worker, stream
 

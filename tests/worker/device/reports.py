@@ -1,9 +1,5 @@
 """What a scripted master has received from a worker about its device."""
 
-import asyncio
-import time
-from collections.abc import Callable
-
 from multigpu.v1 import device_pb2 as device
 from multigpu.v1 import worker_service_pb2 as pb
 
@@ -28,15 +24,3 @@ def codes(stream: Stream) -> list[str]:
 
 def broke(stream: Stream, lease_id: int) -> bool:
     return any(r.broke_engine for batch in stream.batches for r in batch.reports if r.lease_id == lease_id)
-
-
-async def runs(stream: Stream, lease_id: int) -> None:
-    """Wait until a task runs."""
-    await stream.until(lambda: any(held.lease_id == lease_id and held.running for held in stream.heartbeats[-1].leases))
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    end_s = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end_s, f"waited in vain for {what}"
-        await asyncio.sleep(0.02)

@@ -8,44 +8,32 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.gpus import SimulatedGpus
+from tests.worker.asking import until
 from tests.worker.device.conftest import Begin
-from tests.worker.device.reports import (
-    DEGRADED,
-    FAILED,
-    HEALTHY,
-    RETURNED,
-    SICK,
-    broke,
-    codes,
-    is_,
-    runs,
-    until,
-)
-from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster
+from tests.worker.device.reports import DEGRADED, FAILED, HEALTHY, RETURNED, SICK, broke, codes, is_
+from tests.worker.scripted_master import SUCCEEDED
 
 
-async def test_an_application_xid_charges_the_running_task_and_not_the_device(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
-    worker, stream = await begin(master)
+async def test_an_application_xid_charges_the_running_task_not_the_device(gpus: SimulatedGpus, begin: Begin) -> None:
+    worker, stream = await begin()
     before = worker.engine_pids()
     stream.lease([(1, b"1.0")], kind="health.work_and_raise")
-    await runs(stream, 1)
+    await stream.running(1)
     gpus.xid(0, 13)
     (word,) = await stream.reported(1)
     assert (word.state, word.error.type, broke(stream, 1)) == (FAILED, "RuntimeError", True)
     await until(lambda: worker.engine_pids() and worker.engine_pids() != before, "another engine")
     stream.lease([(2, b"0.3")], kind="health.work_and_raise")
     stream.lease([(3, b"0.5")], kind="health.work")
-    await runs(stream, 3)
+    await stream.running(3)
     gpus.xid(0, 31)  # another process's doing: what runs here succeeds
     assert [word.state for word in await stream.reported(2, 3)] == [FAILED, SUCCEEDED]
     assert not broke(stream, 2), "it had ended before the XID"
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
 
 
-async def test_an_engine_whose_cuda_context_is_lost_is_replaced(master: ScriptedMaster, begin: Begin) -> None:
-    worker, stream = await begin(master)
+async def test_an_engine_whose_cuda_context_is_lost_is_replaced(begin: Begin) -> None:
+    worker, stream = await begin()
     before = b"%d" % worker.engine_pids()[0]
     words = "CUDA error: device-side assert triggered"
     stream.lease([(1, words.encode())], kind="health.raise")
@@ -65,12 +53,9 @@ async def test_an_engine_whose_cuda_context_is_lost_is_replaced(master: Scripted
     assert is_(stream, HEALTHY)
 
 
-async def test_an_error_of_the_devices_memory_is_not_charged_to_the_task(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
-    _worker, stream = await begin(master)
-    stream.lease([(1, b"CUDA error: uncorrectable ECC error encountered")], kind="health.raise")
-    (word,) = await stream.reported(1)
+async def test_an_error_of_the_devices_memory_is_not_charged_to_the_task(gpus: SimulatedGpus, begin: Begin) -> None:
+    _, stream = await begin()
+    word = await stream.run(1, b"CUDA error: uncorrectable ECC error encountered", kind="health.raise")
     assert (word.state, broke(stream, 1)) == (RETURNED, False)
     await stream.until(lambda: any("ecc_uncorrected" in [r.code for r in b.health.reasons] for b in stream.heartbeats))
     gpus.recovery_action(0, 1)
@@ -79,28 +64,25 @@ async def test_an_error_of_the_devices_memory_is_not_charged_to_the_task(
     await stream.until(lambda: is_(stream, HEALTHY))
 
 
-async def test_a_contained_error_degrades_the_device_and_is_not_charged(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
-    worker, stream = await begin(master)
+async def test_a_contained_error_degrades_the_device_and_is_not_charged(gpus: SimulatedGpus, begin: Begin) -> None:
+    worker, stream = await begin()
     before = worker.engine_pids()
     stream.lease([(1, b"30")], kind="health.work")
-    await runs(stream, 1)
+    await stream.running(1)
     gpus.xid(0, 94)
     assert (await stream.reported(1))[0].state == RETURNED
     await stream.until(lambda: is_(stream, DEGRADED))
     assert codes(stream) == ["xid_94"]
-    stream.lease([(2, b"0")], kind="health.work")
-    (word,) = await stream.reported(2)
+    word = await stream.run(2, b"0", kind="health.work")
     assert word.state == SUCCEEDED
     assert worker.engine_pids() != before
 
 
 @pytest.mark.parametrize("codes_first", [True, False])
-async def test_the_ecc_count_of_a_contained_error_does_not_make_the_device_sick(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, *, codes_first: bool
+async def test_the_ecc_count_of_a_contained_error_is_fine(
+    gpus: SimulatedGpus, begin: Begin, *, codes_first: bool
 ) -> None:
-    _worker, stream = await begin(master)
+    _, stream = await begin()
     strikes: list[Callable[[], None]] = [lambda: gpus.xid(0, 94), lambda: gpus.ecc(0, uncorrected=1)]
     for strike in strikes if codes_first else reversed(strikes):
         strike()
@@ -113,10 +95,8 @@ async def test_the_ecc_count_of_a_contained_error_does_not_make_the_device_sick(
     await stream.until(lambda: is_(stream, SICK))
 
 
-async def test_an_xid_makes_no_suspects_if_another_process_uses_the_device(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
-    worker, stream = await begin(master)
+async def test_an_xid_makes_no_suspects_if_another_process_uses_the_device(gpus: SimulatedGpus, begin: Begin) -> None:
+    worker, stream = await begin()
 
     async def attempt(lease_id: int, *pids: int) -> bool:
         for pid in pids:
@@ -124,7 +104,7 @@ async def test_an_xid_makes_no_suspects_if_another_process_uses_the_device(
         listed = {p.pid for p in stream.heartbeats[-1].telemetry.processes}
         await stream.until(lambda: listed | set(pids) <= {p.pid for p in stream.heartbeats[-1].telemetry.processes})
         stream.lease([(lease_id, b"1.0")], kind="health.work_and_raise")
-        await runs(stream, lease_id)
+        await stream.running(lease_id)
         gpus.xid(0, 13)
         await stream.reported(lease_id)
         return broke(stream, lease_id)
@@ -134,23 +114,20 @@ async def test_an_xid_makes_no_suspects_if_another_process_uses_the_device(
     assert not await attempt(2, os.getpid())
 
 
-async def test_a_crash_breaks_the_engine_and_a_kill_from_outside_does_not(master: ScriptedMaster, begin: Begin) -> None:
-    worker, stream = await begin(master)
-    stream.lease([(1, b"")], kind="health.crash")
-    assert ((await stream.reported(1))[0].state, broke(stream, 1)) == (FAILED, True)
+async def test_a_crash_breaks_the_engine_and_a_kill_from_outside_does_not(begin: Begin) -> None:
+    worker, stream = await begin()
+    assert ((await stream.run(1, b"", kind="health.crash")).state, broke(stream, 1)) == (FAILED, True)
     stream.lease([(2, b"30")], kind="health.work")
-    await runs(stream, 2)
+    await stream.running(2)
     os.kill(worker.engine_pids()[0], signal.SIGKILL)
     assert ((await stream.reported(2))[0].state, broke(stream, 2)) == (FAILED, False)
     assert is_(stream, HEALTHY)
 
 
-async def test_a_worker_on_a_mig_instance_ignores_xids_of_other_instances(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
+async def test_a_worker_on_a_mig_instance_ignores_xids_of_other_instances(gpus: SimulatedGpus, begin: Begin) -> None:
     gpus.mig(0, 2)
     device_id = gpus.mig_uuids(0)[1]
-    worker, stream = await begin(master, "--device", device_id)
+    worker, stream = await begin("--device", device_id)
     (engine,) = worker.engine_pids()
     assert f"CUDA_VISIBLE_DEVICES={device_id}".encode() in Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
     assert stream.hello.device.device_id == device_id

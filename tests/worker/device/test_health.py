@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 from multigpu_worker.device import reset_watch
-from multigpu_worker.device.health import (
-    CHECK_MAX_S,
-    CHECK_MIN_S,
-    NOTICE_S,
-    STEADY_S,
-    Gravity,
-    Health,
-    Reason,
-    State,
-)
+from multigpu_worker.device.health import CHECK_MAX_S, CHECK_MIN_S, NOTICE_S, STEADY_S, Gravity, Health, Reason, State
 from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.interface import Telemetry
 from multigpu_worker.device.reset_watch import ResetNote, ResetWatch
@@ -52,7 +43,7 @@ def pass_check(health: Health, now_s: float) -> None:
     health.pass_check(now_s)
 
 
-def test_heat_degrades_a_device_and_needs_no_check() -> None:
+def test_heat_degrades_a_device_without_a_check_and_reasons_are_sorted_by_gravity() -> None:
     health = Health(0.0)
     health.find([HOT], 1.0)
     assert (health.state, health.since_s, codes(health)) == (State.DEGRADED, 1.0, ["thermal_throttle"])
@@ -61,9 +52,17 @@ def test_heat_degrades_a_device_and_needs_no_check() -> None:
     assert health.fit
     health.find([], 6.0)
     assert (health.state, health.since_s, codes(health)) == (State.HEALTHY, 6.0, [])
+    health = Health(0.0)
+    health.find([HOT, HUNG], 1.0)
+    assert (health.state, health.unusable, codes(health)) == (State.SICK, False, ["driver_hung", "thermal_throttle"])
+    for now_s in (2.0, 3.0):
+        health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, now_s)
+    assert codes(health) == ["xid_79", "driver_hung", "thermal_throttle"]
+    assert health.reasons[0].since_s == 2.0
+    assert health.unusable
 
 
-def test_an_xid_makes_a_device_sick_until_a_check_passes() -> None:
+def test_an_xid_makes_a_device_sick_until_a_check_passes_and_a_lost_one_is_checked_once_it_is_back() -> None:
     health = sick("xid_95", 10.0)
     assert health.unusable
     assert not health.check_due(10.0)
@@ -72,9 +71,6 @@ def test_an_xid_makes_a_device_sick_until_a_check_passes() -> None:
     assert (state(health), health.unusable) == (State.RECOVERING, False)
     health.pass_check(12.0)
     assert (state(health), codes(health)) == (State.HEALTHY, [])
-
-
-def test_a_lost_device_is_checked_as_soon_as_it_is_back() -> None:
     health = Health(0.0)
     health.find([LOST], 1.0)
     assert not health.check_due(1e6)
@@ -85,7 +81,7 @@ def test_a_lost_device_is_checked_as_soon_as_it_is_back() -> None:
     assert state(health) is State.HEALTHY
 
 
-def test_the_delay_of_failing_checks_doubles() -> None:
+def test_the_delay_of_failing_checks_doubles_until_a_reset_is_detected() -> None:
     now_s = 100.0
     health = sick("canary_wrong", now_s)
     delays = []
@@ -98,9 +94,6 @@ def test_the_delay_of_failing_checks_doubles() -> None:
         assert state(health) is State.SICK
     assert delays[:4] == [1.0, 2.0, 4.0, 8.0]
     assert delays[-1] == CHECK_MAX_S
-
-
-def test_a_detected_reset_ends_the_delay_of_failed_checks() -> None:
     health = sick(now_s=100.0)
     health.reset_seen(100.1)
     assert health.next_check_s == 100.0 + CHECK_MIN_S, "the first delay stays"
@@ -173,17 +166,6 @@ def test_heat_does_not_void_a_check_and_holds_after_it() -> None:
     assert state(health) is State.HEALTHY
 
 
-def test_reasons_are_unique_and_sorted_by_gravity() -> None:
-    health = Health(0.0)
-    health.find([HOT, HUNG], 1.0)
-    assert (health.state, health.unusable, codes(health)) == (State.SICK, False, ["driver_hung", "thermal_throttle"])
-    for now_s in (2.0, 3.0):
-        health.happen("xid_79", "it fell off the bus", Gravity.UNUSABLE, now_s)
-    assert codes(health) == ["xid_79", "driver_hung", "thermal_throttle"]
-    assert health.reasons[0].since_s == 2.0
-    assert health.unusable
-
-
 def test_without_an_engine_the_device_gets_no_work_but_engines_may_use_it() -> None:
     health = Health(0.0)
     health.find([NO_ENGINE], 1.0)
@@ -217,7 +199,7 @@ def test_every_xid_has_a_meaning_and_those_for_operators_a_remedy() -> None:
     assert all(xid.meaning for xid in XIDS.values())
 
 
-def test_an_engine_that_exits_or_is_rejected_before_it_is_ready_cannot_start() -> None:
+def test_an_engine_that_exits_or_is_rejected_cannot_start_and_one_that_is_killed_may_start_again() -> None:
     start = EngineStart()
     start.died("ended with exit code 1", killed=False)
     assert "exit code 1" in start.error(1.0, ready=False)
@@ -226,9 +208,6 @@ def test_an_engine_that_exits_or_is_rejected_before_it_is_ready_cannot_start() -
     start.died("ended with exit code 1", killed=False)
     assert start.error(1.0, ready=False) == "no such module"
     assert start.error(2.0, ready=True) == ""
-
-
-def test_an_engine_that_is_killed_during_its_start_may_start_again() -> None:
     start = EngineStart()
     for _ in range(KILLS_MAX - 1):
         start.died("was killed by SIGKILL", killed=True)
@@ -249,7 +228,7 @@ def test_an_engine_that_is_not_ready_in_time_cannot_start() -> None:
     assert [bool(error) for error in errors] == [False, False, False, True, False, False]
 
 
-def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more() -> None:
+def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more_and_not_by_a_falling_error_count() -> None:
     watch = ResetWatch()
     watch.need("xid_48", "ECC")
     watch.need("xid_95", "memory")
@@ -258,9 +237,6 @@ def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more() -> None
         assert watch.needed == ("xid_48", "ECC"), "the first reason is kept"
     watch.look(wanted=False, ecc_uncorrected=None)
     assert watch.needed is None
-
-
-def test_an_error_count_that_falls_is_no_reset_and_counts_anew() -> None:
     watch = ResetWatch()
     assert [watch.look(wanted=False, ecc_uncorrected=n) for n in (2, 2, None, 5)] == [0, 0, 0, 3]
     watch.need("ecc_uncorrected", "errors")
@@ -271,7 +247,9 @@ def test_an_error_count_that_falls_is_no_reset_and_counts_anew() -> None:
     assert watch.look(wanted=False, ecc_uncorrected=1) == 1
 
 
-def test_the_next_process_knows_that_a_reset_is_needed(tmp_path: Path) -> None:
+def test_the_next_process_knows_that_a_reset_is_needed_unless_the_host_was_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note = ResetNote(tmp_path / "notes" / "gpu.json")
     watch = ResetWatch(note.read())
     watch.look(wanted=True, ecc_uncorrected=3)
@@ -294,9 +272,6 @@ def test_the_next_process_knows_that_a_reset_is_needed(tmp_path: Path) -> None:
     watch.look(wanted=False, ecc_uncorrected=0)
     note.keep(watch.state)
     assert ResetWatch(ResetNote(note.path).read()).needed is None
-
-
-def test_a_restart_of_the_host_counts_as_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu.json"
     watch = ResetWatch()
     watch.need("xid_79", "off the bus")

@@ -12,24 +12,22 @@ from typing import Any
 
 import pytest
 from multigpu.v1 import device_pb2 as device
-from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.engines.common import self_test
 
+from tests.worker.asking import until
 from tests.worker.device.conftest import Begin
-from tests.worker.device.reports import HEALTHY, SICK, codes, health, is_, until
+from tests.worker.device.reports import HEALTHY, SICK, codes, health, is_
 from tests.worker.processes.test_cuda_errors import CORPUS
-from tests.worker.scripted_master import ScriptedMaster
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
-async def test_a_device_with_wrong_results_is_sick_until_they_are_right(
-    tmp_path: Path, master: ScriptedMaster, begin: Begin
-) -> None:
+@needs_torch
+async def test_a_device_with_wrong_results_is_sick_until_they_are_right(tmp_path: Path, begin: Begin) -> None:
     wrong = tmp_path / "wrong"
-    _worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_WRONG_FILE=str(wrong))
+    _, stream = await begin("--canary-interval-s", "0.3", TEST_WRONG_FILE=str(wrong))
     await stream.until(lambda: len(stream.heartbeats) > 15)
     assert {beat.health.state for beat in stream.heartbeats} == {HEALTHY}
     wrong.touch()
@@ -43,21 +41,16 @@ async def test_a_device_with_wrong_results_is_sick_until_they_are_right(
     await stream.until(lambda: is_(stream, HEALTHY), 60)
 
 
-async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_self_test(
-    tmp_path: Path, master: ScriptedMaster, begin: Begin
-) -> None:
+async def test_a_task_that_ends_the_engine_during_the_self_test_blames_no_device(tmp_path: Path, begin: Begin) -> None:
     begun = tmp_path / "begun"
-    worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_SELF_TEST_SLOW_FILE=str(begun))
+    worker, stream = await begin("--canary-interval-s", "0.3", TEST_SELF_TEST_SLOW_FILE=str(begun))
     await until(begun.exists, "the self-test to run")
     begun.unlink()  # now: the next self-test may run before the report arrives
-    timeout = pb.LeaseBatch().spec.run_timeout
-    timeout.FromMilliseconds(200)
-    stream.lease([(1, b"30")], kind="health.work", run_timeout=timeout)
-    assert (await stream.reported(1))[0].error.type == "RunTimeout"
+    word = await stream.run(1, b"30", kind="health.work", run_timeout={"nanos": 200_000_000})
+    assert word.error.type == "RunTimeout"
     await until(begun.exists, "the self-test to run in the next engine")
     begun.unlink()
-    stream.lease([(2, b"")], kind="health.crash")
-    assert (await stream.reported(2))[0].error.type == "EngineDied"
+    assert (await stream.run(2, b"", kind="health.crash")).error.type == "EngineDied"
     await until(begun.exists, "the self-test to run in the third engine")
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
     # Only the self-test runs: the device is to blame.
@@ -70,9 +63,7 @@ async def test_the_device_is_not_blamed_if_a_task_ends_the_engine_during_the_sel
     ("kind", "passed"),
     [("occupied", None), ("elsewhere", None), ("lost", False), ("hardware", False), ("survives", False)],
 )
-def test_a_full_or_exclusively_used_device_is_not_sick(
-    kind: str, passed: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_or_occupied_device_is_not_sick(kind: str, passed: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device raises in the self-test, by the classes of cuda_error_texts.toml."""
     for text in CORPUS[kind]:
 
@@ -87,30 +78,22 @@ def test_a_full_or_exclusively_used_device_is_not_sick(
         assert text in message
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
-async def test_a_worker_on_a_full_gpu_stays_healthy(tmp_path: Path, master: ScriptedMaster, begin: Begin) -> None:
+@needs_torch
+async def test_a_worker_on_a_full_gpu_stays_healthy(tmp_path: Path, begin: Begin) -> None:
     raised = tmp_path / "raised"
     raised.write_text("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-    worker, stream = await begin(master, "--canary-interval-s", "0.3", TEST_WRONG_FILE=str(raised))
+    worker, stream = await begin("--canary-interval-s", "0.3", TEST_WRONG_FILE=str(raised))
     await until(lambda: worker.log.count("no self-test") >= 2 or is_(stream, SICK), "the self-test to be tried")
     assert {beat.health.state for beat in stream.heartbeats} == {HEALTHY}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        "UNLOADABLE",
-        pytest.param("ANYWAY", marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch")),
-    ],
-)
-async def test_the_device_is_not_blamed_for_too_little_memory_for_the_self_test(
-    how: str, master: ScriptedMaster, begin: Begin
-) -> None:
+@pytest.mark.parametrize("how", ["UNLOADABLE", *(["ANYWAY"] if HAS_TORCH else [])])
+async def test_the_device_is_not_blamed_for_too_little_memory_for_the_self_test(how: str, begin: Begin) -> None:
     small = ("--canary-interval-s", "0.3", "--engine-memory-bytes", "160MiB")
     # A library may hang if it gets no memory for its threads.
     alone = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    worker, stream = await begin(master, *small, **{f"TEST_SELF_TEST_{how}": "yes"}, **alone)
+    worker, stream = await begin(*small, **{f"TEST_SELF_TEST_{how}": "yes"}, **alone)
     await until(lambda: worker.log.count("no self-test") >= 2, "the self-test to be tried")
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
 
@@ -130,7 +113,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+@needs_torch
 def test_a_process_without_torch_runs_the_self_test_in_a_subprocess() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SELF_TEST], capture_output=True, text=True, timeout=100, check=False,
@@ -141,7 +124,7 @@ def test_a_process_without_torch_runs_the_self_test_in_a_subprocess() -> None:
     assert "(True, '')" in done.stdout
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="needs torch: pip install 'multigpu[worker]'")
+@needs_torch
 @pytest.mark.parametrize("size", [self_test.CPU_SIZE, self_test.GPU_SIZE])
 def test_the_answer_of_the_self_test_is_exact(size: int) -> None:
     np = pytest.importorskip("numpy")

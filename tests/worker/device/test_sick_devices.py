@@ -11,77 +11,50 @@ import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
 from tests.fakes.gpus import SimulatedGpus
-from tests.worker.conftest import StartWorker
-from tests.worker.device.conftest import HANDLERS, Begin
-from tests.worker.device.reports import (
-    DEGRADED,
-    FAILED,
-    HEALTHY,
-    RECOVERING,
-    RETURNED,
-    SICK,
-    codes,
-    health,
-    is_,
-    runs,
-    until,
-)
-from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster
+from tests.worker.asking import until
+from tests.worker.conftest import HANDLERS, Start, WorkerProcess
+from tests.worker.device.conftest import ON_GPU_0, Begin
+from tests.worker.device.reports import DEGRADED, FAILED, HEALTHY, RECOVERING, RETURNED, SICK, codes, health, is_
+from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
 Strike = Callable[[SimulatedGpus], None]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 async def test_a_sick_device_is_reported_at_once_gives_all_leases_back_and_recovers(
-    tmp_path: Path, gpus: SimulatedGpus, begin: Begin
+    tmp_path: Path, gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
 ) -> None:
-    async with ScriptedMaster(heartbeat_s=30.0) as slow:
-        worker, stream = await begin(slow)
-        running = tmp_path / "running"
-        stream.lease([(n, str(running).encode()) for n in range(1, 4)], kind="health.mark")
-        await until(running.exists, "a task to run")
-        begun_s = time.monotonic()
-        gpus.recovery_action(0, 1)
-        gpus.xid(0, 95)
-        words = await stream.reported(1, 2, 3)
-        assert time.monotonic() - begun_s < 20.0, "before the next heartbeat is due"
-        assert {word.state for word in words} == {RETURNED}
-        told = next(i for i, event in enumerate(stream.events) if event == ("report", 1))
-        sick = [i for i, event in enumerate(stream.events) if event == "heartbeat"]
-        assert any(0 < i < told for i in sick), "a heartbeat with the reason precedes the reports"
-        assert health(stream).unusable
-        await until(lambda: "xid_95" in codes(stream), "the reason of the XID")
-        assert health(stream).HasField("next_check_time")
-        assert "nvidia-smi --gpu-reset" in health(stream).reasons[0].message
-        await until(lambda: not worker.engine_pids(), "the engine to let go of the device")
-        stream.lease([(9, b"0")], kind="health.work")
-        assert (await stream.reported(9))[0].state == RETURNED
-        gpus.recovery_action(0, 0)
-        await stream.until(lambda: is_(stream, HEALTHY))
-        stream.lease([(10, b"0")], kind="health.work")
-        (word,) = await stream.reported(10)
-        assert (word.state, word.result) == (SUCCEEDED, b"%d" % worker.engine_pids()[0])
-        assert codes(stream) == []
+    master.heartbeat_s = 30.0
+    worker, stream = await begin()
+    running = tmp_path / "running"
+    stream.lease([(n, str(running).encode()) for n in range(1, 4)], kind="health.mark")
+    await until(running.exists, "a task to run")
+    begun_s = time.monotonic()
+    gpus.recovery_action(0, 1)
+    gpus.xid(0, 95)
+    words = await stream.reported(1, 2, 3)
+    assert time.monotonic() - begun_s < 20.0, "before the next heartbeat is due"
+    assert {word.state for word in words} == {RETURNED}
+    told = next(i for i, event in enumerate(stream.events) if event == ("report", 1))
+    sick = [i for i, event in enumerate(stream.events) if event == "heartbeat"]
+    assert any(0 < i < told for i in sick), "a heartbeat with the reason precedes the reports"
+    assert health(stream).unusable
+    await until(lambda: "xid_95" in codes(stream), "the reason of the XID")
+    assert health(stream).HasField("next_check_time")
+    assert "nvidia-smi --gpu-reset" in health(stream).reasons[0].message
+    await until(lambda: not worker.engine_pids(), "the engine to let go of the device")
+    assert (await stream.run(9, b"0", kind="health.work")).state == RETURNED
+    gpus.recovery_action(0, 0)
+    await stream.until(lambda: is_(stream, HEALTHY))
+    word = await stream.run(10, b"0", kind="health.work")
+    assert (word.state, word.result) == (SUCCEEDED, b"%d" % worker.engine_pids()[0])
+    assert codes(stream) == []
 
 
-async def test_log_lines_about_the_device_name_the_worker(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
-    worker, stream = await begin(master)
-    gpus.lose(0)
-    await stream.until(lambda: is_(stream, SICK))
-    events = ("XID", "the device's health", "no events of the device for now")
-    await until(lambda: all(f'"{event}"' in worker.log for event in events), f"log lines {events}")
-    lines = [json.loads(line) for line in worker.log.splitlines()]
-    assert {line.get("worker_id") for line in lines if line["event"] in events} == {"w0"}
-
-
-async def test_a_lost_device_has_no_engine_and_its_worker_goes_on(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
-    worker, stream = await begin(master)
+async def test_a_lost_device_has_no_engine_and_its_worker_goes_on_and_logs(gpus: SimulatedGpus, begin: Begin) -> None:
+    worker, stream = await begin()
     stream.lease([(1, b"30")], kind="health.work")
-    await runs(stream, 1)
+    await stream.running(1)
     gpus.lose(0)
     assert (await stream.reported(1))[0].state == RETURNED
     await stream.until(lambda: "gpu_is_lost" in codes(stream))
@@ -95,6 +68,10 @@ async def test_a_lost_device_has_no_engine_and_its_worker_goes_on(
     # Events of the returned device are received again.
     gpus.xid(0, 119)
     await stream.until(lambda: "xid_119" in codes(stream))
+    events = ("XID", "the device's health", "no events of the device for now")
+    await until(lambda: all(f'"{event}"' in worker.log for event in events), f"log lines {events}")
+    lines = [json.loads(line) for line in worker.log.splitlines()]
+    assert {line.get("worker_id") for line in lines if line["event"] in events} == {"w0"}
 
 
 def reload_driver(gpus: SimulatedGpus) -> None:
@@ -109,10 +86,10 @@ def reload_driver(gpus: SimulatedGpus) -> None:
     ids=["xid_48", "xid_95", "ecc"],
 )
 async def test_neither_a_right_self_test_nor_a_reload_of_the_driver_is_a_reset(
-    tmp_path: Path, gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, strike: Strike
+    tmp_path: Path, gpus: SimulatedGpus, begin: Begin, strike: Strike
 ) -> None:
     right = {"TEST_WRONG_FILE": str(tmp_path / "never")} if HAS_TORCH else {}
-    worker, stream = await begin(master, "--canary-interval-s", "0.3", **right)
+    worker, stream = await begin("--canary-interval-s", "0.3", **right)
     strike(gpus)
     await stream.until(lambda: is_(stream, SICK))
 
@@ -137,12 +114,9 @@ async def test_neither_a_right_self_test_nor_a_reload_of_the_driver_is_a_reset(
     await stream.until(lambda: is_(stream, HEALTHY))
 
 
-async def test_an_unusable_gpu_is_closed_so_that_it_can_be_reset_while_workers_run(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin, start_worker: StartWorker
-) -> None:
-    _, stream = await begin(master)
-    await start_worker(master.address, "--device", gpus.uuid(7), env=gpus.env())
-    neighbour = await master.stream()
+async def test_an_unusable_gpu_can_be_reset_while_workers_run(gpus: SimulatedGpus, begin: Begin, start: Start) -> None:
+    _, stream = await begin()
+    _, neighbour = await start("--device", gpus.uuid(7), env=gpus.env())
     await neighbour.until(lambda: is_(neighbour, HEALTHY))
     assert not gpus.reset(0), "a fit GPU is open"
     gpus.recovery_action(0, 1)
@@ -164,45 +138,35 @@ async def test_an_unusable_gpu_is_closed_so_that_it_can_be_reset_while_workers_r
     ],
 )
 async def test_a_new_process_of_the_worker_knows_that_the_device_needs_a_reset(
-    gpus: SimulatedGpus, begin: Begin, start_worker: StartWorker, code: str, strike: Strike, reset: Strike
+    gpus: SimulatedGpus, begin: Begin, start: Start, code: str, strike: Strike, reset: Strike
 ) -> None:
-    async with ScriptedMaster() as first:
-        worker, stream = await begin(first)
-        gpus.xid(0, 48)
-        await stream.until(lambda: is_(stream, SICK))
+    async def another_process(meanwhile: Strike = lambda _: None) -> tuple[WorkerProcess, Stream]:
         worker.signal(signal.SIGKILL)
         await worker.wait()
-    handlers = ("--device", "cuda:0", "--handlers", "handlers_for_health")
-    async with ScriptedMaster() as second:
-        worker = await start_worker(second.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
-        stream = await second.stream()
-        await stream.until(lambda: len(stream.heartbeats) > 3)
-        stream.lease([(1, b"0")], kind="health.work")
-        assert (await stream.reported(1))[0].state == RETURNED
-        assert {beat.health.state for beat in stream.heartbeats} <= {SICK, RECOVERING}
-        assert "xid_48" in codes(stream)
-        strike(gpus)
-        await stream.until(lambda: code in codes(stream))
-        worker.signal(signal.SIGKILL)
-        await worker.wait()
-    reset(gpus)
-    async with ScriptedMaster() as third:
-        worker = await start_worker(third.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
-        stream = await third.stream()
-        await stream.until(lambda: is_(stream, HEALTHY))
-        worker.signal(signal.SIGKILL)
-        await worker.wait()
-    async with ScriptedMaster() as fourth:
-        await start_worker(fourth.address, *handlers, pythonpath=HANDLERS, env=gpus.env())
-        stream = await fourth.stream()
-        await stream.until(lambda: bool(stream.heartbeats))
-        assert is_(stream, HEALTHY)
+        meanwhile(gpus)
+        return await start(*ON_GPU_0, pythonpath=HANDLERS, env=gpus.env())
+
+    worker, stream = await begin()
+    gpus.xid(0, 48)
+    await stream.until(lambda: is_(stream, SICK))
+    worker, stream = await another_process()
+    await stream.until(lambda: len(stream.heartbeats) > 3)
+    assert (await stream.run(1, b"0", kind="health.work")).state == RETURNED
+    assert {beat.health.state for beat in stream.heartbeats} <= {SICK, RECOVERING}
+    assert "xid_48" in codes(stream)
+    strike(gpus)
+    await stream.until(lambda: code in codes(stream))
+    worker, stream = await another_process(reset)
+    await stream.until(lambda: is_(stream, HEALTHY))
+    worker, stream = await another_process()
+    await stream.until(lambda: bool(stream.heartbeats))
+    assert is_(stream, HEALTHY)
 
 
-async def test_a_check_that_the_master_requests(master: ScriptedMaster, begin: Begin) -> None:
-    _worker, stream = await begin(master)
+async def test_a_check_that_the_master_requests(begin: Begin) -> None:
+    _, stream = await begin()
     stream.lease([(1, b"1.5"), (2, b"1.5"), (3, b"1.5"), (4, b"1.5"), (5, b"1.5")], kind="health.work")
-    await runs(stream, 1)
+    await stream.running(1)
     stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, check=3))
     await stream.until(lambda: is_(stream, SICK))
     assert codes(stream) == ["tasks_fail"]
@@ -216,16 +180,13 @@ async def test_a_check_that_the_master_requests(master: ScriptedMaster, begin: B
     assert FAILED not in {word.state for word in words}
 
 
-async def test_heat_and_spare_rows_degrade_a_device_that_stays_in_use(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
-    _worker, stream = await begin(master)
+async def test_heat_and_spare_rows_degrade_a_device_that_stays_in_use(gpus: SimulatedGpus, begin: Begin) -> None:
+    _, stream = await begin()
     gpus.throttle(0, 0x40)  # hw_thermal_slowdown
     gpus.remap(0, uncorrectable=1, pending=True, failed=False)
     await stream.until(lambda: set(codes(stream)) == {"thermal_throttle", "row_remap_pending"})
     assert is_(stream, DEGRADED)
-    stream.lease([(1, b"0")], kind="health.work")
-    assert (await stream.reported(1))[0].state == SUCCEEDED
+    assert (await stream.run(1, b"0", kind="health.work")).state == SUCCEEDED
     gpus.throttle(0, 0x04)  # sw_power_cap: normal under load
     gpus.remap(0, uncorrectable=1, pending=False, failed=False)
     await stream.until(lambda: is_(stream, HEALTHY))
@@ -233,14 +194,11 @@ async def test_heat_and_spare_rows_degrade_a_device_that_stays_in_use(
     await stream.until(lambda: any("ecc_uncorrected" in [r.code for r in b.health.reasons] for b in stream.heartbeats))
 
 
-async def test_a_driver_that_hangs_stops_no_tasks_no_heartbeats_and_no_shutdown(
-    gpus: SimulatedGpus, master: ScriptedMaster, begin: Begin
-) -> None:
-    worker, stream = await begin(master)
+async def test_a_driver_that_hangs_stops_no_task_heartbeat_or_shutdown(gpus: SimulatedGpus, begin: Begin) -> None:
+    worker, stream = await begin()
     gpus.hang(0)
     try:
-        stream.lease([(1, b"0")], kind="health.work")
-        assert (await stream.reported(1))[0].state == SUCCEEDED
+        assert (await stream.run(1, b"0", kind="health.work")).state == SUCCEEDED
         await stream.until(lambda: "driver_hung" in codes(stream))
         seen = len(stream.heartbeats)
         await stream.until(lambda: len(stream.heartbeats) > seen + 10)

@@ -21,7 +21,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 from multigpu.cli.bench.sentences import sentences
 from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
-from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
+from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, Engine, EngineSettings, Item
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.payload import TEXTS_MAX
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
@@ -60,9 +60,6 @@ class Recorder:
     # Called on each beat.
     at_beat: "Callable[[Recorder], None] | None" = None
 
-    def begin(self, item: Item) -> None:
-        raise AssertionError("items of a batch that runs together have begun already")
-
     def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
         assert item.lease_id not in self.outcomes, "settled twice"
         self.outcomes[item.lease_id] = ("ok", result, content_type)
@@ -75,14 +72,10 @@ class Recorder:
     def cancelled(self, item: Item) -> bool:
         return item.lease_id in self.cancelled_ids
 
-    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
-        raise AssertionError("vectors come whole")
+    def never(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("items have begun already, vectors come whole, and an attempt is short")
 
-    def checkpoint(self, item: Item, data: bytes) -> None:
-        raise AssertionError("an attempt is too short for checkpoints")
-
-    def progress(self, item: Item, fraction: float, note: str = "") -> None:
-        raise AssertionError("an attempt is too short for progress")
+    begin = partial = checkpoint = progress = never
 
     def beat(self) -> None:
         self.beats += 1
@@ -112,7 +105,7 @@ def batch_of(
     return Batch(kind="embed", model=model, parameters=parameters or {}, content_type=content_type, items=items)
 
 
-def run(engine: EmbedEngine, batch: Batch, recorder: Recorder | None = None) -> Recorder:
+def run(engine: Engine, batch: Batch, recorder: Recorder | None = None) -> Recorder:
     recorder = recorder or Recorder()
     engine.run(batch, engine.prepare(batch), recorder)
     return recorder
@@ -157,14 +150,11 @@ def test_vectors_equal_those_of_sentence_transformers(engine: EmbedEngine, refer
 
 
 def test_json_in_json_out(engine: EmbedEngine, reference: Reference) -> None:
-    recorder = run(
-        engine,
-        batch_of([b'["A cat.", "\\u00e9"]', b'"A dog."', b'["\\ud83c\\udf89"]'], content_type="application/json"),
-    )
+    asked = {b'["A cat.", "\\u00e9"]': ["A cat.", "é"], b'"A dog."': ["A dog."], b'["\\ud83c\\udf89"]': ["🎉"]}
+    recorder = run(engine, batch_of(list(asked), content_type="application/json"))
     assert recorder.outcomes[0][2] == "application/json"
-    np.testing.assert_allclose(recorder.vectors(0), reference(["A cat.", "é"]), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(recorder.vectors(1), reference(["A dog."]), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(recorder.vectors(2), reference(["🎉"]), rtol=0, atol=1e-5)
+    for i, texts in enumerate(asked.values()):
+        np.testing.assert_allclose(recorder.vectors(i), reference(texts), rtol=0, atol=1e-5)
 
 
 def test_bad_items_fail_alone(engine: EmbedEngine) -> None:
@@ -180,15 +170,10 @@ def test_bad_items_fail_alone(engine: EmbedEngine) -> None:
         error_type, said, retryable = recorder.outcomes[i]
         assert (error_type, retryable) == ("BadInput", False)
         assert message in said
-
-
-def test_bad_json_items_fail_alone(engine: EmbedEngine) -> None:
-    bad = [b"{", b"[]", b"[1]", b'{"a": 1}', b"null", b'["\\ud800"]', b"\xff", b"[" * 100_000]
-    recorder = run(engine, batch_of([*bad, b'["fine"]'], content_type="application/json"))
-    assert recorder.vectors(len(bad)).shape == (1, 384)
-    for i in range(len(bad)):
-        assert recorder.outcomes[i][0] == "BadInput"
-        assert recorder.outcomes[i][2] is False
+    unreadable = [b"{", b"[]", b"[1]", b'{"a": 1}', b"null", b'["\\ud800"]', b"\xff", b"[" * 100_000]
+    recorder = run(engine, batch_of([*unreadable, b'["fine"]'], content_type="application/json"))
+    assert recorder.vectors(len(unreadable)).shape == (1, 384)
+    assert all(recorder.outcomes[i][::2] == ("BadInput", False) for i in range(len(unreadable)))
 
 
 @pytest.mark.parametrize(
@@ -201,9 +186,7 @@ def test_bad_json_items_fail_alone(engine: EmbedEngine) -> None:
         ({"model": "all-minilm"}, "UnknownModel", "It has: all-MiniLM-L6-v2"),
     ],
 )
-def test_bad_batch_fails_every_item(
-    engine: EmbedEngine, arguments: dict[str, Any], error_type: str, message: str
-) -> None:
+def test_a_bad_batch_fails_whole(engine: EmbedEngine, arguments: dict[str, Any], error_type: str, message: str) -> None:
     recorder = run(engine, batch_of([payload("a"), payload("b")], **arguments))
     assert set(recorder.outcomes) == {0, 1}
     for kind, said, retryable in recorder.outcomes.values():
@@ -255,7 +238,7 @@ def test_one_requested_precision_stays_beside_the_configured_one() -> None:
     assert recorder.vectors(0).shape == exact.shape, "what was prepared before runs"
 
 
-def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
+def test_short_tasks_do_not_wait_for_a_long_one_and_a_cancelled_one_is_skipped(engine: EmbedEngine) -> None:
     long = payload(*["one of very many sentences"] * 800)
     beats_at_success = {}
 
@@ -269,6 +252,12 @@ def test_short_tasks_do_not_wait_for_a_long_one(engine: EmbedEngine) -> None:
     assert recorder.vectors(1).shape == (800, 384)
     assert beats_at_success[0] < beats_at_success[1]
     assert recorder.beats > 3
+    cancelling = Recorder(at_beat=lambda r: r.cancelled_ids.add(0))
+    texts = ["a sentence of the usual length"] * 1000
+    run(engine, batch_of([payload(*texts), payload("another one, shorter")]), cancelling)
+    assert set(cancelling.outcomes) == {1}
+    assert cancelling.vectors(1).shape == (1, 384)
+    assert cancelling.beats <= 2, "the rest of the cancelled item was embedded"
 
 
 @pytest.mark.slow
@@ -289,15 +278,6 @@ def test_unsorted_texts_cost_no_padding() -> None:
         lengths = model.text.tokenise(batch).lengths()
         assert sum(passes) == lengths.sum()
         assert len(passes) <= 1 + lengths.sum() // (model.tokens_max - lengths.max())
-
-
-def test_cancelled_item_is_skipped_and_others_are_not(engine: EmbedEngine) -> None:
-    recorder = Recorder(at_beat=lambda r: r.cancelled_ids.add(0))
-    texts = ["a sentence of the usual length"] * 1000
-    run(engine, batch_of([payload(*texts), payload("another one, shorter")]), recorder)
-    assert set(recorder.outcomes) == {1}
-    assert recorder.vectors(1).shape == (1, 384)
-    assert recorder.beats <= 2, "the rest of the cancelled item was embedded"
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_overlapping_batches_compute_a_text_once(make_engine: MakeEngine, order:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["it fails", "it is cancelled", "its text does not fit", "it never runs"])
-def test_texts_of_a_failed_batch_are_computed_by_the_next(
+def test_the_next_batch_takes_failed_texts(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     engine, batch, first, second = make_engine(), batch_of([payload("x", "y"), payload("x")]), Recorder(), Recorder()
@@ -140,9 +140,7 @@ def test_texts_of_a_failed_batch_are_computed_by_the_next(
     assert counts(engine) == (0, 1, 2)
 
 
-def test_vectors_are_not_shared_between_precisions_or_back_ends(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precisions_and_back_ends_share_no_vectors(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, batch = make_engine(), batch_of([payload(*TEXTS)])
     rough = batch_of([payload(*TEXTS)], parameters={"precision": "bf16"})
     recorders = [Recorder() for _ in range(4)]
@@ -161,20 +159,16 @@ def test_vectors_are_not_shared_between_precisions_or_back_ends(
     assert recorders[3].outcomes == recorders[2].outcomes
 
 
-def test_text_is_computed_for_the_items_that_are_left(make_engine: MakeEngine) -> None:
+def test_text_is_computed_once_and_for_the_items_that_are_left(make_engine: MakeEngine) -> None:
     engine = make_engine()
     recorder = Recorder(cancelled_ids={0})
     run(engine, batch_of([payload("shared", "of the first alone"), payload("shared")]), recorder)
     assert set(recorder.outcomes) == {1}
     assert engine.cache_counts().entries == 1  # type: ignore[union-attr]
-
-
-def test_duplicate_text_of_cancelled_items_is_not_computed(make_engine: MakeEngine) -> None:
-    engine = make_engine()
     recorder = Recorder(cancelled_ids={0, 1})
     run(engine, batch_of([payload("twice", "twice"), payload("twice"), payload("wanted")]), recorder)
     assert set(recorder.outcomes) == {2}
-    assert counts(engine) == (0, 0, 1)
+    assert counts(engine) == (0, 1, 2)
 
 
 def test_text_that_does_not_fit_fails_all_its_items(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +214,7 @@ def test_changed_model_under_an_old_name_gets_new_vectors(tmp_path: Path, make_e
     assert counts(changed) == (0, 0, 2)
 
 
-def test_vectors_are_not_cached_if_the_back_end_changed(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_of_a_changed_back_end_are_not_cached(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, recorder = make_engine(), Recorder()
     batch = batch_of([payload(*TEXTS)])
     prepared = engine.prepare(batch)
@@ -254,7 +246,7 @@ def vectors(n: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(0).random((n, 384), dtype=np.float32)
 
 
-def test_memory_evicts_the_least_recently_used_vectors() -> None:
+def test_memory_evicts_the_least_recently_used_vectors_and_takes_no_nan_or_infinity() -> None:
     keys = [b"%032d" % i for i in range(100)]
     cache = EmbedCache(EmbeddingCacheSettings(entries=10))
     for i, key in enumerate(keys):
@@ -266,6 +258,11 @@ def test_memory_evicts_the_least_recently_used_vectors() -> None:
     small = EmbedCache(EmbeddingCacheSettings(entries=1000, bytes_max=5 * (1536 + ENTRY_BYTES) + 1))
     small.put(keys, vectors(100))
     assert set(small.find(keys)) == set(keys[95:])
+    cache, bad = EmbedCache(EmbeddingCacheSettings(entries=10)), vectors(3)
+    bad[1, 5], bad[2, 0] = np.nan, np.inf
+    keys = [b"%032d" % i for i in range(3)]
+    cache.put(keys, bad)
+    assert set(cache.find(keys)) == set(keys[:1])
 
 
 def test_vectors_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +282,3 @@ def test_vectors_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     second.close()
     with sqlite3.connect(tmp_path / "cache.db") as db:
         assert db.execute("SELECT key FROM vectors").fetchall() == [(b"b" * 32,)]
-
-
-def test_nan_and_infinity_are_not_cached() -> None:
-    cache, bad = EmbedCache(EmbeddingCacheSettings(entries=10)), vectors(3)
-    bad[1, 5], bad[2, 0] = np.nan, np.inf
-    keys = [b"%032d" % i for i in range(3)]
-    cache.put(keys, bad)
-    assert set(cache.find(keys)) == set(keys[:1])

@@ -4,9 +4,9 @@ import fcntl
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,16 @@ def keys_of(rows: list[Row]) -> set[bytes]:
     return {row.key for row in rows}
 
 
+def find(file: CacheFile, rows: list[Row]) -> list[Row]:
+    return file.find([row.key for row in rows])
+
+
+def put(file: CacheFile, rows: list[Row]) -> None:
+    """Put rows, and wait until they are written."""
+    file.put(rows)
+    assert file.flush()
+
+
 def vectors(n: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(0).random((n, 384), dtype=np.float32)
 
@@ -48,16 +58,13 @@ def test_workers_share_a_file(tmp_path: Path) -> None:
         for name in part:
             file.put(rows_of(name))
 
-    threads = [threading.Thread(target=write, args=(f, names[i::2])) for i, f in enumerate((first, second))]
     with capture_logs() as logs:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(write, (first, second), (names[::2], names[1::2])))
         assert first.flush()
         assert second.flush()
         keys = [row.key for row in rows_of(*names)]
-        assert {row.key for row in first.find(keys)} == {row.key for row in second.find(keys)} == set(keys)
+        assert keys_of(first.find(keys)) == keys_of(second.find(keys)) == set(keys)
         first.close()
         second.close()
     assert logs == []
@@ -68,16 +75,12 @@ def test_file_evicts_the_oldest_rows(tmp_path: Path) -> None:
     file = open_file(tmp_path / "c.db", entries=50)
     names = [f"n{n}" for n in range(200)]
     for name in names:
-        file.put(rows_of(name))
-    assert file.flush()
-    assert {row.key for row in file.find([row.key for row in rows_of(*names)])} == {
-        row.key for row in rows_of(*names[150:])
-    }
+        put(file, rows_of(name))
+    assert keys_of(find(file, rows_of(*names))) == keys_of(rows_of(*names[150:]))
     file.close()
     small = open_file(tmp_path / "small.db", bytes_max=1 << 20)
     for at in range(0, 4000, 100):
-        small.put(rows_of(*(f"n{n}" for n in range(at, at + 100))))
-        assert small.flush()
+        put(small, rows_of(*(f"n{n}" for n in range(at, at + 100))))
     small.close()
     with sqlite3.connect(tmp_path / "small.db") as db:
         kept = db.execute("SELECT count(*) FROM vectors").fetchone()[0]
@@ -101,40 +104,39 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_damaged_file_is_replaced_with_a_warning(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
-    path = tmp_path / "c.db"
+def full_file(folder: Path) -> tuple[Path, list[Row]]:
+    """A closed file, and what is in it."""
     rows = rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
-    file = open_file(path)
+    file = open_file(folder / "c.db")
     file.put(rows)
     file.close()
+    return folder / "c.db", rows
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_damaged_file_is_replaced_with_a_warning(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    path, rows = full_file(tmp_path)
     damage(path)
     with capture_logs() as logs:
         file = open_file(path)
-        found = file.find([row.key for row in rows])
-        file.put(rows[:1])
-        assert file.flush()
-        file.put(rows[:5])
-        assert file.flush()
+        found = find(file, rows)
+        put(file, rows[:1])
+        put(file, rows[:5])
     assert found == []
     assert [log["event"] for log in logs] == [DAMAGED]
     assert (tmp_path / "c.db.damaged").exists()
-    assert {row.key for row in file.find([row.key for row in rows])} == {row.key for row in rows[:5]}
+    assert keys_of(find(file, rows)) == keys_of(rows[:5])
     file.close()
 
 
 def test_shared_damaged_file_is_replaced_once(tmp_path: Path) -> None:
-    path, rows = tmp_path / "c.db", rows_of(*(f"n{n}" for n in range(100)), vector=b"\x2a" * 1536)
-    file = open_file(path)
-    file.put(rows)
-    file.close()
+    path, rows = full_file(tmp_path)
     flip(path)
     with capture_logs() as logs:
         first, second = open_file(path), open_file(path)
         keys = [row.key for row in rows]
         assert first.find(keys) == []
-        first.put(rows[:3])
-        assert first.flush()
+        put(first, rows[:3])
         assert second.find(keys) == []
         assert second.flush()
         assert len(second.find(keys)) == 3  # of the new file
@@ -186,19 +188,16 @@ def test_full_disk_costs_only_vectors_and_a_warning(tmp_path: Path) -> None:
 def test_deleted_file_is_created_again(tmp_path: Path, by: str) -> None:
     path, rows = tmp_path / "c.db", rows_of("a", "b", "c")
     file = open_file(path)
-    file.put(rows[:1])
-    assert file.flush()
+    put(file, rows[:1])
     path.unlink()
     others = [open_file(path)] if by == "another worker" else []
     for other in others:
-        other.put(rows[1:2])
-        assert other.flush()
-    file.put(rows[2:])
-    assert file.flush()
+        put(other, rows[1:2])
+    put(file, rows[2:])
     others.append(open_file(path))
     expected = keys_of(rows[2:] if by == "nobody" else rows[1:])
     for each in (file, *others):
-        assert keys_of(each.find([row.key for row in rows])) == expected
+        assert keys_of(find(each, rows)) == expected
         each.close()
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -214,15 +213,13 @@ def test_moving_a_damaged_file_aside_is_retried(tmp_path: Path) -> None:
     with capture_logs() as logs:
         file = open_file(path)
         for row in rows[:2]:
-            file.put([row])
-            assert file.flush()
+            put(file, [row])
             assert file.find([row.key]) == []
         assert [log["event"] for log in logs] == [FAILS]
         aside.rmdir()
-        file.put(rows[2:])
-        assert file.flush()
+        put(file, rows[2:])
     assert [log["event"] for log in logs] == [FAILS, DAMAGED, WORKS]
-    assert file.find([row.key for row in rows]) == rows[2:]
+    assert find(file, rows) == rows[2:]
     file.close()
 
 
@@ -245,23 +242,20 @@ def test_file_that_cannot_be_opened_at_the_start_is_retried(tmp_path: Path) -> N
     again.close()
 
 
-def test_stopped_process_with_the_lock_blocks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_with_the_lock_or_a_lookup_without_memory_costs_only_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, rows = tmp_path / "c.db", rows_of("a")
     monkeypatch.setattr(embed_cache_file, "BUSY_S", 0.05)
     with (tmp_path / "c.db.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         file = open_file(path)
         assert "another process has held" in file.trouble
-    file.put(rows)
-    assert file.flush()
+    put(file, rows)
     assert file.find([rows[0].key]) == rows
     file.close()
-
-
-def test_out_of_memory_in_a_lookup_costs_only_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, rows = open_file(tmp_path / "c.db"), rows_of("a")
-    file.put(rows)
-    assert file.flush()
+    file = open_file(tmp_path / "d.db")
+    put(file, rows)
 
     def short(*_: Any) -> Any:
         raise MemoryError
@@ -281,9 +275,8 @@ def test_rows_from_the_future_expire_too(tmp_path: Path, monkeypatch: pytest.Mon
     old = [row._replace(stored_s=row.stored_s - 1e6) for row in rows_of("d", "e", "f")]
     fresh = rows_of("g", "h", "i")
     for row in [*ahead, *old, *fresh]:
-        file.put([row])
-        assert file.flush()
-    assert keys_of(file.find([row.key for row in [*ahead, *old, *fresh]])) == keys_of(fresh)
+        put(file, [row])
+    assert keys_of(find(file, [*ahead, *old, *fresh])) == keys_of(fresh)
     file.close()
 
 
@@ -330,11 +323,10 @@ def test_killed_writer_does_not_harm_others(tmp_path: Path) -> None:
                 assert writer.stdout is not None
                 for row in rows[part * 20 : part * 20 + 20]:
                     assert writer.stdout.readline()
-                    file.put([row])
-                    assert file.flush()
+                    put(file, [row])
                 writer.kill()
         known = file.find([b"%032d" % n for n in range(20)])
-        assert keys_of(file.find([row.key for row in rows])) == keys_of(rows)
+        assert keys_of(find(file, rows)) == keys_of(rows)
         file.close()
     assert len(known) == 20
     assert logs == []

@@ -17,20 +17,13 @@ import torch
 from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.torch_runtime import memory_errors
+from multigpu_worker.engines.embed import cuda as embed_cuda
+from multigpu_worker.engines.embed import engine as embed
+from multigpu_worker.engines.embed import torch_backend
 from multigpu_worker.engines.embed.backend import Vectors
-from multigpu_worker.engines.embed.cuda import (
-    GRAPH_TOKENS_MAX,
-    TOLERANCE,
-    CudaEmbedModel,
-    attention_of,
-    fill_bucket,
-    graph_bucket,
-    pack,
-    trial_inputs,
-)
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import EmbedModel, load_model
-from multigpu_worker.engines.embed.text import Inputs, TextInput
+from multigpu_worker.engines.embed.text import Inputs
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 
 from tests.worker.embed.test_embed import FOLDER, VARIED, Recorder, batch_of, payload, run
@@ -55,7 +48,9 @@ def test_prepared_masks_give_the_same_vectors(model: EmbedModel) -> None:
     assert not mask.all()
     with torch.inference_mode():
         expected = model.forward(**inputs)
-        found = model.forward(**(inputs | {"attention_mask": attention_of(mask, torch.float32)}), pooled_by=mask)
+        found = model.forward(
+            **(inputs | {"attention_mask": embed_cuda.attention_of(mask, torch.float32)}), pooled_by=mask
+        )
         # The trial at load can tell: without a mask they are others.
         unmasked = model.forward(**(inputs | {"attention_mask": None}), pooled_by=mask)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -65,10 +60,10 @@ def test_prepared_masks_give_the_same_vectors(model: EmbedModel) -> None:
 def test_padding_to_a_bucket_gives_the_same_vectors(model: EmbedModel) -> None:
     inputs = inputs_of(model, VARIED[:3])
     rows, width = inputs["attention_mask"].shape
-    bucket = graph_bucket(rows, width)
+    bucket = embed_cuda.graph_bucket(rows, width)
     assert bucket is not None
     assert bucket[0] > rows
-    filled = fill_bucket(pack(inputs), bucket)
+    filled = embed_cuda.fill_bucket(embed_cuda.pack(inputs), bucket)
     found = model.embed(dict(zip(inputs, filled, strict=True)))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[:rows], model.embed(inputs), rtol=0, atol=1e-5)
@@ -79,31 +74,31 @@ def test_padding_to_a_bucket_gives_the_same_vectors(model: EmbedModel) -> None:
     [(1, 1, (1, 16)), (3, 17, (4, 32)), (32, 64, (32, 64)), (33, 16, None), (1, 257, None), (32, 65, None)],
 )
 def test_smallest_bucket_is_chosen(rows: int, width: int, expected: tuple[int, int] | None) -> None:
-    assert graph_bucket(rows, width) == expected
-    assert expected is None or expected[0] * expected[1] <= GRAPH_TOKENS_MAX
+    assert embed_cuda.graph_bucket(rows, width) == expected
+    assert expected is None or expected[0] * expected[1] <= embed_cuda.GRAPH_TOKENS_MAX
 
 
 def test_trial_inputs_detect_an_ignored_mask(model: EmbedModel) -> None:
-    inputs = {name: torch.from_numpy(array) for name, array in trial_inputs(model.text, 2, 16).items()}
+    inputs = {name: torch.from_numpy(array) for name, array in embed_cuda.trial_inputs(model.text, 2, 16).items()}
     mask = inputs["attention_mask"]
     assert mask.sum(dim=1).tolist() == [16, 8]
     with torch.inference_mode():
         expected = model.forward(**inputs)
         unmasked = model.forward(**(inputs | {"attention_mask": None}), pooled_by=mask)
-    assert (unmasked - expected).abs().max() / expected.abs().max() > 2 * max(TOLERANCE.values())
+    assert (unmasked - expected).abs().max() / expected.abs().max() > 2 * max(embed_cuda.TOLERANCE.values())
 
 
 def test_failed_capture_disables_graphs(model: EmbedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision alone: what records a graph is replaced by what it says when there is no memory."""
 
-    def capture(self: CudaEmbedModel, bucket: tuple[int, int]) -> Any:
+    def capture(self: embed_cuda.CudaEmbedModel, bucket: tuple[int, int]) -> Any:
         asked.append(bucket)
         raise torch.OutOfMemoryError("simulated")
 
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(CudaEmbedModel, "_capture", capture)
+    monkeypatch.setattr(embed_cuda.CudaEmbedModel, "_capture", capture)
     none: Any = None
-    fast = CudaEmbedModel(model=model, uploads=none, downloads=none, records=none, uses_graphs=True)
+    fast = embed_cuda.CudaEmbedModel(model=model, uploads=none, downloads=none, records=none, uses_graphs=True)
     assert fast._graph_for(3, 20) is None
     assert fast._graph_for(3, 20) is None
     assert asked == [(4, 32)]
@@ -134,18 +129,10 @@ class Ahead:
     room: int = 2
     events: list[str] = dataclasses.field(default_factory=list)
     open: int = 0
+    identity: str = "a thread"
 
-    @property
-    def text(self) -> TextInput:
-        return self.model.text
-
-    @property
-    def dimension(self) -> int:
-        return self.model.dimension
-
-    @property
-    def identity(self) -> str:
-        return "a thread"
+    def __post_init__(self) -> None:
+        self.text, self.dimension = self.model.text, self.model.dimension
 
     def embed(self, inputs: Inputs) -> Vectors:
         raise AssertionError("it can do better")
@@ -173,8 +160,6 @@ def ahead(model: EmbedModel) -> Iterator[Ahead]:
 
 
 def engine_on(backend: Any, monkeypatch: pytest.MonkeyPatch) -> EmbedEngine:
-    from multigpu_worker.engines.embed import engine as embed
-
     monkeypatch.setattr(embed, "load_backend", lambda *_: (backend, {}))
     spec = ModelSpec(name=PACKAGED_MODEL, folder=FOLDER)
     return EmbedEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
@@ -194,18 +179,14 @@ def test_next_micro_batch_starts_before_the_last_is_fetched(
     found = np.concatenate([recorder.vectors(i) for i in range(len(TEXTS))])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert ahead.open == 0
-    if room == 2:
-        assert ahead.events[:4] == ["begin", "begin", "wait", "begin"]
-        assert ahead.tokens_max == 512
-    else:
-        # It waits for room, and nothing is cut for that.
-        assert ahead.events[:4] == ["begin", "no room", "wait", "begin"]
-        assert ahead.tokens_max == 512
+    # It waits for room, and nothing is cut for that.
+    assert ahead.events[:4] == ["begin", "begin" if room == 2 else "no room", "wait", "begin"]
+    assert ahead.tokens_max == 512
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 2])
-def test_next_batch_starts_before_this_one_ends(
+def test_batches_overlap_on_a_device(
     model: EmbedModel, ahead: Ahead, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead.room = room
@@ -221,10 +202,9 @@ def test_next_batch_starts_before_this_one_ends(
         np.testing.assert_allclose(found, model.embed(inputs_of(model, part)), rtol=0, atol=1e-5)
         rounds.append(ahead.events.copy())
         ahead.events.clear()
-    assert rounds[0] == (["begin", "begin", "wait"] if room == 2 else ["begin", "no room", "wait"])
+    assert rounds[0] == ["begin", "begin" if room == 2 else "no room", "wait"]
     assert rounds[2][-1] == "wait"
-    assert ahead.open == 0
-    assert ahead.tokens_max == 512
+    assert (ahead.open, ahead.tokens_max) == (0, 512)
 
 
 def test_micro_batch_that_never_fits_is_split(model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,9 +216,6 @@ def test_micro_batch_that_never_fits_is_split(model: EmbedModel, ahead: Ahead, m
 
 def test_model_on_a_gpu_is_sped_up(model: EmbedModel, ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice alone: the device is said to be a GPU, and what would be tried on it is not run."""
-    from multigpu_worker.engines.embed import cuda as embed_cuda
-    from multigpu_worker.engines.embed import torch_backend
-
     asked = []
 
     def speed_up(model: EmbedModel, *, compiled: bool) -> tuple[Ahead, dict[str, str]]:

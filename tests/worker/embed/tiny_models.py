@@ -23,16 +23,9 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(value))
 
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "vocab_size": 30522,
-    # Much larger than usual, so that different texts get clearly different vectors.
-    "initializer_range": 0.3,
-}
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+# A range that is much larger than usual, so that different texts get clearly different vectors.
+SMALL |= {"max_position_embeddings": 64, "vocab_size": 30522, "initializer_range": 0.3}
 
 
 def save_transformer(folder: Path, model: Any, tokenizer: Any = None) -> Path:
@@ -121,13 +114,9 @@ def token_types(folder: Path) -> Path:
     backend.post_processor = TemplateProcessing(
         single="$A:0 [SEP]:0 [CLS]:2", special_tokens=[("[SEP]", 102), ("[CLS]", 101)]
     )
-    tokenizer = hf.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="[PAD]",
-        pad_token_type_id=1,
-        model_max_length=64,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    padding = {"pad_token": "[PAD]", "pad_token_type_id": 1, "model_max_length": 64, "model_input_names": names}
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=backend, **padding)
     config = hf.BertConfig(**SMALL, type_vocab_size=3)
     folder = save_transformer(folder, hf.BertModel(config), tokenizer)
     assert load_model(folder, "cpu", "fp32").text.tokenise(["cat"]).columns["token_type_ids"] == [[0, 0, 2]]

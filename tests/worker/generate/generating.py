@@ -27,32 +27,26 @@ class Recorder:
     outcome: tuple[Any, Any, Any] | None = None
 
     def begin(self, item: Item) -> None:
-        del item
         self.begun += 1
 
     def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
-        del item
         assert self.outcome is None, "settled twice"
         self.outcome = ("ok", result, content_type)
 
     def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
-        del item, traceback
         assert self.outcome is None, "settled twice"
         self.outcome = (error_type, message, retryable)
 
     def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
-        del item
         assert self.outcome is None, "an output after the end"
         self.chunks.append(data)
 
-    def progress(self, item: Item, fraction: float, note: str = "") -> None:
-        raise AssertionError(f"generate tells no progress: {item} {fraction} {note}")
+    def never(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("generate tells no progress and needs no checkpoints")
 
-    def checkpoint(self, item: Item, data: bytes) -> None:
-        raise AssertionError(f"generate needs no checkpoints: {item} {data!r}")
+    progress = checkpoint = never
 
     def cancelled(self, item: Item) -> bool:
-        del item
         return self.cancel_after is not None and len(self.chunks) >= self.cancel_after
 
     def beat(self) -> None:
@@ -131,16 +125,14 @@ class Plain:
         import transformers
 
         kind: Any = transformers.AutoModelForCausalLM
-        return cls(
-            kind.from_pretrained(folder, dtype=torch.float32), transformers.AutoTokenizer.from_pretrained(folder)
-        )
+        model = kind.from_pretrained(folder, dtype=torch.float32)
+        return cls(model, transformers.AutoTokenizer.from_pretrained(folder))
 
     def greedy(self, prompt: str, max_tokens: int, **options: Any) -> list[int]:
         import torch
 
         ids = torch.tensor([self.tokenizer(prompt)["input_ids"]])
-        answer = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, **options
-        )
+        options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_tokens}
+        answer = self.model.generate(ids, do_sample=False, **options)
         tokens: list[int] = answer[0, ids.shape[1] :].tolist()
         return tokens

@@ -65,7 +65,7 @@ def check(recorder: Recorder, plain: Plain, tokens: list[int]) -> None:
     assert result.text == plain.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEngine, plain: Plain) -> None:
+def test_greedy_and_penalised_answers_equal_transformers_in_any_company(engine: GenerateEngine, plain: Plain) -> None:
     lengths = [60, 7, 40, 1]
     expected = [plain.greedy(prompt, count) for prompt, count in zip(PROMPTS, lengths, strict=True)]
     for prompt, count, tokens in zip(PROMPTS, lengths, expected, strict=True):
@@ -75,6 +75,10 @@ def test_greedy_answers_equal_transformers_alone_and_together(engine: GenerateEn
     asks = [ask(prompt, max_tokens=count) for prompt, count in zip(PROMPTS * 3, lengths * 3, strict=True)]
     for recorder, tokens in zip(run_all(engine, asks), expected * 3, strict=True):
         check(recorder, plain, tokens)
+    (recorder,) = run_all(engine, [ask("one two one two", max_tokens=30, repetition_penalty=1.4)])
+    tokens = plain.greedy("one two one two", 30, repetition_penalty=1.4)
+    assert tokens != plain.greedy("one two one two", 30)
+    check(recorder, plain, tokens)
 
 
 def test_answer_ends_at_the_models_end_token(folder: Path, engine: GenerateEngine, plain: Plain) -> None:
@@ -93,13 +97,6 @@ def test_answer_ends_at_the_models_end_token(folder: Path, engine: GenerateEngin
         assert result.text == plain.tokenizer.decode(cut[:-1])
     finally:
         engine._model.eos_ids, config.eos_token_id = before, was
-
-
-def test_repetition_penalty_equals_transformers(engine: GenerateEngine, plain: Plain) -> None:
-    (recorder,) = run_all(engine, [ask("one two one two", max_tokens=30, repetition_penalty=1.4)])
-    tokens = plain.greedy("one two one two", 30, repetition_penalty=1.4)
-    assert tokens != plain.greedy("one two one two", 30)
-    check(recorder, plain, tokens)
 
 
 def test_sampled_answers_depend_on_the_seed_only(engine: GenerateEngine) -> None:
@@ -145,15 +142,12 @@ def test_next_attempt_continues_after_the_last_chunk(engine: GenerateEngine, fie
     assert asks[-1].recorder.chunks == []
 
 
-def test_chunks_of_another_model_are_rejected(engine: GenerateEngine, plain: Plain) -> None:
+def test_foreign_chunks_are_rejected_and_missing_ones_generated_again(engine: GenerateEngine, plain: Plain) -> None:
     other = pb.GenerateChunk(text="something else", token_ids=plain.greedy("Hello", 3)).SerializeToString()
     first = ask("Hello", max_tokens=10)
     (recorder,) = run_all(engine, [Ask(first.payload, (other,))])
     assert recorder.outcome is not None
     assert recorder.outcome[0] == "BadInput" and "is not the one that began it" in recorder.outcome[1]
-
-
-def test_chunks_too_large_to_pass_on_are_generated_again(engine: GenerateEngine) -> None:
     first = ask("Hello", max_tokens=20, temperature=0.7)
     (whole,) = run_all(engine, [first])
     for count in (1, 5, len(whole.chunks)):
@@ -202,7 +196,7 @@ def test_json_in_json_out(engine: GenerateEngine, plain: Plain) -> None:
     assert rejected.outcome is not None and "I reject" in rejected.outcome[1]
 
 
-def test_invalid_template_or_token_fails_its_task(
+def test_bad_template_or_token_fails_alone(
     engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = engine._model
@@ -260,8 +254,7 @@ def test_last_sequence_waits_if_blocks_run_out(folder: Path, plain: Plain, monke
 
     monkeypatch.setattr(scheduler, "_interrupt", watched)
     prompts = [f"{at} {PROMPTS[at % 4]}" for at in range(6)]
-    recorders = run_all(engine, [ask(prompt, max_tokens=90) for prompt in prompts])
-    for prompt, recorder in zip(prompts, recorders, strict=True):
+    for prompt, recorder in zip(prompts, run_all(engine, [ask(p, max_tokens=90) for p in prompts]), strict=True):
         check(recorder, plain, plain.greedy(prompt, 90))
     assert interrupted, "there was room for all"
     assert scheduler._pool.used == 0
@@ -270,9 +263,7 @@ def test_last_sequence_waits_if_blocks_run_out(folder: Path, plain: Plain, monke
     engine.close()
 
 
-def test_out_of_memory_shrinks_steps_without_changing_answers(
-    folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_shrinks_steps_not_answers(folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = GenerateEngine(settings_of(folder))
     engine.load()
     model, scheduler = engine._model, engine._scheduler
@@ -297,15 +288,14 @@ def test_out_of_memory_shrinks_steps_without_changing_answers(
     assert len(rejected) == found_out, "the shortage was forgotten"
     room["tokens"] = 0
     (hopeless,) = run_all(engine, [ask("Hello", max_tokens=5)])
-    assert hopeless.outcome is not None
-    assert hopeless.outcome[0] == "OutOfMemory" and hopeless.outcome[2] is True
+    assert hopeless.outcome is not None and hopeless.outcome[::2] == ("OutOfMemory", True)
     room["tokens"] = 20
     (well,) = run_all(engine, [ask("Hello", max_tokens=5)])
     check(well, plain, plain.greedy("Hello", 5))
     engine.close()
 
 
-def test_failed_step_fails_only_the_sequence_that_causes_it(
+def test_failed_step_fails_only_its_cause(
     engine: GenerateEngine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = type(engine._model).forward  # type: ignore[union-attr]

@@ -39,16 +39,15 @@ def test_unsupported_models_are_rejected_at_load(folder: Path, tmp_path: Path) -
     tokenizer.save_pretrained(state)
     config = transformers.MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
     transformers.MambaForCausalLM(config).save_pretrained(state)
-    with pytest.raises(ModelFolderError, match="mamba"):
-        GenerateEngine(settings_of(state)).load()
-    with pytest.raises(ModelFolderError, match=r"is missing|is no folder"):
-        GenerateEngine(settings_of(tmp_path / "nothing")).load()
-    with pytest.raises(ModelFolderError, match=r"parameters\.colour"):
-        GenerateEngine(settings_of(folder, parameters={"colour": "red"})).load()
-    with pytest.raises(ModelFolderError, match="context is 0"):
-        GenerateEngine(settings_of(folder, parameters={"context": "0"})).load()
-    with pytest.raises(ModelFolderError, match="int8"):
-        GenerateEngine(settings_of(folder, precision="int8")).load()
+    for settings, words in (
+        (settings_of(state), "mamba"),
+        (settings_of(tmp_path / "nothing"), "is missing|is no folder"),
+        (settings_of(folder, parameters={"colour": "red"}), r"parameters\.colour"),
+        (settings_of(folder, parameters={"context": "0"}), "context is 0"),
+        (settings_of(folder, precision="int8"), "int8"),
+    ):
+        with pytest.raises(ModelFolderError, match=words):
+            GenerateEngine(settings).load()
     with pytest.raises(MemoryError, match="cache_bytes"):
         GenerateEngine(settings_of(folder, parameters={"cache_bytes": "100"})).load()
 
@@ -62,9 +61,7 @@ def test_half_precision_and_a_configured_context(folder: Path) -> None:
     engine.close()
 
 
-def test_a_dequantised_file_is_not_shared_with_a_folder_of_other_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_other_settings_share_no_dequantised_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers reads the chat template beside a GGUF file. A Hugging Face folder stands in for the content."""
     pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
     monkeypatch.setattr(under_test, "_from_gguf", lambda spec, dtype: under_test._from_folder(spec.folder, dtype))

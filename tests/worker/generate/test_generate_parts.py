@@ -67,30 +67,24 @@ def pieces_of(data: bytes, stop: list[str] | None = None, every: int = 1) -> tup
 TEXT = "Straße, naïve café, Ελληνικά, 日本語, 👩‍👩‍👧‍👦 and \U0001f9ff. The end; the END."
 
 
-def test_characters_are_sent_whole() -> None:
+def test_characters_are_sent_whole_and_broken_or_incomplete_ones_as_the_decoder_writes_them() -> None:
     pieces, stream = pieces_of(TEXT.encode())
     assert "".join(pieces) == stream.text == TEXT
     assert all("\ufffd" not in piece for piece in pieces)
     # And as soon as they are.
     assert sum(map(bool, pieces)) == len(TEXT)
-
-
-def test_broken_characters_are_sent_as_the_decoder_writes_them() -> None:
     for data in (b"a\xffb", b"\xc3", b"ok \xe6\x97", b"\x80\x80\x80x", "é".encode() + b"\xc3(" + "é".encode()):
         pieces, stream = pieces_of(data)
         assert "".join(pieces) == stream.text
         assert stream.text.replace("\ufffd", "") == decode_bytes(list(data)).replace("\ufffd", "")
-
-
-def test_bytes_that_never_complete_a_character_are_sent() -> None:
-    decoded = []
+    decoded: list[int] = []
 
     def decode(ids: list[int]) -> str:
         decoded.append(len(ids))
         return decode_bytes(ids)
 
     stream = TextStream(decode, [], [])
-    pieces = []
+    pieces = list[str]()
     for _ in range(1000):
         stream.add(0xFF)
         pieces.append(stream.take(ended=False))
@@ -114,7 +108,7 @@ def test_text_ends_before_the_first_stop_string(every: int) -> None:
         assert stream.stopped
 
 
-def test_only_a_possible_stop_string_is_held_back() -> None:
+def test_only_a_possible_stop_string_is_held_back_and_random_ones_match_a_reference_search() -> None:
     stream = TextStream(decode_bytes, [], ["abcd", "cx"])
     given = []
     for byte in b"zabcabxab":
@@ -124,9 +118,6 @@ def test_only_a_possible_stop_string_is_held_back() -> None:
     stream.finish()
     assert stream.take(ended=True) == "ab"
     assert not stream.stopped
-
-
-def test_random_stop_strings_match_a_reference_search() -> None:
     rng = random.Random(5)
     for _ in range(500):
         data = bytes(rng.choice(b"ab\xc3\xa9") for _ in range(rng.randint(1, 30)))
@@ -184,16 +175,13 @@ def test_extreme_settings_draw_a_likely_token() -> None:
     assert draw(torch.tensor([lowest, 0.0]), Sampling(temperature=1e-45, seed=3), 0) == 1
 
 
-def test_penalty_equals_transformers() -> None:
+def test_penalty_equals_transformers_rows_use_their_own_settings_and_nan_is_detected() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(30)
     history = [3, 7, 7, 29]
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([history]), logits[None].clone())[0]
     assert torch.equal(penalised(logits, torch.tensor(sorted(set(history))), 1.3), expected)
-
-
-def test_rows_use_their_own_settings_and_nan_is_detected() -> None:
     logits = torch.zeros(4, 10)
     logits[0, 4] = 1
     logits[1, :] = float("nan")
@@ -234,7 +222,7 @@ def test_sampling_waits_for_the_device_once() -> None:
     assert together == alone
 
 
-def test_blocks_are_taken_once_and_returned() -> None:
+def test_blocks_are_taken_once_and_a_step_has_places_masks_and_positions() -> None:
     pool = BlockPool(8)
     first, second = pool.take(3), pool.take(5)
     assert sorted(first + second) == list(range(8))
@@ -243,9 +231,6 @@ def test_blocks_are_taken_once_and_returned() -> None:
     pool.blocks_max = 7
     assert pool.can_take(2) and not pool.can_take(3)
     assert set(pool.take(2)) <= set(first)
-
-
-def test_step_has_places_masks_and_positions() -> None:
     shape = CacheShape(layers=1, heads=1, head_size=2, dtype=torch.float32)
     cache = PagedCache(shape, 8, torch.device("cpu"))
     pieces = [
@@ -324,7 +309,7 @@ def test_characters_beyond_the_context_are_not_tokenised() -> None:
                     read_request(payload, "", Chat(), 10, 1)
 
 
-def test_omitted_fields_get_defaults() -> None:
+def test_omitted_fields_get_defaults_and_messages_round_trip_in_both_forms() -> None:
     request = read_request(pb.GeneratePayload(prompt="a bb").SerializeToString(), "", Words(), 10, 1)
     assert request.prompt_ids == [1, 2] and request.max_tokens == 8 and not request.seed_drawn
     drawn = read_request(b'{"prompt": "a", "temperature": 1}', JSON, Words(), 10, 1)
@@ -335,9 +320,6 @@ def test_omitted_fields_get_defaults() -> None:
     assert again.sampling.seed == drawn.sampling.seed != other.sampling.seed
     own = read_request(b'{"prompt": "a", "temperature": 1, "seed": 0}', JSON, Words(), 10, 99)
     assert own.sampling.seed == 0 and not own.seed_drawn
-
-
-def test_messages_round_trip_in_both_forms() -> None:
     chunk = pb.GenerateChunk(text="é\n", token_ids=[1, 2], seed=2**64 - 1)
     for content_type in ("", JSON):
         assert decode(pb.GenerateChunk, encode(chunk, content_type), content_type) == chunk

@@ -73,7 +73,7 @@ def test_question_is_answered_with_the_chat_template(engine: GenerateEngine) -> 
 
 
 @pytest.mark.slow
-def test_gguf_file_is_dequantised_once(
+def test_a_gguf_file_is_converted_once(
     engine: GenerateEngine, artifacts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = {path: path.stat().st_mtime_ns for path in artifacts.rglob("*.safetensors")}

@@ -35,23 +35,15 @@ def save_tiny_llama(
         chat_template=CHAT_TEMPLATE,
     )
     tokenizer.save_pretrained(folder)
-    shape = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": context,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": 0,
-    }
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": context}
+    shape |= {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    shape |= {"pad_token_id": 0, "initializer_range": 0.3}
     torch.manual_seed(1)
     model: transformers.PreTrainedModel
     if sliding_window is None:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, initializer_range=0.3))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     else:
-        config = transformers.MistralConfig(**shape, initializer_range=0.3, sliding_window=sliding_window)
+        config = transformers.MistralConfig(**shape, sliding_window=sliding_window)
         model = transformers.MistralForCausalLM(config)
     model.save_pretrained(folder)

@@ -13,6 +13,14 @@ def weights(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((FEATURES, FEATURES)).astype(np.float32)
 
 
+def save_graph(graph: onnx.GraphProto, path: Path) -> Path:
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.checker.check_model(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, path)
+    return path
+
+
 def save(
     folder: Path, *, precision: str = "fp32", seed: int = 0, dims: tuple[int | str, ...] = ("rows", "width")
 ) -> Path:
@@ -41,23 +49,14 @@ def save(
     ]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [*dims, FEATURES]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "small", values[:1], values[1:], tensors)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.checker.check_model(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "model.onnx"
-    onnx.save(model, path)
-    return path
+    return save_graph(graph, folder / "model.onnx")
 
 
 def save_double(folder: Path) -> Path:
     """y = 2 * x, float32 [rows, width]."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", "width"]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "double", values[:1], values[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.checker.check_model(model)
-    path = folder / "double.onnx"
-    onnx.save(model, path)
-    return path
+    return save_graph(graph, folder / "double.onnx")
 
 
 def save_classifier(folder: Path, *, rows: int | str = "rows") -> Path:
@@ -82,9 +81,4 @@ def save_classifier(folder: Path, *, rows: int | str = "rows") -> Path:
         helper.make_tensor_value_info("y", TensorProto.FLOAT, [rows, 5]),
     ]
     graph = helper.make_graph(nodes, "classifier", values[:1], values[1:], tensors)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.checker.check_model(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "model.onnx"
-    onnx.save(model, path)
-    return path
+    return save_graph(graph, folder / "model.onnx")

@@ -30,11 +30,17 @@ def check(profiles: Sequence[Profile], limits: Limits) -> None:
             assert chosen(profiles, rows, width) is not None
 
 
-def test_widths_are_divided_by_four() -> None:
+def test_widths_are_divided_by_four_and_a_shape_has_its_profile() -> None:
     profiles = profiles_for(LIMITS)
     check(profiles, LIMITS)
     assert [profile["width"][2] for profile in profiles] == [16, 64, 256]
     assert profiles[1] == {"rows": (1, 256, 256), "width": (17, 64, 64)}
+    assert [chosen(profiles, 1, width) for width in (1, 16, 17, 64, 65, 256)] == [0, 0, 1, 1, 2, 2]
+    assert chosen(profiles, 1, 257) is None
+    assert chosen(profiles, 257, 1) is None
+    assert choose([{"x": ((1, 3), (4, 3)), "y": ((1,), (2,))}], {"x": (2, 3), "y": (2,)}) == 0
+    assert choose([{"x": ((1, 3), (4, 3)), "y": ((1,), (2,))}], {"x": (2, 3), "y": (3,)}) is None
+    assert choose([{"x": ((1, 3), (4, 3))}], {"x": (2, 3, 1)}) is None
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -46,13 +52,3 @@ def test_every_shape_is_covered(seed: int) -> None:
         tokens_max=rng.choice([1, 512, 16_384]),
     )
     check(profiles_for(limits), limits)
-
-
-def test_the_profile_for_a_shape() -> None:
-    profiles = profiles_for(LIMITS)
-    assert [chosen(profiles, 1, width) for width in (1, 16, 17, 64, 65, 256)] == [0, 0, 1, 1, 2, 2]
-    assert chosen(profiles, 1, 257) is None
-    assert chosen(profiles, 257, 1) is None
-    assert choose([{"x": ((1, 3), (4, 3)), "y": ((1,), (2,))}], {"x": (2, 3), "y": (2,)}) == 0
-    assert choose([{"x": ((1, 3), (4, 3)), "y": ((1,), (2,))}], {"x": (2, 3), "y": (3,)}) is None
-    assert choose([{"x": ((1, 3), (4, 3))}], {"x": (2, 3, 1)}) is None

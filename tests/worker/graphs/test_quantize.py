@@ -66,7 +66,7 @@ def test_dynamic_recipe_passes_and_texts_are_independent(spec: ModelSpec, settin
 
 
 @pytest.mark.slow
-def test_figures_are_kept_and_thresholds_judged_at_each_load(
+def test_kept_figures_are_judged_at_each_load(
     spec: ModelSpec, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     onnx_artifacts.exported(spec, settings, "int8").close()
@@ -86,15 +86,12 @@ def test_modelopts_default_is_rejected_by_the_gate(spec: ModelSpec, settings: En
     assert float(str(rejected.value).partition("fp32 ")[2][:6]) < 0.95
 
 
-def test_int8_without_data_is_rejected(spec: ModelSpec, settings: EngineSettings) -> None:
+def test_int8_without_data_or_with_a_foreign_recipe_is_rejected(spec: ModelSpec, settings: EngineSettings) -> None:
     with pytest.raises(ModelFolderError, match="no calibration and no held_out data for int8"):
         embed_onnx.load(replace(spec, gate=Gate()), settings, "int8")
     gone = replace(spec, gate=replace(spec.gate, held_out="gone.jsonl"))
     with pytest.raises(ModelFolderError, match=r"gone\.jsonl can't be read"):
         embed_onnx.load(gone, settings, "int8")
-
-
-def test_recipes_by_engine(spec: ModelSpec) -> None:
     assert quantize.recipe_of(spec, "int8", "onnx") == "dynamic"
     assert quantize.recipe_of(spec, "int8", "tensorrt") == "selective"
     with pytest.raises(ModelFolderError, match=r"int8_recipe 'best' .* dynamic, selective, default"):

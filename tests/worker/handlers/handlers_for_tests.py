@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import multigpu
 from multigpu.contexts import context
 from multigpu.handlers import handler
 
@@ -55,13 +54,8 @@ def none(value: Any) -> Any:
 @handler("t.context")
 def show_context(value: Any) -> Any:
     ctx = context()
-    return {
-        "task_id": ctx.task_id,
-        "attempt": ctx.attempt,
-        "parameters": dict(ctx.parameters),
-        "checkpoint": ctx.checkpoint.decode(),
-        "cancelled": ctx.cancelled,
-    }
+    told = {"task_id": ctx.task_id, "attempt": ctx.attempt, "parameters": dict(ctx.parameters)}
+    return {**told, "checkpoint": ctx.checkpoint.decode(), "cancelled": ctx.cancelled}
 
 
 @handler("t.async")
@@ -294,6 +288,3 @@ def big(value: Any) -> Any:
 def nap(value: Any) -> Any:
     time.sleep(float(value))
     return value
-
-
-assert multigpu.__name__

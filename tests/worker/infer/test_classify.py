@@ -24,10 +24,11 @@ from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.models.folders import ModelFolderError
 from PIL import Image
 
-from tests.worker.embed.test_embed import Recorder
+from tests.worker.embed.test_embed import Recorder, run
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "the", "was", "very"]
 TEXTS = ["the film was good", "bad", "the film was very very very very very very bad " * 3, "", "unknown words here"]
+SMALL: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +38,8 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("text")
     torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=24,
-        id2label={0: "no", 1: "perhaps", 2: "yes"},
-    )
+    labels = {0: "no", 1: "perhaps", 2: "yes"}
+    config = BertConfig(vocab_size=len(WORDS), max_position_embeddings=24, id2label=labels, **SMALL)
     BertForSequenceClassification(config).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     tokenizer = BertTokenizer(str(folder / "vocab.txt"))
@@ -61,15 +55,7 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("image")
     torch.manual_seed(4)
-    config = ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        image_size=32,
-        patch_size=8,
-        id2label={i: f"class {i}" for i in range(4)},
-    )
+    config = ViTConfig(image_size=32, patch_size=8, id2label={i: f"class {i}" for i in range(4)}, **SMALL)
     ViTForImageClassification(config).save_pretrained(folder)
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
     return folder
@@ -83,12 +69,6 @@ def settings_of(folder: Path, **of_model: Any) -> EngineSettings:
 def batch_of(payloads: list[bytes], content_type: str = "", **parameters: str) -> Batch:
     items = [Item(i, i, 1, payload, 1, b"", 0) for i, payload in enumerate(payloads)]
     return Batch(kind="classify", model="m", parameters=parameters, content_type=content_type, items=items)
-
-
-def run(engine: Any, batch: Batch, recorder: Recorder | None = None) -> Recorder:
-    recorder = recorder or Recorder()
-    engine.run(batch, engine.prepare(batch), recorder)
-    return recorder
 
 
 def classes(recorder: Recorder, lease_id: int) -> list[tuple[int, str, float]]:
@@ -133,7 +113,7 @@ def test_texts_get_the_classes_of_transformers(text_folder: Path) -> None:
         assert [score for _, _, score in found] == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-5)
 
 
-def test_top_k_and_content_type_are_honoured(text_folder: Path) -> None:
+def test_top_k_content_type_and_cancellation_are_honoured_and_wrong_parameters_rejected(text_folder: Path) -> None:
     engine = ClassifyEngine(settings_of(text_folder))
     assert len(classes(run(engine, batch_of([text("good", 2)])), 0)) == 2
     asked = [b'"good"', b'{"text": "good", "top_k": 1}']
@@ -141,6 +121,16 @@ def test_top_k_and_content_type_are_honoured(text_folder: Path) -> None:
     whole, one = (json.loads(recorder.outcomes[i][1]) for i in range(2))
     assert (len(whole), one) == (3, whole[:1])
     assert recorder.outcomes[0][2] == "application/json"
+    recorder = run(engine, batch_of([text("good"), text("bad")]), Recorder(cancelled_ids={0}))
+    assert list(recorder.outcomes) == [1]
+    for parameters, expected, words in (
+        ({"precision": "int8"}, "NoSuchPrecision", "int8"),
+        ({"engine": "onnx"}, "BadInput", "torch alone"),
+        ({"speed": "high"}, "BadInput", "no parameter 'speed'"),
+    ):
+        kind, message, _ = run(engine, batch_of([text("good")], **parameters)).outcomes[0]
+        assert kind == expected
+        assert words in message
 
 
 def test_pictures_get_the_classes_of_transformers_and_a_bad_one_fails_alone(image_folder: Path) -> None:
@@ -198,24 +188,6 @@ def test_out_of_memory_halves_the_limit(text_folder: Path) -> None:
     kind, message, retryable = run(engine, batch_of([text("good")])).outcomes[0]
     assert (kind, retryable) == ("OutOfMemory", True)
     assert "none at all" in message
-
-
-def test_cancelled_item_is_skipped(text_folder: Path) -> None:
-    engine = ClassifyEngine(settings_of(text_folder))
-    recorder = run(engine, batch_of([text("good"), text("bad")]), Recorder(cancelled_ids={0}))
-    assert list(recorder.outcomes) == [1]
-
-
-def test_wrong_parameters_are_rejected(text_folder: Path) -> None:
-    engine = ClassifyEngine(settings_of(text_folder))
-    for parameters, expected, words in (
-        ({"precision": "int8"}, "NoSuchPrecision", "int8"),
-        ({"engine": "onnx"}, "BadInput", "torch alone"),
-        ({"speed": "high"}, "BadInput", "no parameter 'speed'"),
-    ):
-        kind, message, _ = run(engine, batch_of([text("good")], **parameters)).outcomes[0]
-        assert kind == expected
-        assert words in message
 
 
 def test_folder_without_a_classifier_is_rejected(text_folder: Path, tmp_path: Path) -> None:

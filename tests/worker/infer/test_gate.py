@@ -51,7 +51,7 @@ def test_cosine_metric_is_the_mean_to_fp32(tmp_path: Path) -> None:
         gate.judge(model, "int8", other)
 
 
-def test_spearman_metric_is_the_loss_against_fp32(tmp_path: Path) -> None:
+def test_spearman_metric_is_the_loss_against_fp32_and_equal_values_share_ranks(tmp_path: Path) -> None:
     stats = pytest.importorskip("scipy.stats", reason="the dependency group `dev` is not installed")
     pairs = [{"a": a, "b": b, "score": number % 7} for number, (a, b) in enumerate(itertools.pairwise(TEXTS))]
     held_out = write(tmp_path / "held.jsonl", pairs)
@@ -63,14 +63,10 @@ def test_spearman_metric_is_the_loss_against_fp32(tmp_path: Path) -> None:
         wanted = 100 * stats.spearmanr(cosines, [pair["score"] for pair in pairs])[0]
         assert float(figures[name]) == pytest.approx(wanted, abs=1e-3)
     assert figures["held-out"] == "19"
-
-
-def test_equal_values_share_ranks() -> None:
-    stats = pytest.importorskip("scipy.stats", reason="the dependency group `dev` is not installed")
     random = np.random.default_rng(5)
     for _ in range(20):
-        a, b = random.integers(0, 6, 30), random.integers(0, 4, 30) / 3
-        assert gate.spearman(a, b) == pytest.approx(stats.spearmanr(a, b)[0])
+        ranks, scores = random.integers(0, 6, 30), random.integers(0, 4, 30) / 3
+        assert gate.spearman(ranks, scores) == pytest.approx(stats.spearmanr(ranks, scores)[0])
 
 
 @pytest.mark.parametrize(("figure", "passes"), [("81.60", True), ("82.90", True), ("81.40", False), ("nan", False)])
@@ -120,7 +116,7 @@ def test_scores_must_be_numbers(tmp_path: Path) -> None:
         gate.measure(spec(tmp_path, held_out=held_out, metric="spearman"), embed, embed)
 
 
-def test_output_with_the_largest_loss_counts(tmp_path: Path) -> None:
+def test_output_with_the_largest_loss_counts_and_needs_rows_and_classes(tmp_path: Path) -> None:
     truth = np.eye(5, dtype=np.float32)[np.arange(20) % 5]
     swapped = truth.copy()
     swapped[:3] = np.roll(truth[:3], 1, axis=1)
@@ -148,9 +144,6 @@ def test_output_with_the_largest_loss_counts(tmp_path: Path) -> None:
         gate.judge(by_cosine, "int8", figures)
     swapped[3] = truth[3]
     assert gate.measure_arrays(by_cosine, held_out, reference, candidate)["figure"] == "0.85000"
-
-
-def test_outputs_without_rows_or_classes_are_rejected(tmp_path: Path) -> None:
     model = dataclasses.replace(spec(tmp_path, metric="agreement"), kind="infer")
     held_out = {"x": np.ones((9, 4), np.float32)}
     for answer, words in ((np.ones(3), "a row for each"), (np.ones((9, 1)), "no classes in the last dimension of y")):

@@ -20,7 +20,7 @@ from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.models.folders import ModelFolderError
 
-from tests.worker.embed.test_embed import Recorder
+from tests.worker.embed.test_embed import Recorder, run
 
 MODELS = """
 import torch
@@ -75,14 +75,9 @@ def make_engine(tmp_path: Path, models: Any) -> MakeEngine:
     save_file({"factor": torch.tensor([1.0, 2.0, 3.0, 4.0])}, tmp_path / "weights.safetensors")
 
     def make(kind: str = "Scale", **parameters: str) -> InferEngine:
-        spec = ModelSpec(
-            name="m",
-            folder=tmp_path,
-            kind="infer",
-            source="safetensors",
-            file="weights.safetensors",
-            parameters={"class": f"worker_infer_models:{kind}", **parameters},
-        )
+        values: dict[str, Any] = {"parameters": {"class": f"worker_infer_models:{kind}", **parameters}}
+        values |= {"source": "safetensors", "file": "weights.safetensors"}
+        spec = ModelSpec(name="m", folder=tmp_path, kind="infer", **values)
         return InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}))
 
     return make
@@ -96,12 +91,6 @@ def payload(outputs: tuple[str, ...] = (), **arrays: Any) -> bytes:
 def batch_of(payloads: list[bytes], content_type: str = "", **parameters: str) -> Batch:
     items = [Item(i, i, 1, each, 1, b"", 0) for i, each in enumerate(payloads)]
     return Batch("infer", "", parameters, content_type, items)
-
-
-def run(engine: InferEngine, batch: Batch, recorder: Recorder | None = None) -> Recorder:
-    recorder = recorder or Recorder()
-    engine.run(batch, engine.prepare(batch), recorder)
-    return recorder
 
 
 def answer(recorder: Recorder, lease_id: int) -> dict[str, Any]:
@@ -120,7 +109,7 @@ def rows(n: int, start: float = 0.0, width: int = 4) -> Any:
     return np.arange(start, start + n * width, dtype=np.float32).reshape(n, width)
 
 
-def test_tasks_are_joined_and_split(make_engine: MakeEngine, models: Any) -> None:
+def test_tasks_are_joined_and_split_and_cancelled_ones_skipped(make_engine: MakeEngine, models: Any) -> None:
     engine = make_engine()
     acquaint(engine, models)
     sizes = (1, 3, 2)
@@ -130,6 +119,10 @@ def test_tasks_are_joined_and_split(make_engine: MakeEngine, models: Any) -> Non
         found = answer(recorder, i)
         np.testing.assert_array_equal(found["y"], rows(n, 10.0 * n) * [1, 2, 3, 4])
         np.testing.assert_array_equal(found["total"], found["y"].sum(axis=1))
+    models.SEEN.clear()
+    recorder = run(engine, batch_of([payload(x=rows(1)), payload(x=rows(2))]), Recorder(cancelled_ids={0}))
+    assert models.SEEN == [[2, 4]]
+    assert set(recorder.outcomes) == {1}
 
 
 def test_only_equal_signatures_are_joined(make_engine: MakeEngine, models: Any) -> None:
@@ -158,7 +151,34 @@ def test_large_task_is_split(make_engine: MakeEngine, models: Any) -> None:
         np.testing.assert_array_equal(answer(recorder, i)["y"], rows(n) * [1, 2, 3, 4])
 
 
-def test_bad_items_fail_alone_with_a_description_of_the_inputs(make_engine: MakeEngine) -> None:
+def test_array_without_elements_goes_through_the_model_once(make_engine: MakeEngine, models: Any) -> None:
+    engine = make_engine("Scale")
+    acquaint(engine, models)
+    recorder = run(engine, batch_of([payload(x=np.zeros((7_000, 0, 4), np.float32))]))
+    assert answer(recorder, 0)["y"].shape == (7_000, 0, 4)
+    assert models.SEEN == [[7_000, 0, 4]]
+
+
+@pytest.mark.parametrize("shape", [(10**15, 0), (0, 10**15), (2**11, 0, 2**11)])
+def test_empty_array_has_bounded_dimensions(make_engine: MakeEngine, models: Any, shape: tuple[int, ...]) -> None:
+    tensor = infer_pb2.Tensor(name="x", dtype="float32", shape=shape)
+    huge = infer_pb2.InferPayload(inputs=[tensor]).SerializeToString()
+    recorder = run(make_engine(), batch_of([huge, payload(x=rows(1))]))
+    error_type, message, retryable = recorder.outcomes[0]
+    assert (error_type, retryable) == ("BadInput", False)
+    assert message.startswith(f"the input 'x' has no elements and the shape {list(shape)}")
+    assert "1,048,576" in message
+    assert answer(recorder, 1)["y"].shape == (1, 4)
+
+
+def test_item_that_the_model_cannot_run_or_take_fails_alone_with_a_description(make_engine: MakeEngine) -> None:
+    spoilt = rows(5)
+    spoilt[4, 2] = 666
+    payloads = [payload(x=rows(3)), payload(x=spoilt), payload(x=rows(6, 40.0))]
+    recorder = run(make_engine(examples_max="4"), batch_of(payloads))
+    assert recorder.outcomes[1] == ("ValueError", "a number that spoils the batch", True)
+    for i, expected in ((0, rows(3)), (2, rows(6, 40.0))):
+        np.testing.assert_array_equal(answer(recorder, i)["y"], expected * [1, 2, 3, 4])
     bad = [
         (b"\xff", "no multigpu.v1.InferPayload"),
         (payload(y=rows(1)), "no input 'y'"),
@@ -175,39 +195,7 @@ def test_bad_items_fail_alone_with_a_description_of_the_inputs(make_engine: Make
     assert "The model takes x: any type; bias: any type, optional" in recorder.outcomes[2][1]
 
 
-def test_array_without_elements_goes_through_the_model_once(make_engine: MakeEngine, models: Any) -> None:
-    engine = make_engine("Scale")
-    acquaint(engine, models)
-    recorder = run(engine, batch_of([payload(x=np.zeros((7_000, 0, 4), np.float32))]))
-    assert answer(recorder, 0)["y"].shape == (7_000, 0, 4)
-    assert models.SEEN == [[7_000, 0, 4]]
-
-
-@pytest.mark.parametrize("shape", [(10**15, 0), (0, 10**15), (2**11, 0, 2**11)])
-def test_array_without_elements_has_bounded_dimensions(
-    make_engine: MakeEngine, models: Any, shape: tuple[int, ...]
-) -> None:
-    tensor = infer_pb2.Tensor(name="x", dtype="float32", shape=shape)
-    huge = infer_pb2.InferPayload(inputs=[tensor]).SerializeToString()
-    recorder = run(make_engine(), batch_of([huge, payload(x=rows(1))]))
-    error_type, message, retryable = recorder.outcomes[0]
-    assert (error_type, retryable) == ("BadInput", False)
-    assert message.startswith(f"the input 'x' has no elements and the shape {list(shape)}")
-    assert "1,048,576" in message
-    assert answer(recorder, 1)["y"].shape == (1, 4)
-
-
-def test_item_that_the_model_cannot_run_fails_alone(make_engine: MakeEngine) -> None:
-    spoilt = rows(5)
-    spoilt[4, 2] = 666
-    payloads = [payload(x=rows(3)), payload(x=spoilt), payload(x=rows(6, 40.0))]
-    recorder = run(make_engine(examples_max="4"), batch_of(payloads))
-    assert recorder.outcomes[1] == ("ValueError", "a number that spoils the batch", True)
-    for i, expected in ((0, rows(3)), (2, rows(6, 40.0))):
-        np.testing.assert_array_equal(answer(recorder, i)["y"], expected * [1, 2, 3, 4])
-
-
-def test_out_of_memory_halves_the_limit(make_engine: MakeEngine, models: Any) -> None:
+def test_out_of_memory_halves_the_limit_and_then_fails_the_task(make_engine: MakeEngine, models: Any) -> None:
     models.ROOM[0] = 5
     engine = make_engine()
     acquaint(engine, models)
@@ -219,11 +207,8 @@ def test_out_of_memory_halves_the_limit(make_engine: MakeEngine, models: Any) ->
     models.SEEN.clear()
     run(engine, batch)
     assert [shape[0] for shape in models.SEEN] == [4, 4, 4, 4]
-
-
-def test_example_that_does_not_fit_fails_its_task(make_engine: MakeEngine, models: Any) -> None:
     models.ROOM[0] = 0
-    error_type, message, retryable = run(make_engine(), batch_of([payload(x=rows(2))])).outcomes[0]
+    error_type, message, retryable = run(engine, batch_of([payload(x=rows(2))])).outcomes[0]
     assert (error_type, retryable) == ("OutOfMemory", True)
     assert "send fewer or smaller examples" in message
 
@@ -232,20 +217,10 @@ def test_model_without_rows_per_example_gets_single_tasks(make_engine: MakeEngin
     engine = make_engine("Summed")
     for _ in range(2):
         recorder = run(engine, batch_of([payload(x=rows(2)), payload(x=rows(3, 5.0))]))
-        np.testing.assert_array_equal(answer(recorder, 0)["output"], (rows(2) * [1, 2, 3, 4]).sum(0, keepdims=True))
-        np.testing.assert_array_equal(
-            answer(recorder, 1)["output"], (rows(3, 5.0) * [1, 2, 3, 4]).sum(0, keepdims=True)
-        )
+        for i, x in enumerate((rows(2), rows(3, 5.0))):
+            np.testing.assert_array_equal(answer(recorder, i)["output"], (x * [1, 2, 3, 4]).sum(0, keepdims=True))
     # One row and two find it out: nothing is joined before.
     assert [shape[0] for shape in models.SEEN] == [1, 2, 2, 3, 2, 3]
-
-
-def test_cancelled_tasks_are_skipped(make_engine: MakeEngine, models: Any) -> None:
-    engine = make_engine()
-    acquaint(engine, models)
-    recorder = run(engine, batch_of([payload(x=rows(1)), payload(x=rows(2))]), Recorder(cancelled_ids={0}))
-    assert models.SEEN == [[2, 4]]
-    assert set(recorder.outcomes) == {1}
 
 
 def test_chosen_outputs_and_scalars(make_engine: MakeEngine) -> None:
@@ -279,7 +254,7 @@ def test_json_in_json_out(make_engine: MakeEngine) -> None:
         ({"engin": "torch"}, "BadInput", "infer has no parameter 'engin'", False),
     ],
 )
-def test_bad_batch_fails_every_item(
+def test_a_bad_batch_fails_whole(
     make_engine: MakeEngine, parameters: dict[str, str], error_type: str, message: str, *, retryable: bool
 ) -> None:
     recorder = run(make_engine(), batch_of([payload(x=rows(1))] * 2, **parameters))

@@ -1,7 +1,6 @@
 """Any ONNX graph as a model of kind infer: by its own names, types and shapes."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,17 +9,16 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import onnx
-from multigpu._kinds.inference import array_of, tensor_of
 from multigpu.repository.model import ModelSpec
-from multigpu.v1 import infer_pb2
-from multigpu_worker.engines.base import Batch, EngineSettings, Item
+from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.infer import onnx_backend as infer_onnx
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.models.folders import ModelFolderError
 from onnx import TensorProto, helper
 
-from tests.worker.embed.test_embed import Recorder
+from tests.worker.embed.test_embed import run
+from tests.worker.infer.test_infer import answer, batch_of, payload
 
 # Type and sizes.
 Shape = tuple[int, list[int | str]]
@@ -30,10 +28,10 @@ SETTINGS = EngineSettings(device="cpu", slots=1, threads=1)
 def write(folder: Path, nodes: list[onnx.NodeProto], inputs: dict[str, Shape], output: str) -> ModelSpec:
     taken = [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()]
     given = helper.make_tensor_value_info(output, TensorProto.FLOAT, None)
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", taken, [given]), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+    graph = helper.make_graph(nodes, "g", taken, [given])
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "model.onnx"
     )
-    onnx.save(model, folder / "model.onnx")
     return ModelSpec(name="m", folder=folder, kind="infer", source="onnx", file="model.onnx")
 
 
@@ -44,6 +42,12 @@ def scaled_sum(folder: Path) -> ModelSpec:
     ]
     shape: list[int | str] = ["batch", 3]
     return write(folder, nodes, {"x": (TensorProto.FLOAT, shape), "counts": (TensorProto.INT64, ["batch", 1])}, "y")
+
+
+def engine_of(spec: ModelSpec) -> InferEngine:
+    engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
+    assert engine.load()["engine"] == "onnx"
+    return engine
 
 
 def test_names_types_and_shapes_come_from_the_file(tmp_path: Path) -> None:
@@ -59,47 +63,20 @@ def test_names_types_and_shapes_come_from_the_file(tmp_path: Path) -> None:
     assert facts == {"precision": "as its file"}
 
 
-def test_tasks_are_joined_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
-    spec = scaled_sum(tmp_path)
-    engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
-    assert engine.load()["engine"] == "onnx"
+def test_tasks_are_joined_with_exact_integers_as_floats_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
+    engine = engine_of(scaled_sum(tmp_path))
     payloads = [
         b'{"inputs": {"x": [[1, 2, 3]], "counts": [[2]]}}',
         b'{"inputs": {"x": [[1, 2]], "counts": [[2]]}}',
         b'{"inputs": {"x": [[1, 1, 1], [2, 2, 2]], "counts": [[3], [5]]}}',
     ]
-    items = [
-        Item(lease_id=i, task_id=i, attempt=1, payload=each, units=1, checkpoint=b"", partials_received=0)
-        for i, each in enumerate(payloads)
-    ]
-    batch = Batch(kind="infer", model="m", parameters={}, content_type="application/json", items=items)
-    recorder = Recorder()
-    engine.run(batch, engine.prepare(batch), recorder)
+    recorder = run(engine, batch_of(payloads, "application/json"))
     assert recorder.outcomes[0][1] == b'{"outputs": {"y": [[2.0, 4.0, 6.0]]}}'
     assert recorder.outcomes[1][0] == "BadInput"
     assert recorder.outcomes[2][1] == b'{"outputs": {"y": [[3.0, 3.0, 3.0], [10.0, 10.0, 10.0]]}}'
-
-
-def test_exact_integers_are_converted_to_floats(tmp_path: Path) -> None:
-    spec = scaled_sum(tmp_path)
-    engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
-    engine.load()
-    inputs: list[dict[str, Any]] = [{"x": np.array([[1, 2, 3]])}, {"x": np.array([[1, 2, 2**53 + 1]])}]
-    payloads = [
-        infer_pb2.InferPayload(
-            inputs=[tensor_of(name, array) for name, array in {**each, "counts": np.array([[2]])}.items()]
-        ).SerializeToString()
-        for each in inputs
-    ]
-    items = [
-        Item(lease_id=i, task_id=i, attempt=1, payload=each, units=1, checkpoint=b"", partials_received=0)
-        for i, each in enumerate(payloads)
-    ]
-    batch = Batch(kind="infer", model="m", parameters={}, content_type="", items=items)
-    recorder = Recorder()
-    engine.run(batch, engine.prepare(batch), recorder)
-    (output,) = infer_pb2.InferResult.FromString(recorder.outcomes[0][1]).outputs
-    assert array_of(output).tolist() == [[2.0, 4.0, 6.0]]
+    payloads = [payload(x=np.array([[1, 2, last]]), counts=np.array([[2]])) for last in (3, 2**53 + 1)]
+    recorder = run(engine, batch_of(payloads))
+    assert answer(recorder, 0)["y"].tolist() == [[2.0, 4.0, 6.0]]
     assert recorder.outcomes[1][0] == "BadInput"
 
 

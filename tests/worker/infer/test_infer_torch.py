@@ -25,7 +25,8 @@ from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.engines.infer.torch_backend import TorchForward, load
 from multigpu_worker.models.folders import ModelFolderError
 
-from tests.worker.infer.test_infer import answer, batch_of, payload, rows, run
+from tests.worker.embed.test_embed import run
+from tests.worker.infer.test_infer import answer, batch_of, payload, rows
 
 hf: Any = transformers
 
@@ -45,9 +46,8 @@ def export(folder: Path, first: Any) -> ModelSpec:
     example = (torch.randn(3, 4),), {"scale": torch.ones(3, 1)}
     program = torch.export.export(Affine(), *example, dynamic_shapes=None if first is None else shapes)
     torch.export.save(program, folder / "model.pt2")
-    return ModelSpec(
-        name="m", folder=folder, kind="infer", source="torch-export", file="model.pt2", allow_pickle=("model.pt2",)
-    )
+    values: dict[str, Any] = {"source": "torch-export", "file": "model.pt2", "allow_pickle": ("model.pt2",)}
+    return ModelSpec(name="m", folder=folder, kind="infer", **values)
 
 
 def settings_of(spec: ModelSpec) -> EngineSettings:
@@ -83,10 +83,8 @@ def test_exported_program_is_joined_up_to_its_bound(tmp_path: Path) -> None:
     recorder = run(engine, batch_of([*payloads, *wrong]))
     for i, n in enumerate(sizes):
         assert_right(answer(recorder, i), n)
-    assert (
-        "the input 'x' has type float32 and shape [2, 5]. The model takes x: float32 [any, 4]"
-        in recorder.outcomes[3][1]
-    )
+    words = "the input 'x' has type float32 and shape [2, 5]. The model takes x: float32 [any, 4]"
+    assert words in recorder.outcomes[3][1]
     assert "'scale' is missing" in recorder.outcomes[4][1]
     lower = run(engine, batch_of(payloads[:1], precision="fp16"))
     assert lower.outcomes[0][0] == "NoSuchPrecision"
@@ -187,16 +185,9 @@ def test_exported_program_is_code_and_must_be_allowed(tmp_path: Path, harm: Call
     assert (tmp_path / "marker").exists(), "this archive runs no code: the test shows nothing"
 
 
-BERT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 100,
-    "num_labels": 3,
-    # Much larger than is usual, so that different inputs get clearly different answers.
-    "initializer_range": 0.3,
-}
+BERT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+# A range that is much larger than is usual, so that different inputs get clearly different answers.
+BERT |= {"vocab_size": 100, "num_labels": 3, "initializer_range": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +206,14 @@ def test_hugging_face_folder_by_signature(bert: tuple[ModelSpec, Any]) -> None:
     short, long = np.arange(1, 7).reshape(2, 3), np.arange(1, 11).reshape(1, 10)
     mask = np.ones_like(short)
     mask[:, 2] = 0
-    payloads = [payload(input_ids=short), payload(input_ids=long), payload(input_ids=short, attention_mask=mask)]
-    recorder = run(engine, batch_of([*payloads, payload(attention_mask=mask)]))
+    asked: list[dict[str, Any]] = [
+        {"input_ids": short},
+        {"input_ids": long},
+        {"input_ids": short, "attention_mask": mask},
+    ]
+    recorder = run(engine, batch_of([*(payload(**each) for each in asked), payload(attention_mask=mask)]))
     with torch.inference_mode():
-        for i, inputs in enumerate(
-            ({"input_ids": short}, {"input_ids": long}, {"input_ids": short, "attention_mask": mask})
-        ):
+        for i, inputs in enumerate(asked):
             expected = model(**{name: torch.from_numpy(array) for name, array in inputs.items()}).logits.numpy()
             np.testing.assert_allclose(answer(recorder, i)["logits"], expected, rtol=0, atol=1e-5)
     assert np.abs(answer(recorder, 0)["logits"] - answer(recorder, 2)["logits"]).max() > 1e-4
@@ -228,9 +221,7 @@ def test_hugging_face_folder_by_signature(bert: tuple[ModelSpec, Any]) -> None:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-1), ("fp16", 1e-2)])
-def test_lower_precision_is_close_and_returns_float32(
-    bert: tuple[ModelSpec, Any], precision: str, tolerance: float
-) -> None:
+def test_lower_precision_is_close_in_float32(bert: tuple[ModelSpec, Any], precision: str, tolerance: float) -> None:
     spec, _ = bert
     inputs = {"input_ids": np.arange(1, 7).reshape(2, 3)}
     exact, rough = load_here(spec)(inputs)["logits"], load_here(spec, precision)(inputs)["logits"]

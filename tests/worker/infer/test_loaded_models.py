@@ -15,7 +15,7 @@ def after(limit: Limit, now: int, fitted: int) -> int:
     return now
 
 
-def test_lowered_limit_rises_to_its_old_value() -> None:
+def test_lowered_limit_rises_to_its_old_value_and_a_shortage_meanwhile_restarts_the_count() -> None:
     limit = Limit()
     assert after(limit, 1000, 10 * FITTED_MIN) == 1000, "nothing ran out"
     now = limit.lower(1000, 300)
@@ -25,9 +25,6 @@ def test_lowered_limit_rises_to_its_old_value() -> None:
     assert after(limit, 180, FITTED_MIN) == 360
     assert after(limit, 360, 2 * FITTED_MIN) == 1000
     assert after(limit, 1000, 5 * FITTED_MIN) == 1000
-
-
-def test_shortage_while_the_limit_rises_restarts_the_count() -> None:
     limit = Limit()
     now = limit.lower(1000, 400)
     now = after(limit, now, FITTED_MIN + FITTED_MIN // 2)

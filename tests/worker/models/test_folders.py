@@ -53,9 +53,7 @@ def test_finding_and_checking_models_does_not_import_torch(packaged: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_configured_models_come_first_and_the_first_is_the_default(
-    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_configured_model_is_default(packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("a", "m"):
         (tmp_path / name).mkdir()
@@ -80,9 +78,11 @@ def test_an_invalid_entry_is_rejected(entry: str) -> None:
         find_models(WorkerConfig(models=(" = x",)))
 
 
-def test_a_duplicate_name_is_rejected() -> None:
+def test_a_duplicate_name_and_an_unreadable_repository_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'a' is given twice"):
         find_models(WorkerConfig(models=("a=/x", "a=/y")))
+    with pytest.raises(ModelFolderError, match=r"model_repository: .* is no folder"):
+        find_models(config(tmp_path / "gone"))
 
 
 def test_the_error_for_an_unknown_name_lists_the_models(tmp_path: Path) -> None:
@@ -95,12 +95,9 @@ def test_the_error_for_an_unknown_name_lists_the_models(tmp_path: Path) -> None:
         resolve_name({}, "")
 
 
-def test_the_packaged_model_passes(packaged: Path, copy: Path) -> None:
+def test_the_packaged_model_and_a_plain_hugging_face_folder_pass(packaged: Path, copy: Path) -> None:
     check_model_folder(packaged)
     check_model_folder(copy)
-
-
-def test_a_plain_hugging_face_folder_passes(copy: Path) -> None:
     (copy / "modules.json").unlink()
     shutil.rmtree(copy / "1_Pooling")
     check_model_folder(copy)
@@ -164,9 +161,7 @@ def dense(folder: Path) -> None:
         (dense, "2_Dense has no weights"),
     ],
 )
-def test_the_error_for_a_broken_folder_says_what_is_wrong(
-    copy: Path, harm: Callable[[Path], object], message: str
-) -> None:
+def test_the_error_for_a_folder_says_what_is_wrong(copy: Path, harm: Callable[[Path], object], message: str) -> None:
     harm(copy)
     with pytest.raises(ModelFolderError, match=message):
         check_model_folder(copy)
@@ -211,7 +206,7 @@ def test_a_configured_model_takes_precedence_over_the_repository(tmp_path: Path)
     assert "gone" in broken.errors["m"]
 
 
-def test_the_default_can_be_named(tmp_path: Path) -> None:
+def test_the_default_can_be_named_and_a_configured_model_may_have_several_versions(tmp_path: Path) -> None:
     for name in ("a", "b/1", "b/2", "c"):
         put_gguf(tmp_path / "root" / name)
 
@@ -222,14 +217,6 @@ def test_the_default_can_be_named(tmp_path: Path) -> None:
     assert (first(""), first("b"), first("acme/c")) == ("a", "b:2", "c")
     with pytest.raises(ModelFolderError, match=r"default_model .*EMBEDDING_MODEL.* is zzz, .*it has: a, .*b, c"):
         first("zzz")
-
-
-def test_an_unreadable_repository_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match=r"model_repository: .* is no folder"):
-        find_models(config(tmp_path / "gone"))
-
-
-def test_a_configured_model_with_several_versions(tmp_path: Path) -> None:
     put_gguf(tmp_path / "m/1")
     put_gguf(tmp_path / "m/7")
     found = find_models(WorkerConfig(models=(f"m={tmp_path / 'm'}",)))

@@ -28,60 +28,36 @@ for line in sys.stdin:
 """
 
 
-class Grower:
-    """A process that allocates memory on command."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def grow(self, size_bytes: int) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{size_bytes}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
+Grower = subprocess.Popen[str]
 
 
 @pytest.fixture
 def grower() -> Iterator[Grower]:
-    grower = Grower()
-    yield grower
-    grower.process.kill()
-    grower.process.communicate()
+    """A process that allocates memory on command."""
+    command = [sys.executable, "-c", GROWING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
 
 
-class IdleAgent:
-    """An agent without leases."""
-
-    def __init__(self) -> None:
-        self.heartbeats = 0
-        self.session = SimpleNamespace(leases={})
-
-    def waiting(self) -> list[Any]:
-        return []
-
-    def may_load(self) -> bool:
-        return True
-
-    def want_heartbeat(self) -> None:
-        self.heartbeats += 1
-
-    def routes_changed(self) -> None: ...
+def grow(process: Grower, size_bytes: int) -> None:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{size_bytes}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
 
 
-async def test_a_model_in_use_is_measured_again(
-    tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_in_use_is_remeasured(tmp_path: Path, grower: Grower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_LOAD_LOOK_S", 0.0)
     monkeypatch.setattr(loader, "MEASURE_S", 0.0)
     (tmp_path / "m").mkdir()
     spec = ModelSpec(name="m", folder=tmp_path / "m", kind="infer", engine="a:B", source="python")
-    process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.process.pid), batches={}, retiring=False)
+    agent: Any = SimpleNamespace(session=SimpleNamespace(leases={}), waiting=list, may_load=lambda: True)
+    agent.want_heartbeat = agent.routes_changed = lambda: None
+    process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.pid), batches={}, retiring=False)
     pool: Any = SimpleNamespace(models={"m": [process]}, keep_spare=lambda _: None)
     model_loader = ModelLoader(
-        IdleAgent(),  # type: ignore[arg-type]  # the rest is for leases
+        agent,
         pool,
         Sampler(open_device("cpu")),
         Scan(models={"m": spec}, current={"m": "m"}),
@@ -100,11 +76,11 @@ async def test_a_model_in_use_is_measured_again(
         await asyncio.gather(*model_loader._sizes._tasks)
         return resident.memory_bytes
 
-    grower.grow(40 * MIB)
+    grow(grower, 40 * MIB)
     first_bytes = await use()
     assert first_bytes > max(40 * MIB, estimate_bytes)
     assert await use() == first_bytes, "it has not grown"
-    grower.grow(30 * MIB)
+    grow(grower, 30 * MIB)
     model_loader.tick()
     assert not model_loader._sizes._tasks, "it was not used"
     grown_bytes = await use()

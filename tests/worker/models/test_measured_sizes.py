@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from multigpu.repository.model import ModelSpec
@@ -37,18 +38,17 @@ def test_a_measured_size_survives_a_restart(tmp_path: Path) -> None:
 
 def test_another_version_file_precision_or_device_is_measured_separately(tmp_path: Path) -> None:
     sizes(tmp_path).keep(SPEC, SIZE)
-    for change in (
-        {"name": "n"},
-        {"version": "2"},
-        {"precision": "bf16"},
-        {"engine": "onnx"},
-        {"instances": 2},
-        {"files_bytes": 11},
-        {"changed_ns": 6},
-        {"parameters": {"size": "1"}},
-        {"hashes": {"model.onnx": "0" * 64}},
-    ):
-        assert sizes(tmp_path).find(dataclasses.replace(SPEC, **change)) is None, change
+    changes: dict[str, Any] = {
+        "name": "n",
+        "version": "2",
+        "precision": "bf16",
+        "engine": "onnx",
+        "instances": 2,
+        "files_bytes": 11,
+    }
+    changes |= {"changed_ns": 6, "parameters": {"size": "1"}, "hashes": {"model.onnx": "0" * 64}}
+    for name, value in changes.items():
+        assert sizes(tmp_path).find(dataclasses.replace(SPEC, **{name: value})) is None, name
     assert sizes(tmp_path, device="a GPU").find(SPEC) is None
 
 
@@ -83,23 +83,20 @@ def test_the_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [kept.find(spec) is not None for spec in specs] == [False, False, True, True, True]
 
 
-def test_an_unusable_folder_is_logged(tmp_path: Path) -> None:
+def test_an_unusable_folder_or_a_full_disk_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / FOLDER).write_text("a file stands in the way")
     with capture_logs() as lines:
         sizes(tmp_path).keep(SPEC, SIZE)
         assert sizes(tmp_path).find(SPEC) is None
     assert {line["log_level"] for line in lines} == {"warning"}
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes(tmp_path).keep(SPEC, SIZE)
+    sizes(tmp_path / "full").keep(SPEC, SIZE)
 
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
     with capture_logs() as lines:
-        sizes(tmp_path).keep(SPEC, ModelSize(measured=True, memory_bytes=1, load_s=0.0))
+        sizes(tmp_path / "full").keep(SPEC, ModelSize(measured=True, memory_bytes=1, load_s=0.0))
     assert "No space left" in lines[0]["error"]
-    assert sizes(tmp_path).find(SPEC) == SIZE
-    only_file(tmp_path)
+    assert sizes(tmp_path / "full").find(SPEC) == SIZE
+    only_file(tmp_path / "full")

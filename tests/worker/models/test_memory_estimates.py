@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -14,13 +15,6 @@ from multigpu_worker.device.cpu import host_memory_bytes
 from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models import memory_estimates as memory
-from multigpu_worker.models.memory_estimates import (
-    CPU_CACHE_BYTES,
-    GPU_PROCESS_BYTES,
-    ONNX_BYTES,
-    PROCESS_BYTES,
-    TORCH_BYTES,
-)
 from multigpu_worker.models.weight_files import context_bytes, weights_bytes
 
 MIB = 1 << 20
@@ -64,13 +58,13 @@ def test_weights_count_at_the_precision_they_are_served_at(tmp_path: Path) -> No
     spec = folder_spec(tmp_path)
     assert weights_bytes(spec, 4) == 4 * MIB + 4096, "integers are not converted"
     on_cpu = estimate_bytes(spec, settings(), CPU, 1)
-    assert on_cpu == TORCH_BYTES + int((4 * MIB + 4096) * 1.1)
+    assert on_cpu == memory.TORCH_BYTES + int((4 * MIB + 4096) * 1.1)
     assert on_cpu - estimate_bytes(spec, settings(precision="bf16"), CPU, 1) == pytest.approx(2.2 * MIB, abs=1)
     on_gpu = estimate_bytes(spec, settings("cuda:0"), GPU, 1)
-    assert on_gpu == GPU_PROCESS_BYTES + int((2 * MIB + 4096) * 1.1), "auto is bf16 there"
+    assert on_gpu == memory.GPU_PROCESS_BYTES + int((2 * MIB + 4096) * 1.1), "auto is bf16 there"
 
 
-def test_all_shards_and_instances_count(tmp_path: Path) -> None:
+def test_all_shards_and_instances_count_and_other_sources_with_their_files_size(tmp_path: Path) -> None:
     names = ["model-1.safetensors", "model-2.safetensors"]
     for name in names:
         put_safetensors(tmp_path / name, w=("F32", [256, 1024], 4))
@@ -79,36 +73,30 @@ def test_all_shards_and_instances_count(tmp_path: Path) -> None:
     assert weights_bytes(folder_spec(tmp_path), 4) == 2 * MIB
     twice = estimate_bytes(folder_spec(tmp_path, instances=2), settings(), CPU, 1)
     assert twice == 2 * estimate_bytes(folder_spec(tmp_path), settings(), CPU, 1)
-
-
-def test_other_sources_count_with_their_files_size(tmp_path: Path) -> None:
     onnx = ModelSpec(name="m", folder=tmp_path, kind="infer", source="onnx", files_bytes=10 * MIB)
-    assert estimate_bytes(onnx, settings(), CPU, 1) == ONNX_BYTES + 11 * MIB
+    assert estimate_bytes(onnx, settings(), CPU, 1) == memory.ONNX_BYTES + 11 * MIB
     own = ModelSpec(name="m", folder=tmp_path, kind="infer", source="python", engine="a:B", files_bytes=0)
-    assert estimate_bytes(own, settings(), CPU, 1) == PROCESS_BYTES
+    assert estimate_bytes(own, settings(), CPU, 1) == memory.PROCESS_BYTES
     plan = ModelSpec(name="m", folder=tmp_path, kind="infer", source="onnx", engine="tensorrt", files_bytes=10 * MIB)
-    assert estimate_bytes(plan, settings("cuda:0"), GPU, 1) == GPU_PROCESS_BYTES + 22 * MIB, "ONNX serves meanwhile"
+    assert estimate_bytes(plan, settings("cuda:0"), GPU, 1) == memory.GPU_PROCESS_BYTES + 22 * MIB, (
+        "ONNX serves meanwhile"
+    )
 
 
 def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     put_safetensors(tmp_path / "model.safetensors", w=("F32", [1024, 1024], 4))
-    config = {
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "hidden_size": 512,
-        "max_position_embeddings": 1024,
-    }
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    config["max_position_embeddings"] = 1024
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = folder_spec(tmp_path, kind="generate")
     assert context_bytes(spec, 4) == 2 * 4 * 2 * 64 * 1024 * 4
-    plain = TORCH_BYTES + int(4 * MIB * 1.1)
+    plain = memory.TORCH_BYTES + int(4 * MIB * 1.1)
     assert estimate_bytes(spec, settings(), CPU, 8) == plain + 8 * 4 * MIB
-    assert estimate_bytes(spec, settings(), CPU, 1000) == plain + CPU_CACHE_BYTES
+    assert estimate_bytes(spec, settings(), CPU, 1000) == plain + memory.CPU_CACHE_BYTES
     assert estimate_bytes(spec, settings(), CPU, 1000, plain + MIB) == plain + MIB, "the cache shrinks to the limit"
     assert estimate_bytes(spec, settings(), CPU, 1000, plain - MIB) == plain, "the weights must fit"
     half = GPU.memory_total_bytes // 2
-    assert estimate_bytes(spec, settings("cuda:0"), GPU, 1000) == GPU_PROCESS_BYTES + int(2 * MIB * 1.1) + half
+    assert estimate_bytes(spec, settings("cuda:0"), GPU, 1000) == memory.GPU_PROCESS_BYTES + int(2 * MIB * 1.1) + half
     short = folder_spec(tmp_path, kind="generate", parameters={"context": "256"})
     assert context_bytes(short, 4) == MIB
     configured = folder_spec(tmp_path, kind="generate", parameters={"cache_bytes": "1MiB"})
@@ -117,19 +105,12 @@ def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     assert context_bytes(spec, 4) == 0
 
 
-class OnlyInfo:
-    """The part of a device that limits are computed from."""
-
-    def __init__(self, info: DeviceInfo) -> None:
-        self.info = info
-
-
 def test_workers_of_one_device_share_its_memory() -> None:
-    gpu: Any = OnlyInfo(GPU)
+    gpu: Any = SimpleNamespace(info=GPU)
     assert model_memory_bytes(WorkerConfig(), gpu) == int(0.9 * GPU.memory_total_bytes)
     assert model_memory_bytes(WorkerConfig(device_workers=3), gpu) == int(0.9 * GPU.memory_total_bytes) // 3
     assert model_memory_bytes(WorkerConfig(device_workers=3, model_memory_bytes=5), gpu) == 5, "as configured"
-    cpu: Any = OnlyInfo(CPU)
+    cpu: Any = SimpleNamespace(info=CPU)
     assert model_memory_bytes(WorkerConfig(device_workers=2), cpu) == host_memory_bytes() // 2 // 2
 
 

@@ -30,31 +30,34 @@ def names(residents: list[Resident]) -> list[str]:
     return [resident.key for resident in residents]
 
 
-def test_models_that_fit_are_loaded_in_the_order_of_waiting() -> None:
+def test_models_that_fit_are_loaded_in_the_order_of_waiting_pinned_ones_first() -> None:
     found = plan([model("a", wanted_at=2.0), model("b", wanted_at=1.0), model("c")], 100, 5.0)
     assert names(found.load) == ["b", "a"]
     assert len(plan([model(str(n), wanted_at=1.0) for n in range(9)], 0, 5.0).load) == LOADS_MAX
-
-
-def test_pinned_models_are_loaded_first_and_never_unloaded() -> None:
     old = model("old", 60, READY, pinned=True)
     found = plan([old, model("a", 30, wanted_at=1.0), model("b", 20, wanted_at=2.0, pinned=True)], 100, 5.0)
     assert names(found.load) == ["b"]
     assert not found.unload
 
 
-def test_the_least_recently_used_idle_models_make_room() -> None:
+def test_the_least_recently_used_idle_models_make_room_and_small_ones_delay_no_large_one() -> None:
     inside = [model("a", 40, READY, used_at=3), model("b", 40, READY, used_at=1), model("c", 15, READY, used_at=2)]
     found = plan([*inside, model("d", 50, wanted_at=9.0)], 100, 9.0)
     assert (names(found.unload), found.load, found.retire) == (["b", "c"], [], [])
     inside[1].leases = 1
     found = plan([*inside, model("d", 50, wanted_at=9.0)], 100, 9.0)
     assert names(found.unload) == ["c", "a"], "a model in use stays if others suffice"
+    inside = [model("busy", 60, READY, leases=1, entered_at=9.0)]
+    waiting = [model("large", 60, wanted_at=9.0), model("small", 30, wanted_at=9.5)]
+    assert not plan([*inside, *waiting], 100, 9.2).load
 
 
-def test_models_that_are_being_unloaded_count_as_room() -> None:
+def test_no_model_is_unloaded_if_others_are_being_unloaded_or_the_room_would_not_suffice() -> None:
     found = plan([model("a", 60, UNLOADING), model("b", 30, READY), model("c", 40, wanted_at=1.0)], 100, 9.0)
     assert not (found.load or found.unload or found.retire)
+    inside = [model("idle", 20, READY), model("loading", 70, LOADING)]
+    found = plan([*inside, model("large", 90, wanted_at=1.0)], 100, 99.0)
+    assert not (found.unload or found.retire)
 
 
 def test_a_model_in_use_retires_for_a_waiting_one_after_it_was_ready_long_enough() -> None:
@@ -67,27 +70,11 @@ def test_a_model_in_use_retires_for_a_waiting_one_after_it_was_ready_long_enough
     assert names(plan([busy, waiting], 100, 12.0).retire) == ["busy"]
 
 
-def test_no_model_is_unloaded_if_the_room_would_not_suffice() -> None:
-    inside = [model("idle", 20, READY), model("loading", 70, LOADING)]
-    found = plan([*inside, model("large", 90, wanted_at=1.0)], 100, 99.0)
-    assert not (found.unload or found.retire)
-
-
-def test_small_models_do_not_delay_a_large_one() -> None:
-    inside = [model("busy", 60, READY, leases=1, entered_at=9.0)]
-    waiting = [model("large", 60, wanted_at=9.0), model("small", 30, wanted_at=9.5)]
-    assert not plan([*inside, *waiting], 100, 9.2).load
-
-
-def test_a_model_that_does_not_fit_beside_the_pinned_ones_is_too_large() -> None:
-    found = plan(
-        [model("p", 30, READY, pinned=True), model("a", 80, wanted_at=1.0), model("b", 5, wanted_at=2.0)], 100, 3
-    )
+def test_a_model_may_be_too_large_beside_the_pinned_ones_or_larger_than_expected() -> None:
+    pinned = model("p", 30, READY, pinned=True)
+    found = plan([pinned, model("a", 80, wanted_at=1.0), model("b", 5, wanted_at=2.0)], 100, 3)
     assert [(resident.key, room_bytes) for resident, room_bytes in found.too_large] == [("a", 70)]
     assert names(found.load) == ["b"]
-
-
-def test_idle_models_are_unloaded_if_one_is_larger_than_expected() -> None:
     inside = [model("a", 60, READY, used_at=1.0), model("b", 60, READY, used_at=2.0), model("c", 9, wanted_at=1.0)]
     found = plan(inside, 100, 3.0)
     assert (names(found.unload), found.load) == (["a"], [])

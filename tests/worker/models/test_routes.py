@@ -24,7 +24,7 @@ def catalog(*specs: ModelSpec, errors: dict[str, str] | None = None) -> Scan:
     )
 
 
-def test_tasks_may_name_no_model_a_model_or_a_version() -> None:
+def test_tasks_may_name_a_model_a_version_or_none_and_then_keep_the_same_model() -> None:
     routes = ModelRoutes(catalog(spec_of("a", "1"), spec_of("a", "2"), spec_of("b")), "auto")
     assert routes.table["infer", ""] == routes.table["infer", "a"] == "a:2"
     assert routes.table["infer", "a:1"] == "a:1"
@@ -32,9 +32,6 @@ def test_tasks_may_name_no_model_a_model_or_a_version() -> None:
     assert kind == "infer"
     assert set(offered[:2]) == {"a", "a:2"}, "the default comes first"
     assert set(offered) == {"a", "a:1", "a:2", "b"}
-
-
-def test_tasks_without_a_model_name_keep_the_same_model() -> None:
     b, b2 = spec_of("b", "1"), spec_of("b", "2")
     routes = ModelRoutes(catalog(b), "auto")
     routes.put(catalog(spec_of("a"), b))
@@ -71,11 +68,16 @@ def test_a_model_whose_files_change_is_served_until_the_new_one_is_ready() -> No
     assert list(routes.residents) == [new.key]
 
 
-def test_a_model_that_is_not_in_memory_is_replaced_at_once() -> None:
+def test_a_model_or_version_that_is_not_in_memory_is_replaced_at_once() -> None:
     routes = ModelRoutes(catalog(spec_of("a", "1"), spec_of("b")), "auto")
     routes.put(catalog(spec_of("a", "2")))
     assert list(routes.residents) == ["a:2"]
     assert ("infer", "b") not in routes.table
+    assert ("infer", "a:1") not in routes.table
+    assert unknown("infer", "a:1", ["a", "a:2", "a:3", "ab:1"]) == (
+        "this worker has no model 'a:1' for 'infer'; the versions of 'a' that are served are a:2, a:3. "
+        "It has: a, a:2, a:3, ab:1"
+    )
 
 
 def test_a_model_in_memory_outlives_its_broken_files() -> None:
@@ -113,21 +115,11 @@ def test_a_version_is_served_while_it_is_in_memory() -> None:
     assert list(routes.residents) == ["a:2"]
 
 
-def test_a_version_that_is_not_in_memory_ends_with_its_folder() -> None:
-    routes = ModelRoutes(catalog(spec_of("a", "1")), "auto")
-    routes.put(catalog(spec_of("a", "2")))
-    assert ("infer", "a:1") not in routes.table
-    assert unknown("infer", "a:1", ["a", "a:2", "a:3", "ab:1"]) == (
-        "this worker has no model 'a:1' for 'infer'; the versions of 'a' that are served are a:2, a:3. "
-        "It has: a, a:2, a:3, ab:1"
-    )
-
-
 def test_all_listed_versions_stay() -> None:
     both = catalog(spec_of("a", "1"), spec_of("a", "2"))
     routes = ModelRoutes(both, "auto")
-    for key in ("a:1", "a:2"):
-        routes.residents[key].enter(READY, 0.0)
+    for resident in routes.residents.values():
+        resident.enter(READY, 0.0)
     routes.switch()
     assert not routes.replaced()
     routes.put(both)

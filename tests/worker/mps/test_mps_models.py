@@ -1,6 +1,5 @@
 """MPS with several models: each process with a model is a client."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from multigpu.v1 import worker_service_pb2 as pb
 from tests.fakes.mps_host import MpsHost
 from tests.worker.scripted_master import SUCCEEDED, Stream
 
-LONG_S = 60.0
 ENGINE = """
 import os, time
 from multigpu_worker.engines.base import ModelEngine
@@ -34,14 +32,6 @@ class Toy(ModelEngine):
 """
 
 
-@pytest.fixture
-async def host() -> AsyncIterator[MpsHost]:
-    async with MpsHost(gpus=1) as host:
-        yield host
-        for worker in host.workers:
-            print(f"--- log of the worker of GPU {worker.gpu}\n{worker.log}")
-
-
 def repository(folder: Path, *names: str) -> tuple[str, ...]:
     for name in names:
         (folder / name).mkdir(parents=True)
@@ -51,8 +41,7 @@ def repository(folder: Path, *names: str) -> tuple[str, ...]:
 
 
 async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"") -> int:
-    stream.lease([(lease_id, payload)], kind="infer", model=model)
-    (word,) = await stream.reported(lease_id, timeout_s=LONG_S)
+    word = await stream.run(lease_id, payload, kind="infer", model=model)
     assert word.state == SUCCEEDED, word
     return int(word.result)
 
@@ -61,17 +50,15 @@ async def ask(stream: Stream, lease_id: int, model: str, payload: bytes = b"") -
 async def test_each_process_of_a_model_is_a_client(host: MpsHost, tmp_path: Path) -> None:
     worker = await host.worker(0, *repository(tmp_path / "models", "a", "b"))
     stream = worker.stream
-    stream.lease([(1, b"")], kind="m.work")
-    await stream.reported(1, timeout_s=LONG_S)
+    await stream.run(1, b"", kind="m.work")
     a, b = await ask(stream, 2, "a"), await ask(stream, 3, "b")
-    await stream.until(lambda: stream.heartbeats[-1].mps.clients == 3, LONG_S)
+    await stream.until(lambda: stream.heartbeats[-1].mps.clients == 3)
     # One is unloaded, one is ended by force.
     stream.send(desired=pb.DesiredState(unwanted_models=["a"]))
-    await stream.until(lambda: stream.heartbeats[-1].mps.clients == 2, LONG_S)
+    await stream.until(lambda: stream.heartbeats[-1].mps.clients == 2)
     spec = task_pb2.TaskSpec()
     spec.run_timeout.FromMilliseconds(300)
-    stream.lease([(4, b"stuck")], kind="infer", model="b", run_timeout=spec.run_timeout)
-    (word,) = await stream.reported(4, timeout_s=LONG_S)
+    word = await stream.run(4, b"stuck", kind="infer", model="b", run_timeout=spec.run_timeout)
     assert word.error.type == "RunTimeout"
     assert await ask(stream, 5, "b") != b
     stream.send(desired=pb.DesiredState())
@@ -86,17 +73,14 @@ async def test_a_fault_of_one_model_ends_all_and_all_are_loaded_again(host: MpsH
     worker = await host.worker(0, *repository(tmp_path / "models", "a", "b"))
     stream = worker.stream
     before = await ask(stream, 1, "a"), await ask(stream, 2, "b")
-    stream.lease([(3, b"")], kind="m.work")
-    await stream.reported(3, timeout_s=LONG_S)
+    await stream.run(3, b"", kind="m.work")
     base = worker.engine_pid()
-    stream.lease([(4, b"fault")], kind="infer", model="a")
-    (word,) = await stream.reported(4, timeout_s=LONG_S)
+    word = await stream.run(4, b"fault", kind="infer", model="a")
     assert word.state == pb.REPORT_STATE_FAILED
     assert any(r.broke_engine for batch in stream.batches for r in batch.reports)
     after = await ask(stream, 5, "a"), await ask(stream, 6, "b")
     assert not set(before) & set(after)
-    stream.lease([(7, b"")], kind="m.work")
-    assert (await stream.reported(7, timeout_s=LONG_S))[0].state == SUCCEEDED
+    assert (await stream.run(7, b"", kind="m.work")).state == SUCCEEDED
     assert worker.engine_pid() != base
     counts = host.counts(0)
     assert (counts["violations"], counts["faults"], counts["forced"]) == ([], 1, 0)

@@ -38,11 +38,7 @@ HEAD = "[2026-04-28 18:20:41.986 Server  4428] "
     [
         (["Client {PID: 4267, Context ID: 0} connected"], False, None),
         (["Client {PID: 4267, Context ID: 0} encountered a fatal GPU error."], True, 4267),
-        (
-            ["Client {4267, 1} encountered a fatal GPU error.", "Client {4281, 1} encountered a fatal GPU error."],
-            True,
-            4267,
-        ),
+        ([f"Client {{{pid}, 1}} encountered a fatal GPU error." for pid in (4267, 4281)], True, 4267),
         (["Server is handling a fatal GPU error."], True, None),
         (["Server is handling a fatal GPU error.", "Fatal exception of client 4281"], True, 4281),
     ],
@@ -67,14 +63,13 @@ def test_a_missing_or_rotated_log(tmp_path: Path) -> None:
 DEAD = """
 import sys
 from pathlib import Path
-from multigpu_worker.mps import daemon, engines
 from multigpu_worker.mps.claims import Claim, Claims
 
 Claims(Path(sys.argv[1])).hold(Claim(worker_id="dead", engine_pid=1, pinned_bytes=1))
 """
 
 
-def test_claims_of_dead_workers_are_deleted(tmp_path: Path) -> None:
+async def test_claims_of_dead_workers_are_deleted_and_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
     ours, other = Claims(tmp_path), Claims(tmp_path)
     claim = Claim(worker_id="b", engine_pid=12, pinned_bytes=34)
     ours.hold(Claim(worker_id="a", engine_pid=0, pinned_bytes=0))
@@ -86,9 +81,6 @@ def test_claims_of_dead_workers_are_deleted(tmp_path: Path) -> None:
     assert ours.others() == []
     ours.release()
     assert list(tmp_path.iterdir()) == []
-
-
-async def test_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
     inside = 0
 
     async def enter() -> None:
@@ -129,7 +121,7 @@ async def simulated_control(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mp
         assert not left, "the test has left its daemon running"
 
 
-async def test_errors_without_a_daemon_and_without_the_program(
+async def test_errors_without_daemon_or_program(
     simulated_control: MpsControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
@@ -202,38 +194,10 @@ async def test_a_daemon_that_does_not_answer_is_logged_once(simulated_control: M
     await mps.close()
 
 
-async def test_one_scan_of_processes_serves_all_engines(
-    simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_scan_by_a_thread_serves_all(simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch) -> None:
     mps = Mps(simulated_control, "a", MpsLimits())
     await mps.open()
     running = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(3)]
-    scans = 0
-    scandir = os.scandir
-
-    def counted(path: str) -> Any:
-        nonlocal scans
-        scans += 1
-        return scandir(path)
-
-    try:
-        for engine in running:
-            mps.started(engine.pid)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "scandir", counted)
-            await mps._has_fault()
-    finally:
-        for engine in running:
-            engine.kill()
-            engine.wait()
-            mps.ended(engine.pid)
-        await mps.close()
-    assert scans == 1
-
-
-async def test_processes_are_scanned_off_the_event_loop(
-    simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch
-) -> None:
     threads: list[threading.Thread] = []
     scandir = os.scandir
 
@@ -241,24 +205,25 @@ async def test_processes_are_scanned_off_the_event_loop(
         threads.append(threading.current_thread())
         return scandir(path)
 
-    mps = Mps(simulated_control, "a", MpsLimits())
-    await mps.open()
-    engine = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        mps.started(engine.pid)
+        for engine in running:
+            mps.started(engine.pid)
         with monkeypatch.context() as patch:
             patch.setattr(os, "scandir", noted)
+            await mps._has_fault()
+            assert len(threads) == 1
             watching = asyncio.create_task(mps.watch(lambda: None))
-            while not threads:
+            while len(threads) == 1:
                 await asyncio.sleep(0.05)
             watching.cancel()
-            await mps.detach(engine.pid)
+            await mps.detach(running[0].pid)
     finally:
-        engine.kill()
-        engine.wait()
-        mps.ended(engine.pid)
+        for engine in running:
+            engine.kill()
+            engine.wait()
+            mps.ended(engine.pid)
         await mps.close()
-    assert threads and threading.main_thread() not in threads
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize("which", ["base", "pipe_dir", "log"])
@@ -300,20 +265,22 @@ async def test_a_gpu_without_a_free_context_admits_no_worker(simulated_control: 
     assert not await simulated_control.alive()
 
 
-def test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context() -> None:
+def batch(batch_id: int, *lease_ids: int) -> EngineBatch:
     spec = Spec(kind="k")
-    leases = {n: Lease(n, n, 1, spec, b"") for n in (1, 2, 3)}
-    batches = {7: EngineBatch(7, leases, True, spec)}
+    return EngineBatch(batch_id, {n: Lease(n, n, 1, spec, b"") for n in lease_ids}, True, spec)
+
+
+def test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context() -> None:
+    batches = {7: batch(7, 1, 2, 3)}
     text = "CUDA error: an illegal memory access was encountered"
     evidence = Evidence(lambda _lease_id: False, 0)
     other = (3, "ValueError", "no number", False, "")
     assert evidence.keep_back([other], one_by_one=True, reported_ns=5) == [other]
-    assert (
-        evidence.keep_back([(1, "E", text, True, ""), (2, "E", text, True, "")], one_by_one=True, reported_ns=5) == []
-    )
+    lost = [(lease_id, "E", text, True, "") for lease_id in (1, 2)]
+    assert evidence.keep_back(lost, one_by_one=True, reported_ns=5) == []
     # The next task had started when the engine was ended.
     after = SlotState(batch_id=8, lease_id=4, started_ns=6, beats=0)
-    batches[8] = EngineBatch(8, {4: Lease(4, 4, 1, spec, b"")}, True, spec)
+    batches[8] = batch(8, 4)
     judged = evidence.judge(Death(returncode=-9, slots=[after]), batches)
     assert [report.lease.lease_id for report in judged.reports] == [1]
     assert [lease.lease_id for lease in judged.again] == [2, 3, 4]
@@ -321,8 +288,7 @@ def test_the_first_of_consecutive_tasks_is_charged_for_a_lost_context() -> None:
 
 @pytest.mark.parametrize(("known", "spared"), [(True, 10), (False, 2)])
 def test_a_fault_that_names_no_client_is_charged_after_three_times(known: bool, spared: int) -> None:
-    spec = Spec(kind="k")
-    batches = {7: EngineBatch(7, {1: Lease(1, 1, 1, spec, b"")}, True, spec)}
+    batches = {7: batch(7, 1)}
     evidence = Evidence(lambda _lease_id: False, 0)
     fault = Fault(ours=False, message="a fault", known=known)
     for _ in range(spared):

@@ -33,16 +33,13 @@ def by_id(batches: Iterable[EngineBatch]) -> dict[int, EngineBatch]:
     return {batch.batch_id: batch for batch in batches}
 
 
-# Limits.
-
-
 def check(made: Limits, now_s: float, slots: list[SlotState], *batches: EngineBatch, **cancelled_s: float) -> str:
     cancelled_ns = {int(name[1:]): int(instant * SECOND) for name, instant in cancelled_s.items()}
     violation = made.check(int(now_s * SECOND), slots, by_id(batches), cancelled_ns)
     return "" if violation is None else violation.error.type
 
 
-def test_run_timeout_counts_from_the_beginning_of_the_lease() -> None:
+def test_run_timeout_counts_from_the_beginning_of_the_lease_or_of_a_batch_that_runs_together() -> None:
     timed = batch(1, [1, 2], one_by_one=True, run_timeout_s=2)
     running = [state(1, 2, started_ns=10 * SECOND)]
     assert check(limits(), 11.9, running, timed) == ""
@@ -51,14 +48,11 @@ def test_run_timeout_counts_from_the_beginning_of_the_lease() -> None:
     assert check(limits(), 99, [state(0)], timed) == "", "idle"
     assert check(limits(), 99, [state(7, 2)], timed) == "", "an unknown batch"
     assert check(limits(), 99, running, batch(1, [1, 2], one_by_one=True)) == "", "no limit"
-
-
-def test_a_batch_that_runs_together_has_one_clock() -> None:
-    timed = batch(1, [1, 2], one_by_one=False, run_timeout_s=2)
-    assert check(limits(), 1.9, [state(1)], timed) == ""
-    assert check(limits(), 2.1, [state(1)], timed) == "RunTimeout"
-    timed.leases.clear()  # all settled
-    assert check(limits(), 99, [state(1)], timed) == ""
+    joint = batch(1, [1, 2], one_by_one=False, run_timeout_s=2)
+    assert check(limits(), 1.9, [state(1)], joint) == ""
+    assert check(limits(), 2.1, [state(1)], joint) == "RunTimeout"
+    joint.leases.clear()  # all settled
+    assert check(limits(), 99, [state(1)], joint) == ""
 
 
 def test_progress_timeout_counts_from_the_last_beat() -> None:
@@ -86,9 +80,6 @@ def test_cancelled_leases_have_a_grace_period() -> None:
     assert check(limits(), 99, [state(1)], together, c1=1) == "", "the other lease is still wanted"
     assert check(limits(), 99, [state(1)], together, c1=1, c2=97) == ""
     assert check(limits(), 99, [state(1)], together, c1=1, c2=2) == "Cancelled"
-
-
-# Charges.
 
 
 def judge(
@@ -125,24 +116,28 @@ def test_only_the_lease_that_ran_is_charged(slot: SlotState, failed: list[int]) 
     assert charged([slot], one, two) == (failed, [n for n in (1, 2, 3, 4, 5) if n not in failed])
 
 
-def test_a_violation_spares_the_other_slots() -> None:
+def test_a_violation_spares_the_other_slots_and_a_batch_that_runs_together_is_found_again() -> None:
     one, two = batch(1, [1, 2], one_by_one=True), batch(2, [3, 4], one_by_one=True)
     error = TaskError(type="RunTimeout", message="", retryable=True)
     violation = Violation(slots=frozenset([(2, 3)]), error=error)
     failed, again = judge([state(1, 1), state(2, 3)], one, two, violation=violation)
     assert (failed, ids(again)) == ({3: "RunTimeout"}, [1, 2, 4])
+    together = batch(1, [1, 2, 3, 4], one_by_one=False, run_timeout_s=1)
+    seen = limits().check(2 * SECOND, [state(1, 1)], {1: together}, {})
+    assert seen is not None
+    # The engine went on to another item before it was dead.
+    failed, again = judge([state(1, 3)], together, violation=seen)
+    assert failed == {}
+    assert [lease.together_max for lease in again] == [2] * 4
 
 
-def test_of_several_slots_none_is_charged_before_it_ran_alone() -> None:
+def test_of_several_slots_and_a_batch_in_preparation_none_is_charged_before_it_ran_alone() -> None:
     one, two, three = (batch(n, [n], one_by_one=True) for n in (1, 2, 3))
     slots = [state(1, 1), state(2, 2)]
     assert charged(slots, one, two, three) == ([], [1, 2, 3])
     (first,), (second,), (third,) = (list(each.leases.values()) for each in (one, two, three))
     assert (first.suspect, second.suspect, third.suspect) == (True, True, False)
     assert charged([state(2, 2)], two, one) == ([2], [1])
-
-
-def test_a_batch_that_was_being_prepared_is_suspect_with_those_that_ran() -> None:
     ran, came, waited = (batch(n, [n], one_by_one=True) for n in (1, 2, 3))
     assert charged([state(1, 1)], ran, came, waited, prepared=2) == ([], [1, 2, 3])
     assert [each.suspect for b in (ran, came, waited) for each in b.leases.values()] == [True, True, False]
@@ -167,13 +162,18 @@ def test_slots_that_stop_together_are_suspect_together(looks: tuple[float, ...])
     assert [(lease.lease_id, lease.suspect) for lease in again] == [(1, True), (2, True), (3, False)]
 
 
-def test_a_lease_that_reports_a_lost_context_is_suspect_with_those_that_ran_beside_it() -> None:
+def test_a_lease_that_reports_a_lost_context_is_suspect_with_those_beside_it_and_of_the_next_batch() -> None:
     one, two = (batch(n, [n, n + 10], one_by_one=True) for n in (1, 2))
     failed, again = judge([state(1, 0), state(2, 2)], one, two, context_lost=1)
     assert failed == {}
     assert [lease.lease_id for lease in again if lease.suspect] == [1, 2]
     failed, again = judge([state(0), state(0)], one, two, context_lost=1)
     assert (list(failed), len(again)) == ([1], 3)
+    one, two = (batch(n, [n], one_by_one=False) for n in (1, 2))
+    failed, again = judge([state(1)], one, two, context_lost=1)
+    assert failed == {}
+    assert [lease.lease_id for lease in again if lease.suspect] == [1, 2]
+    assert list(judge([state(1)], one, context_lost=1)[0]) == [1]
 
 
 def test_a_lease_that_mps_rejected_is_charged_only_after_many_deaths() -> None:
@@ -185,31 +185,17 @@ def test_a_lease_that_mps_rejected_is_charged_only_after_many_deaths() -> None:
         assert bool(judged.reports) is (nth == DEATHS_MAX - 1)
 
 
-def test_work_of_the_next_batch_may_have_begun_when_the_context_is_lost() -> None:
-    one, two = (batch(n, [n], one_by_one=False) for n in (1, 2))
-    failed, again = judge([state(1)], one, two, context_lost=1)
-    assert failed == {}
-    assert [lease.lease_id for lease in again if lease.suspect] == [1, 2]
-    assert list(judge([state(1)], one, context_lost=1)[0]) == [1]
-
-
-def test_the_only_lease_of_an_engine_that_ends_by_itself_is_charged() -> None:
+def test_the_only_lease_of_a_crash_is_charged_and_others_outside_a_run_are_up_to_a_limit_not() -> None:
     assert charged([state(1)], batch(1, [1], one_by_one=True), returncode=CRASHED) == ([1], [])
     assert charged([state(1)], batch(1, [1], one_by_one=True), returncode=KILLED) == ([], [1])
     two = [batch(n, [n], one_by_one=True) for n in (1, 2)]
     failed, again = judge([state(1)], *two, returncode=CRASHED)
     assert failed == {}
     assert all(lease.suspect for lease in again), "each goes on alone"
-
-
-def test_a_batch_that_runs_together_is_found_again_after_a_violation() -> None:
-    together = batch(1, [1, 2, 3, 4], one_by_one=False, run_timeout_s=1)
-    violation = limits().check(2 * SECOND, [state(1, 1)], {1: together}, {})
-    assert violation is not None
-    # The engine went on to another item before it was dead.
-    failed, again = judge([state(1, 3)], together, violation=violation)
-    assert failed == {}
-    assert [lease.together_max for lease in again] == [2] * 4
+    held = batch(1, [1, 2], one_by_one=False)
+    for _ in range(DEATHS_MAX - 1):
+        assert charged([state(0)], held) == ([], [1, 2])
+    assert judge([state(0)], held) == ({1: "EngineDied", 2: "EngineDied"}, [])
 
 
 def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
@@ -231,10 +217,3 @@ def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
             waiting.append({lease.lease_id: lease for lease in again[:size]})
             again = again[size:]
     assert (found, survivors, deaths) == ([culprit], 255, 9)
-
-
-def test_crashes_outside_a_run_are_uncharged_up_to_a_limit() -> None:
-    held = batch(1, [1, 2], one_by_one=False)
-    for _ in range(DEATHS_MAX - 1):
-        assert charged([state(0)], held) == ([], [1, 2])
-    assert judge([state(0)], held) == ({1: "EngineDied", 2: "EngineDied"}, [])

@@ -2,7 +2,6 @@
 model needs the memory.
 """
 
-import asyncio
 import os
 import signal
 import time
@@ -17,17 +16,12 @@ from multigpu_worker.models.model_sizes import private_bytes
 from safetensors.numpy import save_file
 
 from tests.fakes.gpus import SimulatedGpus
-from tests.worker.asking import READY, ask, models, ready, resident
-from tests.worker.conftest import Start, WorkerProcess
+from tests.worker.asking import READY, ask, models, ready, resident, until
+from tests.worker.conftest import Start
 from tests.worker.scripted_master import SUCCEEDED
 from tests.worker.toy_models import Answer, Shop
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Shop:
-    return Shop(tmp_path / "models")
 
 
 @pytest.mark.slow
@@ -57,8 +51,7 @@ async def test_a_model_is_loaded_for_its_first_task_and_reported(start: Start, s
     two, too = await stream.reported(2, 3)
     assert (two.error.type, two.error.retryable) == ("ModelLoadError", True)
     assert "no room on the device" in two.error.message
-    stream.lease([(4, b"x")], kind="infer", model="wont")
-    (wont,) = await stream.reported(4)
+    wont = await stream.run(4, b"x", kind="infer", model="wont")
     assert (wont.error.type, wont.error.retryable) == ("ModelLoadError", False)
     assert (too.error.type, too.error.retryable) == ("UnknownModel", False)
     assert "'two'" in too.error.message
@@ -82,13 +75,12 @@ async def test_the_class_of_weights_may_lie_beside_them(start: Start, tmp_path: 
     (tmp_path / "net/model.toml").write_text('parameters = { class = "scaling:Scaling" }')
     _, stream = await start("--model-repository", str(tmp_path))
     payload = infer_pb2.InferPayload(inputs=[tensor_of("x", np.ones((1, 2), np.float32))]).SerializeToString()
-    stream.lease([(1, payload)], kind="infer", model="net")
-    (word,) = await stream.reported(1, timeout_s=180)
+    word = await stream.run(1, payload, kind="infer", model="net", timeout_s=180)
     assert word.state == SUCCEEDED, word
     assert arrays_of(word.result)["output"].tolist() == [[2, 3]]
 
 
-async def test_models_that_are_added_later_are_reported(start: Start, shop: Shop) -> None:
+async def test_later_facts_are_reported_and_earlier_outputs_reach_the_engine(start: Start, shop: Shop) -> None:
     shop.add("one")
     _, stream = await start(*shop.flags)
     await ask(stream, 1, "one")
@@ -96,6 +88,13 @@ async def test_models_that_are_added_later_are_reported(start: Start, shop: Shop
     assert "plan" not in models(stream)["one"].facts
     await ask(stream, 2, "one", b"fact serves by now")
     await stream.until(lambda: models(stream)["one"].facts["plan"] == "serves by now")
+    extra = pb.LeaseExtra(index=0, partials_received=2, partials=[b"one", b"two"])
+    word = await stream.run(3, b"partials", attempt=2, extra=extra, kind="infer", model="one")
+    assert Answer.of(word.result).asked == "partials one,two"
+    # The master sends no outputs if they are larger than 1 MiB.
+    extra = pb.LeaseExtra(index=0, partials_received=3)
+    word = await stream.run(4, b"partials", attempt=2, extra=extra, kind="infer", model="one")
+    assert Answer.of(word.result).asked == "partials "
 
 
 async def test_room_is_made_by_the_least_recently_used_and_is_really_free(start: Start, shop: Shop) -> None:
@@ -107,12 +106,8 @@ async def test_room_is_made_by_the_least_recently_used_and_is_really_free(start:
     await stream.until(lambda: all(models(stream)[name].memory_bytes for name in "ab"))
     before_bytes = sum(private_bytes(pid) for pid in worker.engine_pids())
     await ask(stream, 4, "c")
-    began_s = time.monotonic()
-    answer = await ask(stream, 5, "d")  # b was used least recently, then a
-    assert answer.words == "I am d"
-    while Path(f"/proc/{pids['b']}").exists():
-        assert time.monotonic() - began_s < 20
-        await asyncio.sleep(0.01)
+    assert (await ask(stream, 5, "d")).words == "I am d"  # b was used least recently, then a
+    await until(lambda: not Path(f"/proc/{pids['b']}").exists(), "the end of b's process")
     await stream.until(lambda: len(ready(stream)) <= 3 and "d" in ready(stream) and "b" not in ready(stream))
     await stream.until(lambda: sum(entry.memory_bytes for entry in resident(stream).values()) <= 150 * MIB)
     assert "d" in ready(stream)
@@ -122,18 +117,15 @@ async def test_room_is_made_by_the_least_recently_used_and_is_really_free(start:
 
 
 async def test_two_models_and_room_for_one_take_turns(start: Start, shop: Shop) -> None:
-    shop.add("a", size_bytes=60 * MIB)
-    shop.add("b", size_bytes=60 * MIB)
-    shop.add("huge", size_bytes=1)
+    for name in "ab":
+        shop.add(name, size_bytes=60 * MIB)
     _, stream = await start(*shop.flags, "--model-memory-bytes", "100MiB", "--batch-tasks-max", "1")
-    await ask(stream, 1, "a")
-    await ask(stream, 2, "b")
-    await ask(stream, 3, "a")
+    for lease_id, name in enumerate("aba", 1):
+        await ask(stream, lease_id, name)
     await stream.until(lambda: ready(stream) == {"a"})  # from here on the memory of both models is measured
     known = len(stream.heartbeats)
     stream.lease([(n, b"sleep 0.3") for n in range(10, 30)], kind="infer", model="a")
-    stream.lease([(100, b"x")], kind="infer", model="b")
-    (word,) = await stream.reported(100)
+    word = await stream.run(100, b"x", kind="infer", model="b")
     assert word.state == SUCCEEDED
     words = await stream.reported(*range(10, 30), timeout_s=60)
     states = [word.state for word in words]
@@ -153,8 +145,7 @@ async def test_pins_and_unloads(start: Start, shop: Shop) -> None:
     await stream.until(lambda: ready(stream) == {"a"} and models(stream)["a"].memory_bytes)
     assert resident(stream)["a"].pinned
     pid = (await ask(stream, 1, "a")).pid
-    stream.lease([(2, b"x")], kind="infer", model="b")
-    (word,) = await stream.reported(2)
+    word = await stream.run(2, b"x", kind="infer", model="b")
     if word.state == SUCCEEDED:  # the worker had not measured b's memory yet
         assert "a" in ready(stream), "it is the other that goes, if they are too much together"
     else:
@@ -169,8 +160,7 @@ async def test_pins_and_unloads(start: Start, shop: Shop) -> None:
     await stream.until(lambda: "a" not in resident(stream))
     assert not Path(f"/proc/{pid}").exists()
     assert time.monotonic() - began_s < 20
-    stream.lease([(4, b"x")], kind="infer", model="a")
-    (word,) = await stream.reported(4)
+    word = await stream.run(4, b"x", kind="infer", model="a")
     assert word.state == pb.REPORT_STATE_RETURNED
     stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE))
     assert (await ask(stream, 5, "a")).words == "I am a"
@@ -185,9 +175,7 @@ async def test_a_process_that_is_killed_takes_only_its_own_along(start: Start, s
     stream.lease([(11, b"sleep 0.6")], kind="infer", model="a")
     stream.lease([(12, b"sleep 0.6")], kind="infer", model="b")
     stream.lease([(13, b"x"), (14, b"y")], kind="infer", model="b")
-    await stream.until(
-        lambda: {lease.lease_id for lease in stream.heartbeats[-1].leases if lease.running} >= {10, 11, 12}
-    )
+    await stream.running(10, 11, 12)
     os.kill(b.pid, signal.SIGKILL)
     ten, eleven, twelve, *rest = await stream.reported(10, 11, 12, 13, 14)
     assert [ten.state, eleven.state] == [SUCCEEDED] * 2
@@ -214,8 +202,7 @@ async def test_a_load_that_hangs_or_crashes_fails_only_the_tasks_that_wait_for_i
     assert "does not move" in stuck.error.message
     # The worker does not load the model again at once: it answers with the last error for a while.
     deaths = worker.log.count("engine died")
-    stream.lease([(4, b"x")], kind="infer", model="crash")
-    assert (await stream.reported(4))[0].error.type == "ModelLoadError"
+    assert (await stream.run(4, b"x", kind="infer", model="crash")).error.type == "ModelLoadError"
     assert worker.log.count("engine died") <= deaths + 1
 
 
@@ -232,10 +219,6 @@ async def test_what_is_revoked_while_its_model_loads_needs_no_model(start: Start
     assert 1 not in stream.reports
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
-    assert_no_children(worker)
-
-
-def assert_no_children(worker: WorkerProcess) -> None:
     assert not Path(f"/proc/{worker.pid}").exists()
 
 
@@ -273,9 +256,7 @@ async def test_a_sick_device_is_let_go_of_by_models_too(start: Start, shop: Shop
     gpus.xid(0, 95)
     (word,) = await stream.reported(2)
     assert word.state == pb.REPORT_STATE_RETURNED
-    async with asyncio.timeout(20):
-        while worker.engine_pids():
-            await asyncio.sleep(0.02)
+    await until(lambda: not worker.engine_pids(), "the end of the engines")
     assert not resident(stream) or stream.heartbeats[-1].health.unusable
     gpus.recovery_action(0, 0)
     await stream.until(lambda: stream.heartbeats[-1].health.state == device_pb2.HEALTH_STATE_HEALTHY, timeout_s=60)
@@ -296,17 +277,3 @@ async def test_a_stopped_process_delays_no_other_process_and_is_killed(start: St
     assert word.error.type == "NoProgress"
     assert (await ask(stream, 4, "a")).pid != a.pid
     assert not Path(f"/proc/{a.pid}").exists()
-
-
-async def test_an_earlier_attempts_outputs_reach_the_engine(start: Start, shop: Shop) -> None:
-    shop.add("a")
-    _, stream = await start(*shop.flags)
-    extra = pb.LeaseExtra(index=0, partials_received=2, partials=[b"one", b"two"])
-    stream.lease([(1, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
-    (word,) = await stream.reported(1)
-    assert Answer.of(word.result).asked == "partials one,two"
-    # The master sends no outputs if they are larger than 1 MiB.
-    extra = pb.LeaseExtra(index=0, partials_received=3)
-    stream.lease([(2, b"partials")], attempt=2, extra=extra, kind="infer", model="a")
-    (word,) = await stream.reported(2)
-    assert Answer.of(word.result).asked == "partials "

@@ -52,9 +52,7 @@ def reasons(stream: Stream) -> dict[str, str]:
     return {reason.code: reason.message for reason in stream.heartbeats[-1].health.reasons}
 
 
-async def test_a_worker_whose_engine_cannot_start_gives_its_leases_back_until_one_starts(
-    start: Start, module: Path
-) -> None:
+async def test_a_worker_whose_engine_cannot_start_gives_its_leases_back(start: Start, module: Path) -> None:
     worker, stream = await begin(start, module)
     (module.parent / "broken").touch()
     stream.lease([(n, b"0") for n in range(2, 6)], kind="mm.work")
@@ -73,8 +71,7 @@ async def test_a_worker_whose_engine_cannot_start_gives_its_leases_back_until_on
     await stream.until(lambda: not stream.heartbeats[-1].leases)
     (module.parent / "broken").unlink()
     await stream.until(lambda: state(stream) == device.HEALTH_STATE_HEALTHY)
-    stream.lease([(30, b"0")], kind="mm.work")
-    (word,) = await stream.reported(30)
+    word = await stream.run(30, b"0", kind="mm.work")
     assert (word.state, word.result) == (SUCCEEDED, b"%d" % worker.engine_pids()[0])
 
 
@@ -85,8 +82,7 @@ async def test_a_kill_while_the_engine_starts_does_not_make_the_device_sick(star
         (pid,) = worker.engine_pids()
         os.kill(pid, signal.SIGKILL)
         await stream.until(lambda pid=pid: worker.engine_pids() not in ([], [pid]))  # type: ignore[misc]
-    stream.lease([(1, b"0")], kind="mm.work")
-    assert (await stream.reported(1))[0].state == SUCCEEDED
+    assert (await stream.run(1, b"0", kind="mm.work")).state == SUCCEEDED
     assert {beat.health.state for beat in stream.heartbeats} == {device.HEALTH_STATE_HEALTHY}
 
 
@@ -101,7 +97,7 @@ if "multigpu_worker.main" in sys.orig_argv:
 """
 
 
-async def test_a_first_import_that_hangs_is_logged_with_its_file_and_ended(
+async def test_a_first_import_that_hangs_is_logged_and_ended(
     master: ScriptedMaster, start_worker: StartWorker, module: Path
 ) -> None:
     (module.parent / "sitecustomize.py").write_text(IMPATIENT.format(ready_s=1.0))
@@ -127,5 +123,4 @@ async def test_a_later_import_that_hangs_is_reported_with_its_file_and_ended(sta
     await stream.until(lambda: str(module) in reasons(stream).get("engine_fails", ""))
     (module.parent / "hangs").unlink()
     await stream.until(lambda: state(stream) == device.HEALTH_STATE_HEALTHY)
-    stream.lease([(1, b"0")], kind="mm.work")
-    assert (await stream.reported(1))[0].state == SUCCEEDED
+    assert (await stream.run(1, b"0", kind="mm.work")).state == SUCCEEDED

@@ -47,10 +47,7 @@ def planted(log: str) -> list[str]:
     return [line.removeprefix("planted ") for line in log.splitlines() if line.startswith("planted ")]
 
 
-async def test_headers_of_a_model_that_comes_later_are_read_in_a_thread(
-    start: Start, tmp_path: Path, plant: Path
-) -> None:
-    shop = Shop(tmp_path / "models")
+async def test_headers_of_a_model_that_comes_later_are_read_in_a_thread(start: Start, shop: Shop, plant: Path) -> None:
     shop.add("early")
     worker, stream = await start(*shop.flags, pythonpath=plant)
     shop.add("late")
@@ -61,16 +58,13 @@ async def test_headers_of_a_model_that_comes_later_are_read_in_a_thread(
     assert len(reads) == len({model for model, *_ in reads}), "what was there before is not read again"
 
 
-async def test_all_engines_are_ended_before_any_is_waited_for(start: Start, tmp_path: Path, plant: Path) -> None:
-    shop = Shop(tmp_path / "models")
+async def test_all_engines_are_ended_before_any_is_waited_for(start: Start, shop: Shop, plant: Path) -> None:
     for name in "abc":
         shop.add(name)
     worker, stream = await start(*shop.flags, pythonpath=plant)
     engines = {str((await ask(stream, number, name)).pid) for number, name in enumerate("abc", 1)}
     stream.lease([(9, b"600")], kind="sleep")  # so that the first signal begins a drain, and the second ends it
-    await stream.until(
-        lambda: any(held.lease_id == 9 and held.running for beat in stream.heartbeats for held in beat.leases)
-    )
+    await stream.running(9)
     before = len(planted(worker.log))
     worker.signal(signal.SIGTERM)
     await stream.until(lambda: stream.heartbeats[-1].draining)

@@ -52,8 +52,7 @@ async def begun(start: Start, edited: Edited) -> Begun:
 
 
 async def answer(stream: Stream, lease_id: int) -> bytes:
-    stream.lease([(lease_id, b"")], kind="my.word")
-    (word,) = await stream.reported(lease_id)
+    word = await stream.run(lease_id, b"", kind="my.word")
     assert word.state == SUCCEEDED, word
     return word.result
 
@@ -117,9 +116,7 @@ async def test_tasks_that_outlast_the_drain_timeout_begin_anew_uncharged(start: 
 
 
 @pytest.mark.parametrize(("code", "error"), [("1/0", "ZeroDivisionError"), ("import os; os._exit(7)", "exit code 7")])
-async def test_after_a_failed_import_the_version_before_goes_on(
-    begun: Begun, edited: Edited, code: str, error: str
-) -> None:
+async def test_a_failed_import_leaves_the_version_before(begun: Begun, edited: Edited, code: str, error: str) -> None:
     _, stream = begun
     before = stream.heartbeats[-1].handlers.version
     edited.write("two", code)

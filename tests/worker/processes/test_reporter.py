@@ -3,9 +3,8 @@
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from typing import Any
 
-import pytest
 from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engine.leases import Leases
 from multigpu_worker.engine.reporter import BatchReporter, Reporting, flush_forever
@@ -16,27 +15,14 @@ from multigpu_worker.processes.ipc.blobs import BlobMemory
 from multigpu_worker.processes.ipc.slots import SlotPage
 
 
-@pytest.fixture
-def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+def test_results_of_short_tasks_do_not_wait_for_a_long_one() -> None:
+    """The engine begins all tasks at once, as embed, infer and classify do, and computes in steps."""
     agent, engine = socket.socketpair()
     agent.settimeout(10.0)
-    with agent, engine:
-        yield agent, engine
-
-
-def test_results_of_short_tasks_do_not_wait_for_a_long_one(sockets: tuple[socket.socket, socket.socket]) -> None:
-    """The engine begins all tasks at once, as embed, infer and classify do, and computes in steps."""
-    agent, engine = sockets
     blobs = BlobMemory.create()
     channel = AgentChannel(engine, blobs)
-    shared = Reporting(
-        channel=channel,
-        leases=Leases(channel),
-        page=SlotPage.create(1),
-        result_bytes_max=1 << 20,
-        embedding_cache=dict,
-        unflushed=queue.SimpleQueue(),
-    )
+    limits: Any = {"result_bytes_max": 1 << 20, "embedding_cache": dict, "unflushed": queue.SimpleQueue()}
+    shared = Reporting(channel=channel, leases=Leases(channel), page=SlotPage.create(1), **limits)
     threading.Thread(target=flush_forever, args=(shared.unflushed,), daemon=True).start()
     items = [Item(n, n, 1, b"", 1, b"", 0) for n in range(1, 9)]
     reporter = BatchReporter(shared, Work(1, Batch("k", "", {}, "", items), None, None, [], None, set()), 0)

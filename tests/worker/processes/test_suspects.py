@@ -90,9 +90,7 @@ def check_outputs(stream: Stream) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [1, 8])
-async def test_the_one_that_ends_its_engine_is_charged_and_no_other(
-    start: Start, flags: list[str], culprit: int
-) -> None:
+async def test_the_one_that_ends_its_engine_is_charged_alone(start: Start, flags: list[str], culprit: int) -> None:
     worker, stream = await start(*flags)
     leases = [(n, payload(fate="die", at=5) if n == culprit else payload()) for n in range(1, 9)]
     stream.lease(leases, kind="generate")

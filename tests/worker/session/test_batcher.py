@@ -30,7 +30,7 @@ def pop(made: Batcher) -> list[int]:
     return ids(made.pop(one_by_one=ONE_BY_ONE))
 
 
-def test_one_spec_a_batch_and_the_oldest_first() -> None:
+def test_one_spec_a_batch_and_the_oldest_first_and_no_line_starves_another() -> None:
     made = batcher()
     made.add(ECHO, leases([1, 2]))
     made.add(OTHER, leases([3], OTHER))
@@ -38,9 +38,6 @@ def test_one_spec_a_batch_and_the_oldest_first() -> None:
     assert pop(made) == [1, 2, 4]
     assert pop(made) == [3]
     assert pop(made) == []
-
-
-def test_no_line_starves_another() -> None:
     made = batcher(tasks_max=2)
     made.add(ECHO, leases([1, 2, 3]))
     made.add(OTHER, leases([4], OTHER))
@@ -48,12 +45,21 @@ def test_no_line_starves_another() -> None:
     assert [pop(made) for _ in range(4)] == [[1, 2], [3, 5], [4], [6]]
 
 
-def test_budget_of_tokens() -> None:
+def test_budget_of_tokens_and_limits_of_a_model() -> None:
     made = batcher(tokens_max=100)
     made.add(ECHO, leases(range(1, 5), payload_bytes=160))  # 40 tokens each
     made.add(ECHO, leases([5], payload_bytes=10_000))  # more than a whole batch
     made.add(ECHO, leases([6], payload_bytes=0))
     assert [pop(made) for _ in range(4)] == [[1, 2], [3, 4], [5], [6]]
+    made = batcher(tasks_max=256)
+    rules = BatchRules(tasks_max=3)
+    made.rules = {(MODEL.kind, "m"): rules, ("mine", "m"): rules}
+    made.add(MODEL, leases(range(1, 6), MODEL))
+    assert [pop(made), pop(made)] == [[1, 2, 3], [4, 5]]
+    slow = Spec(kind="mine", model="m")
+    made.measure(slow, 64, 64e-6)
+    made.add(slow, leases(range(1, 6), slow))
+    assert pop(made) == [1, 2, 3]
 
 
 def test_dropped_leases_go_nowhere() -> None:
@@ -71,7 +77,7 @@ def test_dropped_leases_go_nowhere() -> None:
     assert pop(made) == [8]
 
 
-def test_put_back_goes_first() -> None:
+def test_put_back_goes_first_and_keeps_its_order_across_kinds() -> None:
     made = batcher()
     made.add(ECHO, leases([1, 2, 3, 4]))
     batch = made.pop(one_by_one=ONE_BY_ONE)
@@ -79,10 +85,7 @@ def test_put_back_goes_first() -> None:
     made.add(ECHO, leases([6]))
     made.put_back(batch)
     assert pop(made) == [1, 2, 3, 4, 6]
-
-
-def test_returned_leases_keep_their_order_across_kinds() -> None:
-    """A stream of new tasks must not overtake older ones: these would wait forever."""
+    # A stream of new tasks must not overtake older ones: these would wait forever.
     made = batcher()
     made.add(HANDLER, leases([1], HANDLER))
     made.add(ECHO, leases([2]))
@@ -108,7 +111,7 @@ def test_suspects_go_in_smaller_batches() -> None:
     assert [pop(made) for _ in range(3)] == [[1, 2, 3], [4], [5]]
 
 
-def test_unknown_speed_begins_with_one_and_grows() -> None:
+def test_batches_grow_with_a_known_speed_and_those_of_slow_tasks_take_bounded_time() -> None:
     made = batcher(tasks_max=256)
     made.add(HANDLER, leases(range(1, 2001), HANDLER))
     sizes = []
@@ -117,9 +120,6 @@ def test_unknown_speed_begins_with_one_and_grows() -> None:
         sizes.append(len(batch))
         made.measure(HANDLER, len(batch), len(batch) * 1e-6)
     assert sizes == [1, 8, 64, 256, 256]
-
-
-def test_slow_tasks_go_in_batches_of_bounded_time() -> None:
     made = batcher(batch_s=0.05)
     made.add(HANDLER, leases(range(1, 101), HANDLER))
     for _ in range(4):
@@ -150,15 +150,12 @@ LATER = Spec(kind="echo", priority=5)
 MODEL = Spec(kind="embed", model="m")
 
 
-def test_a_higher_priority_goes_first() -> None:
+def test_a_higher_priority_which_is_the_tasks_goes_first() -> None:
     made = batcher()
     made.add(LATER, leases([1], LATER))
     made.add(ECHO, leases([2]))
     made.add(URGENT, leases([3, 4], URGENT))
     assert [pop(made) for _ in range(3)] == [[3, 4], [2], [1]]
-
-
-def test_the_priority_is_the_tasks() -> None:
     assert [spec_of(task_pb2.TaskSpec(kind="echo", priority=n)).priority for n in range(6)] == [3, 1, 2, 3, 4, 5]
 
 
@@ -204,7 +201,7 @@ def pop_at(made: Batcher, now_s: float) -> list[int]:
     return ids(made.pop(one_by_one=ONE_BY_ONE, now_s=now_s))
 
 
-def test_a_batch_waits_to_grow_and_no_longer_than_its_delay() -> None:
+def test_a_batch_waits_to_grow_no_longer_than_its_delay_and_not_again_if_it_returns() -> None:
     made = growing()
     made.add(MODEL, leases([1], MODEL))
     assert pop_at(made, 7.0) == []
@@ -219,6 +216,12 @@ def test_a_batch_waits_to_grow_and_no_longer_than_its_delay() -> None:
     made.add(MODEL, leases([4], MODEL))
     assert pop_at(made, 7.6) == []
     assert made.due_s() == 8.1, "each batch has a delay of its own"
+    made = growing()
+    made.add(MODEL, leases([1], MODEL))
+    pop_at(made, 1.0)
+    batch = made.pop(one_by_one=ONE_BY_ONE, now_s=2.0)
+    made.put_back(batch)
+    assert pop_at(made, 2.0) == [1]
 
 
 def test_a_batch_goes_at_a_preferred_size_or_a_limit() -> None:
@@ -231,24 +234,3 @@ def test_a_batch_goes_at_a_preferred_size_or_a_limit() -> None:
     assert pop_at(made, 1.1) == [6]
     made.add(MODEL, leases(range(7, 30), MODEL))
     assert [len(pop_at(made, 1.2)) for _ in range(4)] == [8, 8, 4, 0]
-
-
-def test_returned_leases_do_not_wait_again() -> None:
-    made = growing()
-    made.add(MODEL, leases([1], MODEL))
-    pop_at(made, 1.0)
-    batch = made.pop(one_by_one=ONE_BY_ONE, now_s=2.0)
-    made.put_back(batch)
-    assert pop_at(made, 2.0) == [1]
-
-
-def test_limits_of_a_model() -> None:
-    made = batcher(tasks_max=256)
-    rules = BatchRules(tasks_max=3)
-    made.rules = {(MODEL.kind, "m"): rules, ("mine", "m"): rules}
-    made.add(MODEL, leases(range(1, 6), MODEL))
-    assert [pop(made), pop(made)] == [[1, 2, 3], [4, 5]]
-    slow = Spec(kind="mine", model="m")
-    made.measure(slow, 64, 64e-6)
-    made.add(slow, leases(range(1, 6), slow))
-    assert pop(made) == [1, 2, 3]

@@ -7,7 +7,7 @@ import pytest
 from multigpu_worker.session.pace import LEAD_S, LEAD_SHARE, Pace
 
 
-def test_the_next_batch_is_due_shortly_before_it_is_needed() -> None:
+def test_the_next_batch_is_due_shortly_before_it_is_needed_or_at_once_if_batches_are_short() -> None:
     pace = Pace()
     assert pace.due_s() <= 0.0, "an idle engine waits for nothing"
     pace.begin(1, 100, 5.0)
@@ -21,10 +21,7 @@ def test_the_next_batch_is_due_shortly_before_it_is_needed() -> None:
     assert pace.due_s() == pytest.approx(20.0 + 1.0 * (1 - LEAD_SHARE) - LEAD_S)
     pace.clear()
     assert pace.due_s() <= 0.0
-
-
-def test_a_batch_that_takes_next_to_nothing_holds_none_back() -> None:
-    """As on a GPU: a batch runs no longer than the next one takes to be prepared."""
+    # As on a GPU: a batch runs no longer than the next one takes to be prepared.
     pace = Pace()
     pace.begin(1, 16_384, 1.0)
     pace.end(1, 1.01)

@@ -16,11 +16,6 @@ LONG, SHORT = b"60", b"0"
 RETURNED = pb.REPORT_STATE_RETURNED
 
 
-@pytest.fixture
-async def stream(start_handlers: Start) -> Stream:
-    return (await start_handlers())[1]
-
-
 @pytest.mark.parametrize("fast", [False, True], ids=["batches of one", "one batch"])
 async def test_a_recall_returns_unstarted_leases_and_running_ones_continue(stream: Stream, fast: bool) -> None:
     if fast:  # the worker learns that these tasks are fast, and sends the next ones as one batch

@@ -10,8 +10,9 @@ import grpc
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
 
+from tests.worker.asking import until
 from tests.worker.conftest import Start, StartWorker
-from tests.worker.scripted_master import ScriptedMaster
+from tests.worker.scripted_master import ScriptedMaster, Stream
 
 
 async def test_work_goes_on_while_the_stream_is_down(master: ScriptedMaster, start: Start) -> None:
@@ -55,8 +56,7 @@ async def test_leases_not_taken_back_are_dropped(master: ScriptedMaster, start: 
     await stream.until(lambda: not stream.heartbeats[-1].leases)
 
 
-async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, start_handlers: Start) -> None:
-    _, stream = await start_handlers()
+async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMaster, stream: Stream) -> None:
     stream.lease([(1, b"")], kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     stream.break_off()
@@ -68,10 +68,7 @@ async def test_partials_from_the_beginning_after_a_reconnect(master: ScriptedMas
     await stream.until(lambda: not stream.heartbeats[-1].leases)
 
 
-async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_stream(
-    master: ScriptedMaster, start_handlers: Start
-) -> None:
-    _, stream = await start_handlers()
+async def test_an_attempt_with_earlier_outputs_ends_with_its_stream(master: ScriptedMaster, stream: Stream) -> None:
     stream.lease([(1, b"")], attempt=2, extra=pb.LeaseExtra(partials_received=10), kind="t.endless")
     await stream.until(lambda: len(stream.partials) > 20)
     assert [p.index for p in stream.partials][:3] == [10, 11, 12]
@@ -80,10 +77,7 @@ async def test_an_attempt_whose_first_outputs_are_with_the_master_ends_with_its_
     assert not stream.hello.leases
 
 
-async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
-    master: ScriptedMaster, start_handlers: Start
-) -> None:
-    _, stream = await start_handlers()
+async def test_too_many_partials_end_the_attempt_with_its_stream(master: ScriptedMaster, stream: Stream) -> None:
     stream.lease([(1, b"20")], kind="t.big_parts")
     stream.lease([(2, b"30"), (3, b"x")], kind="sleep")
     await stream.reported(1)  # connected all the time: fine
@@ -93,10 +87,8 @@ async def test_too_many_partials_to_keep_end_the_attempt_with_its_stream(
     assert {held.lease_id for held in stream.hello.leases} == {2, 3}
 
 
-async def test_checkpoints_in_hello(master: ScriptedMaster, start_handlers: Start) -> None:
-    _, stream = await start_handlers()
-    stream.lease([(1, b"it")], kind="t.checkpoint_then_raise")
-    await stream.reported(1)
+async def test_checkpoints_in_hello(master: ScriptedMaster, stream: Stream) -> None:
+    await stream.run(1, b"it", kind="t.checkpoint_then_raise")
     stream.break_off()
     stream = await master.stream()
     assert [held.checkpoint for held in stream.hello.leases] == [b"kept it"]
@@ -116,15 +108,11 @@ async def test_however_a_stream_ends_another_begins(master: ScriptedMaster, star
         await asyncio.sleep(0.3)
         master.reject = None
     stream = await master.stream()
-    stream.lease([(1, b"x")], kind="echo")
-    await stream.reported(1)
+    await stream.run(1, b"x", kind="echo")
 
 
 async def test_another_protocol_version_ends_the_worker(master: ScriptedMaster, start_worker: StartWorker) -> None:
-    master.reject = (
-        grpc.StatusCode.FAILED_PRECONDITION,
-        "the worker speaks version 1, the master 2: upgrade the worker",
-    )
+    master.reject = grpc.StatusCode.FAILED_PRECONDITION, "it speaks version 1, the master 2: upgrade the worker"
     worker = await start_worker(master.address)
     assert await worker.wait() == 4
     assert "upgrade the worker" in worker.log
@@ -140,8 +128,7 @@ async def test_waits_for_a_master(start_worker: StartWorker) -> None:
     began_s = time.monotonic()
     stream = await master.stream()
     assert time.monotonic() - began_s < 15  # the longest delay is 2 s, and a machine may be busy
-    stream.lease([(1, b"x")], kind="echo")
-    await stream.reported(1)
+    await stream.run(1, b"x", kind="echo")
     assert worker.process.returncode is None
     await master.stop()
 
@@ -181,33 +168,25 @@ async def test_second_signal_stops_at_once(start: Start) -> None:
 
 async def test_drain_without_a_master_ends(start_worker: StartWorker) -> None:
     worker = await start_worker("127.0.0.1:1")
-    while "engine ready" not in worker.log:
-        await asyncio.sleep(0.02)
+    await until(lambda: "engine ready" in worker.log, "the log line")
     worker.signal(signal.SIGTERM)
     assert await worker.wait() == 0
 
 
-async def test_the_engine_dies_with_its_agent(start_handlers: Start, tmp_path: Path) -> None:
+async def test_the_agent_never_imports_torch_and_its_engine_dies_with_it(start_handlers: Start) -> None:
     worker, stream = await start_handlers()
-    stream.lease([(1, b"")], kind="t.spin")
-    await stream.running(1)
+    await stream.run(1, b"x", kind="echo")
     (engine,) = worker.engine_pids()
+    assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
+    maps = Path(f"/proc/{engine}/maps").read_text()
+    assert "libtorch" not in maps  # it only echoed
+    assert "grpc" not in maps
+    stream.lease([(2, b"")], kind="t.spin")
+    await stream.running(2)
     worker.signal(signal.SIGKILL)
     await worker.wait()
-    async with asyncio.timeout(30):
-        while Path(f"/proc/{engine}").exists() and "State:\tZ" not in Path(f"/proc/{engine}/status").read_text():
-            await asyncio.sleep(0.01)
-
-
-async def test_the_agent_never_imports_torch(start: Start) -> None:
-    worker, stream = await start()
-    stream.lease([(1, b"x")], kind="echo")
-    await stream.reported(1)
-    maps = Path(f"/proc/{worker.pid}/maps").read_text()
-    assert "libtorch" not in maps
-    engine = Path(f"/proc/{worker.engine_pids()[0]}/maps").read_text()
-    assert "libtorch" not in engine  # it only echoed
-    assert "grpc" not in engine
+    status = Path(f"/proc/{engine}/status")
+    await until(lambda: not status.exists() or "State:\tZ" in status.read_text(), "the end of the engine")
 
 
 async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster, start_handlers: Start) -> None:
@@ -227,9 +206,7 @@ async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster,
 
 
 @pytest.mark.parametrize("setting", ["token-file", "artifacts-dir", "stats-file", "tls-ca"])
-async def test_a_file_that_can_not_be_used_is_rejected_at_the_start(
-    master: ScriptedMaster, start_worker: StartWorker, setting: str
-) -> None:
+async def test_an_unusable_file_is_rejected(master: ScriptedMaster, start_worker: StartWorker, setting: str) -> None:
     worker = await start_worker(master.address, f"--{setting}", "/proc/nonexistent/file")
     assert await worker.wait() == 2
     assert "/proc/nonexistent" in worker.log
@@ -239,12 +216,9 @@ async def test_a_file_that_can_not_be_used_is_rejected_at_the_start(
 async def test_the_same_reason_is_not_logged_every_second(master: ScriptedMaster, start_worker: StartWorker) -> None:
     master.reject = grpc.StatusCode.UNAUTHENTICATED, "no such token"
     worker = await start_worker(master.address)
-    while "no such token" not in worker.log:
-        await asyncio.sleep(0.1)
+    await until(lambda: "no such token" in worker.log, "the log line")
     before = master.rejections
-    while master.rejections < before + 5:
-        await asyncio.sleep(0.1)
+    await until(lambda: master.rejections >= before + 5, "five more rejections")
     assert worker.log.count("no such token") == 3
     master.reject = grpc.StatusCode.UNAUTHENTICATED, "the token has ended"
-    while "the token has ended" not in worker.log:
-        await asyncio.sleep(0.1)
+    await until(lambda: "the token has ended" in worker.log, "the log line")
