@@ -210,7 +210,7 @@ class Driver:
         if spec.durable:
             # Not before the leases of these tasks are on their way.
             fresh = submitted.fresh
-            letters = [replaces[task.request_id] for task in fresh if task.request_id in replaces]
+            letters = [(task.task_id, replaces[task.request_id]) for task in fresh if task.request_id in replaces]
             if deferred and not letters:
                 self._loop.call_soon(self.journaling.submits_deferred, fresh, done)
             else:

@@ -46,6 +46,12 @@ class Rows:
 
     def apply(self, entry: Entry) -> None:
         """Write an entry of a transaction that succeeded."""
+        for task_id in entry.deleted_dead_letters:
+            letter = self.dead.pop(task_id, None)
+            known = self.by_request.get(letter.request_id) if letter is not None else None
+            if known is not None and known.task_id == task_id:
+                self.by_request[known.request_id] = replace(known, fingerprint=FREE)
+            self.deleted[task_id] += letter is not None
         for row in entry.submits:
             self.tasks[row.task_id] = row
         for settle in entry.settles:
@@ -61,12 +67,6 @@ class Rows:
                 self.settings.pop(key, None)
             else:
                 self.settings[key] = value
-        for task_id in entry.deleted_dead_letters:
-            letter = self.dead.pop(task_id, None)
-            known = self.by_request.get(letter.request_id) if letter is not None else None
-            if known is not None and known.task_id == task_id:
-                self.by_request[known.request_id] = replace(known, fingerprint=FREE)
-            self.deleted[task_id] += letter is not None
         self.epoch = entry.epoch or self.epoch
 
     def backup(self) -> Rows:

@@ -139,6 +139,8 @@ class Story:
                 return Entry(settles=[self._settle(self.open.pop(i)) for i in ended])
             case "requeue" if self.letters:
                 record = self.letters.pop(random.choice(list(self.letters)))
+                if random.random() < 0.3:  # it has ended before it is written
+                    return Entry(settles=[self._settle(record)], deleted_dead_letters=(record.task_id,))
                 self.open[record.task_id] = record
                 return Entry(submits=[record], deleted_dead_letters=(record.task_id,))
             case "discard" if self.letters or self.letters_sent:

@@ -84,7 +84,7 @@ class Entry:
     submits: Sequence[SubmitRecord] = ()
     settles: Sequence[SettleRecord] = ()
     settings: Mapping[str, bytes | None] = field(default_factory=dict)  # key -> value; None deletes
-    deleted_dead_letters: Sequence[int] = ()
+    deleted_dead_letters: Sequence[int] = ()  # before `settles` make some
     epoch: int = 0  # one that a running master begins; 0: none
 
 

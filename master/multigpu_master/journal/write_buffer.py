@@ -71,6 +71,7 @@ class _Pending:
     entry: Entry
     size: int  # of payloads and results in memory; what is in shared files is not written
     submitted: Sequence[Task] = ()
+    replaced: Sequence[tuple[int, int]] = ()  # submitted task_ids, and the dead letters that they replace
     settled: Sequence[Task] = ()
     done: Done | None = None
     reports: bool = True  # `done` reports to a client that the entry is durable
@@ -109,10 +110,12 @@ class Journaling:
         self._linger_timer: asyncio.TimerHandle | None = None
         self._backlog_fell = asyncio.Event()
 
-    def submits(self, fresh: Sequence[Task], done: Done, deleted_dead_letters: Sequence[int], urgent: bool) -> None:
-        """Tasks the core has taken, in place of dead letters. `done` is called when they are durable or rejected."""
-        entry = Entry(deleted_dead_letters=deleted_dead_letters)
-        self._append(_Pending(entry, _own_bytes(fresh), submitted=fresh, done=done), urgent=urgent)
+    def submits(self, fresh: Sequence[Task], done: Done, replaced: Sequence[tuple[int, int]], urgent: bool) -> None:
+        """Tasks the core has taken; `replaced` has the task_ids of some, and the dead letters that are deleted with
+        them. `done` is called when they are durable or rejected.
+        """
+        pending = _Pending(Entry(), _own_bytes(fresh), submitted=fresh, replaced=replaced, done=done)
+        self._append(pending, urgent=urgent)
 
     def submits_deferred(self, fresh: Sequence[Task], failed: Done) -> None:
         """Tasks the core has taken, which are not reported to any client before they end. `failed` is called if they
@@ -238,11 +241,14 @@ class Journaling:
             self._end_deferrals(math.inf)  # clients may know of deferred tasks by what is reported: those come first
         lingering, self._lingering = self._lingering, []
         self._lingering_bytes = 0
-        settled = {task.task_id for pending in lingering for task in pending.settled}
+        settles = {task.task_id: pending.entry for pending in lingering for task in pending.settled}
         for pending in lingering:
             if pending.submitted:  # what has settled meanwhile is written as its outcome only
-                unsettled = [task for task in pending.submitted if task.task_id not in settled]
+                unsettled = [task for task in pending.submitted if task.task_id not in settles]
                 pending.entry.submits = [submit_record(task) for task in unsettled]
+            for task_id, letter in pending.replaced:  # it goes with what replaces it, or not at all
+                entry = settles.get(task_id, pending.entry)
+                entry.deleted_dead_letters = [*entry.deleted_dead_letters, letter]
         with contextlib.suppress(JournalError):  # it has failed, and has told `on_fatal`
             self._journal.append(*[pending.entry for pending in lingering])
 

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from multigpu.v1 import task_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Outcome, OutcomeState, Task
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.journal.protocol import Entry, JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.write_buffer import DEFER_S, Journaling
 from multigpu_master.wire import outcomes as wire_outcomes
@@ -86,6 +87,24 @@ async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejecte
     stage.journaling.flush()
     await until(lambda: bool(acknowledged))
     assert acknowledged == [2], "the core has heard of both rejections before"
+    stage.close()
+
+
+async def test_a_dead_letter_goes_with_the_outcome_that_replaces_it_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a full disk deletes it, and a crash loses the outcome (the simulator's seed 1100305)."""
+    stage = Stage(tmp_path)
+    handed_over: list[Entry] = []
+    monkeypatch.setattr(SqliteJournal, "append", lambda _journal, *entries: handed_over.extend(entries))
+    two, four = tasks(2, 4)
+    stage.journaling.submits([two, four], ignore, [(2, 1), (4, 3)], urgent=False)
+    stage.settle(two)
+    await until(lambda: bool(handed_over))
+    submitted, settled = handed_over
+    assert ([r.task_id for r in submitted.submits], list(submitted.deleted_dead_letters)) == ([4], [3])
+    assert ([r.task_id for r in settled.settles], list(settled.deleted_dead_letters)) == ([2], [1])
+    monkeypatch.undo()
     stage.close()
 
 

@@ -24,8 +24,8 @@ DRIVER, LOG = "master/test_driver.py::test_", "disk/test_log_damage.py::test_"
 JOURNAL = (
     journaling(
         "P1: acceptance before fsync",
-        ", submitted=fresh, done=done), urgent=urgent)\n",
-        ", submitted=fresh), urgent=urgent)\n        done(None)\n",
+        "replaced=replaced, done=done)\n        self._append(pending, urgent=urgent)\n",
+        "replaced=replaced)\n        self._append(pending, urgent=urgent)\n        done(None)\n",
     ),
     journaling(
         "P5: the core forgets a task that the journal does not answer for yet",
@@ -127,6 +127,13 @@ JOURNAL = (
     statements(
         "P4: a dead letter can't be tried again",
         "letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}",
+    ),
+    journaling(
+        "a dead letter goes before the outcome that replaces it",
+        "settles.get(task_id, pending.entry)",
+        "pending.entry",
+        checker="master/journal/test_journaling.py::"
+        "test_a_dead_letter_goes_with_the_outcome_that_replaces_it_or_not_at_all",
     ),
     statements("a dead letter can be tried again twice", "for task_id in written]\n", "for task_id in ()]\n"),
     statements(

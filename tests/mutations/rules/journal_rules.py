@@ -40,6 +40,8 @@ class Model:
     def apply(self, entry: Entry) -> None:
         for row in entry.submits:
             self.tasks[row.task_id] = row
+        for task_id in entry.deleted_dead_letters:
+            self.dead.pop(task_id, None)
         for settle in entry.settles:
             self.tasks.pop(settle.task_id, None)
             self.outcomes.append(settle)
@@ -49,8 +51,6 @@ class Model:
             self.settings[key] = value or b""
             if value is None:
                 del self.settings[key]
-        for task_id in entry.deleted_dead_letters:
-            self.dead.pop(task_id, None)
 
 
 class Life:

@@ -317,7 +317,7 @@ class Master:
         """As the driver does."""
         answer = next(c for c in self.handle(ev.Submit(spec, tasks, stream)) if isinstance(c, ev.Submitted))
         if spec.durable:
-            letters = [replaces[task.request_id] for task in answer.fresh if task.request_id in replaces]
+            letters = [(t.task_id, replaces[t.request_id]) for t in answer.fresh if t.request_id in replaces]
             if patient and not letters:
                 self._loop.call_soon(self.journaling.submits_deferred, answer.fresh, done)
             else:

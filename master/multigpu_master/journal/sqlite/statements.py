@@ -88,9 +88,9 @@ def transaction(
     letters: dict[int, SubmitRecord] = {}  # a task may become one, or be deleted and become one again
     statements: list[Statement] = []
     for entry in batch:
-        letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}
         written = [task_id for task_id in entry.deleted_dead_letters if letters.pop(task_id, None) is None]
         statements += [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in written]
+        letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}
     statements += inserts("task", TASK_FIELDS, task_values(submits, large, specs), bytes_total)
     outcomes = outcome_values(settles, first_cursor, large)
     statements += inserts("outcome", OUTCOME_FIELDS, outcomes, bytes_total)
