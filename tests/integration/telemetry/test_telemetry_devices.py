@@ -273,9 +273,8 @@ def test_a_lost_workers_device_has_no_values(gpus: SimulatedGpus, tmp_path: Path
         lost = fleet.worker("gpu")
         assert not lost.HasField("health") and not lost.HasField("telemetry")
         assert " W" not in mgpuctl(fleet, "gpus").splitlines()[-1]
-        heading, row = mgpuctl(fleet, "workers").splitlines()
-        cells = dict(zip(heading.split(), row.split(), strict=False))
-        assert (cells["STATE"], cells["HEALTH"]) == ("lost", "-")
+        _, row = mgpuctl(fleet, "workers").splitlines()
+        assert row.split().count("lost") == 2, "its state and its health"
 
 
 def mgpuctl(fleet: Fleet, *argv: str) -> str:

@@ -155,9 +155,9 @@ class DefaultHost(EngineHost):
         last = text.strip().rpartition("\n")[2]
         if not self._first_ready.done():
             lacking = last.startswith("ModuleNotFoundError")
-            remedy = "correct --handlers, or make the modules importable (PYTHONPATH)" if lacking else "correct them"
+            remedy = "correct them, or make them importable (PYTHONPATH)" if lacking else "correct them"
             self._first_ready.set_exception(
-                EngineStartError(f"the handlers ({modules}) can't be loaded: {last}; {remedy}\n{text}")
+                EngineStartError(f"the modules of --handlers ({modules}) can't be loaded: {last}; {remedy}\n{text}")
             )
         elif self.sources is None:
             self.reload_error = last
