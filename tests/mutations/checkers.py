@@ -10,7 +10,6 @@ from tests.mutations.rules import pytest_checkers
 
 # name -> (module, function, number of seeds for the unmutated product). 1: the function ignores the seed.
 CHECKERS = {
-    "batches": ("tests.mutations.rules.batches", "check", 300),
     "client": ("tests.client.transport.test_run_state", "run_seed", 300),
     "full": ("tests.mutations.rules.journal_rules", "check_reserve", 1),
     "journal": ("tests.mutations.rules.journal_rules", "check", 30),

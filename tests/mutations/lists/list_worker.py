@@ -5,7 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 session = partial(Mutation, module="multigpu_worker.session.session")
-batcher = partial(Mutation, module="multigpu_worker.session.batcher", checker="batches")
+batcher = partial(Mutation, module="multigpu_worker.session.batcher", checker="batcher")
 
 WORKER = (
     session(

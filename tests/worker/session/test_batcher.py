@@ -98,6 +98,16 @@ def test_put_back_goes_first_and_keeps_its_order_across_kinds() -> None:
     assert [pop(made) for _ in range(4)] == [[1], [2], [3], []]
 
 
+def test_leases_that_an_engine_gave_back_wait_where_they_waited_before() -> None:
+    made = batcher()
+    made.add(OTHER, leases([1], OTHER))
+    made.add(ECHO, leases([2, 3]))
+    taken = made.pop(one_by_one=ONE_BY_ONE, may=lambda spec: spec is ECHO)
+    made.add(ECHO, leases([4]))
+    made.give_way(taken)
+    assert [pop(made), pop(made)] == [[1], [2, 3, 4]]
+
+
 def test_suspects_go_in_smaller_batches() -> None:
     made = batcher()
     waiting = leases(range(1, 8))

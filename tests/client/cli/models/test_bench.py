@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from multigpu.cli import cli
 from multigpu.cli.bench import bench
 from multigpu.cli.bench.baseline import Baseline
 from multigpu.cli.bench.run import Row, latency_fields, tasks_in_round
@@ -125,15 +123,3 @@ def test_a_table_for_people(address: str) -> None:
     heading, row = ok(address, "bench", MODEL, *flags).splitlines()
     assert heading.split()[:4] == ["MODEL", "BATCH", "CALLERS", "ITEMS/S"]
     assert row.split()[:3] == [MODEL, "8", "2"]
-
-
-@pytest.mark.slow
-def test_wrong_options_are_rejected_before_anything_runs(address: str) -> None:
-    for flags, status, words in (
-        (["nope"], 2, "no worker serves the model 'nope'"),
-        (["--concurrency", "0"], 2, "1 to 10,000"),
-        (["--texts", "/nowhere"], 1, "can't read /nowhere"),
-        (["--input", "x=[1]"], 2, "for a model of the kind embed give --texts, not --input"),
-    ):
-        done = CliRunner().invoke(cli, ["bench", "--master", address, *flags])
-        assert (done.exit_code, words in done.output) == (status, True), done.output

@@ -99,6 +99,8 @@ def test_a_classifier_and_its_baseline(address: str, folder: Path, flag: str) ->
         ),
         (["lettres"], 2, "no worker serves the model 'lettres'; there are: "),
         (["letters", "--texts", "/dev/null"], 1, "has no texts"),
+        (["letters", "--texts", "/nowhere"], 1, "can't read /nowhere"),
+        (["letters", "--concurrency", "0"], 2, "1 to 10,000"),
     ],
 )
 def test_nonsense_is_reported_at_once(address: str, flags: list[str], status: int, words: str) -> None:
