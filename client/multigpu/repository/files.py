@@ -7,11 +7,11 @@ file by name. Files outside the repository, by a link or by a path with "..", ar
 import hashlib
 import json
 import os
+import re
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ PICKLED_WEIGHTS = "pytorch_model"
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
 # Sources in the layout of Hugging Face; of the others every file counts, since any may be read.
 LAYOUT_SOURCES = ("sentence-transformers", "huggingface")
+# Of all files, as `sha256sum` writes and checks it.
+SUMS_NAME = "SHA256SUMS"
+_SUM_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 READ_BYTES = 4 << 20
 HASHES_MAX = 65_536
 # A safetensors header holds names and shapes; even the largest models stay far below this. So do other JSON files.
@@ -32,14 +35,6 @@ SAFETENSORS_HEADER_BYTES_MAX = JSON_BYTES_MAX = 16 << 20
 MODEL_FILES_BYTES_MAX = 1 << 50
 # A file changed more recently may change again within the same tick of the file system's clock, and look the same.
 SETTLED_NS = 2_000_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """An error of a file, by its path in the model's folder."""
-
-    file: str
-    message: str
 
 
 def loaded_files(spec: ModelSpec) -> list[str]:
@@ -185,53 +180,46 @@ def digest(spec: ModelSpec) -> str:
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def verify(spec: ModelSpec, on_bytes: Callable[[int], None] = lambda _: None) -> list[Problem]:
-    """The loaded files that differ from the recorded hashes; [] if none does, or none is recorded."""
-    if not spec.hashes:
-        return []
-    problems = []
-    for name in sorted({*loaded_files(spec), *spec.hashes}):
-        wanted = spec.hashes.get(name)
-        if wanted is None:
-            problems.append(Problem(file=name, message="is loaded, and no hash of it is recorded"))
-            continue
-        try:
-            found = file_hash(spec.folder / name, on_bytes)
-        except ModelFolderError as error:
-            problems.append(Problem(file=name, message=str(error)))
-            continue
-        if found != wanted:
-            problems.append(Problem(file=name, message=f"has the hash {found}, and {wanted} is recorded"))
-    return problems
-
-
 def require_hashes(spec: ModelSpec) -> None:
-    """ModelFolderError: the files differ from the recorded hashes. To be called just before loading."""
-    problems = verify(spec)
-    if problems:
-        raise ModelFolderError(
-            f"{spec.folder / problems[0].file} {problems[0].message}: copy the model again, or, if the change was "
-            f"meant, record it with `mgpuctl models verify --write`"
-        )
+    """ModelFolderError: a loaded file is not as the folder's SHA256SUMS says, if there is one. Call it just before
+    loading.
+    """
+    path = spec.folder / SUMS_NAME
+    try:
+        lines = _small_file(path).decode().splitlines()
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFolderError(f"{path} can't be read: {error}") from error
+    recorded: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if (match := _SUM_LINE.fullmatch(line)) is None:
+            raise ModelFolderError(f"{path}, line {number}: write this file with `sha256sum`")
+        recorded[match[2].removeprefix("./")] = match[1].lower()
+    for name in loaded_files(spec):
+        wanted, found = recorded.get(name, "none"), file_hash(spec.folder / name)
+        if found != wanted:
+            raise ModelFolderError(
+                f"{spec.folder / name} has the SHA-256 {found}, and {wanted} is in {SUMS_NAME}: copy the model again, "
+                "or, if the change was meant, run `sha256sum` again"
+            )
 
 
 # By path, size, time of change and inode: an unchanged file isn't read again.
 _hashes: OrderedDict[tuple[str, int, int, int], str] = OrderedDict()
 
 
-def file_hash(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
-    """A file's SHA-256 in hex. `on_bytes` is called with the size of each piece. Raises ModelFolderError."""
+def file_hash(path: Path) -> str:
+    """A file's SHA-256 in hex. Raises ModelFolderError."""
     hasher = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             key = (str(path), status.st_size, status.st_mtime_ns, status.st_ino)
             if key in _hashes:
-                on_bytes(status.st_size)
                 return _hashes[key]
             while piece := file.read(READ_BYTES):
                 hasher.update(piece)
-                on_bytes(len(piece))
     except OSError as error:
         raise ModelFolderError(f"{path} can't be read: {error.strerror}") from error
     if time.time_ns() - status.st_mtime_ns > SETTLED_NS:
@@ -244,14 +232,18 @@ def file_hash(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> s
 def read_json(path: Path) -> Any:
     """Content of a JSON file of a model. Raises ModelFolderError if it can't be read or parsed."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > JSON_BYTES_MAX:
-            raise ModelFolderError(f"{path} is no file of at most {JSON_BYTES_MAX >> 20} MiB: copy it again")
-        return json.loads(path.read_bytes())
+        return json.loads(_small_file(path))
     except FileNotFoundError:
         raise ModelFolderError(f"{path} is missing: copy the complete model folder") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} can't be read as JSON ({error}): copy the model folder again") from error
+
+
+def _small_file(path: Path) -> bytes:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > JSON_BYTES_MAX:
+        raise ModelFolderError(f"{path} is no file of at most {JSON_BYTES_MAX >> 20} MiB: copy it again")
+    return path.read_bytes()
 
 
 def _shards(index: Path) -> list[str]:
@@ -267,7 +259,7 @@ def _shards(index: Path) -> list[str]:
 
 def _everything(folder: Path, under: str = "") -> Iterator[str]:
     for entry in _entries(folder / under):
-        if entry.name != FILE_NAME:
+        if entry.name not in (FILE_NAME, SUMS_NAME):
             yield under + entry.name
     with os.scandir(folder / under) as entries:
         folders = [entry for entry in entries if entry.is_dir() and _counts(entry.name)]

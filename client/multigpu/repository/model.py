@@ -7,7 +7,7 @@ The id of a model is its name, or "name:version" where the folder has versions.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,6 @@ def _check_engine(value: str) -> None:
     own = colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
     if value not in ENGINES and not own:
         raise ValueError(f'none of {", ".join(ENGINES)}, nor a class of your own: "module:Class"')
-
-
-def _check_hashes(hashes: Mapping[str, str]) -> None:
-    for name, value in hashes.items():
-        check_inside(name)
-        if len(value) != 64 or set(value.lower()) - set("0123456789abcdef"):
-            raise ValueError(f"{name} has no SHA-256 in hex: `mgpuctl models verify --write` records them")
 
 
 def _check_sizes(sizes: Iterable[int]) -> None:
@@ -131,8 +124,6 @@ class ModelSpec:
     allow_pickle: tuple[str, ...] = setting((), check=_check_all_inside)
     batch: BatchRules = setting(BatchRules())
     gate: Gate = setting(Gate())
-    # SHA-256 of files, in hex, by their path in the folder: loaded files must have them.
-    hashes: dict[str, str] = setting(dict, check=_check_hashes)
     # Bytes of the files that are loaded.
     files_bytes: int = 0
     # When the newest of them was changed, in nanoseconds since 1970: one that differs may hold another model.

@@ -49,8 +49,6 @@ def parse(text: bytes, where: str) -> dict[str, Any]:
         values = read_table(ModelSpec, table)
     except ValueError as error:
         raise ModelFolderError(f"{where}: {error}") from error
-    if "hashes" in values:
-        values["hashes"] = {name: value.lower() for name, value in values["hashes"].items()}
     return values | versions
 
 

@@ -93,7 +93,7 @@ def is_model(folder: Path) -> bool:
 
 
 def read_model(
-    folder: Path, name: str, root: Path | None, *, every_version: bool = False, check: SpecCheck = lambda _spec: None
+    folder: Path, name: str, root: Path | None, *, check: SpecCheck = lambda _spec: None
 ) -> tuple[list[ModelSpec], dict[str, str]]:
     """A model's versions that are to be served, oldest first, and the errors of those that can't be, by id.
 
@@ -106,8 +106,7 @@ def read_model(
         if root is not None:
             reject_outside(folder / FILE_NAME, root)
         values = read_toml(folder)
-    wanted = "all" if every_version else values.pop("versions", "latest")
-    values.pop("versions", None)
+    wanted = values.pop("versions", "latest")
     there = _versions_in(folder)
     if not there:
         with _as_folder_error(folder):
@@ -119,14 +118,9 @@ def read_model(
     specs: list[ModelSpec] = []
     errors: dict[str, str] = {}
     for version in sorted(wanted if isinstance(wanted, tuple) else there, reverse=True):
-        hashes = {
-            file.removeprefix(f"{version}/"): value
-            for file, value in values.get("hashes", {}).items()
-            if file.startswith(f"{version}/")
-        }
         try:
             with _as_folder_error(folder / str(version)):
-                spec = _read_version(folder / str(version), name, str(version), values | {"hashes": hashes}, root)
+                spec = _read_version(folder / str(version), name, str(version), values, root)
                 check(spec)
             specs.insert(0, spec)
         except ModelFolderError as error:

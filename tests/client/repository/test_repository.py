@@ -1,4 +1,4 @@
-"""The model repository as files: what is a model, what its files say, what is rejected, and what its hashes are for."""
+"""The model repository as files: what is a model, what its files say, and what is rejected."""
 
 import json
 import os
@@ -12,9 +12,6 @@ import pytest
 from multigpu.repository.files import loaded_files
 from multigpu.repository.model import BatchRules, Gate, ModelFolderError, ModelSpec, Scan
 from multigpu.repository.scan import scan
-
-SHA = "ab" * 32
-
 
 # A safetensors file without tensors: the length of its header, and the header.
 EMPTY = b"\x08" + bytes(7) + b"{}      "
@@ -114,7 +111,7 @@ def test_a_kind_that_the_files_cannot_serve_is_an_error_of_the_scan(
 
 
 def test_every_key_of_a_model_toml(tmp_path: Path) -> None:
-    text = f"""
+    text = """
     kind = "embed"
     source = "huggingface"
     engine = "onnx"
@@ -122,7 +119,7 @@ def test_every_key_of_a_model_toml(tmp_path: Path) -> None:
     warm_up = false
     instances = 2
     concurrency = 8
-    labels = {{ team = "search" }}
+    labels = { team = "search" }
     allow_pickle = ["pytorch_model.bin"]
     [batch]
     tasks_max = 64
@@ -138,8 +135,6 @@ def test_every_key_of_a_model_toml(tmp_path: Path) -> None:
     int8_recipe = "default"
     layers = 3
     fast = true
-    [hashes]
-    "model.safetensors" = "{SHA.upper()}"
     """
     put(tmp_path, under("m", hugging_face() | {"model.toml": text, "calibration.jsonl": "", "held_out.jsonl": ""}))
     spec = only(scan(tmp_path))
@@ -157,7 +152,6 @@ def test_every_key_of_a_model_toml(tmp_path: Path) -> None:
         labels={"team": "search"},
         parameters={"int8_recipe": "default", "layers": "3", "fast": "true"},
         gate=Gate(calibration="calibration.jsonl", held_out="held_out.jsonl", metric="spearman", threshold=0.5),
-        hashes={"model.safetensors": SHA},
         allow_pickle=("pytorch_model.bin",),
         files_bytes=spec.files_bytes,
         changed_ns=spec.changed_ns,
@@ -183,8 +177,6 @@ def test_every_key_of_a_model_toml(tmp_path: Path) -> None:
         ("source = 'onnx'\nfile = 'gone.onnx'", "gone.onnx is missing"),
         ("source = 'onnx'", "has no file in .onnx"),
         ("allow_pickle = 'all'", "is not a list of strings"),
-        ("[hashes]\n'../x' = '" + SHA + "'", "'../x' is no path"),
-        ("[hashes]\nx = 'abc'", "x has no SHA-256"),
         ("labels = { a = [1] }", r"labels: a = \[1\] is neither"),
         ("batch = 3", "batch: 3 is not a table"),
         ("kind = ", "is not TOML"),

@@ -1,27 +1,19 @@
-"""The files of models: links out of the repository, the files that are loaded, digests, and hashes in model.toml."""
+"""The files of models: links out of the repository, the files that are loaded, digests, and SHA256SUMS."""
 
-import errno
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from multigpu.repository.files import (
-    Problem,
-    check_safetensors,
-    digest,
-    file_hash,
-    loaded_files,
-    require_hashes,
-    verify,
-)
-from multigpu.repository.hashes import write_hashes
-from multigpu.repository.model import ModelFolderError, ModelSpec
+from multigpu.repository.files import check_safetensors, digest, loaded_files, require_hashes
+from multigpu.repository.model import ModelFolderError
 from multigpu.repository.scan import read_model, scan
 
 from tests.client.repository.test_repository import EMPTY, MINI, hugging_face, only, put, under
 
 PLAIN = hugging_face()
+MODELS_PAGE = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text("utf-8")
 
 
 def test_links_out_of_the_repository_are_rejected(tmp_path: Path) -> None:
@@ -91,26 +83,24 @@ def test_a_file_replaced_at_once_is_read_again(tmp_path: Path) -> None:
     assert digest(spec) != before
 
 
-def hashes_of(spec: ModelSpec) -> dict[str, str]:
-    return {name: file_hash(spec.folder / name) for name in loaded_files(spec)}
-
-
-def test_verify(tmp_path: Path) -> None:
+def test_files_are_loaded_as_sha256sum_recorded_them(tmp_path: Path) -> None:
     put(tmp_path, under("m", MINI))
-    spec = only(scan(tmp_path))
-    assert verify(spec) == []
-    lines = [f'"{name}" = "{value}"' for name, value in hashes_of(spec).items()]
-    put(tmp_path, {"m/model.toml": "\n".join(["[hashes]", *lines])})
-    spec = only(scan(tmp_path))
-    assert verify(spec) == []
+    spec, folder = only(scan(tmp_path)), tmp_path / "m"
     require_hashes(spec)
-    put(tmp_path, {"m/2_Dense/model.safetensors": EMPTY.replace(b"  ", b"\n\n"), "m/added.json": "{}"})
-    (tmp_path / "m/tokenizer.json").unlink()
-    problems = verify(only(scan(tmp_path)))
-    assert [problem.file for problem in problems] == ["2_Dense/model.safetensors", "added.json", "tokenizer.json"]
-    assert problems[1] == Problem(file="added.json", message="is loaded, and no hash of it is recorded")
-    with pytest.raises(ModelFolderError, match=r"2_Dense/model\.safetensors has the hash .*models verify --write"):
+    command = "find . -type f ! -name SHA256SUMS -exec sha256sum {} + > SHA256SUMS && sha256sum --quiet -c SHA256SUMS"
+    assert command.partition(" && ")[0] in MODELS_PAGE
+    subprocess.run(["sh", "-c", command], cwd=folder, check=True)
+    require_hashes(spec)
+    put(folder, {"added.json": "{}"})
+    with pytest.raises(ModelFolderError, match=r"added.json has the SHA-256 \w{64}, and none is in SHA256SUMS"):
         require_hashes(only(scan(tmp_path)))
+    (folder / "added.json").unlink()
+    put(folder, {"2_Dense/model.safetensors": EMPTY.replace(b"  ", b"\n\n")})
+    with pytest.raises(ModelFolderError, match=r"2_Dense/model\.safetensors has .* run `sha256sum` again"):
+        require_hashes(only(scan(tmp_path)))
+    put(folder, {"SHA256SUMS": "# a remark\n"})
+    with pytest.raises(ModelFolderError, match="SHA256SUMS, line 1: write this file with `sha256sum`"):
+        require_hashes(spec)
 
 
 @pytest.mark.parametrize("name", ["model.toml", "config.json", "model.safetensors", "tokenizer.json"])
@@ -133,16 +123,3 @@ def test_a_header_of_another_form_is_an_error(tmp_path: Path, offsets: str) -> N
 def test_an_unreadable_file_is_not_reported_as_damaged(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"can't be read \(File name too long\)"):
         check_safetensors(tmp_path / ("x" * 300))
-
-
-def test_hashes_on_a_full_disk_leave_model_toml_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.toml").write_text("instances = 2\n")
-
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ModelFolderError, match="No space left"):
-        write_hashes(tmp_path, {"model.onnx": "0" * 64})
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model.toml"]
-    assert (tmp_path / "model.toml").read_text() == "instances = 2\n"

@@ -160,7 +160,7 @@ def _toml(rng: Random) -> dict[str, bytes]:
         f"[parameters]\ncache_bytes = {number}\ncontext = {number}",
         f"file = '{path}'",
         f"engine = '{'a' * rng.choice((1, 300_000))}:B'",
-        f"[hashes]\n'{path}' = '{'0' * rng.choice((1, 64))}'",
+        f"hashes = {{ '{path}' = '0' }}",
         f"versions = [{number}]",
         f"'{rng.choice(WORDS[:20])}' = {number}".replace("\0", ""),
     )

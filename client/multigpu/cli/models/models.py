@@ -12,7 +12,6 @@ from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import connected, find_worker_id
 from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.failures import Failure, NotFound
-from multigpu.cli.models.verify import verify
 from multigpu.cli.options import F, Number, json_option
 from multigpu.cli.presence import suggestion
 from multigpu.cli.progress import Progress
@@ -37,14 +36,11 @@ PLACES = (
 @json_option
 @click.pass_context
 def models(context: click.Context, as_json: bool) -> None:
-    """See, load, unload and verify models: what is loaded where. Without a command, lists them.
+    """See, load and unload models: what is loaded where. Without a command, lists them.
 
     The first task for a model loads it. A model that is loaded with `load` is pinned: it stays until `unload`.
     """
     list_by_default(context, list_, as_json=as_json)
-
-
-models.add_command(verify)
 
 
 @models.command("list", examples=(("mgpuctl models list", "All models, and where they are loaded."),))
