@@ -19,8 +19,8 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -55,6 +55,7 @@ class Network:
     """See the module. The first place is `HERE`."""
 
     def __init__(self, places: list[str], seed: int) -> None:
+        self.seen: Counter[str] = Counter()  # packets: carried, delayed, lost, reset
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._ways: dict[tuple[str, str], Way] = {}
@@ -116,15 +117,22 @@ class Network:
 
     def _make(self, place: str) -> None:
         """A namespace, except for HERE, and its device; in a thread, because a namespace belongs to a thread."""
+        errors: list[Exception] = []
 
         def build() -> None:
-            if place != HERE:
-                _new_namespace()
-                self._namespaces[place] = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-            self._devices[place] = self._open_device(place)
+            try:
+                if place != HERE:
+                    _new_namespace()
+                    self._namespaces[place] = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+                self._devices[place] = self._open_device(place)
+            except Exception as error:
+                errors.append(error)
 
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(build).result()
+        thread = threading.Thread(target=build)
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
 
     def _open_device(self, place: str) -> int:
         try:
@@ -186,13 +194,18 @@ class Network:
             way = self._ways.get((source, target))
             resetting = self._resetting.get(frozenset((source, target)), 0.0) > now
         if resetting and packet[9] == _TCP:
+            self.seen["reset"] += 1
             to_target, to_source = _resets(packet)
             yield now, self._devices[target], to_target
             if to_source is not None:
                 yield now, self._devices[source], to_source
         elif way is None:
+            self.seen["carried"] += 1
             yield now, self._devices[target], packet
-        elif self._random.random() >= way.loss:
+        elif way.loss and self._random.random() < way.loss:
+            self.seen["lost"] += 1
+        else:
+            self.seen["delayed"] += 1
             yield now + way.delay_s + self._random.random() * way.jitter_s, self._devices[target], packet
 
 

@@ -42,7 +42,10 @@ class Attempts:
         live = {x.lease_id: (x, x.running, w.session) for w in workers for x in w.leases.values()}
         granted = {x.lease_id: x for c in commands if isinstance(c, ev.Dispatch) for x in c.leases}
         ended = [entry for lease_id, entry in self._leases.items() if lease_id not in live]
-        revoked = {(c.session, i): c.reason for c in commands if isinstance(c, ev.Revoke) for i in c.lease_ids}
+        revoked: dict[tuple[int, int], str] = {}
+        for c in commands:
+            for lease_id in c.lease_ids if isinstance(c, ev.Revoke) else ():
+                revoked.setdefault((c.session, lease_id), c.reason)  # the first says why
         for lease, running, session in ended:
             # What was taken back first (a drain's deadline passed while the master slept) ends by nothing else.
             why = revoked.get((session, lease.lease_id))
