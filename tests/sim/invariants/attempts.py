@@ -43,9 +43,9 @@ class Attempts:
         granted = {x.lease_id: x for c in commands if isinstance(c, ev.Dispatch) for x in c.leases}
         ended = [entry for lease_id, entry in self._leases.items() if lease_id not in live]
         revoked: dict[tuple[int, int], str] = {}
-        for c in commands:
-            for lease_id in c.lease_ids if isinstance(c, ev.Revoke) else ():
-                revoked.setdefault((c.session, lease_id), c.reason)  # the first says why
+        for revoke in (c for c in commands if isinstance(c, ev.Revoke)):
+            for lease_id in revoke.lease_ids:
+                revoked.setdefault((revoke.session, lease_id), revoke.reason)  # the first says why
         for lease, running, session in ended:
             # What was taken back first (a drain's deadline passed while the master slept) ends by nothing else.
             why = revoked.get((session, lease.lease_id))
