@@ -41,13 +41,14 @@ from multigpu.outcome import Outcome as Outcome
 from multigpu.outcome import OutcomeState as OutcomeState
 from multigpu.outcome import RemoteError as RemoteError
 from multigpu.outcome import ResultExpiredError as ResultExpiredError
+from multigpu.outcome import ResultFormatError as ResultFormatError
 from multigpu.outcome import ResultLostError as ResultLostError
-from multigpu.outcome import Task as Task
 from multigpu.outcome import TaskCancelled as TaskCancelled
 from multigpu.outcome import TaskError as TaskError
 from multigpu.outcome import TaskExpired as TaskExpired
 from multigpu.outcome import TaskFailed as TaskFailed
-from multigpu.outcome import TaskState as TaskState
+from multigpu.task import Task as Task
+from multigpu.task import TaskState as TaskState
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,8 @@
     │   ├── TaskFailed              it raised; also of the class that its handler raised, and its cause is a RemoteError
     │   ├── TaskCancelled, TaskExpired
     │   ├── ResultExpiredError      it SUCCEEDED, and its result was deleted after the result_ttl
-    │   └── ResultLostError         it SUCCEEDED, and its result can no longer be read
+    │   ├── ResultLostError         it SUCCEEDED, and its result can no longer be read
+    │   └── ResultFormatError       it SUCCEEDED, and this client can't decode its result
     ├── NotFoundError               the master does not know the task, worker, model or token, or no longer does
     ├── InvalidRequestError         an AdminClient's call makes no sense, or not in this state; also a ValueError
     ├── ConfigError                 a setting is unknown or wrong; also a ValueError

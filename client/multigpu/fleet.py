@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from multigpu._transport.times import instant, seconds_of
-from multigpu.outcome import OpenEnum, Task
+from multigpu.outcome import OpenEnum
+from multigpu.task import Task
 
 if TYPE_CHECKING:
     from datetime import datetime

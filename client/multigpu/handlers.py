@@ -344,7 +344,9 @@ def batch(function: Any = None, /, *, max_size: int = 64, max_wait_ms: float = 5
         raise ValueError(f"max_wait_ms={max_wait_ms!r}: give 0 to {BATCH_WAIT_MS_MAX:,}")
 
     def mark(function: T) -> T:
-        if isinstance(function, type | HandlerFunction):
+        if isinstance(function, HandlerFunction):
+            raise TypeError("write @multigpu.handler above @multigpu.batch")
+        if isinstance(function, type):
             raise TypeError("batch belongs to the __call__ of a handler class, below the class's own decorator")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError("a batched handler returns a list: it can't be a generator")

@@ -15,7 +15,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError
-from multigpu.outcome import OutcomeState, TaskState
+from multigpu.outcome import OutcomeState
+from multigpu.task import TaskState
 from multigpu.v1 import generate_pb2, task_pb2, task_service_pb2
 
 T = TypeVar("T")
@@ -260,7 +261,9 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], SpecOptio
 
 def _build(kind: str, content_type: str, options: Mapping[str, Any]) -> task_pb2.TaskSpec:
     if not isinstance(kind, str):
-        raise TypeError(f"a task's kind is a str, not {type(kind).__name__}")
+        name = getattr(kind, "kind", None)  # of a handler
+        hint = f": write {kind.__name__}.run(client, …), or the kind {name!r}" if isinstance(name, str) else ""
+        raise TypeError(f"a task's kind is a str, not {type(kind).__name__}{hint}")
     known = TaskOptions.__annotations__
     spec = task_pb2.TaskSpec(content_type=content_type)
     try:

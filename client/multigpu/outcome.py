@@ -1,4 +1,4 @@
-"""`Task`: a task as the master saw it when asked; `Outcome`: how it ended; `TaskError`: one without a result.
+"""`Outcome`: how a task ended; `TaskError`: one without a result.
 
 One frame carries many outcomes, and each outcome keeps the memory of its whole frame allocated. A program with many
 tasks should keep the values of outcomes, not the outcomes.
@@ -118,11 +118,18 @@ class Outcome:
         return self.message.content_type
 
     def value(self) -> Any:
-        """The decoded result of a task that SUCCEEDED; otherwise raises its TaskError."""
+        """The decoded result of a task that SUCCEEDED; otherwise raises its TaskError. ResultFormatError: it can't be
+        decoded here.
+        """
         if self.message.state != _SUCCEEDED:
             raise self.to_error()
         content_type = self.message.content_type
-        return decode(self.result, content_type) if content_type else self.result
+        if not content_type:
+            return self.result
+        try:
+            return decode(self.result, content_type)
+        except ValueError as error:
+            raise ResultFormatError(self, str(error)) from None
 
     def to_error(self) -> TaskError:
         """The error that says how the task ended. Only for one that did not succeed."""
@@ -282,6 +289,20 @@ class ResultLostError(TaskError):
     """The task SUCCEEDED, and its result can no longer be read: its file is deleted or damaged."""
 
 
+class ResultFormatError(TaskError):
+    """The task SUCCEEDED, and this client can't decode its result: a pickle without `allow_pickle`, for example."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(outcome)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.outcome, self.reason)
+
+    def __str__(self) -> str:
+        return f"the result of task {self.outcome.task_id} can't be read: {self.reason}"
+
+
 _BY_STATE: dict[OutcomeState, type[TaskError]] = {
     OutcomeState.CANCELLED: TaskCancelled,
     OutcomeState.EXPIRED: TaskExpired,
@@ -332,66 +353,3 @@ def _failed_class(raised: type) -> type[TaskFailed]:
 def _not_sent(_error: TaskFailed, name: str) -> Any:
     """In place of a __getattr__ of the class, which may rely on an __init__ that did not run."""
     raise AttributeError(f"a worker sends the type, message and traceback of an exception, not its {name!r}")
-
-
-class TaskState(OpenEnum):
-    """Where a task can be."""
-
-    UNSPECIFIED = 0
-    QUEUED = 1
-    LEASED = 2
-    SETTLED = 3
-
-
-class Task:
-    """A task as the master saw it when asked. `message` is the protobuf behind it, with everything."""
-
-    __slots__ = ("_listed", "message")
-
-    def __init__(self, message: task_pb2.Task, *, listed: bool = False) -> None:
-        """`listed`: it is of a list, without results."""
-        self.message = message
-        self._listed = listed
-
-    def __repr__(self) -> str:
-        return f"<Task {self.task_id}: {self.kind}, {self.state.name}>"
-
-    @property
-    def task_id(self) -> int:
-        return self.message.task_id
-
-    @property
-    def request_id(self) -> str:
-        return self.message.request_id
-
-    @property
-    def kind(self) -> str:
-        return self.message.spec.kind
-
-    @property
-    def state(self) -> TaskState:
-        return TaskState(self.message.state)
-
-    @property
-    def attempts(self) -> int:
-        """Attempts granted so far."""
-        return self.message.attempts
-
-    @property
-    def worker_id(self) -> str:
-        """Where it is leased; empty unless LEASED."""
-        return self.message.worker_id
-
-    @property
-    def progress(self) -> float:
-        """0 to 1; 0 if the engine doesn't say."""
-        return self.message.progress.fraction
-
-    @property
-    def submit_time(self) -> datetime | None:
-        return instant(self.message.submit_time)
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """How it ended; None unless SETTLED."""
-        return Outcome(self.message.outcome, listed=self._listed) if self.message.HasField("outcome") else None

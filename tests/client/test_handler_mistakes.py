@@ -31,6 +31,8 @@ def test_batch_without_parentheses_batches() -> None:
         assert sizes.map(client, [1, 2]) is not None
     with pytest.raises(TypeError, match="below the class's own decorator"):
         multigpu.batch(type("Model", (), {}))
+    with pytest.raises(TypeError, match=r"handler above @multigpu\.batch"):
+        multigpu.batch(sizes)
     with pytest.raises(TypeError, match=r"@multigpu.batch\(max_size=8\)"):
         multigpu.batch(8)  # type: ignore[call-overload]
 
@@ -47,6 +49,10 @@ def test_an_option_is_no_argument() -> None:
         with pytest.raises(TypeError, match=r"write add\.options\(priority=1\)\.run\(client, …\)"):
             add.run(client, 1, priority=1)  # type: ignore[call-overload]
         assert add.run(client, 1, b=2) == 3
+        with pytest.raises(TypeError, match=r"write add\.run\(client, …\)"):
+            client.run(add, 1)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="an Input is an item of map"):
+            client.run("mistakes.add", multigpu.Input(payload=1))
 
 
 def test_a_method_is_no_handler_and_a_batch_is_a_list() -> None:

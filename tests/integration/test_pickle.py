@@ -19,7 +19,7 @@ def double(number: Fraction) -> object:
 
 @multigpu.handler("pair")
 def pair(number: object, times: int = 1) -> object:
-    yield {number: times}
+    yield {number: times} if number != [1] else Fraction(1, 4)
     return Fraction(1, 3)
 """
 
@@ -48,8 +48,12 @@ def test_pickles_are_read_where_both_sides_allow_it(tmp_path: Path) -> None:
                 assert list(parts) == [{Fraction(3): 1}]
             outcome = client.run_outcome("pair", Fraction(3))
             multigpu.allow_pickle(False)
-            with pytest.raises(ValueError, match=r"multigpu\.allow_pickle\(\), or mgpu-worker --allow-pickle"):
+            with pytest.raises(multigpu.ResultFormatError, match=r"result of task \d+ .* multigpu\.allow_pickle\(\)"):
                 outcome.value()
+            (unread,) = client.map("pair", [1], return_exceptions=True)
+            assert isinstance(unread, multigpu.ResultFormatError)
+            with pytest.raises(multigpu.MultigpuError, match="a partial output can't be read: it is a pickle"):
+                list(client.stream("pair", [1], request_id="parts"))
             with pytest.raises(multigpu.InvalidTaskError, match="this Fraction is not"):
                 client.run("double", Fraction(1, 2))
         assert not fleet.faults()

@@ -23,7 +23,7 @@ from multigpu.fleet import (
     Worker,
 )
 from multigpu.options import to_proto_duration
-from multigpu.outcome import Task
+from multigpu.task import Task
 from multigpu.v1 import admin_service_pb2 as admin
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from multigpu.fleet import CancelResult, TaskCounts
 from multigpu.options import SpecOptions, TaskFilter, filter_of
 
 if TYPE_CHECKING:
-    from multigpu.outcome import Outcome, Task, TaskName
+    from multigpu.outcome import Outcome, TaskName
+    from multigpu.task import Task
 
 
 class AsyncBaseClient:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from multigpu._calls.core import Core
 from multigpu.fleet import Explanation
-from multigpu.outcome import Task
+from multigpu.task import Task
 
 if TYPE_CHECKING:
     from multigpu.outcome import Outcome

@@ -23,7 +23,8 @@ from multigpu._calls.streaming import Part
 from multigpu._calls.submitting import MakeHandle, Submission
 from multigpu._transport.loop_thread import LoopThread
 from multigpu.errors import ClientClosedError, MultigpuError
-from multigpu.outcome import Outcome, Task, TaskName
+from multigpu.outcome import Outcome, TaskName
+from multigpu.task import Task
 from multigpu.v1 import task_service_pb2
 
 T = TypeVar("T")

@@ -187,6 +187,8 @@ class CallFactory:
         try:
             data, content_type = (payload, RAW) if type(payload) is bytes else encode(payload)
         except ValueError as error:
+            if type(payload) is Input:
+                raise TypeError("an Input is an item of map or submit_many; here write request_id=…, units=…") from None
             raise InvalidTaskError(INVALID_ARGUMENT, str(error)) from error
         if len(data) > _PAYLOAD_BYTES_MAX:
             limit = "the limit is the master's payload_bytes_max, 32 MiB by default"

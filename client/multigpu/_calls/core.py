@@ -29,9 +29,10 @@ from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
 from multigpu.config.settings import ClientConfig
-from multigpu.errors import NotFoundError
+from multigpu.errors import ClientClosedError, NotFoundError, TransportError
 from multigpu.options import AnyIterable, to_proto_duration
-from multigpu.outcome import Outcome, Task, TaskError, TaskName
+from multigpu.outcome import Outcome, TaskError, TaskName
+from multigpu.task import Task
 from multigpu.v1 import admin_service_pb2, task_service_pb2
 
 T = TypeVar("T")
@@ -194,6 +195,8 @@ class Core:
         def convert(answer: Answer) -> Any:
             try:
                 return read(outcome(answer))
+            except (TransportError, ClientClosedError):
+                raise  # no item is at fault, and the next one would meet it too
             except Exception as error:
                 if return_errors and (error is answer or isinstance(error, TaskError)):
                     return error.with_traceback(None)

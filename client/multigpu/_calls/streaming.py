@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from multigpu._transport.encoding import decode
+from multigpu.errors import MultigpuError
 
 if TYPE_CHECKING:
     from multigpu.outcome import Outcome
@@ -34,7 +35,10 @@ class StreamBase(Generic[T]):
         return self._outcome
 
     def _read(self, part: Part) -> T:
-        value: Any = decode(part.data, part.content_type)
+        try:
+            value: Any = decode(part.data, part.content_type)
+        except ValueError as error:
+            raise MultigpuError(f"a partial output can't be read: {error}") from None
         return value  # type: ignore[no-any-return]  # the caller knows the type
 
     def _finish(self, outcome: Outcome) -> None:

@@ -259,7 +259,7 @@ class BatchHandlerEngine(HandlerEngine):
         if isinstance(returned, (str, bytes, Mapping)) or len(results) != count:
             gave = f"{len(results)} results" if isinstance(returned, (list, tuple)) else f"a {type(returned).__name__}"
             raise WrongResultTypeError(
-                f"the batched handler gave {gave} for {count} values; return a list, one for each"
+                f"the batched handler gave {gave} for a batch of {count}; return a list, one for each"
             )
         return results
 

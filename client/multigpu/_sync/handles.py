@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from multigpu._calls.blocking import BlockingCore
 from multigpu.fleet import Explanation
-from multigpu.outcome import Task
+from multigpu.task import Task
 
 if TYPE_CHECKING:
     from multigpu.outcome import Outcome

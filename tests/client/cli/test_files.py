@@ -239,7 +239,14 @@ def value_of(words: tuple[str, ...], flag: str) -> list[str]:
 @pytest.mark.usefixtures("context")
 def test_fleet_on_the_cpu_shares_the_cores(tmp_path: Path) -> None:
     fleet = plan_fleet(
-        flags(data_dir=str(tmp_path), handlers=("a", "b"), models=("m=/x",), model_repository="/r", slots="3")
+        flags(
+            data_dir=str(tmp_path),
+            handlers=("a", "b"),
+            models=("m=/x",),
+            model_repository="/r",
+            slots="3",
+            allow_pickle=True,
+        )
     )
     host = socket.gethostname()
     assert list(fleet.workers) == [f"{host}-cpu-0", f"{host}-cpu-1"]
@@ -251,6 +258,7 @@ def test_fleet_on_the_cpu_shares_the_cores(tmp_path: Path) -> None:
         assert value_of(words, "--models") == ["m=/x"]
         assert value_of(words, "--model-repository") == ["/r"]
         assert value_of(words, "--slots") == ["3"]
+        assert "--allow-pickle" in words
         assert value_of(words, "--device-workers") == ["2"]
         assert value_of(words, "--threads") == [str(max(1, len(os.sched_getaffinity(0)) // 2))]
         # The worker's drain timeout ends before the supervisor kills it.

@@ -135,7 +135,7 @@ def test_tasks_explain(master: UnaryMaster, run: Run) -> None:
     )
     lines = run("tasks", "explain", "17").output.splitlines()
     assert lines[0] == "It waits for a place."
-    assert "Ahead     1,200 tasks of its queue go first" in lines
+    assert "Ahead     1,200 of its queue's tasks" in lines
     assert lines[-2].split(maxsplit=3) == ["w1", "1", "0.25", "expected finish in seconds"]
     assert lines[-1].split(maxsplit=3) == ["w2", "-", "-", "cordoned; window full (64 of 64)"]
 

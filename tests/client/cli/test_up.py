@@ -186,7 +186,9 @@ def test_an_import_error_is_reported_by_the_lines_of_the_users_module(tmp_path: 
     (tmp_path / "mine.py").write_text("import multigpu\nimport no_such_module\n")
     up = Up(tmp_path, "--workers", "1", "--handlers", "mine")
     assert up.process.wait(60) == 1
-    lines = [line for line in up.log.read_text().splitlines() if "-cpu-0 | " in line]
+    *_, last = log = up.log.read_text().splitlines()
+    assert "-cpu-0 can't run: the modules of --handlers (mine) can't be loaded: ModuleNotFoundError: No module" in last
+    lines = [line for line in log if "-cpu-0 | " in line]
     assert "import no_such_module" in "\n".join(lines)
     assert len(lines) < 8
     assert not any("importlib" in line or "multigpu_worker" in line for line in lines)

@@ -96,6 +96,8 @@ async def test_an_address_without_a_master_is_unavailable() -> None:
         await client.count()
     with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
         await anext(client.watch())
+    with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):  # no item is at fault
+        [each async for each in client.map("echo", [b"a", b"b"], return_exceptions=True)]
     with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):  # and again, not at once for having failed
         await client.run("echo", b"")
     assert asyncio.get_running_loop().time() - begin < 20

@@ -1,6 +1,7 @@
 """The default process: it runs what needs no model, handlers among it. When it dies, another takes its place."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -153,6 +154,8 @@ class DefaultHost(EngineHost):
     def _rejected(self, text: str) -> None:
         modules = ", ".join(self.settings.engine.handlers)
         last = text.strip().rpartition("\n")[2]
+        if places := re.findall(r'File "([^"]+)", line (\d+)', text):
+            last += f" ({places[-1][0]}, line {places[-1][1]})"
         if not self._first_ready.done():
             lacking = last.startswith("ModuleNotFoundError")
             remedy = "correct them, or make them importable (PYTHONPATH)" if lacking else "correct them"

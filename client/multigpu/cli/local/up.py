@@ -79,6 +79,7 @@ class Fleet:
 @click.option("--strategy", metavar="NAME", help="How tasks are placed, until `mgpuctl strategy set`.")
 @click.option("--device", metavar="auto|cpu|cuda:N", help="What the workers run on.  [default: auto]")
 @click.option("--handlers", multiple=True, metavar="MODULE", help="Serve this module's handlers. May be repeated.")
+@click.option("--allow-pickle", is_flag=True, help="Let handlers take and return pickles (docs/security.md).")
 @click.option("--model", "models", multiple=True, metavar="NAME=PATH", help="Serve this model. May be repeated.")
 @click.option("--model-repository", metavar="DIR", help="Serve the models of this folder (docs/models.md).")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label of every worker. May be repeated.")
@@ -115,7 +116,7 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
         strategy = old_strategy()
     names = ("device", "handlers", "models", "model_repository", "labels", "slots", "threads")
     worker_flags = {name: options[name] for name in names}
-    worker_flags["log_level"] = options["log_level"]
+    worker_flags |= {"log_level": options["log_level"], "allow_pickle": options["allow_pickle"] or None}
     worker = load_config(config.WorkerConfig, flags=worker_flags).config
 
     listen, address = choose_addresses(master.listen)
@@ -127,7 +128,7 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
         (config.flag_name(name), value) for name, value in worker_flags.items() if name not in ("device", "threads")
     ]
     passed_on = [
-        (flag, part)
+        (flag,) if part is True else (flag, part)
         for flag, value in given
         if value is not None
         for part in (value if isinstance(value, tuple) else (value,))
@@ -136,7 +137,8 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     workers = {}
     planned = plan_workers(options["workers"], worker)
     for worker_id, device, threads in planned:
-        flags = [("--master", address), ("--worker-id", worker_id), ("--device", device), ("--threads", threads)]
+        flags: list[tuple[object, ...]] = [("--master", address), ("--worker-id", worker_id)]
+        flags += [("--device", device), ("--threads", threads)]
         flags += [("--drain-timeout-s", f"{drain_s:g}"), *passed_on]
         twins = sum(other == device for _, other, _ in planned)
         flags.append(("--device-workers", max(twins, worker.device_workers)))
@@ -228,7 +230,14 @@ async def run_fleet(fleet: Fleet) -> int:
         elif not supervisor.stop_asked.is_set():
             log.event("up", f"can't tell whether the fleet is ready: the probe {text}")
 
-    supervisor = Supervisor(on_line=log.line, on_event=on_event)
+    reasons: dict[str, str] = {}  # the last complaint of each child
+
+    def on_line(name: str, text: str) -> None:
+        if text.startswith(("mgpu-master: ", "mgpu-worker: ")):
+            reasons[name] = text.partition(": ")[2]
+        log.line(name, text)
+
+    supervisor = Supervisor(on_line=on_line, on_event=on_event)
     ask_to_stop_on_signals(supervisor)
     if fleet.ready_file is not None:
         fleet.ready_file.unlink(missing_ok=True)
@@ -257,7 +266,8 @@ async def run_fleet(fleet: Fleet) -> int:
         fleet.ready_file.unlink(missing_ok=True)
     if supervisor.rejected is None:
         return 0
-    log.event("up", f"{supervisor.rejected.spec.name} can't run: nothing to keep alive")
+    name = supervisor.rejected.spec.name
+    log.event("up", f"{name} can't run: {reasons.get(name, 'its last lines above say why')}")
     return Failure.exit_code
 
 

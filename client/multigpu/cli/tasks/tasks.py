@@ -250,7 +250,7 @@ def explain(task_ids: tuple[int, ...], request_ids: tuple[str, ...], admin: Admi
         return
     show.line(clean(answer.summary))
     show.line()
-    ahead = f"{answer.ahead:,} tasks of its queue go first" if answer.ahead is not None else ""
+    ahead = f"{answer.ahead:,} of its queue's tasks" if answer.ahead is not None else ""
     show.facts([("State", state_of(answer.task)), ("Strategy", answer.strategy), ("Ahead", ahead)])
     if answer.task.state is not TaskState.SETTLED:
         show.line()
