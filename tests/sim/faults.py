@@ -237,7 +237,9 @@ class Faults:
         if (found := self._open_request()) is not None:
             request, other = found[1], self._client()
             if request.request_id not in other.requests:
-                other.request([Request(request.request_id, request.spec, request.payload, request.partition_key)])
+                same = Request(request.request_id, request.spec, request.payload, request.partition_key)
+                same.repaired = request.repaired
+                other.request([same])
 
     def cancel(self) -> None:
         master = self._master
