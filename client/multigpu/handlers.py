@@ -224,12 +224,11 @@ def _value_of(handler_function: HandlerFunction[..., Any, Any], args: tuple[Any,
     if kwargs:
         from multigpu.options import SpecOptions  # noqa: PLC0415  workers don't need it
 
-        target = handler_function.__wrapped__
-        parameters = inspect.signature(call_of(target) if isinstance(target, type) else target).parameters
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        for name, value in kwargs.items():
-            if name in SpecOptions.__annotations__ and name not in parameters and not takes_any:
-                hint = f"{target.__name__}.options({name}={value!r}).run(client, …)"
+        for name in kwargs.keys() & SpecOptions.__annotations__.keys():
+            target = handler_function.__wrapped__
+            parameters = inspect.signature(call_of(target) if isinstance(target, type) else target).parameters
+            if name not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+                hint = f"{target.__name__}.options({name}={kwargs[name]!r}).run(client, …)"
                 raise TypeError(f"{name!r} is an option of the task, and no parameter of the handler: write {hint}")
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 

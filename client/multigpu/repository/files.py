@@ -186,7 +186,7 @@ def require_hashes(spec: ModelSpec) -> None:
     """
     path = spec.folder / SUMS_NAME
     try:
-        lines = _small_file(path).decode().splitlines()
+        lines = _small_file(path).decode().removesuffix("\n").split("\n")
     except FileNotFoundError:
         return
     except (OSError, UnicodeDecodeError) as error:
