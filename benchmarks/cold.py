@@ -27,7 +27,7 @@ import sys, time
 from pathlib import Path
 import torch, transformers, transformers.modeling_utils, transformers.models.auto
 imported_s = time.monotonic()
-from multigpu.repository.model import ModelSpec
+from multigpu_worker.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.embed.torch_backend import load

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from multigpu.cli.bench.sentences import sentences as sentences  # noqa: PLC0414  (other benchmarks have it from here)
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 BATCH_TASKS = 256
 BASELINE_BATCHES = (16, 32, 64)

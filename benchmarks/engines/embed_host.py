@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.embed import engine as embed
@@ -26,6 +25,7 @@ from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.embed.text import Inputs, TextInput
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 from benchmarks.engines.embed_engine import Collector, sentences
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.generate.engine import GenerateEngine
+from multigpu_worker.repository.model import ModelSpec
 
 from benchmarks.measure import table
 

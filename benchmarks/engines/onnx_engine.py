@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.model import Gate, ModelSpec
 
 from benchmarks.engines.embed_engine import engine_encode, sentences
 from benchmarks.measure import table

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.accuracy_gate import GATED
 from multigpu_worker.engines.common.subprocess_call import subprocess_call
@@ -31,6 +30,7 @@ from multigpu_worker.engines.tensorrt.build import PLAN_FILE, PlanOrder, artifac
 from multigpu_worker.engines.tensorrt.module import Gpu, installed
 from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.model import Gate, ModelSpec
 
 from benchmarks.measure import table
 

@@ -34,7 +34,6 @@ for some. Attempts that were lost with a worker, a device or an engine are alway
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -193,7 +192,7 @@ class HandlerFunction(Generic[P, C, R]):
         _check_client(client, self, "map")
         if not iterables:
             raise TypeError("map takes one iterable for each argument of the handler")
-        items = iterables[0] if len(iterables) == 1 else (Arguments(each, {}) for each in zip(*iterables, strict=False))
+        items = iterables[0] if len(iterables) == 1 else (Arguments(*each) for each in zip(*iterables, strict=False))
         return client.map(self.kind, items, **{**self._options, **options})
 
 
@@ -207,14 +206,12 @@ def _check_client(client: Any, handler_function: HandlerFunction[..., Any, Any],
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    from multigpu.options import SpecMapOptions, TaskOptions  # noqa: PLC0415  workers don't need it
+    from multigpu.options import SpecMapOptions, TaskOptions, unknown_option  # noqa: PLC0415  workers don't need it
 
-    known = [*(TaskOptions.__annotations__ | SpecMapOptions.__annotations__)]
+    known = dict.fromkeys(TaskOptions.__annotations__ | SpecMapOptions.__annotations__, "")
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise TypeError(f"there is no task option {name!r}; {hint}")
+            raise unknown_option(name, known)
 
 
 def _value_of(handler_function: HandlerFunction[..., Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +227,7 @@ def _value_of(handler_function: HandlerFunction[..., Any, Any], args: tuple[Any,
             if name not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
                 hint = f"{target.__name__}.options({name}={kwargs[name]!r}).run(client, …)"
                 raise TypeError(f"{name!r} is an option of the task, and no parameter of the handler: write {hint}")
-    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+    return args[0] if len(args) == 1 and not kwargs else Arguments(*args, **kwargs)
 
 
 class _Decorator(Protocol):

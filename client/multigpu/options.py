@@ -191,6 +191,8 @@ _DURATIONS = {
     "backoff_max_s": "backoff_max",
     "result_ttl_s": "result_ttl",
 }
+# What people call a task's attempts elsewhere.
+_RETRIES = ("retries", "max_retries")
 # Options that are no task's, but of a kind's own method.
 _GENERATE = generate_pb2.GeneratePayload.DESCRIPTOR.fields_by_name
 _OF_METHODS = {"classify": ("top_k",), "embed": ("batch_size",), "generate": tuple(_GENERATE)}
@@ -320,9 +322,19 @@ def _check_name(name: str, kind: str) -> None:
         methods |= dict.fromkeys(_OF_METHODS.get(kind, ()), f" of the client's method {kind}")
         if name in methods:
             raise TypeError(f"{name} is an option{methods[name]}: give it there")
-        near = difflib.get_close_matches(name, methods, n=1)
-        hint = f"did you mean {near[0]!r}{methods[near[0]]}?" if near else f"there are {', '.join(methods)}"
-        raise TypeError(f"there is no task option {name!r}; {hint}")
+        raise unknown_option(name, methods)
+
+
+def unknown_option(name: str, methods: Mapping[str, str]) -> TypeError:
+    """`methods`: of each option, the text that says where it is given."""
+    if name in _RETRIES:
+        hint = "retries is an option of the handler: `@multigpu.handler(retries=…)`; attempts_max is that of a task"
+    elif near := difflib.get_close_matches(name, methods, n=1):
+        hint = f"did you mean {near[0]!r}{methods[near[0]]}?"
+    else:
+        there = f"there are {', '.join(methods)}"
+        hint = f"{there}. Arguments of a handler go into handler.run(client, …), or multigpu.Arguments(…)"
+    return TypeError(f"there is no task option {name!r}; {hint}")
 
 
 def to_proto_duration(seconds: float) -> Duration:

@@ -49,6 +49,7 @@ def test_an_option_is_no_argument() -> None:
         with pytest.raises(TypeError, match=r"write add\.options\(priority=1\)\.run\(client, …\)"):
             add.run(client, 1, priority=1)  # type: ignore[call-overload]
         assert add.run(client, 1, b=2) == 3
+        assert client.run("mistakes.add", multigpu.Arguments(1, b=2)) == 3
         with pytest.raises(TypeError, match=r"write add\.run\(client, …\)"):
             client.run(add, 1)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="an Input is an item of map"):

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.baselines.loading import load_model
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, require
 from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 pytestmark = [
     pytest.mark.gpu,

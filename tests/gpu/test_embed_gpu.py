@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import torch
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.embed.cuda import CudaEmbedModel, trial_inputs
 from multigpu_worker.engines.embed.engine import EmbedEngine
@@ -17,6 +16,7 @@ from multigpu_worker.engines.embed.model import EmbedModel, load_model
 from multigpu_worker.engines.embed.text import Inputs
 from multigpu_worker.engines.embed.torch_backend import load
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import FOLDER, VARIED, batch_of, payload, run
 

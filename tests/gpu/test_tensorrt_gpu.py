@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import accuracy_gate as gate
 from multigpu_worker.engines.common.artifacts import Artifacts
@@ -24,6 +23,7 @@ from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, Gpu,
 from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.engines.tensorrt.run import PlanRunner
 from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.graphs import small_graphs
 

@@ -11,12 +11,12 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
 from multigpu._kinds.inference import arrays_of, input_of
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.baselines.loading import load_model
 from multigpu_worker.baselines.loops import BATCHES, EngineLoop
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
 from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.graphs import small_graphs
 

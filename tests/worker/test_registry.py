@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from multigpu.repository.model import ModelFolderError, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.registry import build_model_engine
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import structlog
 from multigpu.config.config import WorkerConfig
-from multigpu.repository.model import ModelFolderError, Scan
 
 from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
@@ -19,6 +18,7 @@ from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.processes.default_host import EngineStartError
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
+from multigpu_worker.repository.model import ModelFolderError, Scan
 from multigpu_worker.session.link import Link, ProtocolMismatchError, TakenOverError
 from multigpu_worker.supervision import Supervision
 

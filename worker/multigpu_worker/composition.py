@@ -9,7 +9,6 @@ from pathlib import Path
 import multigpu
 from multigpu._transport.credentials import Credentials
 from multigpu.config.config import WorkerConfig
-from multigpu.repository.model import Scan
 
 from multigpu_worker.agent import Agent
 from multigpu_worker.device.cpu import host_memory_bytes
@@ -28,6 +27,7 @@ from multigpu_worker.mps.engines import Mps
 from multigpu_worker.processes.host import ProcessSettings
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
+from multigpu_worker.repository.model import Scan
 from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.link import Link
 from multigpu_worker.session.payload_sharing import Sharing

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 
 from multigpu.daemon.telemetry import span_from
-from multigpu.repository.model import BatchRules
 
 from multigpu_worker.device.energy import Energy
 from multigpu_worker.device.health_monitor import HealthMonitor
@@ -23,6 +22,7 @@ from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.process import EngineProcess, ModelProcess
 from multigpu_worker.processes.reports import BatchReports
+from multigpu_worker.repository.model import BatchRules
 from multigpu_worker.session.batcher import Batcher
 from multigpu_worker.session.session import Lease, Report, ReportState, Session, Spec, TaskError
 

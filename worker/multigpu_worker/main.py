@@ -24,7 +24,6 @@ from multigpu._transport.credentials import Credentials
 from multigpu.config.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
 from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
 from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
-from multigpu.repository.model import Scan
 
 from multigpu_worker.agent import Agent
 from multigpu_worker.composition import (
@@ -43,6 +42,7 @@ from multigpu_worker.models.folders import ModelFolderError
 from multigpu_worker.mps.control import MpsError
 from multigpu_worker.mps.setup import open_mps
 from multigpu_worker.processes.default_host import EngineStartError
+from multigpu_worker.repository.model import Scan
 from multigpu_worker.session.link import ProtocolMismatchError, TakenOverError
 from multigpu_worker.supervision import supervised
 from multigpu_worker.waiting import until

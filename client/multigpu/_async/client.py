@@ -115,8 +115,9 @@ class AsyncClient(AsyncBaseClient):
     def stream(self, kind: str, payload: Any, **options: Unpack[TaskOptions]) -> AsyncStream[Any]:
         """Runs one task and yields its partial outputs, decoded as `run` decodes a result, each exactly once.
 
-        Read to its end it has the `outcome`, whose `value()` is what the handler returned. Raises, after the outputs,
-        the TaskError of a task that did not succeed. Closing or dropping the iterator cancels the task.
+        Read to its end it has the `outcome`, whose `value()` is what the handler returned: all there is of a handler
+        that is no generator. Raises, after the outputs, the TaskError of a task that did not succeed. Closing or
+        dropping the iterator cancels the task.
         """
         return AsyncStream(self._core.parts(kind, payload, dict(options), current_traceparent()))
 

@@ -29,8 +29,8 @@ def pop_timeout(options: Any, default: float | None = None) -> float | None:
 
 
 # What becomes of the tasks of a call that has reached its `timeout`.
-CANCELLED = "tasks that this call submitted are cancelled. Give it more time"
-GOES_ON = "the task goes on. Wait again, or cancel it"
+CANCELLED = "tasks that this call submitted are cancelled. Give it more time; explain() of a handle says why one waits"
+GOES_ON = "the task goes on. Wait again, cancel it, or ask `mgpuctl tasks explain` why it waits"
 
 
 async def within(
@@ -52,6 +52,4 @@ def timeout_error(timeout_s: float, rejection: str, fate: str) -> CallTimeoutErr
     """The error of a call that has reached its `timeout`. `rejection`: why no task reaches the master now, or ""."""
     if rejection:
         return CallTimeoutError(f"no answer within {timeout_s:g} s (timeout): {rejection}")
-    return CallTimeoutError(
-        f"no answer within {timeout_s:g} s (timeout); {fate}, or ask `mgpuctl tasks explain` why one waits"
-    )
+    return CallTimeoutError(f"no answer within {timeout_s:g} s (timeout); {fate}")

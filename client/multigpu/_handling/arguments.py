@@ -51,7 +51,7 @@ class Parameters:
     def _bound(self, value: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         if self._single and type(value) is not Arguments:
             return (self._checked(self._single, value),), {}
-        given = value if type(value) is Arguments else Arguments((value,), {})
+        given = value if type(value) is Arguments else Arguments(value)
         try:
             bound = self._signature.bind(*given.args, **given.kwargs)
         except TypeError as error:

@@ -11,7 +11,7 @@ Other values are pickled, and pickles are read, only in a process that called `a
 import json
 import pickle
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 RAW = ""
 JSON = "application/json"
@@ -38,11 +38,16 @@ def allow_pickle(allowed: bool = True) -> None:
     _pickle_allowed = allowed
 
 
-class Arguments(NamedTuple):
-    """The arguments of a handler's call, as one value."""
+class Arguments:
+    """The arguments of a handler as one payload, for calls by its kind:
+    `client.run("resize", multigpu.Arguments(picture, width=640))`. A single positional one needs none.
+    """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
 
 
 def encode(value: Any) -> tuple[bytes, str]:
@@ -109,7 +114,7 @@ def _unpickle(data: bytes) -> Any:
 def _arguments(value: Any) -> Arguments:
     match value:
         case [list(args), dict(kwargs)] if all(isinstance(name, str) for name in kwargs):
-            return Arguments(tuple(args), kwargs)
+            return Arguments(*args, **kwargs)
     raise ValueError("these are not the arguments of a call: [[positional …], {keyword: …}]")
 
 

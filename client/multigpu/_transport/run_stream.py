@@ -262,8 +262,8 @@ class RunStream:
             self._give_up(code, details)
             return
         if self._failures == 1:
-            master = self._connection.master
-            log.warning("the stream to the master at %s broke (%s: %s); reconnecting", master, code.name, details)
+            what = "the stream to it broke" if self._reached else "it can't be reached"
+            log.warning("master %s: %s (%s: %s); trying again", self._connection.master, what, code.name, details)
         self._broken = str(self._connection.explain(code, details))
         await asyncio.sleep(backoff_s(self._failures))
         if self._reached:

@@ -35,7 +35,7 @@ def rejection(state: State, spec: Spec, now: float) -> ev.Rejection | None:
     # Without a connected worker it is unknown what the fleet will run.
     if spec.wait_for_worker or not fleet.sessions or fleet.eligible(shape_of(spec)):
         return None
-    return ev.Rejection(FAILED_PRECONDITION, unplaceable(fleet, spec))
+    return ev.Rejection(FAILED_PRECONDITION, unplaceable(fleet, spec, queued=False))
 
 
 def full(state: State, queue: Queue, size: int) -> ev.Rejection | None:
@@ -57,12 +57,12 @@ def full(state: State, queue: Queue, size: int) -> ev.Rejection | None:
     return ev.Rejection(RESOURCE_EXHAUSTED, what + "; try again later", limits.retry_delay_s)
 
 
-def unplaceable(fleet: Fleet, spec: Spec) -> str:
-    """Why no known worker could ever take a task of this spec."""
+def unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
+    """Why no known worker could ever take a task of this spec. `queued`: it waits for one already."""
     workers = list(fleet.workers.values())
     if not workers:
         return "no worker has joined this master yet; start one"
-    wait = "start one, or set wait_for_worker to queue the task until one comes"
+    wait = "start one" if queued else "start one, or set wait_for_worker to queue the task until one comes"
     failed = fleet.load_error(spec.model) if spec.model else None
     if failed is not None:
         worker, error = failed

@@ -135,6 +135,8 @@ async def test_wrong_prompts_and_options_are_not_sent() -> None:
         ("echo", "return_exception", "did you mean 'return_exceptions' of a map?"),
         ("echo", "run_timeout", "did you mean 'run_timeout_s'?"),
         ("generate", "xyz", "max_tokens"),
+        ("echo", "retries", "an option of the handler: `@multigpu.handler(retries=…)`"),
+        ("echo", "factor", "Arguments of a handler go into handler.run(client, …), or multigpu.Arguments(…)"),
     ],
 )
 async def test_an_unknown_option_gets_a_hint_at_those_of_its_kind(kind: str, name: str, hint: str) -> None:

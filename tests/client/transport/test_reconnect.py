@@ -87,7 +87,7 @@ async def test_closing_flushes_cancellations_first() -> None:
         assert sorted(master.cancelled) == sorted(task.request_id for task in master.inputs)
 
 
-async def test_an_address_without_a_master_is_unavailable() -> None:
+async def test_an_address_without_a_master_is_unavailable(caplog: pytest.LogCaptureFixture) -> None:
     client = multigpu.AsyncClient("127.0.0.1:1", connect_timeout_s=0.4)
     begin = asyncio.get_running_loop().time()
     with pytest.raises(multigpu.UnavailableError, match="mgpuctl up"):
@@ -102,6 +102,8 @@ async def test_an_address_without_a_master_is_unavailable() -> None:
         await client.run("echo", b"")
     assert asyncio.get_running_loop().time() - begin < 20
     await client.close()
+    warnings = {record.getMessage().partition(" (")[0] for record in caplog.records if record.name == "multigpu"}
+    assert warnings == {"master 127.0.0.1:1: it can't be reached"}
 
 
 async def test_a_call_that_the_server_drops_is_repeated() -> None:

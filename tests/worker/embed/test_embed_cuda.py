@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import torch
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.torch_runtime import memory_errors
 from multigpu_worker.engines.embed import cuda as embed_cuda
@@ -25,6 +24,7 @@ from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import EmbedModel, load_model
 from multigpu_worker.engines.embed.text import Inputs
 from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import FOLDER, VARIED, Recorder, batch_of, payload, run
 

@@ -12,7 +12,6 @@ pytest.importorskip("onnxscript", reason="the extra `onnx` is not installed")
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import onnxruntime
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.embed import onnx_backend as embed_onnx
@@ -22,6 +21,7 @@ from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
 from multigpu_worker.engines.onnx import session as onnx_session
 from multigpu_worker.engines.onnx.export import MODEL_FILE
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import VARIED, batch_of, payload, run
 
@@ -59,7 +59,7 @@ def in_process(code: str, settings: EngineSettings) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from multigpu.repository.model import ModelSpec
+from multigpu_worker.repository.model import ModelSpec
 from multigpu_worker.engines.embed import onnx_backend as embed_onnx
 from multigpu_worker.engines.base import EngineSettings
 settings = EngineSettings(device="cpu", slots=1, threads=1, artifacts={settings.artifacts!r})

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.generate.engine import GenerateEngine
+from multigpu_worker.repository.model import ModelSpec
 
 # No answer takes longer than this, even on a busy machine.
 PATIENCE_S = 300.0

@@ -11,7 +11,6 @@ pytest.importorskip("onnxscript", reason="the extra `onnx` is not installed")
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import onnx
-from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.accuracy_gate import AccuracyGateError
 from multigpu_worker.engines.embed import onnx_backend as embed_onnx
@@ -19,6 +18,7 @@ from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
 from multigpu_worker.engines.onnx import quantize
 from multigpu_worker.engines.onnx.export import MODEL_FILE
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.model import Gate, ModelSpec
 
 FOLDER = packaged_model() or Path("not installed")
 pytestmark = [

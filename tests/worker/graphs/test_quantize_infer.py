@@ -13,7 +13,6 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import onnx
-from multigpu.repository.model import Gate, ModelSpec
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.common.accuracy_gate import AccuracyGateError
 from multigpu_worker.engines.common.precision import PrecisionError
@@ -23,6 +22,7 @@ from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
 from multigpu_worker.engines.onnx.export import MODEL_FILE
 from multigpu_worker.engines.onnx.session import Session
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import Gate, ModelSpec
 from onnx import TensorProto, helper
 
 from tests.worker.embed.test_embed import run

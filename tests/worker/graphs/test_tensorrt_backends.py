@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from multigpu.repository.model import BatchRules, Gate, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.accuracy_gate import AccuracyGateError
 from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
@@ -28,6 +27,7 @@ from multigpu_worker.engines.tensorrt import plans
 from multigpu_worker.engines.tensorrt.build import PlanOrder
 from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, Gpu, TensorRT
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.model import BatchRules, Gate, ModelSpec
 
 from tests.worker.graphs import small_graphs
 from tests.worker.graphs.test_tensorrt_run import MODULE, PROFILES, HostMemory, fake_plan

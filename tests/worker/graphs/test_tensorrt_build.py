@@ -17,7 +17,6 @@ pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import multigpu_worker.engines.tensorrt.build as under_test
 import tensorrt_rtx
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.artifacts import Artifacts
 from multigpu_worker.engines.embed.tensorrt_backend import graph_of
@@ -34,6 +33,7 @@ from multigpu_worker.engines.tensorrt.module import (
 )
 from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.graphs import small_graphs
 from tests.worker.infer.test_infer_onnx import with_external_data

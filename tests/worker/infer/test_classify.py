@@ -14,7 +14,6 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("PIL", reason="the extra `vision` is not installed")
 
 import torch
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import classify_pb2
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.classify.engine import ClassifyEngine
@@ -22,6 +21,7 @@ from multigpu_worker.engines.classify.payload import PIXELS_MAX, parse, picture
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 from PIL import Image
 
 from tests.worker.embed.test_embed import Recorder, run

@@ -14,11 +14,11 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import torch
 from multigpu._kinds.inference import arrays_of, tensor_of
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import infer_pb2
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import Recorder, run
 

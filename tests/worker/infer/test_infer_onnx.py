@@ -9,12 +9,12 @@ pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import onnx
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.infer import onnx_backend as infer_onnx
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 from onnx import TensorProto, helper
 
 from tests.worker.embed.test_embed import run

@@ -14,11 +14,11 @@ pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
 
 import onnx
 import torch
-from multigpu.repository.model import BatchRules, ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.engines.infer.backend import is_per_example
 from multigpu_worker.engines.infer.engine import AS_CONFIGURED, AS_DECLARED, InferEngine
+from multigpu_worker.repository.model import BatchRules, ModelSpec
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.worker.embed.test_embed import Recorder, run

@@ -18,12 +18,12 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import torch
 import transformers
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.tensors import TensorSpec
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.engines.infer.torch_backend import TorchForward, load
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import run
 from tests.worker.infer.test_infer import answer, batch_of, payload, rows

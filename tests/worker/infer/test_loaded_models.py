@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.limits import FITTED_MIN, Limit
 from multigpu_worker.engines.common.models import LoadedModels
 from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.repository.model import ModelSpec
 
 
 def after(limit: Limit, now: int, fitted: int) -> int:

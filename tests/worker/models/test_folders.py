@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from multigpu.config.config import ConfigError, WorkerConfig
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.models.folders import (
     PACKAGED_MODEL,
     ModelFolderError,
@@ -19,6 +18,7 @@ from multigpu_worker.models.folders import (
     packaged_model,
     resolve_name,
 )
+from multigpu_worker.repository.model import ModelSpec
 
 
 @pytest.fixture

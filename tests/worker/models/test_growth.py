@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from multigpu.repository.model import ModelSpec, Scan
 from multigpu_worker.device.open import open_device
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
@@ -17,6 +16,7 @@ from multigpu_worker.models import loader
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.measured_sizes import FOLDER
 from multigpu_worker.models.residency import ModelState
+from multigpu_worker.repository.model import ModelSpec, Scan
 
 MIB = 1 << 20
 GROWING = """

@@ -9,13 +9,13 @@ import gguf
 import numpy as np
 import pytest
 from multigpu.config.config import WorkerConfig
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.composition import model_memory_bytes
 from multigpu_worker.device.cpu import host_memory_bytes
 from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models import memory_estimates as memory
 from multigpu_worker.models.weight_files import context_bytes, weights_bytes
+from multigpu_worker.repository.model import ModelSpec
 
 MIB = 1 << 20
 CPU = DeviceInfo(device_id="cpu", name="cpu", product="a cpu", memory_total_bytes=64 << 30)

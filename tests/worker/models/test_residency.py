@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 import pytest
-from multigpu.repository.model import ModelSpec
 from multigpu_worker.models.residency import (
     LOADS_MAX,
     PATIENCE_S,
@@ -14,6 +13,7 @@ from multigpu_worker.models.residency import (
     Resident,
     plan,
 )
+from multigpu_worker.repository.model import ModelSpec
 
 ABSENT, LOADING, READY, UNLOADING = ModelState
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from multigpu.repository.model import ModelSpec, Scan
 from multigpu_worker.models.catalog import unknown
 from multigpu_worker.models.measured_sizes import ModelSize
 from multigpu_worker.models.messages import model_messages
 from multigpu_worker.models.residency import ModelState
 from multigpu_worker.models.routes import ModelRoutes
+from multigpu_worker.repository.model import ModelSpec, Scan
 
 ABSENT, LOADING, READY, UNLOADING = ModelState
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.baselines.loops import EngineLoop, Loop, Rows, TextLoop, TextModel
 from multigpu_worker.engines import registry
 from multigpu_worker.engines.base import Batch, EngineSettings
 from multigpu_worker.engines.common.precision import choose
 from multigpu_worker.engines.embed.text import Inputs, TextInput
+from multigpu_worker.repository.model import ModelSpec
 
 PLAN_TIMEOUT_S = 1800.0
 

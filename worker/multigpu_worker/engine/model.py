@@ -4,12 +4,12 @@ import sys
 import traceback
 
 from multigpu._handling.attempts import MESSAGE_BYTES_MAX, TYPE_BYTES_MAX, text_of
-from multigpu.repository.files import require_hashes
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engines.base import EngineSettings, ModelEngine
 from multigpu_worker.engines.registry import build_model_engine
+from multigpu_worker.repository.files import require_hashes
+from multigpu_worker.repository.model import ModelSpec
 
 # Estimated memory of a CUDA context, which torch does not count.
 CUDA_CONTEXT_BYTES = 400 << 20

@@ -21,7 +21,6 @@ from typing import NoReturn
 from multigpu._handling.attempts import MESSAGE_BYTES_MAX, text_of
 from multigpu._transport.payloads import Writer
 from multigpu.handlers import registered_handlers
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engine import model as models
 from multigpu_worker.engine.channel import AgentChannel
@@ -33,6 +32,7 @@ from multigpu_worker.engines.common import self_test
 from multigpu_worker.engines.registry import build
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.slots import SlotPage
+from multigpu_worker.repository.model import ModelSpec
 
 EXIT_BROKEN = 71
 

@@ -14,7 +14,8 @@ from typing import ClassVar, Protocol
 from multigpu._handling.attempts import Batch as Batch  # noqa: PLC0414  engines import it from here
 from multigpu._handling.attempts import Item as Item  # noqa: PLC0414  engines import it from here
 from multigpu._handling.attempts import Reporter as Reporter  # noqa: PLC0414  engines import it from here
-from multigpu.repository.model import ModelSpec
+
+from multigpu_worker.repository.model import ModelSpec
 
 
 class Engine(Protocol):

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import cast
 
 from multigpu.handlers import registered_handlers
-from multigpu.repository.model import ModelFolderError, ModelSpec
 
 from multigpu_worker.engines.base import Engine, EngineSettings, ModelEngine
 from multigpu_worker.engines.handlers.sources import SourceFinder, Sources
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 # Engines of kinds that need a model, as module:class. model.toml may name another one.
 MODEL_ENGINES = {

@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 from collections.abc import Iterable
 
-from multigpu.repository.model import ModelSpec, Scan
+from multigpu_worker.repository.model import ModelSpec, Scan
 
 # By engine: the modules of which it needs one, and how to install it.
 _LIBRARIES = {

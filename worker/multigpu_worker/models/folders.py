@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from multigpu.config.config import WorkerConfig
-from multigpu.repository.files import LAYOUT_SOURCES, check_safetensors, read_json, weight_files
+
+from multigpu_worker.repository.files import LAYOUT_SOURCES, check_safetensors, read_json, weight_files
 
 # Re-exported for the engines.
-from multigpu.repository.model import ModelFolderError as ModelFolderError  # noqa: PLC0414
-from multigpu.repository.model import ModelSpec, Scan
-from multigpu.repository.scan import TOKENIZER_FILES, read_model, scan
+from multigpu_worker.repository.model import ModelFolderError as ModelFolderError  # noqa: PLC0414
+from multigpu_worker.repository.model import ModelSpec, Scan
+from multigpu_worker.repository.scan import TOKENIZER_FILES, read_model, scan
 
 # The model of the package below, and the default of a worker without configured models.
 PACKAGED_MODEL = "all-MiniLM-L6-v2"

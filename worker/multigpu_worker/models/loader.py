@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import structlog
-from multigpu.repository.model import Scan
 
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
@@ -24,6 +23,7 @@ from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.process import EngineProcess, ModelProcess
 from multigpu_worker.processes.reports import ModelLoaded
+from multigpu_worker.repository.model import Scan
 from multigpu_worker.session.session import Lease, Session, Spec, TaskError
 
 log = structlog.get_logger()

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
-from multigpu.repository.model import ModelSpec
+
+from multigpu_worker.repository.model import ModelSpec
 
 FOLDER = "models.measured"
 FORMAT = 1

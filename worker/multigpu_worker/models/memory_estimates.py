@@ -7,13 +7,13 @@ generation the cache of keys and values. Memory that a user's own engine takes b
 import contextlib
 
 from multigpu.config.values import from_text
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import auto_precision
 from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.models.weight_files import context_bytes, weights_bytes
+from multigpu_worker.repository.model import ModelSpec
 
 # Model memory over weights, and the memory of a process with its imports but without a model. CPU: measured with torch
 # 2.13, transformers 5.23 and ONNX Runtime 1.31. GPU: a CUDA context with the libraries' workspaces, a guess.

@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from multigpu.repository.files import digest
-from multigpu.repository.model import ModelFolderError, ModelSpec
-
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.measured_sizes import MeasuredSizes, ModelSize
@@ -20,6 +17,8 @@ from multigpu_worker.models.memory_estimates import estimate_bytes
 from multigpu_worker.models.residency import Resident
 from multigpu_worker.models.routes import ModelRoutes
 from multigpu_worker.processes.model_host import MODEL_SLOTS_MAX
+from multigpu_worker.repository.files import digest
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 from multigpu_worker.supervision import supervised
 
 # Concurrent tasks of a generation model that does not set `concurrency`.

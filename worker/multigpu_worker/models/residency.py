@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from multigpu.repository.model import ModelSpec
+from multigpu_worker.repository.model import ModelSpec
 
 PATIENCE_S = 0.5
 # Concurrent loads: one that hangs does not delay all others.

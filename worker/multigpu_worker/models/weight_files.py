@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multigpu.repository.files import (
+from multigpu_worker.repository.files import (
     LAYOUT_SOURCES,
     SAFETENSORS_HEADER_BYTES_MAX,
     module_folders,
     read_json,
     weight_files,
 )
-from multigpu.repository.model import ModelFolderError, ModelSpec
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 # Safetensors types that are converted to the precision the model is served at. Others are kept.
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})

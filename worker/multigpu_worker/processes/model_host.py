@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from multigpu.repository.model import ModelSpec
-
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, ProcessSettings
 from multigpu_worker.processes.ipc import frames
+from multigpu_worker.repository.model import ModelSpec
 
 # Capacity of the shared page, which is created before the model is known. `load` sets how many slots are used.
 MODEL_SLOTS_MAX = 256

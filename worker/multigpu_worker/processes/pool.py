@@ -9,11 +9,11 @@ import os
 import time
 from collections.abc import Iterator
 
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.processes.host import ProcessSettings
 from multigpu_worker.processes.process import Callbacks, DefaultProcess, EngineProcess, ModelProcess
+from multigpu_worker.repository.model import ModelSpec
 from multigpu_worker.session.session import Lease
 from multigpu_worker.waiting import until
 

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from multigpu.repository.model import BatchRules
-
+from multigpu_worker.repository.model import BatchRules
 from multigpu_worker.session.session import Lease, Spec
 
 # A rough rule for English text, to bound the cost of a batch.

@@ -111,7 +111,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         size = core.state.ledger.uncommitted_bytes
         return f"outcomes of {size} bytes wait for the journal, which can't be written; free disk space"
     if not core.fleet.eligible(shape_of(task.spec)):
-        return unplaceable(core.fleet, task.spec)
+        return unplaceable(core.fleet, task.spec, queued=True)
     if pin is not None and pin.full:
         pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
         return f"{pinned}; {before}"

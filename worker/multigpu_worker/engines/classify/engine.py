@@ -10,13 +10,12 @@ Payload and result are `ClassifyPayload` and `ClassifyResult` (protos/multigpu/v
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from multigpu.repository.model import ModelSpec
-
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.classify import payload as classify_input
 from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
 from multigpu_worker.engines.common.models import LoadedModels
 from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.repository.model import ModelSpec
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.classify.model import Classifier

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import classify_pb2
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.pretrained import LOCAL, load_weights, loading, transformers
 from multigpu_worker.engines.embed.text import TextInput, Tokens, load_text_input
 from multigpu_worker.models.folders import ModelFolderError, read_object
+from multigpu_worker.repository.model import ModelSpec
 
 # Padded tokens or pictures in one forward pass: enough for full speed, and short between two beats.
 CPU_TOKENS_PER_THREAD, CUDA_TOKENS = 512, 16_384

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 Vectors = npt.NDArray[np.float32]
 # From texts to their vectors.

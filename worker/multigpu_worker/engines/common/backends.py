@@ -8,10 +8,9 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from multigpu.repository.model import ModelSpec
-
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.repository.model import ModelSpec
 
 
 def load_variant(

@@ -4,12 +4,11 @@ import gc
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from multigpu.repository.model import ModelSpec
-
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.failures import LOADING_ERRORS, Failure, of_loading
 from multigpu_worker.engines.common.precision import Variant, choose, spec_of
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 M = TypeVar("M")
 

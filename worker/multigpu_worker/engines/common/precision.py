@@ -11,10 +11,9 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multigpu.repository.model import ENGINES, PRECISIONS, ModelSpec
-
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.folders import ModelFolderError, resolve_name
+from multigpu_worker.repository.model import ENGINES, PRECISIONS, ModelSpec
 
 # Engines by source. All other sources are run by torch.
 ENGINE_BY_SOURCE = {"onnx": "onnx", "tensorrt-plan": "tensorrt"}

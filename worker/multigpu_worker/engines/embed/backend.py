@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from multigpu.repository.files import file_hash
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.backends import load_variant
 from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.embed.text import Inputs, TextInput
+from multigpu_worker.repository.files import file_hash
+from multigpu_worker.repository.model import ModelSpec
 
 BACKENDS = {
     "torch": "multigpu_worker.engines.embed.torch_backend",

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from multigpu.repository.model import ModelSpec
 from multigpu.v1 import embed_pb2
 
 from multigpu_worker.engines.base import Batch, EmbeddingCacheCounts, EngineSettings, Reporter
@@ -34,6 +33,7 @@ from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, Vectors, load_backend
 from multigpu_worker.engines.embed.payload import parse_texts
 from multigpu_worker.engines.embed.text import Inputs
+from multigpu_worker.repository.model import ModelSpec
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.embed.cache import EmbedCache, Lookup

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.embed.backend import identity_of
@@ -16,6 +15,7 @@ from multigpu_worker.engines.embed.text import Inputs, TextInput
 from multigpu_worker.engines.onnx.artifacts import exported
 from multigpu_worker.engines.onnx.export import MODEL_FILE, OUTPUT
 from multigpu_worker.engines.onnx.session import Session, check_precision, threads_of
+from multigpu_worker.repository.model import ModelSpec
 
 # Tokens in one forward pass, padding included. On a CPU core, more tokens are no faster; a GPU is busy only with many.
 CPU_TOKENS_PER_THREAD = 512

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import accuracy_gate as gate
@@ -32,6 +31,7 @@ from multigpu_worker.engines.tensorrt.plans import SETTLE_S, PlanSite
 from multigpu_worker.engines.tensorrt.profiles import Limits
 from multigpu_worker.engines.tensorrt.run import PlanRunner
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 # Texts in one forward pass, and their padded tokens.
 ROWS_MAX = 256

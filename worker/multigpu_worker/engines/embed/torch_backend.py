@@ -1,11 +1,10 @@
 """The embed engine's back end on torch: EmbedModel on a CPU, CudaEmbedModel on a GPU."""
 
-from multigpu.repository.model import ModelSpec
-
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.torch_runtime import bind, dtype_of
 from multigpu_worker.engines.embed.backend import EmbedBackend
 from multigpu_worker.engines.embed.model import PackedLinear, load_model
+from multigpu_worker.repository.model import ModelSpec
 
 
 def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[EmbedBackend, dict[str, str]]:

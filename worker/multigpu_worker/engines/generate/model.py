@@ -17,8 +17,6 @@ from typing import Any
 import structlog
 import torch
 from multigpu.config.values import from_text
-from multigpu.repository.files import digest
-from multigpu.repository.model import ModelSpec
 from torch import Tensor
 
 from multigpu_worker.engines.base import EngineSettings
@@ -35,6 +33,8 @@ from multigpu_worker.engines.generate.cache import (
     make_step,
 )
 from multigpu_worker.models.folders import ModelFolderError, check_model_folder
+from multigpu_worker.repository.files import digest
+from multigpu_worker.repository.model import ModelSpec
 
 # Context of models that name no limit.
 CONTEXT_TOKENS = 2048

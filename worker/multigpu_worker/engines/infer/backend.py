@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from multigpu.repository.model import ModelSpec
-
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.backends import load_variant
 from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
+from multigpu_worker.repository.model import ModelSpec
 
 BACKENDS = {
     "torch": "multigpu_worker.engines.infer.torch_backend",

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
@@ -26,6 +25,7 @@ from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.engines.infer.backend import Forward, load_backend
 from multigpu_worker.engines.infer.payload import Request, parse, result
 from multigpu_worker.processes.blame.cuda_errors import context_is_lost
+from multigpu_worker.repository.model import ModelSpec
 
 # The fact "tasks" of models whose tasks are neither joined nor split.
 AS_CONFIGURED = "one by one, as [batch] tasks_max = 1 says"

@@ -7,8 +7,6 @@ calibrated graph (onnx/quantize.py) that has passed its accuracy gate. Other pre
 from dataclasses import dataclass, field
 from typing import Any
 
-from multigpu.repository.model import ModelSpec
-
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.accuracy_gate import GATED
 from multigpu_worker.engines.common.precision import PrecisionError
@@ -18,6 +16,7 @@ from multigpu_worker.engines.onnx.artifacts import quantised
 from multigpu_worker.engines.onnx.export import MODEL_FILE
 from multigpu_worker.engines.onnx.session import Session, check_precision, tensor_spec
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import accuracy_gate as gate
@@ -31,6 +30,7 @@ from multigpu_worker.engines.tensorrt.plans import SETTLE_S, PlanSite
 from multigpu_worker.engines.tensorrt.profiles import Limits
 from multigpu_worker.engines.tensorrt.run import PlanRunner
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 # Default of `width_max`.
 WIDTH_MAX = 512

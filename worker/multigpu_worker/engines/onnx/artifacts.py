@@ -7,10 +7,6 @@ and the libraries that make it. The accuracy gate's figures are facts of the art
 from importlib import metadata
 from pathlib import Path
 
-from multigpu.repository.files import file_hash, loaded_files
-from multigpu.repository.model import ModelSpec
-from multigpu.repository.model_toml import FILE_NAME
-
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import accuracy_gate as gate
 from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
@@ -19,6 +15,9 @@ from multigpu_worker.engines.embed.model_content import ModelContent
 from multigpu_worker.engines.onnx.export import export_embed
 from multigpu_worker.engines.onnx.quantize import quantise_embed, quantise_infer, recipe_of
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.files import file_hash, loaded_files
+from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.model_toml import FILE_NAME
 
 PRECISIONS = ("fp32", "fp16", *gate.GATED)
 # Sources of models that can be exported.

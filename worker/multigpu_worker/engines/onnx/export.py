@@ -8,10 +8,9 @@ transformers. The export runs in a subprocess, which alone imports torch.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multigpu.repository.model import ModelSpec
-
 from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn

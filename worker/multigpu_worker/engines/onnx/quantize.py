@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from multigpu.repository.model import ModelSpec
 
 from multigpu_worker.engines.common import accuracy_gate as gate
 from multigpu_worker.engines.common.subprocess_call import subprocess_call
@@ -36,6 +35,7 @@ from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.engines.embed.text import TextInput
 from multigpu_worker.engines.onnx.export import MODEL_FILE, OUTPUT
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.model import ModelSpec
 
 # int8 recipes by kind and engine, the default first (model.toml: int8_recipe under [parameters]).
 RECIPES = {

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from multigpu.repository.model import ModelFolderError, ModelSpec, check_inside
-from multigpu.repository.model_toml import FILE_NAME
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec, check_inside
+from multigpu_worker.repository.model_toml import FILE_NAME
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pt2", ".pth", ".ckpt", ".pkl", ".pickle")
 PICKLED_WEIGHTS = "pytorch_model"

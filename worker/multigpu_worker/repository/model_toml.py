@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from multigpu.config.fields import fields_of, read_table, reject_unknown
-from multigpu.repository.model import ModelFolderError, ModelSpec
+
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 FILE_NAME = "model.toml"
 FILE_BYTES_MAX = 4 << 20

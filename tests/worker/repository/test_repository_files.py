@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from multigpu.repository.files import check_safetensors, digest, loaded_files, require_hashes
-from multigpu.repository.model import ModelFolderError
-from multigpu.repository.scan import read_model, scan
+from multigpu_worker.repository.files import check_safetensors, digest, loaded_files, require_hashes
+from multigpu_worker.repository.model import ModelFolderError
+from multigpu_worker.repository.scan import read_model, scan
 
-from tests.client.repository.test_repository import EMPTY, MINI, hugging_face, only, put, under
+from tests.worker.repository.test_repository import EMPTY, MINI, hugging_face, only, put, under
 
 PLAIN = hugging_face()
 MODELS_PAGE = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text("utf-8")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from multigpu._transport.names import UNPRINTABLE, escaped
-from multigpu.repository.files import (
+
+from multigpu_worker.repository.files import (
     LAYOUT_SOURCES,
     check_files,
     module_folders,
@@ -23,8 +24,8 @@ from multigpu.repository.files import (
     reject_outside,
     weight_files,
 )
-from multigpu.repository.model import ModelFolderError, ModelSpec, Scan
-from multigpu.repository.model_toml import FILE_NAME, read_toml
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec, Scan
+from multigpu_worker.repository.model_toml import FILE_NAME, read_toml
 
 VERSION = re.compile(r"[1-9][0-9]{0,17}")
 # Deeper is no place for a model.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu.repository.files import loaded_files
-from multigpu.repository.model import BatchRules, Gate, ModelFolderError, ModelSpec, Scan
-from multigpu.repository.scan import scan
+from multigpu_worker.repository.files import loaded_files
+from multigpu_worker.repository.model import BatchRules, Gate, ModelFolderError, ModelSpec, Scan
+from multigpu_worker.repository.scan import scan
 
 # A safetensors file without tensors: the length of its header, and the header.
 EMPTY = b"\x08" + bytes(7) + b"{}      "
@@ -310,7 +310,7 @@ def test_a_root_that_is_no_repository(tmp_path: Path) -> None:
 def test_the_scan_reads_without_heavy_imports(tmp_path: Path) -> None:
     put(tmp_path, under("m", MINI))
     code = (
-        "import sys; from pathlib import Path; from multigpu.repository.scan import scan\n"
+        "import sys; from pathlib import Path; from multigpu_worker.repository.scan import scan\n"
         f"assert list(scan(Path({str(tmp_path)!r})).models) == ['m']\n"
         "heavy = {'torch', 'numpy', 'grpc', 'google', 'click'} & set(sys.modules); assert not heavy, heavy\n"
     )
@@ -321,7 +321,7 @@ def test_the_scan_reads_without_heavy_imports(tmp_path: Path) -> None:
 def test_model_toml_examples_of_the_docs_are_valid() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/models.md").read_text("utf-8")
     blocks: list[dict[str, Any]] = []
-    from multigpu.repository.model_toml import parse
+    from multigpu_worker.repository.model_toml import parse
 
     for block in page.split("```toml\n")[1:]:
         text = block.split("```")[0]
