@@ -32,7 +32,7 @@ CODE
 
 # What the tests use, at the versions that the group `dev` has.
 test_packages() {
-  "$python" - hypothesis hatchling opentelemetry-exporter-otlp-proto-grpc pytest pytest-asyncio pytest-timeout pytest-xdist tqdm <<'CODE'
+  "$python" - hypothesis hatchling opentelemetry-exporter-otlp-proto-grpc pytest pytest-asyncio pytest-timeout pytest-xdist tqdm typeguard <<'CODE'
 import re, sys, tomllib
 entries = tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"]
 print(*(entry for entry in entries if re.match(r"[\w-]+", entry)[0] in sys.argv[1:]), sep="\n")
