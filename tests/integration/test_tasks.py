@@ -146,7 +146,9 @@ def test_get_without_a_key_says_that_one_is_missing(fleet: Fleet) -> None:
             fleet.tasks.Get(request, timeout=30)
 
 
-@pytest.mark.parametrize("message", ["EmbedPayload", "InferPayload", "ClassifyPayload", "GeneratePayload"])
+@pytest.mark.parametrize(
+    "message", ["EmbedPayload", "InferPayload", "ClassifyPayload", "GeneratePayload", "RerankPayload"]
+)
 def test_reflection_knows_the_messages_of_payloads(fleet: Fleet, message: str) -> None:
     symbol = f"multigpu.v1.{message}"
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)

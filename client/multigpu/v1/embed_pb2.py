@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/embed.proto\x12\x0bmultigpu.v1\"\x1d\n\x0c\x45mbedPayload\x12\r\n\x05texts\x18\x01 \x03(\t\"0\n\x0b\x45mbedResult\x12\x11\n\tdimension\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/embed.proto\x12\x0bmultigpu.v1\"Z\n\x0c\x45mbedPayload\x12\r\n\x05texts\x18\x01 \x03(\t\x12%\n\x06tokens\x18\x02 \x03(\x0b\x32\x15.multigpu.v1.TokenIds\x12\x14\n\x0c\x63ount_tokens\x18\x03 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\x0b\x45mbedResult\x12\x11\n\tdimension\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\rB\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\026multigpu/v1;multigpuv1'
   _globals['_EMBEDPAYLOAD']._serialized_start=40
-  _globals['_EMBEDPAYLOAD']._serialized_end=69
-  _globals['_EMBEDRESULT']._serialized_start=71
-  _globals['_EMBEDRESULT']._serialized_end=119
+  _globals['_EMBEDPAYLOAD']._serialized_end=130
+  _globals['_TOKENIDS']._serialized_start=132
+  _globals['_TOKENIDS']._serialized_end=155
+  _globals['_EMBEDRESULT']._serialized_start=157
+  _globals['_EMBEDRESULT']._serialized_end=221
 # @@protoc_insertion_point(module_scope)

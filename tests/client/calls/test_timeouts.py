@@ -158,7 +158,7 @@ def test_every_error_is_exported_and_a_multigpu_error() -> None:
         multigpu.Client(max_in_flight=0)
 
 
-@pytest.mark.parametrize("kind", ["classify", "echo", "embed", "fail", "generate", "infer", "sleep"])
+@pytest.mark.parametrize("kind", ["classify", "echo", "embed", "fail", "generate", "infer", "rerank", "sleep"])
 def test_a_handler_for_a_reserved_kind_is_rejected(kind: str) -> None:
     with pytest.raises(ValueError, match="multigpu's own"):
         multigpu.handler(kind)

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from multigpu_worker.engines.common.payloads import JSON
 from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.engines.generate import cache as generate_cache
 from multigpu_worker.engines.generate.cache import BlockPool, CacheShape, PagedCache, Piece, make_step, prompt_attention
+from multigpu_worker.engines.generate.json_schema import Masks
 from multigpu_worker.engines.generate.payload import decode, encode, read_request
-from multigpu_worker.engines.generate.sample import Sampling, choose, draw, penalised, uniform
+from multigpu_worker.engines.generate.sample import Choice, Sampling, choose, draw, penalised, uniform
 from multigpu_worker.engines.generate.text import TextStream
 from torch.overrides import TorchFunctionMode
 
@@ -188,7 +190,7 @@ def test_penalty_equals_transformers_rows_use_their_own_settings_and_nan_is_dete
     logits[2, :9] = float("-inf")
     logits[3, 2] = float("nan")
     samplings = [Sampling(), Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0)]
-    assert choose(logits, samplings, [[1], [1], [1], [1]]) == [4, None, 9, None]
+    assert choose(logits, samplings, [[1], [1], [1], [1]]) == [Choice(4), None, Choice(9), None]
 
 
 class HostReads(TorchFunctionMode):
@@ -215,11 +217,23 @@ def test_sampling_waits_for_the_device_once() -> None:
     ] + [Sampling(), Sampling(repetition_penalty=1.1)]
     logits = torch.randn(len(samplings), 40)
     histories = [[row, row + 1, 3] for row in range(len(samplings))]
-    alone = [choose(logits[i : i + 1].clone(), [samplings[i]], [histories[i]])[0] for i in range(len(samplings))]
-    with HostReads() as mode:
-        together = choose(logits.clone(), samplings, histories)
-    assert mode.reads == ["tolist"]
-    assert together == alone
+    for reporting in ({}, {1: 0, 3: 4, 6: 50}):
+        for row, count in reporting.items():
+            samplings[row] = replace(samplings[row], logprobs=count)
+        masks = [
+            Masks([0], torch.tensor([[0x0F0F, 0xFF]], dtype=torch.int32)) if row in (2, 3) else None for row in range(8)
+        ]
+        alone = [
+            choose(logits[row : row + 1].clone(), [samplings[row]], [histories[row]], masks[row])[0] for row in range(8)
+        ]
+        both = Masks([2, 3], torch.tensor([[0x0F0F, 0xFF]] * 2, dtype=torch.int32))
+        with HostReads() as mode:
+            together = choose(logits.clone(), samplings, histories, both)
+        assert mode.reads == ["tolist"]
+        assert together == alone
+        found = {row: len(each.logprobs) for row, each in enumerate(together) if each is not None and each.logprobs}
+        # The token itself, and at most as many as there are.
+        assert found == {row: 1 + min(count, 40) for row, count in reporting.items()}
 
 
 def test_blocks_are_taken_once_and_a_step_has_places_masks_and_positions() -> None:
@@ -264,8 +278,15 @@ class Words:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "a prompt or messages"),
-        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "a prompt or messages"),
+        ({}, "exactly one of prompt, messages and prompt_ids"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "exactly one of"),
+        ({"prompt": "a", "prompt_ids": [1]}, "exactly one of"),
+        ({"prompt_ids": [1] * 10}, "has 10 tokens, and the model's context is 10 tokens"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs is 21: it must be 0 to 20"),
+        ({"prompt": "a", "json_schema": "{"}, "json_schema is no JSON"),
+        ({"prompt": "a", "json_schema": "[" * 100_000}, "json_schema is no JSON"),
+        ({"prompt": "a", "json_schema": "[]"}, "json_schema is no schema"),
+        ({"prompt": "a", "json_schema": " " * 262_145}, "json_schema has 262145 bytes"),
         ({"prompt": " "}, "no tokens"),
         ({"prompt": "a b c", "max_tokens": 8}, "shorten the prompt or lower max_tokens"),
         ({"prompt": "a " * 10}, "context is 10 tokens"),

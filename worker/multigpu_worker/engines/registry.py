@@ -27,6 +27,7 @@ MODEL_ENGINES = {
     "infer": "multigpu_worker.engines.infer.engine:InferEngine",
     "generate": "multigpu_worker.engines.generate.engine:GenerateEngine",
     "classify": "multigpu_worker.engines.classify.engine:ClassifyEngine",
+    "rerank": "multigpu_worker.engines.rerank.engine:RerankEngine",
 }
 
 

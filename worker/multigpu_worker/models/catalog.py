@@ -55,7 +55,7 @@ def engine_of(spec: ModelSpec, engine: str) -> str:
     chosen = spec.engine if spec.engine != "auto" else engine
     if spec.source == "onnx":
         return chosen if chosen == "tensorrt" else "onnx"
-    return "torch" if chosen == "auto" or spec.kind in ("generate", "classify") else chosen
+    return "torch" if chosen == "auto" or spec.kind in ("generate", "classify", "rerank") else chosen
 
 
 def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:

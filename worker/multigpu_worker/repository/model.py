@@ -14,7 +14,7 @@ from typing import Any
 
 from multigpu.config.fields import setting
 
-KINDS = ("embed", "infer", "generate", "classify")
+KINDS = ("embed", "infer", "generate", "classify", "rerank")
 ENGINES = ("auto", "torch", "onnx", "tensorrt")
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "int8", "fp8")
 # Forms of models.

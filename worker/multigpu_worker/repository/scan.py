@@ -41,9 +41,10 @@ SINGLE_FILES = {
     "safetensors": ((".safetensors",), ("auto", "torch")),
 }
 KIND_OF_SINGLE = {"gguf": "generate"}
+TEXT_CLASSIFIER = "ForSequenceClassification"
 KIND_OF_ARCHITECTURE = {
     "ForCausalLM": "generate",
-    "ForSequenceClassification": "classify",
+    TEXT_CLASSIFIER: "classify",
     "ForImageClassification": "classify",
 }
 # A tokenizer can be built from any one of these.
@@ -252,16 +253,30 @@ def _only(folder: Path, names: list[str], source: str) -> str:
 
 def _kind(folder: Path, source: str) -> str:
     if source == "sentence-transformers":
-        return "embed"
+        # sentence-transformers saves a cross-encoder as a single module in the model's folder.
+        whole = (folder / "config.json").is_file()
+        return "rerank" if whole and _kind_of_config(folder) == "rerank" else "embed"
     if source != "huggingface":
         return KIND_OF_SINGLE.get(source, "infer")
+    if kind := _kind_of_config(folder):
+        return kind
+    return "embed" if any((folder / name).is_file() for name in TOKENIZER_FILES) else "infer"
+
+
+def _kind_of_config(folder: Path) -> str:
+    """The kind for the architecture in a config.json. Empty: the architecture is not in KIND_OF_ARCHITECTURE."""
     config = read_json(folder / "config.json")
     architectures = config.get("architectures") if isinstance(config, dict) else None
     for architecture in architectures if isinstance(architectures, list) else ():
         for ending, kind in KIND_OF_ARCHITECTURE.items():
             if str(architecture).endswith(ending):
-                return kind
-    return "embed" if any((folder / name).is_file() for name in TOKENIZER_FILES) else "infer"
+                return "rerank" if ending == TEXT_CLASSIFIER and _has_one_label(config) else kind
+    return ""
+
+
+def _has_one_label(config: dict[str, Any]) -> bool:
+    names = config.get("id2label")
+    return len(names) == 1 if isinstance(names, dict) else config.get("num_labels") == 1
 
 
 def _versions_in(folder: Path) -> list[int]:

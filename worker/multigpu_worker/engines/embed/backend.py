@@ -1,7 +1,8 @@
-"""The protocol of back ends that compute vectors for the embed engine, and how they are loaded."""
+"""The protocol of back ends that compute vectors for the embed engine, what they are given, and how they are loaded."""
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -23,6 +24,33 @@ BACKENDS = {
 }
 
 Vectors = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """Texts of similar length that go through the model together."""
+
+    inputs: Inputs
+    # For each text, its place among all texts of the batch, and the index of its item.
+    places: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
+    # The model computes the padding too.
+    pads: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the model computes."""
+        return self.inputs["input_ids"].size if self.pads else int(self.inputs["attention_mask"].sum())
+
+    def select(self, rows: "slice | npt.NDArray[np.bool_]") -> "MicroBatch":
+        """Some of the texts, without padding that only the others needed."""
+        used = self.inputs["attention_mask"][rows].any(axis=0)
+        inputs = {name: array[rows][:, used] for name, array in self.inputs.items()}
+        return MicroBatch(inputs=inputs, places=self.places[rows], owners=self.owners[rows], pads=self.pads)
+
+    def halves(self) -> "tuple[MicroBatch, MicroBatch]":
+        middle = len(self.places) // 2
+        return self.select(slice(middle)), self.select(slice(middle, None))
 
 
 class EmbedBackend(Protocol):

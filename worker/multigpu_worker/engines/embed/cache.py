@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from multigpu_worker.engines.base import EmbeddingCacheCounts, EmbeddingCacheSettings
 from multigpu_worker.engines.embed.cache_file import CacheFile, Row
+from multigpu_worker.engines.embed.text import Text
 
 KEY_BYTES = 32
 # Memory of an entry in addition to its vector: key, tuple, time, and their places in the table.
@@ -137,7 +138,7 @@ class Lookup:
         self,
         cache: EmbedCache,
         identity: bytes,
-        texts: Sequence[str],
+        texts: Sequence[Text],
         owners: npt.NDArray[np.int64],
         dimension: int,
     ) -> None:
@@ -189,11 +190,12 @@ class Lookup:
         return {key: vector for key, vector in found.items() if len(vector) == self._vector_bytes}
 
 
-def _keys(identity: bytes, texts: Sequence[str]) -> list[bytes]:
+def _keys(identity: bytes, texts: Sequence[Text]) -> list[bytes]:
     base = hashlib.blake2b(identity, digest_size=KEY_BYTES)
     keys = []
     for text in texts:
         digest = base.copy()
-        digest.update(text.encode())
+        # No UTF-8 begins with 0xff, so token ids never have the key of a string.
+        digest.update(text.encode() if isinstance(text, str) else b"\xff" + np.array(text, dtype="<u4").tobytes())
         keys.append(digest.digest())
     return keys

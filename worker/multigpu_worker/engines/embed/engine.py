@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -30,40 +30,13 @@ from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.models import LoadedModels
 from multigpu_worker.engines.common.payloads import JSON
 from multigpu_worker.engines.common.precision import Variant
-from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, Vectors, load_backend
-from multigpu_worker.engines.embed.payload import parse_texts
-from multigpu_worker.engines.embed.text import Inputs
+from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, MicroBatch, Vectors, load_backend
+from multigpu_worker.engines.embed.payload import EmbedInput, parse_texts
+from multigpu_worker.engines.embed.text import Text, Tokens
 from multigpu_worker.repository.model import ModelSpec
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.embed.cache import EmbedCache, Lookup
-
-
-@dataclass(slots=True, kw_only=True)
-class MicroBatch:
-    """Texts of similar length that go through the model together."""
-
-    inputs: Inputs
-    # For each text, its place among all texts of the batch, and the index of its item.
-    places: npt.NDArray[np.int64]
-    owners: npt.NDArray[np.int64]
-    # The model computes the padding too.
-    pads: bool = True
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that the model computes."""
-        return self.inputs["input_ids"].size if self.pads else int(self.inputs["attention_mask"].sum())
-
-    def select(self, rows: "slice | npt.NDArray[np.bool_]") -> "MicroBatch":
-        """Some of the texts, without padding that only the others needed."""
-        used = self.inputs["attention_mask"][rows].any(axis=0)
-        inputs = {name: array[rows][:, used] for name, array in self.inputs.items()}
-        return MicroBatch(inputs=inputs, places=self.places[rows], owners=self.owners[rows], pads=self.pads)
-
-    def halves(self) -> "tuple[MicroBatch, MicroBatch]":
-        middle = len(self.places) // 2
-        return self.select(slice(middle)), self.select(slice(middle, None))
 
 
 # A micro-batch that was started, and a function that waits for its vectors.
@@ -90,6 +63,8 @@ class Prepared:
     # For each item, the place of its first text and the one after its last.
     spans: list[tuple[int, int]] = field(default_factory=list)
     micro_batches: list[MicroBatch] = field(default_factory=list)
+    # By index in the batch, the number of tokens of the items that ask for it.
+    tokens: dict[int, int] = field(default_factory=dict)
     # None: there is no cache.
     lookup: "Lookup | None" = None
     # The back end's identity at the lookup.
@@ -143,27 +118,40 @@ class EmbedEngine:
     def prepare(self, batch: Batch) -> Prepared:
         """Parse and tokenise a batch, and load its model if necessary. `run` reports the failures."""
         prepared = Prepared()
-        texts: list[str] = []
-        owners: list[int] = []
+        asked: dict[int, EmbedInput] = {}
         for index, item in enumerate(batch.items):
-            start = len(texts)
             try:
-                found = parse_texts(item.payload, batch.content_type)
-                texts += found
-                owners += [index] * len(found)
+                asked[index] = parse_texts(item.payload, batch.content_type)
             except BadInputError as error:
                 prepared.failures[index] = bad_input(error)
-            prepared.spans.append((start, len(texts)))
-        if not texts:
+        if not asked:
             return prepared
         model = self._models.get(batch.model, batch.parameters)
         if isinstance(model, Failure):
             prepared.failures |= {i: model for i in range(len(batch.items)) if i not in prepared.failures}
             return prepared
-        prepared.model = model
         backend = model.backend
+        texts: list[Text] = []
+        owners: list[int] = []
+        for index in range(len(batch.items)):
+            start = len(texts)
+            if index in asked:
+                try:
+                    backend.text.check_ids([text for text in asked[index].texts if not isinstance(text, str)])
+                    texts += asked[index].texts
+                    owners += [index] * len(asked[index].texts)
+                except BadInputError as error:
+                    prepared.failures[index] = bad_input(error)
+            prepared.spans.append((start, len(texts)))
+        if not texts:
+            return prepared
+        prepared.model = model
+        counted = [index for index, found in asked.items() if found.count_tokens and index not in prepared.failures]
         if self._cache is None:
-            prepared.micro_batches = cut(backend, texts, np.array(owners))
+            tokens = backend.text.tokenise(texts)
+            prepared.micro_batches = cut(backend, tokens, np.array(owners))
+            counts = tokens.lengths()
+            prepared.tokens = {index: int(counts[slice(*prepared.spans[index])].sum()) for index in counted}
             self._waiting.append(prepared)
             return prepared
         from multigpu_worker.engines.embed.cache import Lookup  # noqa: PLC0415 (most workers have none)
@@ -172,6 +160,9 @@ class EmbedEngine:
         identity = hashlib.sha256(model.content + prepared.identity.encode()).digest()
         prepared.lookup = Lookup(self._cache, identity, texts, np.array(owners), backend.dimension)
         prepared.micro_batches = cut_missing(backend, texts, prepared.lookup)
+        for index in counted:
+            # Texts with a known vector were not tokenised.
+            prepared.tokens[index] = int(backend.text.tokenise(asked[index].texts).lengths().sum())
         return prepared
 
     def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
@@ -225,6 +216,7 @@ class _Run:
         self._next_of = next_of
         self._lookup = prepared.lookup
         self._identity = prepared.identity
+        self._tokens = prepared.tokens
         self._vectors = np.empty((prepared.spans[-1][1], self._model.dimension), dtype="<f4")
         self._texts_left = [stop - start for start, stop in prepared.spans]
         # Items that were cancelled or failed: their texts are skipped.
@@ -331,7 +323,8 @@ class _Run:
         if self._json:
             self._reporter.succeed(self._items[index], json.dumps(rows.tolist()).encode(), JSON)
             return
-        result = embed_pb2.EmbedResult(dimension=self._model.dimension, values=rows.tobytes())
+        tokens = self._tokens.get(index, 0)
+        result = embed_pb2.EmbedResult(dimension=self._model.dimension, values=rows.tobytes(), tokens=tokens)
         self._reporter.succeed(self._items[index], result.SerializeToString())
 
     def _shrink(self, micro_batch: MicroBatch, shortage: str) -> None:
@@ -353,9 +346,8 @@ class _Run:
                 self._reporter.fail(self._items[index], "OutOfMemory", message, retryable=True)
 
 
-def cut(model: EmbedBackend, texts: list[str], owners: npt.NDArray[np.int64]) -> list[MicroBatch]:
+def cut(model: EmbedBackend, tokens: Tokens, owners: npt.NDArray[np.int64]) -> list[MicroBatch]:
     """Micro-batches of texts, longest first, so that a shortage of memory shows at once."""
-    tokens = model.text.tokenise(texts)
     lengths = tokens.lengths()
     order = np.argsort(-lengths, kind="stable")
     totals = np.cumsum(lengths[order])
@@ -374,12 +366,13 @@ def cut(model: EmbedBackend, texts: list[str], owners: npt.NDArray[np.int64]) ->
     return micro_batches
 
 
-def cut_missing(model: EmbedBackend, texts: list[str], lookup: "Lookup") -> list[MicroBatch]:
+def cut_missing(model: EmbedBackend, texts: Sequence[Text], lookup: "Lookup") -> list[MicroBatch]:
     """Micro-batches of the texts that are not in the cache."""
     if not lookup.missing:
         return []
     missing = np.array(lookup.missing)
-    micro_batches = cut(model, [texts[place] for place in lookup.missing], lookup.owners[missing])
+    tokens = model.text.tokenise([texts[place] for place in lookup.missing])
+    micro_batches = cut(model, tokens, lookup.owners[missing])
     for micro_batch in micro_batches:
         micro_batch.places = missing[micro_batch.places]
     return micro_batches

@@ -7,6 +7,7 @@ its limit in the form of the tokenizers library, and `read` needs only that. Imp
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.models.folders import ModelFolderError, read_object
 
 # Tokens of the longest text, if neither the tokenizer nor the model names a limit.
@@ -22,8 +24,12 @@ TOKENS_PER_TEXT_MAX = 32_768
 CHARACTERS_PER_TOKEN_MAX = 64
 TOKENIZER_FILE = "tokenizer.json"
 RULES_FILE = "text.json"
+# The task of a transformer that gives token vectors.
+FEATURES = "feature-extraction"
 
 Inputs = dict[str, npt.NDArray[np.int64]]
+# A text, or the ids of its tokens without special tokens.
+Text = str | list[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +42,7 @@ class Tokens:
         return np.fromiter(map(len, self.columns["input_ids"]), dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TextInput:
     """Makes a model's inputs from texts. One thread may use it while another runs the model."""
 
@@ -49,18 +55,95 @@ class TextInput:
     # Inputs of the model besides the attention mask, with their padding values.
     inputs: dict[str, int]
 
-    def tokenise(self, texts: Sequence[str]) -> Tokens:
-        """The tokens that AutoTokenizer gives, with special tokens, truncated at tokens_per_text_max."""
+    def tokenise(self, texts: Sequence[Text]) -> Tokens:
+        """The tokens that AutoTokenizer gives, with special tokens, truncated at tokens_per_text_max.
+
+        Token ids must have passed check_ids. They give the tokens of the text that has these ids.
+        """
+        strings = [text for text in texts if isinstance(text, str)]
+        if len(strings) == len(texts):
+            return self._of_strings(strings)
+        of_ids = self._of_ids([text for text in texts if not isinstance(text, str)])
+        if not strings:
+            return of_ids
+        of_strings = self._of_strings(strings)
+        columns = {}
+        for name in self.inputs:
+            strings_left, ids_left = iter(of_strings.columns[name]), iter(of_ids.columns[name])
+            columns[name] = [next(strings_left if isinstance(text, str) else ids_left) for text in texts]
+        return Tokens(columns=columns)
+
+    def check_ids(self, texts: Sequence[list[int]]) -> None:
+        """Raises BadInputError if the vocabulary lacks one of these token ids, or the model has a prompt."""
+        if self.prompt and texts:
+            raise BadInputError(
+                f"the model puts the prompt {self.prompt!r} before every text, and tokens of a text alone may differ "
+                "from its tokens after a prompt: send texts, not tokens"
+            )
+        for row, ids in enumerate(texts):
+            if not self._vocabulary.issuperset(ids):
+                place, unknown = next((i, number) for i, number in enumerate(ids) if number not in self._vocabulary)
+                raise BadInputError(
+                    f"tokens[{row}].ids[{place}] is {unknown}, and the model's vocabulary of {len(self._vocabulary)} "
+                    "tokens has no such id: send ids of the model's own tokenizer, or texts"
+                )
+
+    @cached_property
+    def _vocabulary(self) -> frozenset[int]:
+        """The ids of all tokens."""
+        return frozenset(self.tokenizer.get_vocab().values())
+
+    @cached_property
+    def _by_id(self) -> Any:
+        """A tokenizer with the same truncation and special tokens, for which a token's text is its id in decimal.
+
+        The tokenizers library adds special tokens only to what it has tokenised itself.
+        """
+        from tokenizers import Tokenizer, models  # noqa: PLC0415  (the agent imports this module and does not need it)
+
+        by_id = Tokenizer(models.WordLevel({str(number): number for number in self._vocabulary}))
+        if self.tokenizer.post_processor is not None:
+            by_id.post_processor = self.tokenizer.post_processor
+        by_id.enable_truncation(**self.tokenizer.truncation)
+        return by_id
+
+    def _of_ids(self, texts: Sequence[list[int]]) -> Tokens:
+        if not self.is_fast:
+            options = {"truncation": True, "max_length": self.tokens_per_text_max, "padding": False}
+            rows = [self.tokenizer.prepare_for_model(ids, **options) for ids in texts]
+            return Tokens(columns={name: [row[name] for row in rows] for name in self.inputs})
+        count, left = self.tokens_per_text_max, self.tokenizer.truncation["direction"] == "left"
+        texts = [ids[-count:] if left else ids[:count] for ids in texts]
+        return self._encoded(self._by_id, [list(map(str, ids)) for ids in texts])
+
+    def _of_strings(self, texts: Sequence[str]) -> Tokens:
         if self.prompt:
             texts = [self.prompt + text for text in texts]
-        characters = CHARACTERS_PER_TOKEN_MAX * self.tokens_per_text_max
-        side = self.tokenizer.truncation["direction"] if self.is_fast else self.tokenizer.truncation_side
-        texts = [text[-characters:] if side == "left" else text[:characters] for text in texts]
+        texts = self._cut(texts)
         if not self.is_fast:
             encoded = self.tokenizer(list(texts), truncation=True, max_length=self.tokens_per_text_max, padding=False)
             return Tokens(columns={name: encoded[name] for name in self.inputs})
+        return self._encoded(self.tokenizer, texts)
+
+    def tokenise_pairs(self, query: str, documents: Sequence[str]) -> Tokens:
+        """The tokens that AutoTokenizer gives for pairs of the query and each document, the longer part truncated."""
+        (query,), documents = self._cut([query]), self._cut(documents)
+        if self.is_fast:
+            return self._encoded(self.tokenizer, [(query, document) for document in documents])
+        options = {"truncation": "longest_first", "max_length": self.tokens_per_text_max, "padding": False}
+        encoded = self.tokenizer([query] * len(documents), documents, **options)
+        return Tokens(columns={name: encoded[name] for name in self.inputs})
+
+    def _cut(self, texts: Sequence[str]) -> list[str]:
+        """The texts without characters that the tokenizer would process and then drop."""
+        characters = CHARACTERS_PER_TOKEN_MAX * self.tokens_per_text_max
+        side = self.tokenizer.truncation["direction"] if self.is_fast else self.tokenizer.truncation_side
+        return [text[-characters:] if side == "left" else text[:characters] for text in texts]
+
+    def _encoded(self, tokenizer: Any, texts: Sequence[Any]) -> Tokens:
+        """Tokens of texts, of pairs of texts, or of lists of words for _by_id, by the tokenizers library."""
         # Releases the GIL, and skips what AutoTokenizer does for offsets.
-        encodings = self.tokenizer.encode_batch_fast(texts)
+        encodings = tokenizer.encode_batch_fast(texts, is_pretokenized=tokenizer is not self.tokenizer)
         columns = {"input_ids": [encoding.ids for encoding in encodings]}
         if "token_type_ids" in self.inputs:
             columns["token_type_ids"] = [encoding.type_ids for encoding in encodings]
@@ -102,15 +185,16 @@ class TextInput:
 
 
 def load_text_input(
-    folder: Path, root: Path, config: Any, *, prompt: str, takes_types: bool
+    folder: Path, root: Path, config: Any, *, prompt: str, takes_types: bool, task: str = FEATURES
 ) -> tuple[TextInput, int | None]:
     """Load the tokenizer in `folder` with transformers, set to truncate at the limit, and its padding token.
 
     `root`: the model's folder. `config`: the transformer's configuration. `takes_types`: it takes token_type_ids.
+    `task`: the transformer's task in sentence-transformers' settings.
     """
     from multigpu_worker.engines.common.pretrained import LOCAL, transformers  # noqa: PLC0415  (takes seconds)
 
-    settings = transformer_settings(folder)
+    settings = transformer_settings(folder, task)
     limit = settings.get("max_seq_length")
     options = LOCAL if limit is None else LOCAL | {"model_max_length": limit}
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
@@ -148,13 +232,13 @@ def _lower_case(backend: Any) -> None:
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
 
 
-def transformer_settings(folder: Path) -> dict[str, Any]:
+def transformer_settings(folder: Path, wanted: str = FEATURES) -> dict[str, Any]:
     """sentence-transformers' settings of the transformer. The file was once named after the architecture."""
     for path in sorted(folder.glob("sentence_*_config.json")):
         settings = read_object(path)
-        task = settings.get("transformer_task", "feature-extraction")
-        if task != "feature-extraction":
-            raise ModelFolderError(f"{path} has transformer_task {task!r}: only feature-extraction is supported")
+        task = settings.get("transformer_task", wanted)
+        if task != wanted:
+            raise ModelFolderError(f"{path} has transformer_task {task!r}: only {wanted} is supported")
         return settings
     return {}
 

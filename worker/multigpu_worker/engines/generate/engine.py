@@ -102,6 +102,7 @@ class GenerateEngine:
 
         assert self._model is not None, "load comes first"
         assert self._scheduler is not None, "load comes first"
+        schema = request.json_schema
         sequence = Sequence(
             item=item,
             reporter=reporter,
@@ -109,6 +110,8 @@ class GenerateEngine:
             content_type=batch.content_type,
             text=TextStream(self._model.decode, request.prompt_ids, request.stop),
             eos_ids=self._model.eos_ids,
+            token_bytes=self._model.token_bytes,
+            matcher=self._model.schemas.matcher(schema) if schema else None,
             ids=list(request.prompt_ids),
         )
         if len(item.partials) < item.partials_received:

@@ -32,6 +32,8 @@ from multigpu_worker.engines.generate.cache import (
     blocks_for,
     make_step,
 )
+from multigpu_worker.engines.generate.json_schema import Schemas
+from multigpu_worker.engines.generate.token_bytes import TokenBytes
 from multigpu_worker.models.folders import ModelFolderError, check_model_folder
 from multigpu_worker.repository.files import digest
 from multigpu_worker.repository.model import ModelSpec
@@ -69,6 +71,8 @@ class GenerateModel:
     # Most tokens of a sequence.
     context: int
     cache: PagedCache
+    schemas: Schemas
+    token_bytes: TokenBytes
     # Held while the model is in use, so that the artifact cache does not evict its files.
     artifact: Artifact | None = None
     facts: dict[str, str] = field(default_factory=dict)
@@ -121,15 +125,18 @@ def _load(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, artifac
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = CacheShape(layers=config.num_hidden_layers, heads=heads, head_size=head_size, dtype=dtype)
+    eos_ids = _eos_ids(model, tokenizer)
     loaded = GenerateModel(
         model=model,
         tokenizer=tokenizer,
         device=device,
         shape=shape,
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=eos_ids,
         vocabulary=int(model.get_input_embeddings().num_embeddings),
         context=_context(spec, config),
         cache=PagedCache(shape, 2 * blocks_for(TRIAL_TOKENS), device),
+        schemas=Schemas(tokenizer, eos_ids),
+        token_bytes=TokenBytes(tokenizer),
         artifact=artifact,
     )
     _try_out(loaded, spec)

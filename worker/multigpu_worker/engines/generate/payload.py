@@ -5,6 +5,7 @@ of the payload.
 """
 
 import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,9 +19,13 @@ from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
 from multigpu_worker.engines.generate.sample import Sampling
 
 MAX_TOKENS = 256
+# max_tokens: what the context leaves.
+TO_THE_END = 2**32 - 1
 TEMPERATURE_MAX = 2.0
 STOP_MAX = 16
 STOP_BYTES_MAX = 256
+LOGPROBS_MAX = 20
+SCHEMA_BYTES_MAX = 256 << 10
 ROLES = ("system", "user", "assistant")
 
 M = TypeVar("M", bound=Message)
@@ -34,6 +39,8 @@ class Request:
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
+    # Empty: none.
+    json_schema: str = ""
     # The payload has no seed, so the first chunk tells it.
     seed_drawn: bool = False
 
@@ -45,6 +52,8 @@ class Before:
     token_ids: list[int]
     text: str
     seed_sent: bool
+    # One for each token, or none.
+    logprobs: list[pb.TokenLogprob]
 
 
 def encode(message: Message, content_type: str) -> bytes:
@@ -73,6 +82,7 @@ def read_before(partials: tuple[bytes, ...], content_type: str) -> Before:
         token_ids=[token for chunk in chunks for token in chunk.token_ids],
         text="".join(chunk.text for chunk in chunks),
         seed_sent=any(chunk.HasField("seed") for chunk in chunks),
+        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
     )
 
 
@@ -84,7 +94,7 @@ def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int
     if not prompt_ids:
         raise BadInputError("the prompt has no tokens: write something that the model can go on from")
     room = context - len(prompt_ids)
-    max_tokens = message.max_tokens or min(MAX_TOKENS, room)
+    max_tokens = room if message.max_tokens == TO_THE_END else message.max_tokens or min(MAX_TOKENS, room)
     if room < 1 or max_tokens > room:
         asked = f" and {max_tokens} to generate" if message.max_tokens else ""
         raise BadInputError(
@@ -99,12 +109,14 @@ def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int
         top_k=message.top_k,
         repetition_penalty=message.repetition_penalty or 1.0,
         seed=seed,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
     return Request(
         prompt_ids=prompt_ids,
         max_tokens=max_tokens,
         sampling=sampling,
         stop=tuple(message.stop),
+        json_schema=message.json_schema,
         seed_drawn=drawn,
     )
 
@@ -127,14 +139,31 @@ def _check(message: pb.GeneratePayload) -> None:
     for word in message.stop:
         if not 0 < len(word.encode()) <= STOP_BYTES_MAX:
             raise BadInputError(f"a stop string has {len(word.encode())} bytes: it must have 1 to {STOP_BYTES_MAX}")
-    if bool(message.prompt) == bool(message.messages):
-        raise BadInputError("give either a prompt or messages")
+    if message.logprobs > LOGPROBS_MAX:
+        raise BadInputError(f"logprobs is {message.logprobs}: it must be 0 to {LOGPROBS_MAX}")
+    if message.json_schema:
+        _check_schema(message.json_schema)
+    if sum(map(bool, (message.prompt, message.messages, message.prompt_ids))) != 1:
+        raise BadInputError("give exactly one of prompt, messages and prompt_ids")
     for said in message.messages:
         if said.role not in ROLES:
             raise BadInputError(f"role {said.role!r} is none of {', '.join(ROLES)}")
 
 
+def _check_schema(text: str) -> None:
+    if len(text.encode()) > SCHEMA_BYTES_MAX:
+        raise BadInputError(f"json_schema has {len(text.encode())} bytes: it must have at most {SCHEMA_BYTES_MAX}")
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"json_schema is no JSON ({error}): send the schema as JSON") from error
+    if not isinstance(schema, dict):
+        raise BadInputError('json_schema is no schema: send a JSON object such as {"type": "object"}')
+
+
 def _prompt_ids(message: pb.GeneratePayload, tokenizer: Any, context: int) -> list[int]:
+    if message.prompt_ids:
+        return list(message.prompt_ids)
     text = _chat(message, tokenizer) if message.messages else message.prompt
     if len(text) > CHARACTERS_PER_TOKEN_MAX * context:
         # The tokenizer would hold a hundred bytes and more for each character.

@@ -1,16 +1,19 @@
 """Sampling of the next token: greedy or random.
 
-In the order of transformers: repetition penalty, temperature, top k, top p. Random numbers are a hash of seed and
-position instead of a stateful generator: so an attempt that continues another one draws the same tokens, whatever else
-is in the batch.
+In the order of transformers: repetition penalty, temperature, top k, top p. The mask of a JSON schema comes before
+them, and log probabilities are those of the unchanged logits. Random numbers are a hash of seed and position instead of
+a stateful generator: so an attempt that continues another one draws the same tokens, whatever else is in the batch.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from multigpu_worker.engines.generate.json_schema import Masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,16 @@ class Sampling:
     top_k: int = 0
     repetition_penalty: float = 1.0
     seed: int = 0
+    # Number of likeliest tokens to report with each token. None: report no log probabilities.
+    logprobs: int | None = None
+
+
+class Choice(NamedTuple):
+    """The next token of a sequence."""
+
+    token: int
+    # The token and its log probability, and then those of the likeliest tokens. Empty: not requested.
+    logprobs: tuple[tuple[int, float], ...] = ()
 
 
 def uniform(seed: int, position: int) -> float:
@@ -31,12 +44,19 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 11) / (1 << 53)
 
 
-def choose(logits: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> list[int | None]:
+def choose(
+    logits: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]], masks: Masks | None = None
+) -> list[Choice | None]:
     """The next token of each sequence. None: its logits are not finite.
 
     logits [sequences, vocabulary]; a history is all of a sequence's tokens, with the prompt. One copy from the device.
     """
     logits = logits.float()
+    reporting = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
+    # A copy, because the steps below change the logits.
+    logprobs = torch.log_softmax(logits[reporting], dim=-1) if reporting else None
+    if masks is not None:
+        masks.apply(logits)
     penalties = [row for row, sampling in enumerate(samplings) if sampling.repetition_penalty != 1.0]
     seen = [sorted(set(histories[row])) for row in penalties]
     ids = torch.tensor([token for tokens in seen for token in tokens], dtype=torch.int64, device=logits.device)
@@ -46,8 +66,34 @@ def choose(logits: Tensor, samplings: Sequence[Sampling], histories: Sequence[Se
     for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
         if sampling.temperature > 0:
             chosen[row] = draw(logits[row], sampling, len(history))
-    tokens, sound = torch.stack((chosen, values.isfinite())).tolist()
-    return [token if is_sound else None for token, is_sound in zip(tokens, sound, strict=True)]
+    flat = [chosen, values.isfinite()]
+    if logprobs is None:
+        tokens, sound = torch.stack(flat).tolist()
+        return [Choice(token) if is_sound else None for token, is_sound in zip(tokens, sound, strict=True)]
+    rows = torch.tensor(reporting, device=logits.device)
+    count = min(max(samplings[row].logprobs or 0 for row in reporting), logits.shape[1])
+    likeliest = torch.topk(logprobs, count, dim=-1).indices
+    ids = torch.cat((chosen.index_select(0, rows).unsqueeze(1), likeliest), dim=1)
+    flat += [ids.flatten(), logprobs.gather(1, ids).flatten()]
+    return _choices(torch.cat([each.double() for each in flat]).tolist(), samplings, reporting)
+
+
+def _choices(flat: list[float], samplings: Sequence[Sampling], reporting: list[int]) -> list[Choice | None]:
+    """Parse what was copied from the device. float64 holds token ids and float32 exactly.
+
+    For each row its token, and whether it is sound; for each reporting row the ids of its token and of the likeliest
+    ones; for each of these ids its log probability.
+    """
+    rows = len(samplings)
+    tokens, sound, rest = flat[:rows], flat[rows : 2 * rows], flat[2 * rows :]
+    choices = [Choice(int(token)) if is_sound else None for token, is_sound in zip(tokens, sound, strict=True)]
+    pairs = [(int(token), value) for token, value in zip(rest[: len(rest) // 2], rest[len(rest) // 2 :], strict=True)]
+    width = len(pairs) // len(reporting)
+    for at, row in enumerate(reporting):
+        choice, its = choices[row], pairs[at * width : (at + 1) * width]
+        if choice is not None:
+            choices[row] = Choice(choice.token, tuple(its[: 1 + (samplings[row].logprobs or 0)]))
+    return choices
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -20,11 +20,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.torch_runtime import memory_errors
 from multigpu_worker.engines.generate.cache import BlockPool, Piece, blocks_for
+from multigpu_worker.engines.generate.json_schema import masks_of
 from multigpu_worker.engines.generate.model import GenerateModel
-from multigpu_worker.engines.generate.sample import choose
+from multigpu_worker.engines.generate.sample import Choice, choose
 from multigpu_worker.engines.generate.sequence import Sequence
 from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 
@@ -132,12 +134,12 @@ class Scheduler:
         planned = self._plan()
         if not planned:
             return
-        tokens: list[int | None] = []
+        choices: list[Choice | None] = []
         shortage, failure = "", None
         wanted = [index for index, (sequence, piece) in enumerate(planned) if piece.end == len(sequence.ids)]
         try:
             with memory_errors():
-                tokens = self._compute([piece for _, piece in planned], [planned[i][0] for i in wanted], wanted)
+                choices = self._compute([piece for _, piece in planned], [planned[i][0] for i in wanted], wanted)
         except MemoryError as error:
             shortage = str(error) or "MemoryError"
         except Exception as error:  # noqa: BLE001  any error of the model or of sampling
@@ -155,16 +157,19 @@ class Scheduler:
         for sequence, piece in planned:
             sequence.computed = piece.end
             sequence.isolated = False
-        for index, token in zip(wanted, tokens, strict=True):
-            self._take(planned[index][0], token)
+        for index, choice in zip(wanted, choices, strict=True):
+            self._take(planned[index][0], choice)
 
     @torch.inference_mode()
-    def _compute(self, pieces: list[Piece], sequences: list[Sequence], wanted: list[int]) -> list[int | None]:
+    def _compute(self, pieces: list[Piece], sequences: list[Sequence], wanted: list[int]) -> list[Choice | None]:
         # A step with parts of prompts only needs no logits, but `forward` must be asked for at least one row.
         logits: Tensor = self._model.forward(pieces, wanted or [0])
         if not wanted:
             return []
-        return choose(logits, [each.request.sampling for each in sequences], [each.ids for each in sequences])
+        # On a GPU, the masks are computed while the device runs the step.
+        masks = masks_of([each.matcher for each in sequences])
+        samplings = [each.request.sampling for each in sequences]
+        return choose(logits, samplings, [each.ids for each in sequences], masks)
 
     def _admit(self) -> None:
         while self._waiting:
@@ -225,13 +230,16 @@ class Scheduler:
         later = [at for at, other in enumerate(self._waiting) if other.arrival > sequence.arrival]
         self._waiting.insert(later[0] if later else len(self._waiting), sequence)
 
-    def _take(self, sequence: Sequence, token: int | None) -> None:
+    def _take(self, sequence: Sequence, choice: Choice | None) -> None:
         try:
-            if token is None:
+            if sequence.matcher is not None and sequence.matcher.error:
+                message = f"no token can follow under json_schema ({sequence.matcher.error}): simplify the schema"
+                sequence.error = BadInputError(message)
+            elif choice is None:
                 message = "the model's answer is not a number: try a wider precision, or check the model's files"
                 sequence.reporter.fail(sequence.item, "NotANumber", message, retryable=False)
             else:
-                sequence.take(token)
+                sequence.take(choice)
                 if sequence.finish_reason is None:
                     return
                 sequence.succeed()

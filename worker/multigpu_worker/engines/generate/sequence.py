@@ -5,13 +5,16 @@ only: if a master loses them, a new attempt sends the same ones, and a receiver 
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from multigpu.v1 import generate_pb2 as pb
 
 from multigpu_worker.engines.base import Item, Reporter
 from multigpu_worker.engines.common.failures import BadInputError
+from multigpu_worker.engines.generate.json_schema import Matcher
 from multigpu_worker.engines.generate.payload import Before, Request, encode
+from multigpu_worker.engines.generate.sample import Choice
 from multigpu_worker.engines.generate.text import TextStream
 
 
@@ -25,8 +28,14 @@ class Sequence:
     content_type: str
     text: TextStream
     eos_ids: frozenset[int]
+    # The bytes of a token.
+    token_bytes: Callable[[int], bytes]
+    # None: the payload has no json_schema.
+    matcher: Matcher | None
     # Tokens of the prompt and of the answer.
     ids: list[int]
+    # One for each token of the answer, if the payload has logprobs.
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
     # Number of tokens whose keys and values are in the cache.
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -62,16 +71,27 @@ class Sequence:
         said = self.text.text if self.finish_reason is not None else self.text.take(ended=False)
         if said != before.text:
             raise BadInputError("the answer so far is not this model's: the model is not the one that began it")
+        expected = [] if self.request.sampling.logprobs is None else before.token_ids
+        if [logprob.token_id for logprob in before.logprobs] != list(expected):
+            raise BadInputError("the answer so far lacks log probabilities: the engine is not the one that began it")
+        self.logprobs = before.logprobs
         self._sent = len(self.ids)
         self._seed_sent = before.seed_sent
 
-    def take(self, token: int) -> None:
+    def take(self, choice: Choice) -> None:
         """Add a token, and send the text that it completes."""
-        self._add(token)
+        self._add(choice.token)
+        if choice.logprobs:
+            first, *top = [self._logprob(*pair) for pair in choice.logprobs]
+            first.top.extend(top)
+            self.logprobs.append(first)
         ended = self.finish_reason is not None
         piece = self.text.take(ended=ended)
         if piece or ended:
             self._send(piece)
+
+    def _logprob(self, token: int, logprob: float) -> pb.TokenLogprob:
+        return pb.TokenLogprob(token_id=token, logprob=logprob, token=self.token_bytes(token))
 
     def _add(self, token: int) -> None:
         self.ids.append(token)
@@ -79,8 +99,10 @@ class Sequence:
         if token in self.eos_ids:
             self.finish_reason = pb.FINISH_REASON_STOP
         else:
+            if self.matcher is not None:
+                self._match(self.matcher, token)
             self.text.add(token)
-            if self.text.stopped:
+            if self.text.stopped or (self.matcher is not None and self.matcher.stopped):
                 self.finish_reason = pb.FINISH_REASON_STOP
         if self.finish_reason is None and count >= self.request.max_tokens:
             self.finish_reason = pb.FINISH_REASON_LENGTH
@@ -89,11 +111,20 @@ class Sequence:
             if self.text.stopped:
                 self.finish_reason = pb.FINISH_REASON_STOP
 
+    def _match(self, matcher: Matcher, token: int) -> None:
+        if not matcher.accept(token):
+            count = len(self.ids) - len(self.request.prompt_ids)
+            raise BadInputError(
+                f"token {count} of the answer can't be matched with json_schema ({matcher.error}): simplify the "
+                "schema, and give all workers the same model"
+            )
+
     def _send(self, piece: str) -> None:
         if self.unsent:
             self.unsent -= 1
         else:
             chunk = pb.GenerateChunk(text=piece, token_ids=self.ids[self._sent :])
+            chunk.logprobs.extend(self.logprobs[self._sent - len(self.request.prompt_ids) :])
             if self.request.seed_drawn and not self._seed_sent:
                 chunk.seed = self.request.sampling.seed
             self.reporter.partial(self.item, encode(chunk, self.content_type), self.content_type)
@@ -108,5 +139,6 @@ class Sequence:
             token_ids=self.generated,
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.prompt_ids),
+            logprobs=self.logprobs,
         )
         self.reporter.succeed(self.item, encode(result, self.content_type), self.content_type)
