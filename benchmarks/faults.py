@@ -54,9 +54,8 @@ def bench_kill(rounds: int) -> list[Row]:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=".") as folder:
             up = subprocess.Popen(
-                [sys.executable, "-m", "multigpu.cli", "up", "--workers", "2", "--device", "cpu", "--listen",
-                "127.0.0.1:0",
-                 "--data-dir", f"{folder}/data"],
+                [sys.executable, "-m", "multigpu.cli", "up", "--no-gateway", "--workers", "2", "--device", "cpu",
+                 "--listen", "127.0.0.1:0", "--data-dir", f"{folder}/data"],
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )  # fmt: skip
             assert up.stdout is not None

@@ -22,12 +22,12 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-PROGRAMS = {"mgpuctl": "cli", "mgpu-master": "master", "mgpu-worker": "worker"}
+PROGRAMS = {"mgpuctl": "cli", "mgpu-gateway": "gateway", "mgpu-master": "master", "mgpu-worker": "worker"}
 BASE = {"grpcio", "msgpack", "numpy", "protobuf"}
 # What `pip install multigpu` leaves in an environment, by import name: typing_extensions is grpcio's.
 BASE_FILES = ("google", "grpc", "msgpack", "numpy", "numpy.libs", "typing_extensions.py")
 # Without these the worker runs, and says what it can't do.
-OPTIONAL = {"nvidia-ml-py", "torch", "transformers"}
+OPTIONAL = {"llguidance", "nvidia-ml-py", "torch", "transformers"}
 NOT_POSIX = ("fcntl", "grp", "pwd", "resource", "termios")
 NOT_POSIX_OS = ("geteuid", "getuid", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "pread", "pwrite", "register_at_fork")
 
@@ -173,7 +173,7 @@ def test_the_wheel_says_what_pyproject_says(wheel: Path) -> None:
     requirements = [Requirement(entry) for entry in metadata.get_all("Requires-Dist", [])]
     assert {r.name for r in requirements if r.marker is None or "extra" not in str(r.marker)} == BASE
     assert set(metadata.get_all("Provides-Extra", [])) == PROJECT["optional-dependencies"].keys()
-    assert {"cli", "master", "worker", "all", "gpu", "onnx"} <= set(metadata.get_all("Provides-Extra", []))
+    assert {"cli", "gateway", "master", "worker", "all", "gpu", "onnx"} <= set(metadata.get_all("Provides-Extra", []))
     assert [entry.partition(", ")[0] for entry in metadata.get_all("Project-URL", [])] == [*PROJECT["urls"]]
 
 
@@ -182,10 +182,20 @@ def test_the_wheel_and_the_sdist_contain_the_packages_alone(wheel: Path) -> None
     with ZipFile(wheel) as archive:
         files = set(archive.namelist())
     tops = {name.partition("/")[0] for name in files}
-    assert tops == {"multigpu", "multigpu_master", "multigpu_worker", f"multigpu-{multigpu.__version__}.dist-info"}
+    assert tops == {
+        "multigpu",
+        "multigpu_gateway",
+        "multigpu_master",
+        "multigpu_worker",
+        f"multigpu-{multigpu.__version__}.dist-info",
+    }
     assert {"multigpu/py.typed", "multigpu/v1/task_pb2.pyi"} <= files
     tracked = subprocess.run(
-        ["git", "ls-files", "client", "master", "worker"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "client", "gateway", "master", "worker"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     assert files >= {name.partition("/")[2] for name in tracked}
     (sdist,) = wheel.parent.glob("*.tar.gz")
@@ -215,7 +225,8 @@ def test_every_program_of_the_wheel_starts(wheel: Path, tmp_path: Path) -> None:
     site = environment(tmp_path / "env", wheel)
     # As `python -m venv --system-site-packages`, which would take those of the base interpreter.
     (site / "packages.pth").write_text(f"{packages_here()}\n")
-    code = "import multigpu, multigpu_master.main, multigpu_worker.main; print(multigpu.__file__, multigpu.__version__)"
+    imports = "import multigpu, multigpu_gateway.main, multigpu_master.main, multigpu_worker.main"
+    code = f"{imports}; print(multigpu.__file__, multigpu.__version__)"
     done = run(tmp_path / "env/bin/python", "-c", code, cwd=tmp_path)
     assert done.stdout.split() == [str(site / "multigpu/__init__.py"), multigpu.__version__]
     scripts = importlib.metadata.distribution("multigpu").entry_points.select(group="console_scripts")
@@ -237,7 +248,9 @@ def test_programs_without_their_extra_say_what_to_install(wheel: Path, tmp_path:
     code = "import multigpu; multigpu.Client('127.0.0.1:1').close(); multigpu.AdminClient('127.0.0.1:1').close()"
     assert (run(python, "-c", code, cwd=tmp_path).stdout) == ""
     commands = {f"{tmp_path}/env/bin/{program}": (program, extra) for program, extra in PROGRAMS.items()}
-    modules = {"multigpu.cli": "mgpuctl", "multigpu_master.main": "mgpu-master", "multigpu_worker.main": "mgpu-worker"}
+    modules = {"multigpu.cli": "mgpuctl"} | {
+        f"multigpu_{name}.main": f"mgpu-{name}" for name in ("gateway", "master", "worker")
+    }
     for command in [*([path] for path in commands), *([str(python), "-m", module] for module in modules)]:
         program, extra = commands.get(command[0]) or (modules[command[-1]], PROGRAMS[modules[command[-1]]])
         done = run(*command, "--help", cwd=tmp_path)

@@ -79,7 +79,16 @@ class Newcomer:
         """Runs the page's `mgpuctl up`, on a free port, until Ctrl-C. `env` leads to its master."""
         ready, log = self.folder / "ready", self.folder / "up.log"
         ready.unlink(missing_ok=True)
-        elsewhere = ["--listen", "127.0.0.1:0", "--data-dir", str(self.folder / "journal"), "--ready-file", str(ready)]
+        elsewhere = [
+            "--listen",
+            "127.0.0.1:0",
+            "--http",
+            "127.0.0.1:0",
+            "--data-dir",
+            str(self.folder / "journal"),
+            "--ready-file",
+            str(ready),
+        ]
         with log.open("wb") as file:
             argv = [*self.argv(command), *elsewhere, "--device", "cpu"]
             up = subprocess.Popen(argv, cwd=self.folder, env=self.env, stdout=subprocess.PIPE, stderr=file, text=True)
@@ -89,7 +98,8 @@ class Newcomer:
             assert up.stdout is not None
             line = up.stdout.readline().strip()
             address = line.split()[2].rstrip(",")
-            assert f"`{line.replace(address, '127.0.0.1:7433')}`" in PAGE
+            http = line.rpartition("/")[2]
+            assert f"`{line.replace(address, '127.0.0.1:7433').replace(http, '127.0.0.1:8000')}`" in PAGE
             self.env["MGPU_MASTER"] = address
             yield
         finally:

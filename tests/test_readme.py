@@ -28,7 +28,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     ready = folder / "ready"
     env = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
     env["PYTHONPATH"] = str(folder)
-    words = ["up", "--workers", "1", "--device", "cpu", "--listen", "127.0.0.1:0", "--handlers", "my_handlers"]
+    words = [
+        "up",
+        "--no-gateway",
+        "--workers",
+        "1",
+        "--device",
+        "cpu",
+        "--listen",
+        "127.0.0.1:0",
+        "--handlers",
+        "my_handlers",
+    ]
     words += ["--data-dir", str(folder / "journal"), "--ready-file", str(ready)]
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen([sys.executable, "-m", "multigpu.cli", *words], env=env, stdout=log, stderr=log)

@@ -16,6 +16,7 @@ import uvloop
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "multigpu": ROOT / "client" / "multigpu",
+    "multigpu_gateway": ROOT / "gateway" / "multigpu_gateway",
     "multigpu_master": ROOT / "master" / "multigpu_master",
     "multigpu_worker": ROOT / "worker" / "multigpu_worker",
 }
@@ -28,9 +29,10 @@ FOLDER_MODULES_MAX = 14
 TORCH = {"torch", "transformers", "tokenizers", "safetensors", "sentence_transformers", "tensorrt", "onnxruntime"}
 # What a package must not import, anywhere in it.
 FOREIGN = {
-    "multigpu": {"multigpu_master", "multigpu_worker"} | TORCH,
-    "multigpu_master": {"multigpu_worker"} | TORCH,
-    "multigpu_worker": {"multigpu_master"},
+    "multigpu": {"multigpu_gateway", "multigpu_master", "multigpu_worker"} | TORCH,
+    "multigpu_gateway": {"multigpu_master", "multigpu_worker"} | TORCH,
+    "multigpu_master": {"multigpu_gateway", "multigpu_worker"} | TORCH,
+    "multigpu_worker": {"multigpu_gateway", "multigpu_master"},
 }
 INPUT_OUTPUT = {
     "asyncio", "concurrent", "grpc", "http", "io", "multiprocessing", "os", "pathlib", "psutil", "pynvml", "select",

@@ -31,8 +31,9 @@ class Peer:
     def start(self) -> None:
         self.dir = tempfile.TemporaryDirectory(prefix=".bench-", dir=".")
         self.up = subprocess.Popen(
-            [sys.executable, "-m", "multigpu.cli", "up", "--workers", "2", "--device", "cpu", "--listen", "127.0.0.1:0",
-             "--data-dir", f"{self.dir.name}/data", "--handlers", "benchmarks.peers.handlers"],
+            [sys.executable, "-m", "multigpu.cli", "up", "--no-gateway", "--workers", "2", "--device", "cpu",
+             "--listen", "127.0.0.1:0", "--data-dir", f"{self.dir.name}/data",
+             "--handlers", "benchmarks.peers.handlers"],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         assert self.up.stdout is not None

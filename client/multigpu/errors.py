@@ -70,7 +70,14 @@ class UnavailableError(TransportError):
 
 
 class AccessError(TransportError):
-    """The master asks for a token or a certificate, and ours is missing, wrong, or not for this call."""
+    """The master asks for a token or a certificate, and ours is missing, wrong, or not for this call.
+
+    `denied`: the token is valid, and not for this call.
+    """
+
+    def __init__(self, message: str, *, denied: bool = False) -> None:
+        super().__init__(message)
+        self.denied = denied
 
 
 class RejectedError(MultigpuError):

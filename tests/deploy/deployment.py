@@ -25,7 +25,7 @@ case "$1 $2" in
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip")
     [ "$3" = --version ] && exit 0
-    for program in mgpuctl mgpu-master mgpu-worker; do
+    for program in mgpuctl mgpu-master mgpu-worker mgpu-gateway; do
       echo "#!$(dirname "$0")/python" >"$(dirname "$0")/$program"
       echo "import multigpu.cli; multigpu.cli.main()" >>"$(dirname "$0")/$program"
       chmod 755 "$(dirname "$0")/$program"

@@ -65,7 +65,17 @@ def test_the_lock_is_within_the_bounds_of_pyproject(profile: str, python: str, m
     on_gpu = profile != "cpu" and (profile, machine) != ("cuda12", "aarch64")
     assert runtimes == {"onnxruntime-gpu" if on_gpu else "onnxruntime"}
     wanted = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
-    for extra in ("cli", "master", "worker", "otlp", "minilm", "gguf", "vision", "onnx-gpu" if on_gpu else "onnx"):
+    for extra in (
+        "cli",
+        "master",
+        "worker",
+        "gateway",
+        "otlp",
+        "minilm",
+        "gguf",
+        "vision",
+        "onnx-gpu" if on_gpu else "onnx",
+    ):
         wanted += PROJECT["project"]["optional-dependencies"][extra]
     for requirement in map(Requirement, wanted):
         version = locked.get(canonical(requirement.name))

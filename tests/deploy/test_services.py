@@ -177,13 +177,18 @@ def test_the_units_are_valid_and_hardened(checkout: Path, root: Path, gpus: Simu
     deployed(checkout, "--root", str(root), "--listen", "0.0.0.0:7433", **gpus.env())
     gpu = gpus.uuids[0]
     units = ["mgpu.target", "mgpu-master.service", f"mgpu-worker@{gpu}.service", f"mgpu-mps@{gpu}.service"]
-    units += ["mgpu-certs.service", "mgpu-certs.timer", "mgpu-devices.service"]
+    units += ["mgpu-gateway.service", "mgpu-certs.service", "mgpu-certs.timer", "mgpu-devices.service"]
     verify = subprocess.run(
         ["systemd-analyze", f"--root={root}", "verify", *units], capture_output=True, text=True, timeout=60, check=False
     )
     ours = [line for line in verify.stderr.splitlines() if "mgpu" in line or "multigpu" in line]
     assert (verify.returncode, ours) == (0, []), verify.stderr
-    for unit, threshold in (("mgpu-master.service", 25), ("mgpu-worker@.service", 25), ("mgpu-mps@.service", 20)):
+    for unit, threshold in (
+        ("mgpu-master.service", 25),
+        ("mgpu-gateway.service", 25),
+        ("mgpu-worker@.service", 25),
+        ("mgpu-mps@.service", 20),
+    ):
         scored = subprocess.run(
             ["systemd-analyze", "security", "--offline=true", f"--root={root}", f"--threshold={threshold}", unit],
             capture_output=True, text=True, timeout=60, check=False,

@@ -232,6 +232,7 @@ def test_the_modules_and_device_nodes_of_a_fresh_boot(
     ("unit", "module", "wrong"),
     [
         ("mgpu-master.service", "multigpu_master.main", {"MGPU_MASTER_LISTEN": "nonsense"}),
+        ("mgpu-gateway.service", "multigpu_gateway.main", {"MGPU_GATEWAY_HTTP": "0.0.0.0:0"}),
         ("mgpu-worker@.service", "multigpu_worker.main", {"MGPU_WORKER_TOKEN_FILE": "/nonexistent/token"}),
     ],
 )

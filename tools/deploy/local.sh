@@ -59,7 +59,7 @@ DONE
 
 start_fleet() {
   say "fleet: starting a master and $worker_count workers (log: $state/up.log)"
-  local command=("$venv/bin/mgpuctl" up --workers "$worker_count" --listen 127.0.0.1:0 --data-dir "$state/journal"
+  local command=("$venv/bin/mgpuctl" up --workers "$worker_count" --listen 127.0.0.1:0 --http 127.0.0.1:0 --data-dir "$state/journal"
     --ready-file "$state/ready" "${up_arguments[@]}")
   if [ "$dry_run" = 1 ]; then
     run "${command[@]}"
@@ -88,7 +88,7 @@ await_fleet() {
 }
 
 address_in() {
-  sed -n 's/^ready: master \(.*\), [0-9]* workers\{0,1\}$/\1/p' "$1" 2>/dev/null
+  sed -n 's/^ready: master \([^ ]*\), [0-9]* worker.*$/\1/p' "$1" 2>/dev/null
 }
 
 fleet_failed() {

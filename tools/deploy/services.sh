@@ -7,8 +7,8 @@ opt="$prefix/opt/multigpu"
 etc="$prefix/etc/multigpu"
 lib="$prefix/var/lib/multigpu"
 units="$prefix/etc/systemd/system"
-unit_files=(mgpu.target mgpu-master.service mgpu-worker@.service mgpu-mps@.service mgpu-devices.service mgpu-certs.service mgpu-certs.timer
-  mgpu-keys.service mgpu-worker-token.service)
+unit_files=(mgpu.target mgpu-master.service mgpu-gateway.service mgpu-worker@.service mgpu-mps@.service mgpu-devices.service
+  mgpu-certs.service mgpu-certs.timer mgpu-keys.service mgpu-worker-token.service)
 # The units of a host that has joined another master.
 joined_unit_files=(mgpu.target mgpu-worker@.service mgpu-mps@.service mgpu-devices.service)
 drop_in_units=(mgpu-master.service mgpu-worker@.service mgpu-mps@.service)

@@ -54,14 +54,15 @@ T = TypeVar("T")
 class AsyncClient(AsyncBaseClient):
     """A client of one master, for one event loop. Cancelling a waiting call cancels the tasks that it started.
 
-    `master` is HOST:PORT; default: MGPU_MASTER, else the config file, else 127.0.0.1:7433. `token` and the files
-    `tls_ca`, `tls_cert` and `tls_key` have defaults there too. The first call connects; a master that can't be reached
-    for `connect_timeout_s` is an UnavailableError. A wrong setting is a ConfigError.
+    `master` is HOST:PORT; default: MGPU_MASTER, else the config file, else 127.0.0.1:7433. `token` ("": none) and the
+    files `tls_ca`, `tls_cert` and `tls_key` have defaults there too. The first call connects; a master that can't be
+    reached for `connect_timeout_s` is an UnavailableError. A wrong setting is a ConfigError.
 
     `timeout`: the most seconds that a call may block, of an iterator the wait for each item, when the call itself is
     given none; then it raises CallTimeoutError, a TimeoutError. Default: no limit. `defaults`: options of every task,
     such as {"queue": "night"}. `max_in_flight` (default 8192) and `max_in_flight_bytes` (64 MiB) bound the unsettled
-    tasks of all calls together; past them calls wait.
+    tasks of all calls together; past them calls wait. Calls also wait while the master has no room; with
+    `wait_when_full=False` they raise ResourceExhaustedError.
     """
 
     def with_options(self, **options: Unpack[SpecOptions]) -> Self:

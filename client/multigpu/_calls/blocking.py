@@ -35,9 +35,9 @@ Wait = Callable[[Coroutine[Any, Any, Any]], Any]
 class BlockingCore:
     _origin: BlockingCore | None = None
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         """Takes the arguments of Core."""
-        self._core = Core(*arguments)
+        self._core = Core(*arguments, **options)
         self._thread = LoopThread("multigpu client")
         # Runs at exit if the client is never closed.
         self._finalizer = weakref.finalize(self, _finish, self._core, self._thread)

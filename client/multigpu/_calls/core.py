@@ -48,7 +48,7 @@ _CANCEL_TASKS_MAX = 10_000
 class Core:
     def __init__(
         self, settings: Mapping[str, Any], token: str | None, timeout_s: float | None, connect_timeout_s: float,
-        defaults: Mapping[str, Any], connection: Connection | None = None,
+        defaults: Mapping[str, Any], connection: Connection | None = None, *, wait_when_full: bool = True,
     ) -> None:  # fmt: skip
         """`settings`: of ClientConfig, where they differ from the configuration. `defaults`: SpecOptions. `connection`:
         not to a master, so no configuration is loaded.
@@ -57,6 +57,8 @@ class Core:
         if not (isinstance(connect_timeout_s, int | float) and connect_timeout_s >= 0):
             raise ConfigError(f"connect_timeout_s: {connect_timeout_s!r} is not a number of seconds")
         config = dataclasses.replace(load_client_config() if connection is None else ClientConfig(), **settings)
+        if token is not None:
+            config = dataclasses.replace(config, token_file="")
         if timeout_s is not None:
             defaults = {"timeout": timeout_s, **defaults}
         self.window = Window(config.max_in_flight, config.max_in_flight_bytes)
@@ -64,7 +66,7 @@ class Core:
             credentials = Credentials.of_client(config) if token is None else Credentials.of(config, token=token)
             connection = Connection(config.master, connect_timeout_s, credentials)
         self.connection = connection
-        self.stream = RunStream(self.connection, self.window)
+        self.stream = RunStream(self.connection, self.window, wait_when_full=wait_when_full)
         self._set_defaults(defaults)
 
     def _set_defaults(self, defaults: Mapping[str, Any]) -> None:

@@ -32,12 +32,15 @@ class BaseClient:
         defaults: SpecOptions | None = None,
         max_in_flight: int | None = None,
         max_in_flight_bytes: int | None = None,
+        wait_when_full: bool = True,
     ) -> None:
         files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
         settings: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
         limits = {"master": master, "max_in_flight": max_in_flight, "max_in_flight_bytes": max_in_flight_bytes}
         settings |= {name: value for name, value in limits.items() if value is not None}
-        self._core = BlockingCore(settings, token, timeout, connect_timeout_s, defaults or {})
+        self._core = BlockingCore(
+            settings, token, timeout, connect_timeout_s, defaults or {}, wait_when_full=wait_when_full
+        )
         self.master: str = self._core.master
 
     def __reduce__(self) -> NoReturn:

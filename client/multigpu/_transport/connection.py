@@ -190,7 +190,8 @@ class Connection:
             case grpc.StatusCode.UNAVAILABLE:
                 return errors.UnavailableError(unavailable(self.master, text, self.credentials))
             case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
-                return errors.AccessError(f"the master at {self.master} rejected the call: {text}")
+                denied = code is grpc.StatusCode.PERMISSION_DENIED
+                return errors.AccessError(f"the master at {self.master} rejected the call: {text}", denied=denied)
             case grpc.StatusCode.NOT_FOUND:
                 return errors.NotFoundError(text)
             case grpc.StatusCode.OUT_OF_RANGE:

@@ -85,8 +85,9 @@ class Call:
 
 
 class RunState:
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Window, *, wait_when_full: bool = True) -> None:
         self._window = window
+        self._retried = (RESOURCE_EXHAUSTED, UNAVAILABLE) if wait_when_full else (UNAVAILABLE,)
         self._client_id = secrets.token_hex(8)
         self.sharing = Sharing()
         self._unsettled: dict[str, Call] = {}
@@ -332,7 +333,7 @@ class RunState:
                 self._cancelling.pop(request_id, None)
                 continue
             error = RejectedError.of(rejection)
-            if error.retry_delay_s is not None and error.code in (RESOURCE_EXHAUSTED, UNAVAILABLE):
+            if error.retry_delay_s is not None and error.code in self._retried:
                 call.deferred = True
                 retries_by_delay.setdefault(error.retry_delay_s, []).append(call)
             else:

@@ -42,10 +42,10 @@ _WARNING_S = 60.0
 
 
 class RunStream:
-    def __init__(self, connection: Connection, window: Window) -> None:
+    def __init__(self, connection: Connection, window: Window, *, wait_when_full: bool = True) -> None:
         self._connection = connection
         self._window = window
-        self._state = RunState(window)
+        self._state = RunState(window, wait_when_full=wait_when_full)
         self._supervisor: asyncio.Task[None] | None = None
         # Set when the idle supervisor, or writer, may have something to do.
         self._woken = asyncio.Event()

@@ -1,9 +1,10 @@
-"""Waits until a master answers and the named workers are connected, then exits 0.
+"""Waits until a master answers, the named workers are connected and the gateway serves, then exits 0.
 
-A separate process (`python -m multigpu.cli.ready HOST:PORT [WORKER_ID …]`), because the supervisor forks, and gRPC's
-threads don't survive forks.
+A separate process (`python -m multigpu.cli.ready MASTER GATEWAY [WORKER_ID …]`, both HOST:PORT; GATEWAY may be empty),
+because the supervisor forks, and gRPC's threads don't survive forks.
 """
 
+import socket
 import sys
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from multigpu.cli.admin import active
 from multigpu.cli.failures import Failure
 from multigpu.cli.sdk_errors import failures
 from multigpu.config.config import MasterConfig, load, load_client_config
+from multigpu.config.values import split_address
 
 POLL_INTERVAL_S = 0.05
 RECONNECT = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 100))
@@ -23,8 +25,8 @@ RECONNECT = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 10
 OPEN_MASTER = {"token": "", "tls_ca": "", "tls_cert": "", "tls_key": ""}
 
 
-def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
-    """Returns when all of `worker_ids` are connected."""
+def wait_until_ready(address: str, gateway: str, worker_ids: frozenset[str]) -> None:
+    """Returns when all of `worker_ids` are connected, and the gateway, unless it is empty, accepts connections."""
     master = load(MasterConfig).config
     settings: dict[str, Any] = {} if master.tls_cert or master.require_tokens else OPEN_MASTER
     credentials = Credentials() if settings else Credentials.of_client(load_client_config())
@@ -33,6 +35,16 @@ def wait_until_ready(address: str, worker_ids: frozenset[str]) -> None:
     with AdminClient(address, connect_timeout_s=0, **settings) as admin:
         while (found := connected(admin)) is None or not worker_ids <= found:
             time.sleep(POLL_INTERVAL_S)
+    while gateway and not accepts(gateway):
+        time.sleep(POLL_INTERVAL_S)
+
+
+def accepts(address: str) -> bool:
+    try:
+        socket.create_connection(split_address(address), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def connected(admin: AdminClient) -> set[str] | None:
@@ -46,7 +58,7 @@ def connected(admin: AdminClient) -> set[str] | None:
 def main() -> None:
     try:
         with failures():
-            wait_until_ready(sys.argv[1], frozenset(sys.argv[2:]))
+            wait_until_ready(sys.argv[1], sys.argv[2], frozenset(sys.argv[3:]))
     except Failure as failure:
         failure.show()
         sys.exit(failure.exit_code)

@@ -25,6 +25,7 @@ from multigpu.config.settings import (
     CONFIG_CLASSES,
     SECTIONS,
     ClientConfig,
+    GatewayConfig,
     MasterConfig,
     TelemetryConfig,
     WorkerConfig,
@@ -34,8 +35,8 @@ from multigpu.config.values import format_value, from_text, is_size
 from multigpu.errors import ConfigError
 
 __all__ = (
-    "CONFIG_CLASSES", "ClientConfig", "ConfigError", "Loaded", "MasterConfig", "TelemetryConfig", "WorkerConfig",
-    "click_options", "default_data_dir", "find_file", "load", "load_client_config",
+    "CONFIG_CLASSES", "ClientConfig", "ConfigError", "GatewayConfig", "Loaded", "MasterConfig", "TelemetryConfig",
+    "WorkerConfig", "click_options", "default_data_dir", "find_file", "load", "load_client_config",
 )  # fmt: skip
 
 FILE_VARIABLE = "MGPU_CONFIG"

@@ -10,7 +10,16 @@ from typing import Any, ClassVar
 
 from multigpu.config.fields import Checked, setting
 from multigpu.config.profiles import PROFILES
-from multigpu.config.values import GIB, KIB, MIB, check_address, check_device, check_models, check_tcp_address_or_off
+from multigpu.config.values import (
+    GIB,
+    KIB,
+    MIB,
+    check_address,
+    check_device,
+    check_models,
+    check_tcp_address,
+    check_tcp_address_or_off,
+)
 from multigpu.errors import ConfigError
 
 
@@ -229,6 +238,31 @@ class WorkerConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(Checked):
+    """Settings of mgpu-gateway."""
+
+    section: ClassVar[str] = "gateway"
+
+    master: str = setting("127.0.0.1:7433", "The master's address.", check=check_address, also=("MGPU_MASTER",))
+    tls_ca: str = tls_ca(also=("MGPU_TLS_CA",))
+    tls_cert: str = setting("", "File of the gateway's certificate, for a master that asks for one.")
+    tls_key: str = setting("", "File of its key.")
+    connect_timeout_s: float = setting(10.0, "How long a call waits for a master that was never reached.", minimum=0)
+    http: str = setting("127.0.0.1:8000", "Where HTTP is served. Port 0: any.", check=check_tcp_address)
+    http_tls_cert: str = setting("", "File of the certificate for HTTPS. Empty: HTTP.")
+    http_tls_key: str = setting("", "File of its key.")
+    insecure: bool = setting(False, "Listen for other hosts without TLS and tokens: any of them may do anything.")
+    body_bytes_max: int = setting(32 * MIB, "Largest body of a request.", minimum=KIB, maximum=1 * GIB)
+    connections_max: int = setting(10_000, "Maximum of connections and of requests under way.", minimum=1)
+    request_timeout_s: float = setting(
+        600.0, "How long a request may wait for its tasks, or for the next part of a stream.", minimum=1
+    )
+    stop_timeout_s: float = setting(10.0, "How long requests under way may take after SIGTERM.", minimum=1, maximum=600)
+    log_level: str = log_level()
+    log_format: str = log_format()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig(Checked):
     """Where traces and metrics go. The same for every program."""
 
@@ -239,5 +273,5 @@ class TelemetryConfig(Checked):
     service_name: str = setting("", "The service.name of this program.", default_text="the program's name")
 
 
-CONFIG_CLASSES: tuple[type[Checked], ...] = (ClientConfig, MasterConfig, WorkerConfig, TelemetryConfig)
+CONFIG_CLASSES: tuple[type[Checked], ...] = (ClientConfig, MasterConfig, WorkerConfig, GatewayConfig, TelemetryConfig)
 SECTIONS = {cls.section: cls for cls in CONFIG_CLASSES}

@@ -117,6 +117,13 @@ def check_address(value: str) -> None:
         raise ValueError("not an address: write HOST:PORT, [IPV6]:PORT or unix:PATH")
 
 
+def check_tcp_address(value: str) -> None:
+    """HOST:PORT or [IPV6]:PORT."""
+    if value.startswith("unix:"):
+        raise ValueError("not an address: write HOST:PORT")
+    check_address(value)
+
+
 def check_tcp_address_or_off(value: str) -> None:
     """HOST:PORT, or empty."""
     if value.startswith("unix:"):

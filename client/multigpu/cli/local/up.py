@@ -34,6 +34,8 @@ READY_PROBE = "ready"
 IMPATIENCE_S = 0.3
 # Exit codes of mgpu-master: wrong settings; a rejected journal.
 MASTER_REJECTIONS = frozenset({2, 3})
+# Exit codes of mgpu-gateway: wrong settings.
+GATEWAY_REJECTIONS = frozenset({2})
 # Exit codes of mgpu-worker: wrong settings; an engine that can't start; a master of another protocol version.
 WORKER_REJECTIONS = frozenset({2, 3, 4})
 
@@ -47,6 +49,9 @@ class Fleet:
     master_flags: tuple[str, ...]
     # worker_id -> flags.
     workers: dict[str, tuple[str, ...]]
+    # Where the gateway serves HTTP, and its flags; empty: there is none.
+    http: str
+    gateway_flags: tuple[str, ...]
     stop_timeout_s: float
     ready_file: Path | None
     log_json: bool
@@ -85,12 +90,14 @@ class Fleet:
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label of every worker. May be repeated.")
 @click.option("--slots", metavar="N", help="Tasks a worker's handlers run at once.")
 @click.option("--threads", metavar="N", help="Threads of each engine.  [default: on the CPU, cores / workers]")
+@click.option("--http", metavar="HOST:PORT", help="Where the gateway serves HTTP; port 0 picks a free one.")
+@click.option("--no-gateway", is_flag=True, help="Serve no HTTP.")
 @click.option("--stop-timeout", type=Number(min=0.5), default=15.0, show_default=True, metavar="SECONDS")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written once every worker is connected.")
 @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
 @config_option
 def up(**options: Any) -> None:
-    """Run a master and its workers here, until Ctrl-C.
+    """Run a master, its workers and an HTTP gateway here, until Ctrl-C.
 
     Processes that die are restarted; nothing that was acknowledged is lost. Prints a line that begins with "ready:" to
     stdout once every worker is connected; logs go to stderr. On Ctrl-C or SIGTERM the workers finish their running
@@ -99,7 +106,7 @@ def up(**options: Any) -> None:
     ready_file = options["ready_file"]
     if ready_file is not None and (ready_file.is_dir() or not os.access(ready_file.parent, os.W_OK)):
         raise WrongUsage(f"--ready-file {ready_file} can't be written: name a file in an existing folder")
-    for extra in ("master", "worker"):
+    for extra in ("master", "worker") if options["no_gateway"] else ("master", "worker", "gateway"):
         if error := _extras.missing("mgpuctl up", extra):
             sys.exit(error)
     fleet = plan_fleet(options)
@@ -120,6 +127,13 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     worker = load_config(config.WorkerConfig, flags=worker_flags).config
 
     listen, address = choose_addresses(master.listen)
+    http = ""
+    if not options["no_gateway"]:
+        gateway = load_config(config.GatewayConfig, flags={"http": options["http"]}).config
+        try:
+            http, http_address = choose_addresses(gateway.http)
+        except Failure as failure:
+            raise Failure(f"{failure.message}; the gateway takes --http, or --no-gateway leaves it out") from None
     log_format = master.log_format if master.log_format != "auto" else "console" if sys.stderr.isatty() else "json"
     common = ("--log-format", log_format, "--log-level")
     stop_timeout_s: float = options["stop_timeout"]
@@ -153,6 +167,8 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
             master.log_level,
         ),
         workers=workers,
+        http=http_address if http else "",
+        gateway_flags=("--master", address, "--http", http, *common, gateway.log_level) if http else (),
         stop_timeout_s=stop_timeout_s,
         ready_file=options["ready_file"],
         log_json=log_format == "json",
@@ -217,7 +233,7 @@ def choose_addresses(listen: str) -> tuple[str, str]:
 
 async def run_fleet(fleet: Fleet) -> int:
     """Runs the fleet until a signal or a process that can't run. Returns the exit code."""
-    names = ["master", "up", *fleet.workers]
+    names = ["master", "gateway", "up", *fleet.workers]
     log = FleetLog(as_json=fleet.log_json, names=names)
     log.event("up", f"the journal of this fleet is in {fleet.data_dir}")
 
@@ -255,13 +271,18 @@ async def run_fleet(fleet: Fleet) -> int:
         )
         for worker_id, flags in fleet.workers.items()
     ]
-    argv = (*python, "multigpu.cli.ready", fleet.address, *fleet.workers)
+    gateways = []
+    if fleet.http:
+        argv = (*python, "multigpu_gateway.main", *fleet.gateway_flags)
+        spec = ChildSpec(name="gateway", argv=argv, rejections=GATEWAY_REJECTIONS)
+        gateways = [supervisor.add(spec)]
+    argv = (*python, "multigpu.cli.ready", fleet.address, fleet.http, *fleet.workers)
     supervisor.add(ChildSpec(name=READY_PROBE, argv=argv, once=True))
 
     await supervisor.stop_asked.wait()
     log.event("up", "stopping: the workers finish their running tasks, then the master stops")
     workers_s = fleet.stop_timeout_s * WORKERS_STOP_SHARE
-    await supervisor.stop((workers, workers_s), ([master], fleet.stop_timeout_s - workers_s))
+    await supervisor.stop((gateways + workers, workers_s), ([master], fleet.stop_timeout_s - workers_s))
     if fleet.ready_file is not None:
         fleet.ready_file.unlink(missing_ok=True)
     if supervisor.rejected is None:
@@ -274,7 +295,8 @@ async def run_fleet(fleet: Fleet) -> int:
 def announce(fleet: Fleet) -> None:
     """Reports that the fleet is ready, on stdout and in the ready file."""
     count = len(fleet.workers)
-    text = f"ready: master {fleet.address}, {count} worker{'' if count == 1 else 's'}\n"
+    http = f", HTTP at http://{fleet.http}" if fleet.http else ""
+    text = f"ready: master {fleet.address}, {count} worker{'' if count == 1 else 's'}{http}\n"
     if fleet.ready_file is not None:
         fresh = fleet.ready_file.with_name(fleet.ready_file.name + ".new")
         fresh.write_text(text, "utf-8")

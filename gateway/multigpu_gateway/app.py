@@ -1,0 +1,138 @@
+"""The ASGI application: routes, callers, errors."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from multigpu import errors
+from multigpu.config.config import GatewayConfig
+
+from multigpu_gateway.clients import Clients, Connected
+from multigpu_gateway.errors import (
+    INTERNAL,
+    NOT_ALLOWED,
+    NOT_FOUND,
+    UNAVAILABLE,
+    DisconnectedError,
+    HttpError,
+    http_error,
+)
+from multigpu_gateway.http import Receive, Request, Send
+from multigpu_gateway.metrics import Metrics
+from multigpu_gateway.openai.embeddings import embeddings
+from multigpu_gateway.openai.errors import error_body
+from multigpu_gateway.openai.generating import chat_completions, completions
+from multigpu_gateway.openai.models import PATH as MODELS
+from multigpu_gateway.openai.models import models
+from multigpu_gateway.rerank import rerank
+
+log = structlog.get_logger()
+
+HEALTH, METRICS = "/health", "/metrics"
+HEALTH_TIMEOUT_S = 2.0
+# The status of a request whose caller hung up, for metrics: nginx' number.
+HUNG_UP = 499
+
+# A request, and the caller's clients.
+Serve = Callable[[Request, Connected], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    method: str
+    serve: Serve
+    # Also below the path.
+    tree: bool = False
+
+
+ROUTES: dict[str, Route] = {
+    "/v1/embeddings": Route("POST", embeddings),
+    "/v1/completions": Route("POST", completions),
+    "/v1/chat/completions": Route("POST", chat_completions),
+    MODELS: Route("GET", models, tree=True),
+    "/v1/rerank": Route("POST", rerank),
+    "/v2/rerank": Route("POST", rerank),
+}
+
+
+class Gateway:
+    """Serves the routes. `config`: limits and the master's address."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._clients = Clients(config)
+        self._metrics = Metrics()
+
+    async def close(self) -> None:
+        await self._clients.close()
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "no other protocol is configured"
+        begun_at = time.perf_counter()
+        self._metrics.begun()
+        limits: Any = {"body_bytes_max": self._config.body_bytes_max, "timeout_s": self._config.request_timeout_s}
+        request = Request(scope, receive, send, **limits)
+        name, status = "other", HUNG_UP
+        try:
+            name, status = await self._answer(request)
+        finally:
+            self._metrics.ended(name, status, time.perf_counter() - begun_at)
+
+    async def _answer(self, request: Request) -> tuple[str, int]:
+        """Returns the route's name and the status, for metrics."""
+        name = "other"
+        try:
+            if request.path == HEALTH:
+                name = HEALTH
+                await self._health(request)
+            elif request.path == METRICS:
+                name = METRICS
+                await request.respond(200, self._metrics.text(), b"text/plain; version=1.0.0; charset=utf-8")
+            else:
+                name, route = _route_of(request)
+                async with self._clients.of(request.token) as connected:
+                    await route.serve(request, connected)
+        except DisconnectedError:
+            return name, HUNG_UP
+        except Exception as error:  # noqa: BLE001  the caller gets an answer, and the log the reason
+            return name, await self._fail(request, error)
+        return name, 200
+
+    async def _fail(self, request: Request, error: Exception) -> int:
+        try:
+            failure = http_error(error)
+        except Exception:
+            log.exception("a request failed", method=request.method, path=request.path)
+            failure = HttpError(INTERNAL, "the gateway failed: its log says why", code="internal_error")
+        if request.responded:  # an answer can't be taken back
+            raise failure
+        await request.respond(failure.status, msgspec.json.encode(error_body(failure)), headers=failure.headers)
+        return failure.status
+
+    async def _health(self, request: Request) -> None:
+        """200: the master answers. Needs no token."""
+        async with self._clients.of("") as connected:
+            try:
+                await connected.client.count(timeout=HEALTH_TIMEOUT_S)
+            except errors.AccessError:
+                pass  # it answers, and wants a token
+            except errors.MultigpuError as error:
+                raise HttpError(UNAVAILABLE, str(error), code="master_unavailable", retry_s=1.0) from error
+        await request.respond(200, b'{"status":"ok"}')
+
+
+def _route_of(request: Request) -> tuple[str, Route]:
+    """The route and its path. HttpError: there is none."""
+    path = request.path
+    route = ROUTES.get(path)
+    if route is None:
+        path = next((at for at, each in ROUTES.items() if each.tree and path.startswith(f"{at}/")), "")
+        if not path:
+            raise HttpError(NOT_FOUND, f"there is no {request.path}; docs/gateway.md lists what there is")
+        route = ROUTES[path]
+    if request.method != route.method:
+        raise HttpError(NOT_ALLOWED, f"{request.path} takes {route.method}, not {request.method}")
+    return path, route

@@ -1,0 +1,69 @@
+"""The gateway's connections to the master: a client for each token, so that the master checks roles, queues and rates
+of every caller itself.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+from multigpu import AsyncAdminClient, AsyncClient
+from multigpu.config.config import GatewayConfig
+
+# Connections that are kept for tokens that nobody uses at the moment.
+IDLE_MAX = 256
+# Tasks and bytes of one caller's token under way at once: the master's limits come first.
+TASKS_MAX, BYTES_MAX = 1_000_000, 1 << 30
+
+
+class Connected:
+    """The clients of one token."""
+
+    def __init__(self, settings: dict[str, Any], token: str) -> None:
+        limits: dict[str, Any] = {"max_in_flight": TASKS_MAX, "max_in_flight_bytes": BYTES_MAX}
+        self.client = AsyncClient(token=token, wait_when_full=False, **limits, **settings)
+        self.admin = AsyncAdminClient(token=token, **settings)
+        self.users = 0
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.admin.close()
+
+
+class Clients:
+    """Connections by token; "": that of callers without one. Unused ones are closed, the longest unused first."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._settings: dict[str, Any] = {"master": config.master, "connect_timeout_s": config.connect_timeout_s}
+        self._settings |= {name: getattr(config, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+        self._by_token: OrderedDict[bytes, Connected] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def of(self, token: str) -> AsyncIterator[Connected]:
+        """The clients of a token, for one request."""
+        key = hashlib.sha256(token.encode()).digest()
+        found = self._by_token.get(key)
+        if found is None:
+            found = self._by_token[key] = Connected(self._settings, token)
+        self._by_token.move_to_end(key)
+        found.users += 1
+        try:
+            yield found
+        finally:
+            found.users -= 1
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        for key, each in list(self._by_token.items())[: max(0, len(self._by_token) - IDLE_MAX)]:
+            if not each.users:
+                del self._by_token[key]
+                task = asyncio.get_running_loop().create_task(each.close(), name="close an unused connection")
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._closing, *(each.close() for each in self._by_token.values()))
+        self._by_token.clear()

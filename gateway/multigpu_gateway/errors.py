@@ -1,0 +1,89 @@
+"""What a caller is told: a status, and an error that names the remedy. Routes write it in their protocol's format."""
+
+import math
+
+from multigpu import errors
+from multigpu.outcome import TaskCancelled, TaskError, TaskExpired, TaskFailed
+
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 400, 401, 403, 404, 405
+TIMED_OUT, CONFLICT, TOO_LARGE, TOO_MANY = 408, 409, 413, 429
+INTERNAL, UNAVAILABLE, LATE = 500, 503, 504
+
+# The error type of an engine for an input that no worker can run.
+BAD_INPUT = "BadInput"
+UNKNOWN_MODEL = "UnknownModel"
+# google.rpc.Code of a rejection for the token's queues.
+_PERMISSION_DENIED = 7
+
+
+class HttpError(Exception):
+    """An answer that is an error. `param`: the field of the request at fault; `retry_s`: when to try again."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str = "", param: str = "", retry_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_s = retry_s
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Those that belong to the status."""
+        found = []
+        if self.retry_s is not None:
+            found.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_s))))
+            found.append((b"retry-after-ms", b"%d" % math.ceil(1000 * self.retry_s)))
+        if self.status == UNAUTHORIZED:
+            found.append((b"www-authenticate", b"Bearer"))
+        return found
+
+
+class DisconnectedError(Exception):
+    """The caller has hung up: nobody reads an answer."""
+
+
+def http_error(error: Exception) -> HttpError:
+    """The answer for an error of a call to the master; re-raises one that is not the caller's or the fleet's."""
+    text = str(error)
+    match error:
+        case HttpError():
+            return error
+        case errors.AccessError():
+            return HttpError(FORBIDDEN if error.denied else UNAUTHORIZED, text, code="invalid_api_key")
+        case errors.UnplaceableError():
+            return HttpError(NOT_FOUND, text, code="model_not_found", param="model")
+        case errors.AlreadyExistsError():
+            return HttpError(CONFLICT, text, code="idempotency_key_in_use")
+        case errors.ResourceExhaustedError():
+            return HttpError(TOO_MANY, error.message, code="queue_full", retry_s=error.retry_delay_s or 1.0)
+        case errors.RejectedError():
+            denied = error.code == _PERMISSION_DENIED
+            return HttpError(FORBIDDEN if denied else BAD_REQUEST, error.message)
+        case errors.CallTimeoutError():
+            return HttpError(LATE, text, code="timeout")
+        case errors.NotFoundError():
+            return HttpError(NOT_FOUND, text)
+        case errors.InvalidRequestError():
+            return HttpError(BAD_REQUEST, text)
+        case errors.TransportError() | errors.ClientClosedError():
+            return HttpError(UNAVAILABLE, text, code="master_unavailable", retry_s=1.0)
+        case TaskError():
+            return _of_task(error)
+    raise error
+
+
+def _of_task(error: TaskError) -> HttpError:
+    outcome = error.outcome
+    text = outcome.error_message or str(error)
+    if isinstance(error, TaskFailed) and outcome.error_type == BAD_INPUT:
+        return HttpError(BAD_REQUEST, text)
+    if isinstance(error, TaskFailed) and outcome.error_type == UNKNOWN_MODEL:
+        return HttpError(NOT_FOUND, text, code="model_not_found", param="model")
+    if isinstance(error, TaskExpired):
+        return HttpError(LATE, str(error), code="expired")
+    if isinstance(error, TaskCancelled):
+        return HttpError(CONFLICT, str(error), code="cancelled")
+    return HttpError(INTERNAL, str(error), code="task_failed")

@@ -1,0 +1,48 @@
+"""Answers that are streams of server-sent events."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from multigpu_gateway.errors import HttpError, http_error
+from multigpu_gateway.http import HEARTBEAT_S, Request
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(value: Any) -> bytes:
+    """An event with a JSON value."""
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+async def send_events(
+    request: Request, events: AsyncGenerator[bytes, None], error_of: Callable[[HttpError], bytes], end: bytes
+) -> None:
+    """Answers with these events, and `end` after the last one. An error before the first event is raised, so that the
+    answer has its status; a later one is an event. Waiting for the first event for HEARTBEAT_S begins the answer.
+    """
+    async with aclosing(events), request.while_connected():
+        try:
+            first = asyncio.ensure_future(anext(events, b""))
+            try:
+                await asyncio.wait((first,), timeout=HEARTBEAT_S)
+                if not first.done():
+                    await request.begin_events()
+                data = await first
+            finally:
+                first.cancel()
+                await asyncio.wait((first,))
+            await request.begin_events()
+            if data:
+                await request.write(data)
+            async for data in events:
+                await request.write(data)
+        except Exception as error:
+            failure = http_error(error)
+            if not request.responded:
+                raise failure from error
+            await request.write(error_of(failure))
+        await request.write(end, more=False)

@@ -1,0 +1,191 @@
+"""One HTTP request, as the routes see it: its body, its caller, its answer.
+
+ASGI: https://asgi.readthedocs.io/en/latest/specs/www.html. Server-sent events:
+https://html.spec.whatwg.org/multipage/server-sent-events.html
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from multigpu_gateway.errors import BAD_REQUEST, TIMED_OUT, TOO_LARGE, UNAUTHORIZED, DisconnectedError, HttpError
+
+T = TypeVar("T")
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+# How long a body may take to arrive, and a reader to take what is written.
+BODY_TIMEOUT_S = 60.0
+READER_TIMEOUT_S = 60.0
+# A stream that has had nothing to say for so long sends a comment: proxies and clients give up silent ones.
+HEARTBEAT_S = 10.0
+_COMMENT = b": waiting\n\n"
+_EVENT_STREAM: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Request:
+    """A request whose headers have arrived. `body_bytes_max`: a larger body is an error. `timeout_s`: how long its
+    tasks may take.
+    """
+
+    def __init__(
+        self, scope: Mapping[str, Any], receive: Receive, send: Send, *, body_bytes_max: int, timeout_s: float
+    ) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self._headers: Headers = scope["headers"]
+        self._receive = receive
+        self._send = send
+        self._body_bytes_max = body_bytes_max
+        self.timeout_s = timeout_s
+        self.responded = False
+        # What was written last, by the loop's clock; 0: no stream has begun.
+        self._written_at = 0.0
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, by its name in lower case; empty: there is none."""
+        for key, value in self._headers:
+            if key == name:
+                return value.decode("latin-1")
+        return ""
+
+    @property
+    def token(self) -> str:
+        """The caller's token; empty: none. HttpError: the header can't be read."""
+        value = self.header(b"authorization")
+        if not value:
+            return ""
+        scheme, _, token = value.partition(" ")
+        token = token.strip()
+        if scheme.lower() != "bearer" or not token or not token.isascii() or not token.isprintable():
+            raise HttpError(UNAUTHORIZED, "the header is to be `Authorization: Bearer TOKEN`", code="invalid_api_key")
+        return token
+
+    async def body(self) -> bytes:
+        """The whole body. HttpError: too large or too slow."""
+        length = self.header(b"content-length")
+        if length.isdecimal() and int(length) > self._body_bytes_max:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise DisconnectedError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._body_bytes_max:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise HttpError(TIMED_OUT, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+
+    def _too_large(self) -> HttpError:
+        limit = f"the limit is {self._body_bytes_max:,} bytes (body_bytes_max of the gateway)"
+        return HttpError(TOO_LARGE, f"the body is too large: {limit}")
+
+    async def json(self, decoder: "msgspec.json.Decoder[T]") -> T:
+        """The body as a value. HttpError: it is no JSON, or has another shape."""
+        return decode(decoder, await self.body())
+
+    # Answers.
+
+    async def respond(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None
+    ) -> None:
+        """The whole answer."""
+        self.responded = True
+        own = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
+        await self._send({"type": "http.response.start", "status": status, "headers": own})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def begin_events(self, headers: Headers | None = None) -> None:
+        """Begins an answer of server-sent events. Nothing happens if it has begun."""
+        if not self.responded:
+            self.responded = True
+            own = [*_EVENT_STREAM, *(headers or ())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": own})
+            self._written_at = asyncio.get_running_loop().time()
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """The next part of a stream. Waits while the reader is slow; DisconnectedError: it is too slow."""
+        self._written_at = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(READER_TIMEOUT_S):
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise DisconnectedError from None
+
+    def while_connected(self) -> "WhileConnected":
+        """A block that a hang-up of the caller ends with DisconnectedError. Only after the body was read. In it, a
+        stream that has begun sends comments while it has nothing else to send.
+        """
+        return WhileConnected(self)
+
+    async def watch(self) -> None:
+        """Returns when the caller has hung up."""
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    if (await self._receive())["type"] == "http.disconnect":
+                        return
+            except TimeoutError:
+                idle_s = asyncio.get_running_loop().time() - self._written_at
+                if self._written_at and idle_s >= HEARTBEAT_S:
+                    await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+
+class WhileConnected:
+    """See Request.while_connected."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._gone = False
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch = asyncio.get_running_loop().create_task(self._request.watch(), name="watch for a hang-up")
+        self._watch.add_done_callback(self._ended)
+        return self
+
+    def _ended(self, watch: "asyncio.Task[None]") -> None:
+        if not watch.cancelled():
+            self._gone = True
+            self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watch.remove_done_callback(self._ended)
+        self._watch.cancel()
+        if self._gone:
+            self._task.uncancel()
+            if kind is asyncio.CancelledError:
+                raise DisconnectedError from None
+
+
+def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
+    """A JSON value. HttpError: it is no JSON, or has another shape."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at `$")
+        param = at.rstrip("`").lstrip(".")
+        raise HttpError(BAD_REQUEST, f"{param}: {message}" if param else message, param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(BAD_REQUEST, f"the body is not valid JSON: {error}") from None

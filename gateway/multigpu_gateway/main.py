@@ -1,0 +1,111 @@
+"""mgpu-gateway: the command line, signals, and exit codes."""
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+# gRPC's own log would write to stderr what peers send, line ends included. Set before grpc is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from multigpu import _extras
+
+if error := _extras.missing("mgpu-gateway", "gateway"):
+    sys.exit(error)
+
+import click
+import structlog
+import uvloop
+from multigpu import AsyncClient, errors
+from multigpu._transport.credentials import is_loopback
+from multigpu.config.config import ConfigError, GatewayConfig, TelemetryConfig, click_options, load
+from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
+from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
+
+from multigpu_gateway import VERSION
+from multigpu_gateway.app import Gateway
+from multigpu_gateway.server import HttpServer
+
+log = structlog.get_logger()
+
+EXIT_CONFIG = 2
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click_options(GatewayConfig)
+def main(config_file: str | None, **flags: Any) -> None:
+    """Serve HTTP for a fleet: OpenAI's API for embeddings and text, with the master's queue behind it.
+
+    Stateless: any number of gateways serve one master, and one that ends loses no task. SIGTERM or Ctrl-C finishes the
+    requests under way and stops. Exit code 2: a wrong setting.
+    """
+    try:
+        config = load(GatewayConfig, file=config_file, flags=flags).config
+        telemetry = load(TelemetryConfig, file=config_file).config
+        configure_logging(config.log_level, config.log_format)
+        check_listener(config)
+        configure_tracing(telemetry, {"service.name": "mgpu-gateway", "service.version": VERSION})
+        raise_descriptor_limit()
+        uvloop.run(_serve(config))
+    except ConfigError as error:
+        click.echo(f"mgpu-gateway: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    finally:
+        shut_down_tracing()
+
+
+def check_listener(config: GatewayConfig) -> None:
+    """ConfigError: the settings would let unauthorized callers in, or contradict each other."""
+    if bool(config.http_tls_cert) != bool(config.http_tls_key):
+        raise ConfigError("http_tls_cert and http_tls_key go together: give both, or neither")
+    if not is_loopback(config.http) and not config.insecure and not config.http_tls_cert:
+        raise ConfigError(
+            f"{config.http} can be reached from other hosts: tokens and texts would cross the network in the clear. "
+            "Give --http-tls-cert and --http-tls-key (`mgpuctl certs` makes them); or listen on 127.0.0.1, behind a "
+            "proxy; or, on a network where every host is trusted, add --insecure"
+        )
+
+
+async def check_tokens(config: GatewayConfig) -> None:
+    """Waits for the master. ConfigError: it asks nobody for a token, and other hosts can reach the gateway."""
+    if is_loopback(config.http) or config.insecure:
+        return
+    certificate = {name: getattr(config, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+    while True:
+        try:
+            async with AsyncClient(config.master, token="", **certificate) as client:
+                await client.count()
+        except errors.AccessError:
+            return
+        except errors.MultigpuError as error:
+            log.warning("waiting for the master", reason=str(error))
+            await asyncio.sleep(1)
+        else:
+            raise ConfigError(
+                f"the master at {config.master} asks nobody for a token: any host that reaches {config.http} could run "
+                "tasks. Start it with --require-tokens, or listen on 127.0.0.1, or add --insecure"
+            )
+
+
+async def _serve(config: GatewayConfig) -> None:
+    notifier = Notifier()
+    await check_tokens(config)
+    gateway = Gateway(config)
+    server = HttpServer(config, gateway)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.stop)
+    host = config.http.rpartition(":")[0]
+    log.info("serving", http=f"{host}:{server.port}", master=config.master, version=VERSION)
+    notifier.ready(f"serving HTTP at {host}:{server.port}")
+    watchdog = loop.create_task(notifier.keep(lambda: True, lambda: ""))
+    await server.serve()
+    notifier.stopping()
+    watchdog.cancel()
+    await gateway.close()
+    log.info("stopped")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What the gateway counts: requests by route and status, and their duration."""
+
+import prometheus_client as prometheus
+
+# From a cached embedding to a long answer.
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self._registry = prometheus.CollectorRegistry(auto_describe=False)
+        self._requests = prometheus.Counter(
+            "mgpu_gateway_requests", "Requests that were answered.", ("route", "status"), registry=self._registry
+        )
+        self._seconds = prometheus.Histogram(
+            "mgpu_gateway_request_seconds", "From a request's headers to the end of its answer.", ("route",),
+            buckets=_BOUNDS_S, registry=self._registry,
+        )  # fmt: skip
+        self._open = prometheus.Gauge(
+            "mgpu_gateway_open_requests", "Requests without a whole answer.", registry=self._registry
+        )
+
+    def begun(self) -> None:
+        self._open.inc()
+
+    def ended(self, route: str, status: int, seconds: float) -> None:
+        """`status`: 499 for a caller that hung up."""
+        self._open.dec()
+        self._requests.labels(route, status).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return prometheus.generate_latest(self._registry)

@@ -1,0 +1,244 @@
+"""POST /v1/completions and /v1/chat/completions: a task of kind "generate" for each choice."""
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from multigpu import AsyncClient
+from multigpu.outcome import Outcome
+from multigpu.v1 import generate_pb2 as pb
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.events import event, send_events
+from multigpu_gateway.http import Request
+from multigpu_gateway.openai.errors import error_event
+from multigpu_gateway.openai.requests import ChatRequest, CompletionRequest, Sampled
+from multigpu_gateway.openai.sampling import chat_payloads, completion_payloads
+from multigpu_gateway.tasks import TaskSettings, all_of
+
+KIND = "generate"
+DONE = b"data: [DONE]\n\n"
+_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+# Chunks that choices may be ahead of a slow reader.
+_AHEAD = 64
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+
+
+class Shape(ABC):
+    """How an answer is written: what differs between the two routes."""
+
+    def __init__(self, model: str, prefix: str) -> None:
+        self.head: dict[str, Any] = {
+            "id": f"{prefix}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": model
+        }  # fmt: skip
+
+    @abstractmethod
+    def first(self, index: int) -> bytes:
+        """What a stream begins with."""
+
+    @abstractmethod
+    def piece(self, index: int, chunk: pb.GenerateChunk) -> dict[str, Any]:
+        """The choice of a chunk."""
+
+    @abstractmethod
+    def last(self, index: int, reason: str) -> dict[str, Any]:
+        """The choice that ends a stream."""
+
+    @abstractmethod
+    def whole(self, index: int, result: pb.GenerateResult) -> dict[str, Any]:
+        """The choice of an answer that is no stream."""
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self.head, "choices": choices, **more})
+
+
+class ChatShape(Shape):
+    def __init__(self, model: str, *, stream: bool) -> None:
+        super().__init__(model, "chatcmpl")
+        self.head["object"] = "chat.completion.chunk" if stream else "chat.completion"
+
+    def first(self, index: int) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def piece(self, index: int, chunk: pb.GenerateChunk) -> dict[str, Any]:
+        logprobs = _chat_logprobs(chunk.logprobs)
+        return {"index": index, "delta": {"content": chunk.text}, "logprobs": logprobs, "finish_reason": None}
+
+    def last(self, index: int, reason: str) -> dict[str, Any]:
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+
+    def whole(self, index: int, result: pb.GenerateResult) -> dict[str, Any]:
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        reason = _REASONS.get(result.finish_reason, "stop")
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": _chat_logprobs(result.logprobs),
+            "finish_reason": reason,
+        }
+
+
+class CompletionShape(Shape):
+    def __init__(self, model: str) -> None:
+        super().__init__(model, "cmpl")
+        self.head["object"] = "text_completion"
+        # Of each choice: the characters so far, which is where its next token begins.
+        self._offsets: dict[int, int] = {}
+
+    def first(self, index: int) -> bytes:
+        return b""
+
+    def piece(self, index: int, chunk: pb.GenerateChunk) -> dict[str, Any]:
+        logprobs = self._logprobs(index, chunk.logprobs)
+        return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": None}
+
+    def last(self, index: int, reason: str) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
+
+    def whole(self, index: int, result: pb.GenerateResult) -> dict[str, Any]:
+        reason = _REASONS.get(result.finish_reason, "stop")
+        logprobs = self._logprobs(index, result.logprobs)
+        return {"index": index, "text": result.text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, index: int, found: Any) -> dict[str, Any] | None:
+        if not found:
+            return None
+        tokens, offsets = [], []
+        for each in found:
+            tokens.append(_text(each))
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(tokens[-1])
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for each in found],
+            "top_logprobs": [{_text(other): other.logprob for other in each.top} for each in found],
+            "text_offset": offsets,
+        }
+
+
+def _text(token: Any) -> str:
+    """A token as text: one that is no whole character has U+FFFD."""
+    text: str = token.token.decode(errors="replace")
+    return text
+
+
+def _chat_logprobs(found: Any) -> dict[str, Any] | None:
+    if not found:
+        return None
+
+    def written(each: Any) -> dict[str, Any]:
+        return {"token": _text(each), "logprob": each.logprob, "bytes": list(each.token)}
+
+    return {"content": [written(each) | {"top_logprobs": [written(o) for o in each.top]} for each in found]}
+
+
+async def chat_completions(request: Request, connected: Connected) -> None:
+    """Answers a conversation."""
+    asked = await request.json(_chat)
+    shape = ChatShape(asked.model, stream=bool(asked.stream))
+    await _answer(request, connected, asked, chat_payloads(asked), shape)
+
+
+async def completions(request: Request, connected: Connected) -> None:
+    """Continues texts."""
+    asked = await request.json(_completion)
+    await _answer(request, connected, asked, completion_payloads(asked), CompletionShape(asked.model))
+
+
+async def _answer(request: Request, connected: Connected, asked: Sampled, payloads: list[bytes], shape: Shape) -> None:
+    options = TaskSettings(request, asked.model).each()
+    tasks = list(zip(payloads, options, strict=False))
+    client = connected.client
+    if asked.stream:
+        await send_events(request, _events(client, tasks, shape, asked), error_event, DONE)
+        return
+    async with request.while_connected():
+        outcomes = await all_of(client.run_outcome(KIND, payload, **own) for payload, own in tasks)
+    results = [_result(outcome) for outcome in outcomes]
+    choices = [shape.whole(index, result) for index, result in enumerate(results)]
+    body = msgspec.json.encode({**shape.head, "choices": choices, "usage": _usage(results, asked)})
+    await request.respond(200, body)
+
+
+def _result(outcome: Outcome) -> pb.GenerateResult:
+    if not outcome.succeeded:
+        raise outcome.to_error()
+    return pb.GenerateResult.FromString(outcome.result)
+
+
+def _usage(results: list[pb.GenerateResult], asked: Sampled) -> dict[str, int]:
+    """Tokens. The choices of a prompt share it."""
+    prompts = sum(result.prompt_tokens for result in results[:: asked.n or 1])
+    generated = sum(len(result.token_ids) for result in results)
+    return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
+
+
+Tasks = list[tuple[bytes, dict[str, Any]]]
+
+
+async def _events(client: AsyncClient, tasks: Tasks, shape: Shape, asked: Sampled) -> AsyncGenerator[bytes, None]:
+    """The events of all choices, as they come."""
+    results: dict[int, pb.GenerateResult] = {}
+    if len(tasks) == 1:
+        async with aclosing(_choice(client, tasks[0], 0, shape, results)) as events:
+            async for data in events:
+                yield data
+    else:
+        ready: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_AHEAD)
+
+        async def forward(index: int) -> None:
+            try:
+                async with aclosing(_choice(client, tasks[index], index, shape, results)) as events:
+                    async for data in events:
+                        await ready.put(data)
+            except Exception as error:  # noqa: BLE001  raised where the queue is read
+                await ready.put(error)
+            else:
+                await ready.put(None)
+
+        runs = [asyncio.create_task(forward(index)) for index in range(len(tasks))]
+        try:
+            left = len(runs)
+            while left:
+                item = await ready.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+    if asked.stream_options and asked.stream_options.include_usage:
+        yield shape.chunk([], usage=_usage([results[index] for index in range(len(tasks))], asked))
+
+
+async def _choice(
+    client: AsyncClient, task: tuple[bytes, dict[str, Any]], index: int, shape: Shape,
+    results: dict[int, pb.GenerateResult],
+) -> AsyncGenerator[bytes, None]:  # fmt: skip
+    """The events of one choice."""
+    payload, options = task
+    begun = False
+    async with client.stream(KIND, payload, **options) as parts:
+        async for data in parts:
+            if not begun:
+                begun = True
+                if first := shape.first(index):
+                    yield first
+            chunk = pb.GenerateChunk.FromString(data)
+            if chunk.text or chunk.logprobs:
+                yield shape.chunk([shape.piece(index, chunk)])
+        result = results[index] = _result(parts.outcome)
+    if not begun and (first := shape.first(index)):
+        yield first
+    yield shape.chunk([shape.last(index, _REASONS.get(result.finish_reason, "stop"))])

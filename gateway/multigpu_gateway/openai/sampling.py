@@ -1,0 +1,125 @@
+"""From a request that generates text to the payloads of tasks of kind "generate"."""
+
+import json
+from typing import Any
+
+from multigpu.v1 import generate_pb2
+
+from multigpu_gateway.errors import BAD_REQUEST, HttpError
+from multigpu_gateway.openai.embeddings import texts_or_tokens
+from multigpu_gateway.openai.requests import ChatRequest, CompletionRequest, Message, Sampled
+
+CHOICES_MAX = 128
+TOP_LOGPROBS_MAX = 20
+# OpenAI's defaults. A conversation without a limit goes on to the end of the model's context.
+TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
+TO_THE_END = 2**32 - 1
+_SEEDS = 2**64
+
+
+def _reject(param: str, why: str) -> HttpError:
+    return HttpError(BAD_REQUEST, f"{param}: {why}", param=param)
+
+
+def chat_payloads(asked: ChatRequest) -> list[bytes]:
+    """The payload of each choice. HttpError: a field is wrong, or asks for what no model of the fleet can do."""
+    for name in ("tools", "functions"):
+        if getattr(asked, name):
+            raise _reject(name, "no model of this fleet calls tools: leave it out")
+    message = _payload(asked, asked.max_completion_tokens or asked.max_tokens or TO_THE_END)
+    if not asked.messages:
+        raise _reject("messages", "there are none: send at least one")
+    message.messages.extend(_said(each) for each in asked.messages)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise _reject("top_logprobs", "it needs logprobs=true")
+    if asked.logprobs:
+        message.logprobs = _logprobs(asked.top_logprobs or 0, "top_logprobs")
+    if asked.response_format is not None and asked.response_format.type != "text":
+        message.json_schema = _schema(asked)
+    return _choices(asked, [message])
+
+
+def completion_payloads(asked: CompletionRequest) -> list[bytes]:
+    """The payload of each choice, prompt by prompt. Raises as chat_payloads."""
+    if asked.echo:
+        raise _reject("echo", "answers don't repeat the prompt: leave it out")
+    if asked.suffix:
+        raise _reject("suffix", "no model of this fleet fills a gap: leave it out")
+    if asked.best_of not in (None, asked.n or 1):
+        raise _reject("best_of", "choices are not ranked: leave it out, or make it equal to n")
+    max_tokens = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+    messages = []
+    for prompt in texts_or_tokens(asked.prompt, "prompt"):
+        message = _payload(asked, max_tokens)
+        try:
+            if isinstance(prompt, str):
+                message.prompt = prompt
+            else:
+                message.prompt_ids.extend(prompt)
+        except ValueError as error:
+            raise _reject("prompt", str(error)) from None
+        if asked.logprobs is not None:
+            message.logprobs = _logprobs(asked.logprobs, "logprobs")
+        messages.append(message)
+    return _choices(asked, messages)
+
+
+def _payload(asked: Sampled, max_tokens: int) -> generate_pb2.GeneratePayload:
+    for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
+        if getattr(asked, name):
+            raise _reject(name, "this server does not have it: leave it out, or use repetition_penalty")
+    if max_tokens < 1:
+        raise _reject("max_tokens", f"{max_tokens} is too small: at least 1")
+    temperature = TEMPERATURE if asked.temperature is None else asked.temperature
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    try:
+        message = generate_pb2.GeneratePayload(
+            max_tokens=max_tokens, temperature=temperature, stop=[word for word in stop if word],
+            top_p=asked.top_p or 0, top_k=max(0, asked.top_k or 0), repetition_penalty=asked.repetition_penalty or 0,
+        )  # fmt: skip
+    except ValueError as error:
+        raise HttpError(BAD_REQUEST, str(error)) from None
+    return message
+
+
+def _choices(asked: Sampled, messages: list[generate_pb2.GeneratePayload]) -> list[bytes]:
+    """`n` payloads of each message. Choices of one request differ in their seeds, also if it gives one."""
+    n = 1 if asked.n is None else asked.n
+    if not 1 <= n * len(messages) <= CHOICES_MAX:
+        raise _reject("n", f"a request has 1 to {CHOICES_MAX} answers, and this one {n * len(messages)}")
+    payloads = []
+    for message in messages:
+        for number in range(n):
+            if asked.seed is not None:
+                message.seed = (asked.seed + number) % _SEEDS
+            payloads.append(message.SerializeToString())
+    return payloads
+
+
+def _said(message: Message) -> generate_pb2.ChatMessage:
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if isinstance(content, list):
+        if wrong := [part.type for part in content if part.type != "text"]:
+            raise _reject("messages", f"a part of type {wrong[0]!r} can't be read: models of this fleet take text")
+        content = "".join(part.text or "" for part in content)
+    try:
+        return generate_pb2.ChatMessage(role=role, content=content or "")
+    except ValueError as error:
+        raise _reject("messages", str(error)) from None
+
+
+def _logprobs(count: int, param: str) -> int:
+    if not 0 <= count <= TOP_LOGPROBS_MAX:
+        raise _reject(param, f"{count} is not 0 to {TOP_LOGPROBS_MAX}")
+    return count
+
+
+def _schema(asked: ChatRequest) -> str:
+    assert asked.response_format is not None
+    schema: dict[str, Any] | None = {"type": "object"}
+    if asked.response_format.type == "json_schema":
+        schema = asked.response_format.json_schema.schema if asked.response_format.json_schema else None
+        if schema is None:
+            raise _reject("response_format", "json_schema.schema is missing")
+    return json.dumps(schema)

@@ -1,0 +1,69 @@
+"""POST /v1/rerank and /v2/rerank: what Jina's and Cohere's APIs have in common.
+
+https://api.jina.ai/redoc#tag/rerank and https://docs.cohere.com/reference/rerank.
+"""
+
+import uuid
+from typing import Any
+
+import msgspec
+from multigpu.v1 import rerank_pb2
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import BAD_REQUEST, HttpError
+from multigpu_gateway.http import Request
+from multigpu_gateway.tasks import TaskSettings, all_of
+
+KIND = "rerank"
+# Documents of one request, and of one of its tasks: a long list is spread over the workers.
+DOCUMENTS_MAX, TASK_DOCUMENTS = 10_000, 32
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankRequest(msgspec.Struct):
+    model: str
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+_request = msgspec.json.Decoder(RerankRequest)
+
+
+async def rerank(request: Request, connected: Connected) -> None:
+    """Answers with the documents' scores for the query, the best first."""
+    asked = await request.json(_request)
+    texts = [each if isinstance(each, str) else each.text for each in asked.documents]
+    if not 1 <= len(texts) <= DOCUMENTS_MAX:
+        message = f"there are {len(texts):,} documents: send 1 to {DOCUMENTS_MAX:,}"
+        raise HttpError(BAD_REQUEST, message, param="documents")
+    if asked.top_n is not None and asked.top_n < 1:
+        raise HttpError(BAD_REQUEST, f"top_n is {asked.top_n}: at least 1", param="top_n")
+    options = TaskSettings(request, asked.model).each()
+    run = connected.client.run
+    parts = [texts[at : at + TASK_DOCUMENTS] for at in range(0, len(texts), TASK_DOCUMENTS)]
+    payloads = [_payload(asked.query, part) for part in parts]
+    each = zip(parts, payloads, options, strict=False)
+    async with request.while_connected():
+        results = await all_of(run(KIND, payload, units=len(part), **own) for part, payload, own in each)
+    found = [rerank_pb2.RerankResult.FromString(result) for result in results]
+    scores = [score for result in found for score in result.scores]
+    tokens = sum(result.tokens for result in found)
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
+    rows: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
+    if asked.return_documents:
+        for row in rows:
+            row["document"] = {"text": texts[row["index"]]}
+    answer = {
+        "id": str(uuid.uuid4()), "model": asked.model, "results": rows, "usage": {"total_tokens": tokens},
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+    }  # fmt: skip
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+def _payload(query: str, documents: list[str]) -> bytes:
+    return rerank_pb2.RerankPayload(query=query, documents=documents, count_tokens=True).SerializeToString()

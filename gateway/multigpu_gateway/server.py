@@ -1,0 +1,103 @@
+"""The HTTP server: uvicorn, with the limits that it lacks."""
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from multigpu.config.config import ConfigError, GatewayConfig
+from multigpu.config.values import split_address
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# Of one request's headers; and how long they may take to arrive.
+HEADER_BYTES_MAX = 64 << 10
+HEADER_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 75
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection that is closed if the headers of a request are too large or too slow."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Bytes since the last request's headers ended; None: a request is being served.
+        self._header_bytes: int | None = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._header_bytes is not None:
+            if self._header_timer is None:  # the first bytes of another request
+                self._expect_headers()
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._header_bytes is not None and self._header_bytes > HEADER_BYTES_MAX:
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._header_bytes = None
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        self._header_bytes = 0
+        super().on_response_complete()
+
+    def _expect_headers(self) -> None:
+        self._header_bytes = 0
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._header_timer = None
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class HttpServer:
+    """Serves an ASGI application at config.http. ConfigError: the address or the certificate can't be used."""
+
+    def __init__(self, config: GatewayConfig, app: Any) -> None:
+        host, port = split_address(config.http)
+        settings = uvicorn.Config(
+            app, host=host, port=port, http=LimitedProtocol, ws="none", lifespan="off", log_config=None,
+            access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
+            limit_concurrency=config.connections_max, timeout_graceful_shutdown=int(config.stop_timeout_s),
+            ssl_certfile=config.http_tls_cert or None, ssl_keyfile=config.http_tls_key or None,
+        )  # fmt: skip
+        try:
+            settings.load()
+            self._socket = _listen(host, port, settings.backlog)
+        except OSError as error:  # SSLError is one
+            raise ConfigError(f"can't serve HTTP at {config.http}: {error}") from error
+        self.port: int = self._socket.getsockname()[1]
+        self._server = uvicorn.Server(settings)
+
+    async def serve(self) -> None:
+        """Serves until `stop`."""
+        await self._server._serve([self._socket])  # noqa: SLF001  serve() would take the process' signals
+
+    def stop(self) -> None:
+        """Ends it: requests under way have stop_timeout_s."""
+        self._server.should_exit = True
+
+
+def _listen(host: str, port: int, backlog: int) -> Any:
+    import socket  # noqa: PLC0415
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(backlog)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,55 @@
+"""The tasks of a request: their queue, priority and durability, from headers that every protocol's client can set."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any, TypeVar
+
+from multigpu_gateway.errors import BAD_REQUEST, HttpError
+from multigpu_gateway.http import Request
+
+T = TypeVar("T")
+IDEMPOTENCY_KEY = b"idempotency-key"
+QUEUE, PRIORITY, DURABLE = b"x-multigpu-queue", b"x-multigpu-priority", b"x-multigpu-durable"
+# Longer ones are no keys.
+_KEY_CHARACTERS_MAX = 200
+
+
+class TaskSettings:
+    """The options of the tasks of one request. HttpError: a header is wrong."""
+
+    def __init__(self, request: Request, model: str) -> None:
+        self.key = request.header(IDEMPOTENCY_KEY)
+        if len(self.key) > _KEY_CHARACTERS_MAX or not self.key.isprintable():
+            message = f"Idempotency-Key is to have at most {_KEY_CHARACTERS_MAX} printable characters"
+            raise HttpError(BAD_REQUEST, message)
+        durable = request.header(DURABLE).lower()
+        if durable not in ("", "true", "false"):
+            raise HttpError(BAD_REQUEST, "X-Multigpu-Durable is to be true or false")
+        # A task that a retry may ask for has to be on the disk, else a restart of the master forgets that it ran.
+        self.options: dict[str, Any] = {
+            "model": model, "timeout": request.timeout_s, "ephemeral": durable != "true" and not self.key,
+        }  # fmt: skip
+        if queue := request.header(QUEUE):
+            self.options["queue"] = queue
+        if priority := request.header(PRIORITY):
+            if priority not in ("1", "2", "3", "4", "5"):
+                raise HttpError(BAD_REQUEST, "X-Multigpu-Priority is to be 1 (served first) to 5")
+            self.options["priority"] = int(priority)
+
+    def each(self) -> Iterator[dict[str, Any]]:
+        """The options of one task after the other: with a key, the first has it as its request_id, others KEY:N."""
+        number = 0
+        while True:
+            key = f"{self.key}:{number}" if self.key and number else self.key
+            yield self.options | ({"request_id": key} if key else {})
+            number += 1
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of calls that run together. The first error cancels the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [run.result() for run in runs]
