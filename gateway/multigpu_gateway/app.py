@@ -1,8 +1,7 @@
 """The ASGI application: routes, callers, errors."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,7 +9,8 @@ import structlog
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway.clients import Clients, Connected
+from multigpu_gateway import openai, rerank
+from multigpu_gateway.clients import Clients
 from multigpu_gateway.errors import (
     INTERNAL,
     NOT_ALLOWED,
@@ -22,12 +22,7 @@ from multigpu_gateway.errors import (
 )
 from multigpu_gateway.http import Receive, Request, Send
 from multigpu_gateway.metrics import Metrics
-from multigpu_gateway.openai.embeddings import embeddings
-from multigpu_gateway.openai.errors import error_body
-from multigpu_gateway.openai.generating import chat_completions, completions
-from multigpu_gateway.openai.models import PATH as MODELS
-from multigpu_gateway.openai.models import models
-from multigpu_gateway.rerank import rerank
+from multigpu_gateway.routes import ErrorBody, Route, Serve
 
 log = structlog.get_logger()
 
@@ -36,26 +31,7 @@ HEALTH_TIMEOUT_S = 2.0
 # The status of a request whose caller hung up, for metrics: nginx' number.
 HUNG_UP = 499
 
-# A request, and the caller's clients.
-Serve = Callable[[Request, Connected], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    method: str
-    serve: Serve
-    # Also below the path.
-    tree: bool = False
-
-
-ROUTES: dict[str, Route] = {
-    "/v1/embeddings": Route("POST", embeddings),
-    "/v1/completions": Route("POST", completions),
-    "/v1/chat/completions": Route("POST", chat_completions),
-    MODELS: Route("GET", models, tree=True),
-    "/v1/rerank": Route("POST", rerank),
-    "/v2/rerank": Route("POST", rerank),
-}
+ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES}
 
 
 class Gateway:
@@ -84,6 +60,7 @@ class Gateway:
     async def _answer(self, request: Request) -> tuple[str, int]:
         """Returns the route's name and the status, for metrics."""
         name = "other"
+        error_body: ErrorBody = openai.error_body
         try:
             if request.path == HEALTH:
                 name = HEALTH
@@ -93,15 +70,17 @@ class Gateway:
                 await request.respond(200, self._metrics.text(), b"text/plain; version=1.0.0; charset=utf-8")
             else:
                 name, route = _route_of(request)
+                error_body = route.error_body
+                serve = _method_of(route, request)
                 async with self._clients.of(request.token) as connected:
-                    await route.serve(request, connected)
+                    await serve(request, connected)
         except DisconnectedError:
             return name, HUNG_UP
         except Exception as error:  # noqa: BLE001  the caller gets an answer, and the log the reason
-            return name, await self._fail(request, error)
+            return name, await self._fail(request, error, error_body)
         return name, 200
 
-    async def _fail(self, request: Request, error: Exception) -> int:
+    async def _fail(self, request: Request, error: Exception, error_body: ErrorBody) -> int:
         try:
             failure = http_error(error)
         except Exception:
@@ -133,6 +112,13 @@ def _route_of(request: Request) -> tuple[str, Route]:
         if not path:
             raise HttpError(NOT_FOUND, f"there is no {request.path}; docs/gateway.md lists what there is")
         route = ROUTES[path]
-    if request.method != route.method:
-        raise HttpError(NOT_ALLOWED, f"{request.path} takes {route.method}, not {request.method}")
     return path, route
+
+
+def _method_of(route: Route, request: Request) -> Serve:
+    """What serves the request. HttpError: the route does not take its method."""
+    serve = route.methods.get(request.method)
+    if serve is None:
+        takes = " or ".join(route.methods)
+        raise HttpError(NOT_ALLOWED, f"{request.path} takes {takes}, not {request.method}")
+    return serve

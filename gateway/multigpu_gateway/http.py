@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -43,6 +44,7 @@ class Request:
     ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self._query: bytes = scope["query_string"]
         self._headers: Headers = scope["headers"]
         self._receive = receive
         self._send = send
@@ -51,6 +53,11 @@ class Request:
         self.responded = False
         # What was written last, by the loop's clock; 0: no stream has begun.
         self._written_at = 0.0
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The fields of the query string; of a repeated one, the last."""
+        return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True))
 
     def header(self, name: bytes) -> str:
         """The value of a header, by its name in lower case; empty: there is none."""

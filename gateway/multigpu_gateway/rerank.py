@@ -12,6 +12,8 @@ from multigpu.v1 import rerank_pb2
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.http import Request
+from multigpu_gateway.openai.errors import error_body
+from multigpu_gateway.routes import Route
 from multigpu_gateway.tasks import TaskSettings, all_of
 
 KIND = "rerank"
@@ -34,7 +36,7 @@ class RerankRequest(msgspec.Struct):
 _request = msgspec.json.Decoder(RerankRequest)
 
 
-async def rerank(request: Request, connected: Connected) -> None:
+async def _rerank(request: Request, connected: Connected) -> None:
     """Answers with the documents' scores for the query, the best first."""
     asked = await request.json(_request)
     texts = [each if isinstance(each, str) else each.text for each in asked.documents]
@@ -67,3 +69,6 @@ async def rerank(request: Request, connected: Connected) -> None:
 
 def _payload(query: str, documents: list[str]) -> bytes:
     return rerank_pb2.RerankPayload(query=query, documents=documents, count_tokens=True).SerializeToString()
+
+
+ROUTES = {path: Route({"POST": _rerank}, error_body) for path in ("/v1/rerank", "/v2/rerank")}
