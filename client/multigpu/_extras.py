@@ -5,7 +5,16 @@ import importlib.util
 # The modules that each program can't do without. pyproject.toml has their packages in the extra of the same name.
 MODULES = {
     "cli": ("click", "cryptography", "rich", "structlog"),
-    "gateway": ("click", "httptools", "msgspec", "prometheus_client", "structlog", "uvicorn", "uvloop"),
+    "gateway": (
+        "click",
+        "httptools",
+        "msgspec",
+        "prometheus_client",
+        "python_multipart",
+        "structlog",
+        "uvicorn",
+        "uvloop",
+    ),
     "master": ("click", "cryptography", "grpc_health", "grpc_reflection", "prometheus_client", "structlog", "uvloop"),
     "worker": ("click", "structlog", "typeguard", "uvloop"),
 }

@@ -5,7 +5,7 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import parse_qsl
@@ -80,29 +80,33 @@ class Request:
 
     async def body(self) -> bytes:
         """The whole body. HttpError: too large or too slow."""
-        length = self.header(b"content-length")
-        if length.isdecimal() and int(length) > self._body_bytes_max:
-            raise self._too_large()
-        parts: list[bytes] = []
-        size = 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise DisconnectedError
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self._body_bytes_max:
-                        raise self._too_large()
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                return b"".join([part async for part in self.parts(self._body_bytes_max)])
         except TimeoutError:
             raise HttpError(TIMED_OUT, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
-    def _too_large(self) -> HttpError:
-        limit = f"the limit is {self._body_bytes_max:,} bytes (body_bytes_max of the gateway)"
-        return HttpError(TOO_LARGE, f"the body is too large: {limit}")
+    async def parts(self, bytes_max: int) -> AsyncIterator[bytes]:
+        """The body as it arrives. HttpError: it has more than `bytes_max`, or a part does not come."""
+        length = self.header(b"content-length")
+        size = int(length) if length.isdecimal() else 0
+        if size > bytes_max:
+            raise _too_large(bytes_max)
+        size = 0
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    message = await self._receive()
+            except TimeoutError:
+                raise HttpError(TIMED_OUT, f"the rest of the body did not come within {BODY_TIMEOUT_S:g} s") from None
+            if message["type"] == "http.disconnect":
+                raise DisconnectedError
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size > bytes_max:
+                raise _too_large(bytes_max)
+            yield part
 
     async def json(self, decoder: "msgspec.json.Decoder[T]") -> T:
         """The body as a value. HttpError: it is no JSON, or has another shape."""
@@ -119,6 +123,21 @@ class Request:
         await self._send({"type": "http.response.start", "status": status, "headers": own})
         await self._send({"type": "http.response.body", "body": body})
 
+    async def respond_parts(self, parts: AsyncIterator[bytes], content_type: bytes) -> None:
+        """An answer of unknown length. An error before the first part is raised, so that the answer has its status; a
+        later one breaks the answer off, so that the reader notices.
+        """
+        async for part in parts:
+            if not self.responded:
+                self.responded = True
+                headers = [(b"content-type", content_type)]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self.write(part)
+        if not self.responded:
+            await self.respond(200, b"", content_type)
+        else:
+            await self.write(b"", more=False)
+
     async def begin_events(self, headers: Headers | None = None) -> None:
         """Begins an answer of server-sent events. Nothing happens if it has begun."""
         if not self.responded:
@@ -129,7 +148,7 @@ class Request:
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """The next part of a stream. Waits while the reader is slow; DisconnectedError: it is too slow."""
-        self._written_at = asyncio.get_running_loop().time()
+        self._written_at = self._written_at and asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(READER_TIMEOUT_S):
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -153,6 +172,10 @@ class Request:
                 idle_s = asyncio.get_running_loop().time() - self._written_at
                 if self._written_at and idle_s >= HEARTBEAT_S:
                     await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+
+def _too_large(bytes_max: int) -> HttpError:
+    return HttpError(TOO_LARGE, f"the body is too large: the limit is {bytes_max:,} bytes")
 
 
 class WhileConnected:

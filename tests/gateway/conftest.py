@@ -26,6 +26,11 @@ class GatewayProcess:
         self.address: str = self.daemon.events("serving")[-1]["http"]
         self.url = f"http://{self.address}"
 
+    def restart(self) -> None:
+        """On the same port, after it was killed."""
+        self._flags[self._flags.index("--http") + 1] = self.address
+        self.start()
+
     def __enter__(self) -> Self:
         return self
 

@@ -36,11 +36,12 @@ def test_up_serves_http_and_the_pages_examples_run(tmp_path: Path) -> None:
             argv = ["bash", "-c", command.replace("localhost:8000", address)]
             done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
             assert '"object":"embedding"' in done.stdout
-        (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-        code = code.replace("localhost:8000", address)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("['all-MiniLM-L6-v2', 'chat']\n")
+        codes = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+        for code, begins in zip(codes, ("['all-MiniLM-L6-v2', 'chat']\n", "1000\n"), strict=True):
+            argv = [sys.executable, "-c", code.replace("localhost:8000", address)]
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.startswith(begins)
         pid = up.children()["multigpu_gateway.main"]
         subprocess.run(["kill", "-9", str(pid)], check=True)
         until(lambda: up.children().get("multigpu_gateway.main", pid) != pid, 20)

@@ -115,7 +115,7 @@ def _launch(folder: Path, handlers: list[str], workers: int, cwd: Path) -> subpr
     # The workers import what this process can import.
     env |= {"MGPU_CONFIG": str(folder / "config.toml"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     flags = ["--listen", "127.0.0.1:0", "--data-dir", folder / "data", "--ready-file", folder / "ready"]
-    flags += ["--device", "cpu", "--workers", str(workers), "--stop-timeout", "10"]
+    flags += ["--no-gateway", "--device", "cpu", "--workers", str(workers), "--stop-timeout", "10"]
     flags += [part for module in handlers for part in ("--handlers", module)]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(

@@ -1,6 +1,7 @@
 """POST /v1/embeddings."""
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +34,11 @@ async def embeddings(request: Request, connected: Connected) -> None:
         else:
             each = zip(payloads, options, strict=False)
             outcomes = await all_of(run(KIND, payload, units=units, **own) for (payload, units), own in each)
+    await request.respond(200, msgspec.json.encode(answer(asked, outcomes)))
+
+
+def answer(asked: EmbeddingsRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The vectors of all tasks. Raises the error of one that did not succeed."""
     rows, tokens = [], 0
     for outcome in outcomes:
         vectors, counted = _read(outcome)
@@ -40,8 +46,12 @@ async def embeddings(request: Request, connected: Connected) -> None:
         rows += [_written(row, asked.encoding_format) for row in shortened(vectors, asked.dimensions)]
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    answer = {"object": "list", "data": data, "model": asked.model, "usage": usage}
-    await request.respond(200, msgspec.json.encode(answer))
+    return {"object": "list", "data": data, "model": asked.model, "usage": usage}
+
+
+def one_payload(asked: EmbeddingsRequest) -> list[tuple[bytes, int]]:
+    """All inputs as one task."""
+    return _payloads(texts_or_tokens(asked.input, "input"), INPUTS_MAX)
 
 
 def texts_or_tokens(given: Input, param: str) -> list[Any]:
@@ -58,14 +68,14 @@ def texts_or_tokens(given: Input, param: str) -> list[Any]:
     raise HttpError(BAD_REQUEST, message, param=param)
 
 
-def _payloads(inputs: list[Any]) -> list[tuple[bytes, int]]:
+def _payloads(inputs: list[Any], task_inputs: int = TASK_INPUTS) -> list[tuple[bytes, int]]:
     """The payload and the number of inputs of each task."""
     if len(inputs) > INPUTS_MAX:
         message = f"there are {len(inputs):,} inputs: send at most {INPUTS_MAX:,} in one request"
         raise HttpError(BAD_REQUEST, message, param="input")
     found = []
-    for at in range(0, len(inputs), TASK_INPUTS):
-        part = inputs[at : at + TASK_INPUTS]
+    for at in range(0, len(inputs), task_inputs):
+        part = inputs[at : at + task_inputs]
         payload = embed_pb2.EmbedPayload(count_tokens=True)
         try:
             if isinstance(part[0], str):

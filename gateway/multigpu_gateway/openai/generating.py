@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -161,10 +161,25 @@ async def _answer(request: Request, connected: Connected, asked: Sampled, payloa
         return
     async with request.while_connected():
         outcomes = await all_of(client.run_outcome(KIND, payload, **own) for payload, own in tasks)
+    await request.respond(200, msgspec.json.encode(_whole(shape, asked, outcomes)))
+
+
+def payloads(asked: ChatRequest | CompletionRequest) -> list[tuple[bytes, int]]:
+    """The payload and the units of each choice. HttpError: a field is wrong."""
+    found = chat_payloads(asked) if isinstance(asked, ChatRequest) else completion_payloads(asked)
+    return [(payload, 1) for payload in found]
+
+
+def answer(asked: ChatRequest | CompletionRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The whole answer. Raises the error of a task that did not succeed."""
+    chat = isinstance(asked, ChatRequest)
+    return _whole(ChatShape(asked.model, stream=False) if chat else CompletionShape(asked.model), asked, outcomes)
+
+
+def _whole(shape: Shape, asked: Sampled, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     results = [_result(outcome) for outcome in outcomes]
     choices = [shape.whole(index, result) for index, result in enumerate(results)]
-    body = msgspec.json.encode({**shape.head, "choices": choices, "usage": _usage(results, asked)})
-    await request.respond(200, body)
+    return {**shape.head, "choices": choices, "usage": _usage(results, asked)}
 
 
 def _result(outcome: Outcome) -> pb.GenerateResult:

@@ -290,7 +290,7 @@ class Words:
         ({"prompt": " "}, "no tokens"),
         ({"prompt": "a b c", "max_tokens": 8}, "shorten the prompt or lower max_tokens"),
         ({"prompt": "a " * 10}, "context is 10 tokens"),
-        ({"prompt": "a", "max_tokens": 2**32 - 1}, "4294967295 to generate"),
+        ({"prompt": "a", "max_tokens": 2**32 - 2}, "4294967294 to generate"),
         ({"prompt": "a", "temperature": -1}, "temperature is -1"),
         ({"prompt": "a", "temperature": 2.5}, "temperature is 2.5"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),

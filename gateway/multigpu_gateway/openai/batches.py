@@ -1,0 +1,335 @@
+"""/v1/batches: requests of a file as durable tasks.
+
+A batch is a record (a task of kind "echo", as files.py has it) and one task for each line, whose request_id names the
+batch and the line, in a queue of its own. Everything else follows from these: its state from the counts of its queue,
+its output from the outcomes of its tasks. So any gateway can go on with a batch that another one began: a batch whose
+tasks are not all there is submitted again, and the master knows those that it has.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from multigpu import AsyncClient, Input, NotFoundError, RejectedError
+from multigpu.outcome import Outcome, TaskError
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, HttpError, http_error
+from multigpu_gateway.http import Request
+from multigpu_gateway.openai import files
+from multigpu_gateway.openai.endpoints import ENDPOINTS, Endpoint
+from multigpu_gateway.openai.errors import error_body
+from multigpu_gateway.tasks import IDEMPOTENCY_KEY
+
+PATH = "/v1/batches"
+QUEUE = "openai-batches"
+WINDOW_S = 24 * 3600
+LINES_MAX = 1_000_000
+# Served last: a line is overtaken by at most 1,024 later tasks for each level of priority between them.
+PRIORITY = 5
+LIST_MAX = 100
+# Lines in one submit; outcomes that are fetched together.
+_SUBMIT_LINES, _FETCH = 5_000, 64
+OUTPUT, ERRORS = "-output", "-errors"
+ENDED = ("completed", "expired", "cancelled")
+
+
+class BatchRequest(msgspec.Struct):
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: dict[str, str] | None = None
+
+
+class Line(msgspec.Struct):
+    custom_id: str
+    body: msgspec.Raw
+    url: str
+    method: str = "POST"
+
+
+class Record(msgspec.Struct):
+    """What is kept of a batch."""
+
+    id: str
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    created_at: int
+    lines: int
+    metadata: dict[str, str] | None = None
+
+    @property
+    def expires_at(self) -> int:
+        return self.created_at + WINDOW_S
+
+    def name(self, line: int) -> str:
+        """The request_id of a line's task; lines count from 1."""
+        return f"{self.id}:{line}"
+
+
+_request = msgspec.json.Decoder(BatchRequest)
+_line = msgspec.json.Decoder(Line)
+_record = msgspec.json.Decoder(Record)
+
+
+async def post(request: Request, connected: Connected) -> None:
+    """POST /v1/batches, /v1/batches/ID/cancel."""
+    batch_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
+    if not batch_id:
+        await _make(request, connected)
+    elif rest == "cancel":
+        await _cancel(request, connected.client, batch_id)
+    else:
+        raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
+
+
+async def get(request: Request, connected: Connected) -> None:
+    """GET /v1/batches, /v1/batches/ID. Goes on with a batch whose tasks are not all submitted."""
+    batch_id = request.path.removeprefix(PATH).strip("/")
+    client = connected.client
+    async with request.while_connected():
+        if not batch_id:
+            answer = await _list(request, client)
+        else:
+            record = await _get(client, batch_id)
+            answer = await _state(client, record)
+            if answer["status"] == "validating":
+                await _submit(client, record, await files.describe(client, record.input_file_id))
+                answer = await _state(client, record)
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+async def _make(request: Request, connected: Connected) -> None:
+    asked = await request.json(_request)
+    endpoint = ENDPOINTS.get(asked.endpoint)
+    if endpoint is None:
+        message = f"endpoint is {asked.endpoint!r}: there are {', '.join(ENDPOINTS)}"
+        raise HttpError(BAD_REQUEST, message, param="endpoint")
+    if asked.completion_window != "24h":
+        raise HttpError(BAD_REQUEST, "completion_window: it is 24h", param="completion_window")
+    async with request.while_connected():
+        client = connected.client
+        file = await files.describe(client, asked.input_file_id)
+        lines = await _check(connected, file, asked.endpoint, endpoint)
+        key = request.header(IDEMPOTENCY_KEY)
+        digest = hashlib.sha256(key.encode()).hexdigest() if key else uuid.uuid4().hex
+        record = Record(
+            f"batch_{digest[:32]}", file.id, asked.endpoint, asked.completion_window, int(time.time()), lines,
+            asked.metadata,
+        )  # fmt: skip
+        if key:  # a retry: the batch may be there
+            record = await _find(client, record.id) or record
+        await files.store(client, record.id, msgspec.json.encode(record), QUEUE)
+        await _submit(client, record, file)
+        answer = await _state(client, record)
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+async def _list(request: Request, client: AsyncClient) -> dict[str, Any]:
+    """The batches, the newest first. `limit` and `after` as OpenAI has them."""
+    query = request.query
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or not 1 <= int(limit) <= LIST_MAX:
+        raise HttpError(BAD_REQUEST, f"limit is {limit!r}: 1 to {LIST_MAX}", param="limit")
+    found: list[dict[str, Any]] = []
+    more, after = False, query.get("after", "")
+    async for task in client.list_tasks(queue=QUEUE, kind=files.KIND):
+        if ":" in task.request_id:
+            continue
+        if after:
+            after = "" if task.request_id == after else after
+        elif len(found) == int(limit):
+            more = True
+            break
+        else:
+            found.append(await _state(client, await _get(client, task.request_id)))
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": found, "has_more": more, **ends}
+
+
+async def _cancel(request: Request, client: AsyncClient, batch_id: str) -> None:
+    async with request.while_connected():
+        record = await _get(client, batch_id)
+        await files.store(client, f"{record.id}:cancelled", b"", QUEUE)
+        names = [record.name(line) for line in range(1, record.lines + 1)]
+        await client.cancel(*names, reason="its batch was cancelled")
+        answer = await _state(client, record)
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+def is_output(file_id: str) -> bool:
+    """Whether it is the id of a batch's output, or of its errors."""
+    return file_id.startswith("file-batch_") and file_id.endswith((OUTPUT, ERRORS))
+
+
+async def output(client: AsyncClient, file_id: str) -> AsyncIterator[bytes]:
+    """The content of such a file. HttpError: there is no such batch, or it has not ended."""
+    suffix = OUTPUT if file_id.endswith(OUTPUT) else ERRORS
+    record = await _get(client, file_id.removeprefix("file-").removesuffix(suffix))
+    if (await _state(client, record))["status"] not in ENDED:
+        raise HttpError(NOT_FOUND, f"the batch {record.id} has not ended", param="file_id")
+    return _written(client, record, errors=suffix == ERRORS)
+
+
+async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint: Endpoint) -> int:
+    """The number of lines of a file. HttpError: one is wrong, or asks for a model that nobody has."""
+    seen: set[str] = set()
+    models: dict[str, int] = {}
+    number = 0
+    async for text in files.lines(connected.client, file):
+        number += 1
+        try:
+            line = _line.decode(text)
+            if line.url != url or line.method != "POST":
+                raise HttpError(BAD_REQUEST, f"{line.method} {line.url} is not POST {url}")  # noqa: TRY301
+            model, _, _ = endpoint.task(bytes(line.body))
+        except (msgspec.DecodeError, RecursionError, HttpError) as error:
+            raise HttpError(BAD_REQUEST, f"line {number} of the file: {error}", param="input_file_id") from None
+        if line.custom_id in seen:
+            message = f"line {number} of the file: another line has the custom_id {line.custom_id!r}"
+            raise HttpError(BAD_REQUEST, message, param="input_file_id")
+        seen.add(line.custom_id)
+        models.setdefault(model, number)
+        if number > LINES_MAX:
+            raise HttpError(BAD_REQUEST, f"the file has more than {LINES_MAX:,} lines", param="input_file_id")
+    if not number:
+        raise HttpError(BAD_REQUEST, "the file has no lines", param="input_file_id")
+    offered = {entry.model.name for entry in await connected.admin.list_models()}
+    for model, first in models.items():
+        if model.partition(":")[0] not in offered:
+            message = f"line {first} of the file: no worker has model {model!r}; there are {', '.join(sorted(offered))}"
+            raise HttpError(NOT_FOUND, message, code="model_not_found", param="input_file_id")
+    return number
+
+
+async def _submit(client: AsyncClient, record: Record, file: files.FileInfo) -> None:
+    """Submits the tasks of all lines; the master knows those that it has. A batch that was cancelled gets no more."""
+    if await _is_cancelled(client, record):
+        return
+    endpoint = ENDPOINTS[record.endpoint]
+    deadline = datetime.fromtimestamp(record.expires_at, UTC)
+    options: dict[str, Any] = {
+        "queue": record.id, "priority": PRIORITY, "wait_for_worker": True, "deadline": deadline,
+        "result_ttl_s": files.FILE_TTL_S,
+    }  # fmt: skip
+    due: list[Input] = []
+    of = ""
+
+    async def submit() -> None:
+        for answer in await client.submit_many(endpoint.kind, due, model=of, **options) if due else ():
+            if isinstance(answer, RejectedError):
+                raise answer
+        due.clear()
+
+    number = 0
+    async for text in files.lines(client, file):
+        number += 1
+        model, payload, units = endpoint.task(bytes(_line.decode(text).body))
+        if model != of or len(due) == _SUBMIT_LINES:
+            await submit()
+            of = model
+        due.append(Input(payload=payload, request_id=record.name(number), units=units))
+    await submit()
+
+
+async def _is_cancelled(client: AsyncClient, record: Record) -> bool:
+    try:
+        await client.get(f"{record.id}:cancelled")
+    except NotFoundError:
+        return False
+    return True
+
+
+async def _find(client: AsyncClient, batch_id: str) -> Record | None:
+    try:
+        return _record.decode(await files.fetch(client, batch_id))
+    except (NotFoundError, TaskError, msgspec.DecodeError):
+        return None
+
+
+async def _get(client: AsyncClient, batch_id: str) -> Record:
+    """HttpError: there is no such batch."""
+    record = await _find(client, batch_id)
+    if record is None:
+        raise HttpError(NOT_FOUND, f"there is no batch {batch_id!r}, or no longer", param="batch_id")
+    return record
+
+
+async def _state(client: AsyncClient, record: Record) -> dict[str, Any]:
+    """OpenAI's object: its state follows from the counts of the batch's queue."""
+    counts = await client.count(queue=record.id)
+    failed = counts.failed + counts.dead_lettered + counts.expired + counts.cancelled
+    pending = counts.queued + counts.leased
+    missing = pending + counts.succeeded + failed < record.lines
+    if counts.cancelled or (missing and await _is_cancelled(client, record)):
+        status = "cancelling" if pending else "cancelled"
+    elif missing:
+        status = "validating"
+    elif pending:
+        status = "in_progress"
+    else:
+        status = "expired" if counts.expired else "completed"
+    ended = status in ENDED
+    return {
+        "id": record.id, "object": "batch", "endpoint": record.endpoint, "errors": None,
+        "input_file_id": record.input_file_id, "completion_window": record.completion_window, "status": status,
+        "output_file_id": f"file-{record.id}{OUTPUT}" if ended and counts.succeeded else None,
+        "error_file_id": f"file-{record.id}{ERRORS}" if ended and counts.succeeded < record.lines else None,
+        "created_at": record.created_at, "in_progress_at": record.created_at, "expires_at": record.expires_at,
+        "request_counts": {"total": record.lines, "completed": counts.succeeded, "failed": failed},
+        "metadata": record.metadata,
+    }  # fmt: skip
+
+
+async def _written(client: AsyncClient, record: Record, *, errors: bool) -> AsyncIterator[bytes]:
+    """The lines of the output, or of the errors, in the order of the input."""
+    endpoint = ENDPOINTS[record.endpoint]
+    file = await files.describe(client, record.input_file_id)
+    number = 0
+    part: list[bytes] = []
+    async for text in files.lines(client, file):
+        part.append(text)
+        number += 1
+        if len(part) == _FETCH or number == record.lines:
+            first = number - len(part) + 1
+            outcomes = await asyncio.gather(*(_outcome(client, record.name(first + at)) for at in range(len(part))))
+            found = [
+                _line_of(record, endpoint, first + at, line, outcome)
+                for at, (line, outcome) in enumerate(zip(part, outcomes, strict=True))
+                if (outcome is None or not outcome.succeeded) is errors
+            ]
+            part.clear()
+            if found:
+                yield b"".join(found)
+
+
+async def _outcome(client: AsyncClient, name: str) -> Outcome | None:
+    """None: the task was never submitted, because its batch was cancelled before."""
+    try:
+        return (await client.get(name)).outcome
+    except NotFoundError:
+        return None
+
+
+def _line_of(record: Record, endpoint: Endpoint, number: int, text: bytes, outcome: Outcome | None) -> bytes:
+    line = _line.decode(text)
+    status, error = 200, None
+    body: Any = None
+    try:
+        if outcome is None:
+            raise HttpError(BAD_REQUEST, "its batch was cancelled", code="batch_cancelled")  # noqa: TRY301
+        body = endpoint.answer(endpoint.asked(bytes(line.body)), [outcome])
+    except (HttpError, TaskError) as failed:
+        failure = http_error(failed)
+        status, body = failure.status, error_body(failure)
+        error = {"code": failure.code or "task_failed", "message": failure.message}
+    name = f"batch_req_{record.id.removeprefix('batch_')}_{number}"
+    response = {"status_code": status, "request_id": record.name(number), "body": body}
+    written = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
+    return msgspec.json.encode(written) + b"\n"

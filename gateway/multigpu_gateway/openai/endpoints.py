@@ -1,0 +1,51 @@
+"""What a line of a batch may ask for: the routes whose requests are one task."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from multigpu.outcome import Outcome
+
+from multigpu_gateway.errors import BAD_REQUEST, HttpError
+from multigpu_gateway.openai import embeddings, generating
+from multigpu_gateway.openai.requests import ChatRequest, CompletionRequest, EmbeddingsRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    kind: str
+    decoder: msgspec.json.Decoder[Any]
+    # The payload and the units of each task. HttpError: a field is wrong.
+    payloads: Callable[[Any], Sequence[tuple[bytes, int]]]
+    # The answer, as JSON. Raises the error of a task that did not succeed.
+    answer: Callable[[Any, Sequence[Outcome]], dict[str, Any]]
+
+    def task(self, body: bytes) -> tuple[str, bytes, int]:
+        """The model, payload and units of a request that is one task. HttpError: it is wrong, or is several."""
+        asked = self.asked(body)
+        if getattr(asked, "stream", None):
+            raise HttpError(BAD_REQUEST, "stream: a batch has whole answers", param="stream")
+        payloads = self.payloads(asked)
+        if len(payloads) != 1:
+            raise HttpError(BAD_REQUEST, "a line of a batch has one answer: make a line for each prompt, and n 1")
+        return (asked.model, *payloads[0])
+
+    def asked(self, body: bytes) -> Any:
+        try:
+            return self.decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise HttpError(BAD_REQUEST, f"body: {error}") from None
+
+
+ENDPOINTS = {
+    "/v1/embeddings": Endpoint(
+        embeddings.KIND, msgspec.json.Decoder(EmbeddingsRequest), embeddings.one_payload, embeddings.answer
+    ),
+    "/v1/completions": Endpoint(
+        generating.KIND, msgspec.json.Decoder(CompletionRequest), generating.payloads, generating.answer
+    ),
+    "/v1/chat/completions": Endpoint(
+        generating.KIND, msgspec.json.Decoder(ChatRequest), generating.payloads, generating.answer
+    ),
+}

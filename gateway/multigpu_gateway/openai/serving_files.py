@@ -1,0 +1,164 @@
+"""The routes below /v1/files."""
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+from multigpu import AsyncClient
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, TOO_LARGE, HttpError
+from multigpu_gateway.http import Request
+from multigpu_gateway.openai import batches
+from multigpu_gateway.openai.files import (
+    CHUNK_BYTES,
+    FILE_BYTES_MAX,
+    KIND,
+    PATH,
+    PURPOSES,
+    QUEUE,
+    FileInfo,
+    describe,
+    read,
+    store,
+)  # fmt: skip
+
+LIST_MAX = 10_000
+
+
+async def upload(request: Request, connected: Connected) -> None:
+    """POST /v1/files."""
+    if request.path.rstrip("/") != PATH:
+        raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
+    body = _Upload(connected.client, request.header(b"content-type"))
+    async for data in request.parts(FILE_BYTES_MAX):
+        await body.take(data)
+    info = await body.end()
+    await request.respond(200, msgspec.json.encode(info.as_dict()))
+
+
+async def get(request: Request, connected: Connected) -> None:
+    """GET: all files, the description of one, or its content."""
+    file_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
+    if rest not in ("", "content"):
+        raise HttpError(NOT_FOUND, f"there is no {request.path}")
+    client = connected.client
+    async with request.while_connected():
+        if not file_id:
+            await _list(request, client)
+        elif batches.is_output(file_id):
+            parts = await batches.output(client, file_id)
+            if rest:
+                await request.respond_parts(parts, b"application/jsonl")
+                return
+            size = sum([len(part) async for part in parts])
+            answer = FileInfo(file_id, size, int(time.time()), f"{file_id}.jsonl", "batch_output", 0).as_dict()
+            await request.respond(200, msgspec.json.encode(answer))
+        elif rest:
+            await request.respond_parts(read(client, await describe(client, file_id)), b"application/octet-stream")
+        else:
+            await request.respond(200, msgspec.json.encode((await describe(client, file_id)).as_dict()))
+
+
+async def _list(request: Request, client: AsyncClient) -> None:
+    found: list[dict[str, Any]] = []
+    purpose = request.query.get("purpose", "")
+    async for task in client.list_tasks(queue=QUEUE, kind=KIND):
+        if ":" not in task.request_id and len(found) < LIST_MAX:
+            info = await describe(client, task.request_id)
+            if purpose in ("", info.purpose):
+                found.append(info.as_dict())
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
+    await request.respond(200, msgspec.json.encode({"object": "list", "data": found, "has_more": False, **ends}))
+
+
+class _Upload:
+    """A multipart/form-data body with the fields `purpose` and `file`, as it arrives."""
+
+    def __init__(self, client: AsyncClient, content_type: str) -> None:
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or b"boundary" not in options:
+            raise HttpError(BAD_REQUEST, "send the file as multipart/form-data, with the fields purpose and file")
+        self._client = client
+        self.id = f"file-{uuid.uuid4().hex}"
+        self._parser = MultipartParser(
+            options[b"boundary"],
+            {
+                "on_part_begin": self._part_begins, "on_header_field": self._header_field,
+                "on_header_value": self._header_value, "on_header_end": self._header_ends,
+                "on_headers_finished": self._headers_end, "on_part_data": self._data,
+            },
+        )  # fmt: skip
+        self._name = self._value = b""
+        self._disposition: dict[bytes, bytes] = {}
+        self._fields: dict[bytes, bytearray] = {}
+        self._field = bytearray()
+        self._filename: str | None = None
+        self._in_file = False
+        self._content = bytearray()
+        self._size = self._chunks = 0
+
+    async def take(self, data: bytes) -> None:
+        """The next part of the body. HttpError: it is malformed."""
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise HttpError(BAD_REQUEST, f"the body is not multipart/form-data: {error}") from None
+        while len(self._content) >= CHUNK_BYTES:
+            await self._store(bytes(self._content[:CHUNK_BYTES]))
+            del self._content[:CHUNK_BYTES]
+
+    async def end(self) -> FileInfo:
+        """Keeps the rest and the description. HttpError: a field is missing or wrong."""
+        if self._filename is None:
+            raise HttpError(BAD_REQUEST, "the field file is missing", param="file")
+        purpose = bytes(self._fields.get(b"purpose", b"")).decode("utf-8", "replace")
+        if purpose not in PURPOSES:
+            message = f"purpose is {purpose!r}: this server keeps files for {' or '.join(PURPOSES)}"
+            raise HttpError(BAD_REQUEST, message, param="purpose")
+        if self._content or not self._chunks:
+            await self._store(bytes(self._content))
+        info = FileInfo(self.id, self._size, int(time.time()), self._filename, purpose, self._chunks)
+        await store(self._client, self.id, msgspec.json.encode(info))
+        return info
+
+    async def _store(self, chunk: bytes) -> None:
+        await store(self._client, f"{self.id}:{self._chunks}", chunk)
+        self._chunks += 1
+        self._size += len(chunk)
+
+    # Called by the parser.
+
+    def _part_begins(self) -> None:
+        self._name = self._value = b""
+        self._disposition = {}
+        self._in_file = False
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_ends(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            _, self._disposition = parse_options_header(self._value)
+        self._name = self._value = b""
+
+    def _headers_end(self) -> None:
+        name = self._disposition.get(b"name", b"")
+        self._in_file = name == b"file"
+        if self._in_file:
+            self._filename = self._disposition.get(b"filename", b"file").decode("utf-8", "replace")
+        self._field = self._fields[name] = bytearray()
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._in_file:
+            self._content += data[start:end]
+            return
+        self._field += data[start:end]
+        if len(self._field) > 1 << 16:
+            raise HttpError(TOO_LARGE, "a field of the form has more than 64 KiB")

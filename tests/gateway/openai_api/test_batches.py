@@ -1,0 +1,207 @@
+"""Files and batches by OpenAI's own client: durable, whole, each line once."""
+
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from tests.fleet import Fleet, until
+from tests.gateway.conftest import GatewayProcess
+
+EMBEDDINGS: Any = "/v1/embeddings"
+MODEL = "all-MiniLM-L6-v2"
+
+
+def line(number: int, url: str = EMBEDDINGS, **body: Any) -> dict[str, Any]:
+    fields = {"model": MODEL, "input": f"text {number}"} if url == EMBEDDINGS else {"model": "tiny"}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": fields | body}
+
+
+def upload(client: openai.OpenAI, lines: list[dict[str, Any]]) -> str:
+    data = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    return client.files.create(file=("lines.jsonl", data), purpose="batch").id
+
+
+def ended(client: openai.OpenAI, batch_id: str, timeout_s: float = 60) -> Any:
+    def look() -> Any:
+        batch = client.batches.retrieve(batch_id)
+        return batch if batch.status in ("completed", "expired", "cancelled") else None
+
+    return until(look, timeout_s)
+
+
+def written(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(each) for each in client.files.content(file_id).text.splitlines()]
+
+
+def test_a_file_is_kept_as_it_is(client: openai.OpenAI) -> None:
+    data = random.Random(1).randbytes(9 << 20)  # several chunks
+    file = client.files.create(file=("data.bin", data), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose, file.status) == (len(data), "data.bin", "batch", "processed")
+    assert client.files.retrieve(file.id) == file
+    assert client.files.content(file.id).content == data
+    empty = client.files.create(file=("empty", b""), purpose="user_data")
+    assert client.files.content(empty.id).content == b""
+    assert {file.id, empty.id} <= {each.id for each in client.files.list()}
+    assert file.id not in {each.id for each in client.files.list(purpose="user_data")}
+    with pytest.raises(openai.NotFoundError, match="there is no file 'file-nope'"):
+        client.files.retrieve("file-nope")
+    with pytest.raises(openai.BadRequestError, match="purpose is 'vision'"):
+        client.files.create(file=("x", b"x"), purpose="vision")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "says"),
+    [
+        ("application/json", b"{}", "send the file as multipart/form-data"),
+        ("multipart/form-data", b"", "send the file as multipart/form-data"),
+        ("multipart/form-data; boundary=x", b"nonsense", "not multipart/form-data"),
+        ("multipart/form-data; boundary=x", b"--x--\r\n", "the field file is missing"),
+    ],
+)
+def test_an_upload_that_is_no_form_is_rejected(gateway: GatewayProcess, kind: str, body: bytes, says: str) -> None:
+    response, answer = gateway.call("POST", "/v1/files", body, {"Content-Type": kind})
+    assert response.status == 400
+    assert says in answer["error"]["message"]
+
+
+def test_a_batch_answers_as_its_endpoint_does(client: openai.OpenAI) -> None:
+    texts = [f"text {number}" for number in range(5)]
+    file_id = upload(client, [line(number) for number in range(5)])
+    batch = client.batches.create(
+        input_file_id=file_id, endpoint=EMBEDDINGS, completion_window="24h", metadata={"who": "me"}
+    )
+    assert batch.status in ("in_progress", "completed")
+    batch = ended(client, batch.id)
+    assert batch.request_counts.model_dump() == {"total": 5, "completed": 5, "failed": 0}
+    assert batch.metadata == {"who": "me"}
+    assert batch.error_file_id is None
+    answers = written(client, batch.output_file_id)
+    assert [each["custom_id"] for each in answers] == [f"line-{number}" for number in range(5)]
+    wanted = client.embeddings.create(input=texts, model=MODEL, encoding_format="float")
+    found = [each["response"]["body"]["data"][0]["embedding"] for each in answers]
+    assert np.abs(np.array(found) - np.array([each.embedding for each in wanted.data])).max() < 1e-5
+    assert all(each["response"]["status_code"] == 200 and each["error"] is None for each in answers)
+    assert client.files.retrieve(batch.output_file_id).bytes == len(client.files.content(batch.output_file_id).content)
+    assert batch.id in {each.id for each in client.batches.list(limit=50)}
+
+
+def test_a_batch_of_conversations_has_errors_apart(client: openai.OpenAI) -> None:
+    url: Any = "/v1/chat/completions"
+    talk = [{"role": "user", "content": "Hello"}]
+    lines = [line(0, url, messages=talk, max_tokens=3), line(1, url, messages=[{"role": "wizard", "content": "x"}])]
+    batch = client.batches.create(input_file_id=upload(client, lines), endpoint=url, completion_window="24h")
+    batch = ended(client, batch.id)
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    (answer,) = written(client, batch.output_file_id)
+    assert answer["response"]["body"]["object"] == "chat.completion"
+    assert answer["response"]["body"]["usage"]["completion_tokens"] == 3
+    (error,) = written(client, batch.error_file_id)
+    assert error["custom_id"] == "line-1"
+    assert error["response"]["status_code"] == 400
+    assert "role 'wizard'" in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], "the file has no lines"),
+        ([line(1), line(1)], "line 2 of the file: another line has the custom_id 'line-1'"),
+        ([line(1), {"custom_id": "x"}], "line 2 of the file: Object missing required field"),
+        (
+            [line(1, "/v1/completions", prompt="x")],
+            "line 1 of the file: POST /v1/completions is not POST /v1/embeddings",
+        ),
+        ([line(1, input=[])], "line 1 of the file: input is to be a text"),
+        ([line(1, model="nobody")], "line 1 of the file: no worker has model 'nobody'"),
+    ],
+)
+def test_a_wrong_line_is_named(client: openai.OpenAI, lines: list[dict[str, Any]], says: str) -> None:
+    file_id = upload(client, lines)
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.batches.create(input_file_id=file_id, endpoint=EMBEDDINGS, completion_window="24h")
+    assert caught.value.status_code in (400, 404)
+    assert says in str(caught.value)
+
+
+def test_wrong_batches_are_rejected(client: openai.OpenAI) -> None:
+    endpoint: Any = "/v1/responses"
+    with pytest.raises(openai.BadRequestError, match="endpoint is '/v1/responses'"):
+        client.batches.create(input_file_id="x", endpoint=endpoint, completion_window="24h")
+    with pytest.raises(openai.NotFoundError, match="there is no file 'x'"):
+        client.batches.create(input_file_id="x", endpoint=EMBEDDINGS, completion_window="24h")
+    with pytest.raises(openai.NotFoundError, match="there is no batch 'batch_x'"):
+        client.batches.retrieve("batch_x")
+
+
+def test_a_batch_can_be_cancelled(client: openai.OpenAI, fleet: Fleet) -> None:
+    url: Any = "/v1/chat/completions"
+    talk = [{"role": "user", "content": "Hello"}]
+    file_id = upload(client, [line(number, url, messages=talk) for number in range(200)])
+    batch = client.batches.create(input_file_id=file_id, endpoint=url, completion_window="24h")
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = ended(client, batch.id)
+    assert batch.status == "cancelled"
+    errors = written(client, batch.error_file_id)
+    done = written(client, batch.output_file_id) if batch.output_file_id else []
+    assert len(errors) + len(done) == 200
+
+
+def test_a_retry_with_the_same_key_is_the_same_batch(client: openai.OpenAI) -> None:
+    file_id = upload(client, [line(1)])
+    options: Any = {"input_file_id": file_id, "endpoint": EMBEDDINGS, "completion_window": "24h"}
+    headers = {"Idempotency-Key": "batch-key"}
+    first, second = (client.batches.create(**options, extra_headers=headers) for _ in range(2))
+    assert (first.id, first.created_at) == (second.id, second.created_at)
+
+
+@pytest.mark.slow
+def test_a_large_batch_survives_kills_of_everything(
+    gateway: GatewayProcess, client: openai.OpenAI, fleet: Fleet, tmp_path: Path
+) -> None:
+    """100,000 lines, with master, workers and gateway killed five times each: every line once."""
+    count, kills = 100_000, 5
+    patient = client.with_options(max_retries=50, timeout=600)
+    file_id = upload(patient, [line(number, input=f"t{number % 7}") for number in range(count)])
+    random_ = random.Random(26)
+    over = threading.Event()
+
+    def destroy() -> None:
+        for _ in range(kills):
+            for kill in ("gateway", "worker", "master"):
+                if over.wait(random_.uniform(2, 6)):
+                    return
+                if kill == "gateway":
+                    gateway.daemon.kill()
+                    gateway.restart()
+                elif kill == "worker":
+                    name = random_.choice(sorted(fleet.workers))
+                    fleet.workers[name].kill()
+                    fleet.start_worker(name)
+                else:
+                    fleet.restart_master()
+        killed.set()
+
+    killed = threading.Event()
+    options: Any = {"input_file_id": file_id, "endpoint": EMBEDDINGS, "completion_window": "24h"}
+    thread = threading.Thread(target=destroy, daemon=True)
+    thread.start()
+    try:
+        batch = patient.batches.create(**options, extra_headers={"Idempotency-Key": "large"})
+        until(killed.is_set, 400)
+        batch = ended(patient, batch.id, 900)
+    finally:
+        over.set()
+        thread.join(60)
+    assert batch.status == "completed"
+    assert batch.request_counts.model_dump() == {"total": count, "completed": count, "failed": 0}
+    answers = written(patient, batch.output_file_id)
+    assert [each["custom_id"] for each in answers] == [f"line-{number}" for number in range(count)]
+    assert all(each["response"]["status_code"] == 200 for each in answers)
