@@ -1,6 +1,7 @@
 """mgpu-gateway: the command line, signals, and exit codes."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -45,6 +46,8 @@ def main(config_file: str | None, **flags: Any) -> None:
         telemetry = load(TelemetryConfig, file=config_file).config
         configure_logging(config.log_level, config.log_format)
         check_listener(config)
+        # It reports what callers send wrong; they are told.
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)
         configure_tracing(telemetry, {"service.name": "mgpu-gateway", "service.version": VERSION})
         raise_descriptor_limit()
         uvloop.run(_serve(config))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.hostile.targets import files, master, repository, worker
+from tests.hostile.targets import files, gateway, master, repository, worker
 from tests.hostile.targets.base import Crash, Target
 from tests.hostile.targets.inputs import Maker
 
@@ -43,18 +43,20 @@ class Tally:
 def all_targets() -> Iterator[list[Target]]:
     """All targets in this process."""
     local, local_agent, folder = master.LocalMaster(), worker.LocalAgent(), files.Folder()
-    models = repository.Repository()
+    models, http = repository.Repository(), gateway.LocalGateway()
     try:
         yield [
             *master.targets(local),
             *worker.targets(local_agent),
             *files.targets(folder),
             *repository.targets(models),
+            *gateway.targets(http),
         ]
     finally:
         local.close()
         local_agent.close()
         models.close()
+        http.close()
 
 
 def weight(target: Target) -> int:
