@@ -1,0 +1,123 @@
+"""The HTTP API of Hugging Face's text-embeddings-inference (TEI).
+
+https://huggingface.github.io/text-embeddings-inference; what it leaves open is in router/src/http/ of its source.
+
+TEI serves one model. Here the header X-Multigpu-Model names it, or the path below /tei: /tei/MODEL/embed, and
+/tei/MODEL itself, which `huggingface_hub.InferenceClient(model=url)` calls. Without a name, the workers' default model
+of the kind serves the request.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import NOT_ALLOWED, NOT_FOUND, HttpError, http_error
+from multigpu_gateway.http import Headers, Request
+from multigpu_gateway.routes import Route, Serve
+from multigpu_gateway.tei.call import Answer, Call
+from multigpu_gateway.tei.embedding import embed, similarity
+from multigpu_gateway.tei.errors import as_tei, error_body
+from multigpu_gateway.tei.models import health, info, kind_of
+from multigpu_gateway.tei.scoring import predict, rerank
+
+TREE = "/tei"
+MODEL = b"x-multigpu-model"
+# What serves a call.
+Operation = Callable[[Call], Awaitable[Answer]]
+
+
+class _Shape(msgspec.Struct):
+    """What tells requests to a model's own path apart."""
+
+    inputs: msgspec.Raw = msgspec.Raw(b"null")
+    query: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_shape = msgspec.json.Decoder(_Shape)
+
+
+async def by_kind(call: Call) -> Answer:
+    """POST to a model's own path: what its kind does. InferenceClient sends sentences to compare in an object."""
+    shape = call.read(_shape)
+    default = "embed" if bytes(shape.query) == b"null" else "rerank"
+    kind = await kind_of(call) if call.model else default
+    if kind == "embed" and bytes(shape.inputs).startswith(b"{"):
+        return await similarity(call)
+    return await {"embed": embed, "rerank": rerank, "classify": predict}[kind](call)
+
+
+async def absent(call: Call) -> Answer:
+    """What TEI has and the kinds of tasks do not."""
+    path = call.request.path
+    raise HttpError(
+        NOT_FOUND, f"{path} is not served: of TEI's API there are {', '.join(SERVED)}; docs/compatibility.md"
+    )
+
+
+SERVED = ("/embed", "/rerank", "/predict", "/similarity", "/info", "/health")
+# By the last part of a path, "" for the model's own; then by method.
+OPERATIONS: dict[str, Mapping[str, Operation]] = {
+    "": {"POST": by_kind, "GET": health},
+    "embed": {"POST": embed},
+    "rerank": {"POST": rerank},
+    "predict": {"POST": predict},
+    "similarity": {"POST": similarity},
+    "info": {"GET": info},
+    "health": {"GET": health},
+    **{name: {"POST": absent} for name in ("embed_all", "embed_sparse", "tokenize", "decode")},
+}
+
+
+async def _answer(operation: Operation, request: Request, connected: Connected, model: str) -> None:
+    """Answers with what an operation returns. HttpError: with TEI's statuses."""
+    begun_at = time.perf_counter()
+    try:
+        body = await request.body()
+        answer = await operation(Call(request, connected, request.header(MODEL) or model, body))
+    except Exception as error:
+        raise as_tei(http_error(error)) from error
+    headers: Headers = []
+    if answer.characters is not None:
+        took = b"%d" % round(1000 * (time.perf_counter() - begun_at))
+        headers = [(b"x-compute-characters", b"%d" % answer.characters)]
+        headers += [(b"x-compute-time", took), (b"x-total-time", took)]
+    if answer.tokens is not None:
+        headers.append((b"x-compute-tokens", b"%d" % answer.tokens))
+    await request.respond(200, msgspec.json.encode(answer.value), headers=headers)
+
+
+async def _below(request: Request, connected: Connected) -> None:
+    """Serves /tei/MODEL and what is below it. The name of a model may have slashes."""
+    path = request.path.removeprefix(TREE).strip("/")
+    if not path:
+        raise HttpError(NOT_FOUND, f"name a model in the path: {TREE}/MODEL, or {TREE}/MODEL/embed")
+    model, _, name = path.rpartition("/")
+    if not model or name not in OPERATIONS:
+        model, name = path, ""
+    methods = OPERATIONS[name]
+    operation = methods.get(request.method)
+    if operation is None:
+        raise HttpError(NOT_ALLOWED, f"{request.path} takes {' or '.join(methods)}, not {request.method}")
+    await _answer(operation, request, connected, model)
+
+
+def _at_root(operation: Operation) -> Serve:
+    async def serve(request: Request, connected: Connected) -> None:
+        await _answer(operation, request, connected, "")
+
+    return serve
+
+
+def _root_routes() -> dict[str, Route]:
+    """What TEI has at the root; the gateway itself has GET / and /health there."""
+    routes = {}
+    for name, methods in OPERATIONS.items():
+        served = {method: _at_root(each) for method, each in methods.items() if each is not health}
+        if served:
+            routes[f"/{name}"] = Route(served, error_body)
+    return routes
+
+
+ROUTES = {**_root_routes(), TREE: Route({"GET": _below, "POST": _below}, error_body, tree=True)}

@@ -1,0 +1,112 @@
+"""POST /embed and /similarity."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from multigpu.v1 import embed_pb2
+from numpy.typing import NDArray
+
+from multigpu_gateway.errors import BAD_REQUEST, HttpError
+from multigpu_gateway.openai.embeddings import KIND, texts_or_tokens
+from multigpu_gateway.openai.requests import Input
+from multigpu_gateway.tei.call import TASK_INPUTS, Answer, Call, Truncated, check_count
+from multigpu_gateway.tei.errors import empty
+
+# Vectors of this length, within so much, were normalised by the model itself.
+_UNIT, _UNIT_TOLERANCE = 1.0, 1e-3
+
+
+class Embedded(Truncated, kw_only=True):
+    prompt_name: str | None = None
+
+    def check(self) -> None:
+        Truncated.check(self)
+        if self.prompt_name is not None:
+            message = "prompt_name is not served: put the prompt before the texts, or set it in the model's folder"
+            raise HttpError(BAD_REQUEST, message, param="prompt_name")
+
+
+class EmbedRequest(Embedded, kw_only=True):
+    inputs: Input
+    normalize: bool | None = None
+    dimensions: int | None = None
+
+
+class SimilarityInput(msgspec.Struct):
+    source_sentence: str
+    sentences: list[str]
+
+
+class SimilarityRequest(msgspec.Struct):
+    inputs: SimilarityInput
+    parameters: Embedded | None = None
+
+
+_embed = msgspec.json.Decoder(EmbedRequest)
+_similarity = msgspec.json.Decoder(SimilarityRequest)
+
+
+async def embed(call: Call) -> Answer:
+    """A vector for each input: list[list[float]]."""
+    asked = call.read(_embed)
+    asked.check()
+    if not asked.inputs:
+        raise empty("inputs")
+    if isinstance(asked.inputs, list) and not all(each or each == 0 for each in asked.inputs):
+        raise empty("inputs")
+    inputs = texts_or_tokens(asked.inputs, "inputs")
+    vectors, tokens = await _vectors(call, inputs, "inputs")
+    if asked.normalize is False and np.allclose(np.linalg.norm(vectors, axis=1), _UNIT, atol=_UNIT_TOLERANCE):
+        message = "normalize is false, and the model's own configuration normalises its vectors: leave normalize out"
+        raise HttpError(BAD_REQUEST, message, param="normalize")
+    if asked.dimensions is not None:
+        if not 1 <= asked.dimensions <= vectors.shape[1]:
+            message = f"dimensions is {asked.dimensions}: the model's vectors have {vectors.shape[1]} components"
+            raise HttpError(BAD_REQUEST, message, param="dimensions")
+        vectors = vectors[:, : asked.dimensions]
+    if asked.normalize is not False:
+        vectors = _normalised(vectors)
+    return Answer(vectors.tolist(), characters=sum(map(len, inputs)), tokens=tokens)
+
+
+async def similarity(call: Call) -> Answer:
+    """The cosine of each sentence's vector and the source sentence's: list[float]."""
+    asked = call.read(_similarity)
+    if asked.parameters is not None:
+        asked.parameters.check()
+    if not asked.inputs.sentences:
+        raise empty("inputs.sentences")
+    texts = [asked.inputs.source_sentence, *asked.inputs.sentences]
+    vectors, tokens = await _vectors(call, texts, "inputs")
+    vectors = _normalised(vectors)
+    cosines = vectors[1:] @ vectors[0]
+    return Answer(cosines.tolist(), characters=sum(map(len, texts)), tokens=tokens)
+
+
+async def _vectors(call: Call, inputs: list[Any], param: str) -> tuple[NDArray[np.float32], int]:
+    """The vectors [inputs, dimension] of texts or of lists of token ids, and the number of tokens."""
+    check_count(len(inputs), param)
+    if not all(inputs):
+        raise empty(param)
+    payloads = []
+    for at in range(0, len(inputs), TASK_INPUTS):
+        part = inputs[at : at + TASK_INPUTS]
+        payload = embed_pb2.EmbedPayload(count_tokens=True)
+        if isinstance(part[0], str):
+            payload.texts.extend(part)
+        else:
+            try:
+                payload.tokens.extend(embed_pb2.TokenIds(ids=ids) for ids in part)
+            except ValueError as error:  # an id that no token has
+                raise HttpError(BAD_REQUEST, f"{param}: {error}", param=param) from None
+        payloads.append((payload.SerializeToString(), len(part)))
+    results = [embed_pb2.EmbedResult.FromString(result) for result in await call.run(KIND, payloads)]
+    rows = [np.frombuffer(result.values, "<f4").reshape(-1, result.dimension) for result in results]
+    return np.concatenate(rows), sum(result.tokens for result in results)
+
+
+def _normalised(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    found: NDArray[np.float32] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+    return found

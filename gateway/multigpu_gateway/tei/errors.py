@@ -1,0 +1,33 @@
+"""Errors in TEI's form: `error`, and `error_type`, which has a status each (router/src/http/server.rs)."""
+
+from multigpu_gateway.errors import BAD_REQUEST, INTERNAL, TOO_MANY, UNAVAILABLE, HttpError
+
+UNPROCESSABLE, BACKEND_FAILED = 422, 424
+EMPTY = "empty"
+_TYPES = {BACKEND_FAILED: "Backend", TOO_MANY: "Overloaded", UNAVAILABLE: "Unhealthy"}
+
+
+def empty(param: str) -> HttpError:
+    """The error of a request without inputs."""
+    return HttpError(BAD_REQUEST, f"`{param}` cannot be empty", code=EMPTY, param=param)
+
+
+def backend_error(message: str) -> HttpError:
+    """The error of a model that can't do this."""
+    return HttpError(BACKEND_FAILED, message, code="backend")
+
+
+def as_tei(error: HttpError) -> HttpError:
+    """The error with TEI's status, if TEI has it. TEI has none for an unknown model, a conflict or a timeout."""
+    status = error.status
+    if status == BAD_REQUEST and error.code != EMPTY:
+        status = UNPROCESSABLE
+    elif status == INTERNAL and error.code == "task_failed":
+        status = BACKEND_FAILED
+    return HttpError(status, error.message, code=error.code, param=error.param, retry_s=error.retry_s)
+
+
+def error_body(error: HttpError) -> dict[str, str]:
+    other = "Validation" if error.status < INTERNAL else "Backend"
+    type_ = "Empty" if error.code == EMPTY else _TYPES.get(error.status, other)
+    return {"error": error.message, "error_type": type_}

@@ -1,0 +1,93 @@
+"""GET /info and /health, and the kind of a model."""
+
+import asyncio
+from typing import Any
+
+from multigpu import errors
+from multigpu.fleet import Model, WorkerState
+
+from multigpu_gateway import VERSION
+from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, UNAVAILABLE, HttpError
+from multigpu_gateway.tei.call import INPUTS_MAX, Answer, Call
+from multigpu_gateway.tei.errors import backend_error
+
+HEALTH_TIMEOUT_S = 2.0
+# TEI's model_type for each kind. What TEI has below it (pooling, names of classes) workers do not report.
+TYPES = {
+    "embed": {"embedding": {}},
+    "rerank": {"reranker": {"id2label": {}, "label2id": {}}},
+    "classify": {"classifier": {"id2label": {}, "label2id": {}}},
+}
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32"}
+
+
+async def kind_of(call: Call) -> str:
+    """The kind of the call's model. HttpError: there is no such model, or TEI has nothing like it."""
+    async with call.request.while_connected():
+        return (await _served(call)).kind
+
+
+async def info(call: Call) -> Answer:
+    """What TEI tells about its model. Without a name, the fleet's only model to embed."""
+    async with call.request.while_connected():
+        model = await _served(call) if call.model else await _only(call)
+    return Answer(_info(model, call.model or model.name))
+
+
+def _info(model: Model, name: str) -> dict[str, Any]:
+    return {
+        "model_id": name,
+        "model_sha": model.digest or None,
+        "model_dtype": _DTYPES.get(model.precision, model.precision),
+        "served_model_name": name,
+        "model_type": TYPES[model.kind],
+        # The queue's limits and the worker decide these.
+        "max_concurrent_requests": None,
+        "max_input_length": None,
+        "max_batch_tokens": None,
+        "max_batch_requests": None,
+        "max_client_batch_size": INPUTS_MAX,
+        "auto_truncate": True,
+        "tokenization_workers": None,
+        "version": VERSION,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+async def health(call: Call) -> Answer:
+    """200: the master answers, and a connected worker has the model. Without a token where the master wants one, only
+    the former: health checks have none. HttpError: it is not so.
+    """
+    name, _, _ = call.model.partition(":")
+    admin = call.connected.admin
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            entries, workers = await admin.list_models(name), await admin.list_workers()
+    except errors.AccessError:
+        return Answer({"status": "ok"})
+    except TimeoutError:
+        raise HttpError(UNAVAILABLE, f"the master did not answer within {HEALTH_TIMEOUT_S:g} s", retry_s=1.0) from None
+    connected = {worker.worker_id for worker in workers if worker.state is not WorkerState.LOST}
+    if not any(connected.intersection(entry.worker_ids) for entry in entries if not entry.model.error):
+        raise HttpError(UNAVAILABLE, f"no connected worker has model {call.model!r}", retry_s=1.0)
+    return Answer({"status": "ok"})
+
+
+async def _served(call: Call) -> Model:
+    model = await call.find_model()
+    if model is None:
+        message = f"there is no model {call.model!r}: GET /v1/models lists what there is"
+        raise HttpError(NOT_FOUND, message, code="model_not_found", param="model")
+    if model.kind not in TYPES:
+        raise backend_error(f"model {call.model!r} serves {model.kind}: TEI's API is for {', '.join(TYPES)}")
+    return model
+
+
+async def _only(call: Call) -> Model:
+    entries = await call.connected.admin.list_models()
+    models = {each.model.name: each.model for each in entries if not each.model.error and each.model.kind == "embed"}
+    if len(models) != 1:
+        message = f"the fleet has {len(models)} models to embed: name one in X-Multigpu-Model, or GET /tei/MODEL/info"
+        raise HttpError(BAD_REQUEST, message, param="model")
+    return next(iter(models.values()))
