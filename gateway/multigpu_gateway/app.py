@@ -9,7 +9,7 @@ import structlog
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway import openai, rerank, tei
+from multigpu_gateway import openai, rerank, rest, tei
 from multigpu_gateway.clients import Clients
 from multigpu_gateway.errors import (
     INTERNAL,
@@ -31,7 +31,7 @@ HEALTH_TIMEOUT_S = 2.0
 # The status of a request whose caller hung up, for metrics: nginx' number.
 HUNG_UP = 499
 
-ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **tei.ROUTES}
+ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **rest.ROUTES, **tei.ROUTES}
 
 
 class Gateway:

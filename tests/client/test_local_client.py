@@ -132,6 +132,7 @@ def test_handles_follow_list_and_count_tasks(client: LocalClient) -> None:
     assert client.count(queue="night").succeeded == 1
     (task,) = client.list_tasks(queue="night")
     assert (task.task_id, task.state) == (handle.id, multigpu.TaskState.SETTLED)
+    assert client.list_page(queue="night")[0][0].task_id == handle.id
     with pytest.raises(multigpu.NotFoundError):
         client.get(99)
 

@@ -27,15 +27,18 @@ def test_up_serves_http_and_the_pages_examples_run(tmp_path: Path) -> None:
         line = up.ready_file.read_text()
         address = line.strip().rpartition("/")[2]
         assert line.startswith(f"ready: master {up.address}, 1 worker, HTTP at http://")
-        commands = [
-            *re.findall(r"```bash\n(curl .*?)```", PAGE, re.DOTALL),
-            *re.findall(r"^    (curl .*)$", README, re.MULTILINE),
-        ]
-        assert len(commands) == 2
+        blocks = re.findall(r"```bash\n(curl .*?)```", PAGE, re.DOTALL) + re.findall(
+            r"^    (curl .*)$", README, re.MULTILINE
+        )
+        commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        assert len(commands) == 6
         for command in commands:
-            argv = ["bash", "-c", command.replace("localhost:8000", address)]
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
-            assert '"object":"embedding"' in done.stdout
+            endless = "from_now" in command
+            limit = "--max-time 2" if endless else "--fail"
+            argv = ["bash", "-c", command.replace("localhost:8000", address).replace("curl", f"curl -s {limit}", 1)]
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == (28 if endless else 0), command
+            assert "event: cursor" in done.stdout if endless else done.stdout, command
         codes = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
         for code, begins in zip(codes, ("['all-MiniLM-L6-v2', 'chat']\n", "1000\n"), strict=True):
             argv = [sys.executable, "-c", code.replace("localhost:8000", address)]

@@ -114,6 +114,37 @@ def test_a_wait_that_ends_early_cancels_nothing(fleet: Fleet, tmp_path: Path) ->
         assert handles[0].result(30) == b"opened"
 
 
+def test_a_follower_has_all_partial_outputs_and_leaves_the_task_alone(fleet: Fleet) -> None:
+    parameters = {"count": "12", "seconds": "0.1"}
+    with fleet.client() as client, fleet.client() as other:
+        handle = client.submit("trial.stream", b"x", parameters=parameters)
+        parts = handle.follow()
+        first = next(parts)
+        assert not isinstance(first, multigpu.Outcome)
+        assert (first.data, first.content_type) == (b"x-0", "")
+        parts.close()
+        assert not handle.done()
+        *partials, last = other.handle(handle.id).follow(timeout=30)
+        assert [part.data for part in partials] == [b"x-%d" % n for n in range(12)]  # type: ignore[union-attr]
+        assert isinstance(last, multigpu.Outcome)
+        assert last.result == b"end of x"
+        failed = client.submit("trial.wrong_type", b"")
+        (last,) = failed.follow()
+        assert isinstance(last, multigpu.Outcome)
+        assert last.error_type == "WrongResultType"
+
+
+def test_a_list_has_pages(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        ids = [handle.id for handle in client.submit_many("echo", [b"x"] * 5, queue="pages")]  # type: ignore[union-attr]
+        first, token = client.list_page(page_size=3, queue="pages")
+        rest, end = client.list_page(page_size=3, page_token=token, queue="pages")
+        assert [task.task_id for task in (*first, *rest)] == ids[::-1]
+        assert (len(first), end) == (3, "")
+        with pytest.raises(multigpu.InvalidTaskError, match="page_token"):
+            client.list_page(page_token="x")
+
+
 def test_handles_of_another_client_are_rejected(fleet: Fleet) -> None:
     with fleet.client() as one, fleet.client() as other:
         handles: Any = [one.submit("echo", b"1"), other.submit("echo", b"2")]

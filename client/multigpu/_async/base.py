@@ -88,6 +88,19 @@ class AsyncBaseClient:
         """How many tasks match all filters, by state and outcome. Default: all."""
         return TaskCounts.of(await self._core.count(filter_of(filters), timeout))
 
+    async def list_page(
+        self,
+        *,
+        page_size: int = 100,
+        page_token: str = "",
+        timeout: float | None = None,
+        **filters: Unpack[TaskFilter],
+    ) -> tuple[list[Task], str]:
+        """A page of `list_tasks`, of up to 1,000 tasks, and the `page_token` of the next one; "": this is the last.
+        InvalidTaskError: the master did not give out this token.
+        """
+        return await self._core.page(filter_of(filters), page_size, page_token, timeout)
+
     async def list_tasks(
         self, *, timeout: float | None = None, **filters: Unpack[TaskFilter]
     ) -> AsyncGenerator[Task, None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from multigpu._calls.core import Core
@@ -10,6 +11,7 @@ from multigpu.fleet import Explanation
 from multigpu.task import Task
 
 if TYPE_CHECKING:
+    from multigpu._calls.streaming import Part
     from multigpu.outcome import Outcome
 
 R = TypeVar("R")
@@ -44,6 +46,15 @@ class AsyncTaskHandle(Generic[R]):
         if self._outcome is None:
             self._outcome = await self._core.follow(self.request_id, timeout)
         return self._outcome
+
+    async def follow(self, *, timeout: float | None = None) -> AsyncGenerator[Part | Outcome, None]:
+        """Yields the partial outputs from the first on, as they come and not decoded (`data`, `content_type`), and at
+        last the outcome, whatever it is. `timeout`: of the wait for each. Leaving the iterator cancels nothing. Raises
+        as `outcome`.
+        """
+        async with aclosing(self._core.follow_parts(self.request_id, timeout)) as parts:
+            async for part in parts:
+                yield part
 
     async def result(self, timeout: float | None = None) -> R:
         """Waits until the task ends and returns its result. Raises its TaskError, and as `outcome`."""

@@ -79,6 +79,9 @@ class BlockingCore:
     def follow(self, request_id: str, timeout_s: float | None) -> Outcome:
         return self._wait(self._core.follow(request_id, timeout_s))
 
+    def follow_parts(self, request_id: str, timeout_s: float | None) -> SyncIterator[Part | Outcome]:
+        return self._iterate(self._core.follow_parts(request_id, timeout_s))
+
     def follow_all(
         self, handles: Iterable[Any], ordered: bool, timeout_s: float | None, total: bool
     ) -> Generator[Any, None, None]:
@@ -124,6 +127,11 @@ class BlockingCore:
         self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None
     ) -> task_service_pb2.CountResponse:
         return self._wait(self._core.count(task_filter, timeout_s))
+
+    def page(
+        self, task_filter: task_service_pb2.TaskFilter, page_size: int, page_token: str, timeout_s: float | None
+    ) -> tuple[list[Task], str]:
+        return self._wait(self._core.page(task_filter, page_size, page_token, timeout_s))
 
     def pages(self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None) -> SyncIterator[list[Task]]:
         return self._iterate(self._core.pages(task_filter, timeout_s))

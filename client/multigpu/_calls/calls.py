@@ -120,6 +120,27 @@ class StreamCall(Call):
         raise item.to_error() if isinstance(item, Outcome) else item
 
 
+class FollowStreamCall(StreamCall):
+    """A StreamCall for a task that was submitted before: it has the partial outputs from the first on."""
+
+    __slots__ = ()
+    follows = True
+    streams = True
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(_NO_SPEC, b"", request_id, None)
+
+    def settle(self, answer: Answer) -> None:
+        super().settle(followed(answer))
+
+    async def next_item(self) -> Part | Outcome:
+        """The next partial output, and after the last one the outcome, whatever it is. Raises an error in its place."""
+        item = await self._items.get()
+        if isinstance(item, Part | Outcome):
+            return item
+        raise item
+
+
 class CallFactory:
     """Makes the calls of one client. Safe to use from several threads."""
 

@@ -14,7 +14,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from multigpu._calls import watching
-from multigpu._calls.calls import CallFactory, Encode, FollowCall, FollowMapCall, FutureCall, StreamCall
+from multigpu._calls.calls import (
+    CallFactory,
+    Encode,
+    FollowCall,
+    FollowMapCall,
+    FollowStreamCall,
+    FutureCall,
+    StreamCall,
+)
 from multigpu._calls.mapping import AsyncMap, MapBuffer, MapCall
 from multigpu._calls.progress import ProgressBar
 from multigpu._calls.streaming import Part
@@ -134,6 +142,21 @@ class Core:
         self.connection.check()
         return await self._outcome(FollowCall(request_id), self._timeout_of(timeout_s), GOES_ON)
 
+    async def follow_parts(self, request_id: str, timeout_s: float | None) -> AsyncGenerator[Part | Outcome, None]:
+        """The partial outputs of a task that was submitted before, and at last its outcome, whatever it is."""
+        self.connection.check()
+        timeout_s = self._timeout_of(timeout_s)
+        call = FollowStreamCall(request_id)
+        rejection = partial(self._rejection, call)
+        try:
+            await within(timeout_s, self.stream.start((call,)), rejection, GOES_ON)
+            while isinstance(item := await within(timeout_s, call.next_item(), rejection, GOES_ON), Part):
+                yield item
+            yield item
+        finally:
+            if not call.done:
+                self.stream.withdraw(call)
+
     async def _outcome(self, call: FutureCall, timeout_s: float | None, fate: str) -> Outcome:
         try:
             answer: Answer = await within(timeout_s, self._answer(call), partial(self._rejection, call), fate)
@@ -248,16 +271,22 @@ class Core:
         response: task_service_pb2.CountResponse = await self._unary("Count", request, timeout_s)
         return response
 
+    async def page(
+        self, task_filter: task_service_pb2.TaskFilter, page_size: int, page_token: str, timeout_s: float | None
+    ) -> tuple[list[Task], str]:
+        request = task_service_pb2.ListRequest(filter=task_filter, page_size=page_size, page_token=page_token)
+        response = await self._unary("List", request, timeout_s)
+        return [Task(message, listed=True) for message in response.tasks], str(response.next_page_token)
+
     async def pages(
         self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None
     ) -> AsyncGenerator[list[Task], None]:
-        request = task_service_pb2.ListRequest(filter=task_filter, page_size=PAGE_SIZE_MAX)
+        token = ""
         while True:
-            response = await self._unary("List", request, timeout_s)
-            yield [Task(message, listed=True) for message in response.tasks]
-            if not response.next_page_token:
+            tasks, token = await self.page(task_filter, PAGE_SIZE_MAX, token, timeout_s)
+            yield tasks
+            if not token:
                 return
-            request.page_token = response.next_page_token
 
     async def current_cursor(self, timeout_s: float | None) -> str:
         return await watching.current_cursor(self.connection, self._timeout_of(timeout_s))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from multigpu._calls.blocking import BlockingCore
@@ -9,6 +11,7 @@ from multigpu.fleet import Explanation
 from multigpu.task import Task
 
 if TYPE_CHECKING:
+    from multigpu._calls.streaming import Part
     from multigpu.outcome import Outcome
 
 R = TypeVar("R")
@@ -43,6 +46,14 @@ class TaskHandle(Generic[R]):
         if self._outcome is None:
             self._outcome = self._core.follow(self.request_id, timeout)
         return self._outcome
+
+    def follow(self, *, timeout: float | None = None) -> Generator[Part | Outcome, None, None]:
+        """Yields the partial outputs from the first on, as they come and not decoded (`data`, `content_type`), and at
+        last the outcome, whatever it is. `timeout`: of the wait for each. Leaving the iterator cancels nothing. Raises
+        as `outcome`.
+        """
+        with closing(self._core.follow_parts(self.request_id, timeout)) as parts:
+            yield from parts
 
     def result(self, timeout: float | None = None) -> R:
         """Waits until the task ends and returns its result. Raises its TaskError, and as `outcome`."""

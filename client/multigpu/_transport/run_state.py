@@ -54,6 +54,8 @@ class Call:
 
     # True: the task was submitted before, by whomever, and goes on when the caller leaves.
     follows = False
+    # True, of a call that follows: it needs the partial outputs from the first on, also if another call has them.
+    streams = False
 
     __slots__ = (
         "deferred", "done", "nbytes", "own", "partials_received", "payload", "place", "request_id", "sent", "spec"
@@ -130,6 +132,8 @@ class RunState:
                 outbox.append(call)
             elif first.follows or call.follows or _same_task(first, call):
                 self._joined.setdefault(call.request_id, []).append(call)
+                if call.streams:
+                    outbox.append(call)  # the master sends the partial outputs again, from the first on
             else:
                 call.done = True
                 self._window.free(1, call.nbytes)
@@ -142,6 +146,7 @@ class RunState:
             joined = self._joined.get(request_id, [])
             if call in joined:
                 joined.remove(call)
+                call.done = True
                 self._window.free(1, call.nbytes)
             return
         call.done = True
@@ -267,9 +272,12 @@ class RunState:
         for output in response.partials:
             call = self._unsettled.get(output.request_id)
             # A repeat has a lower index. After a gap the outcome supplies what is missing.
-            if call is not None and output.index == call.partials_received:
-                call.partials_received += 1
-                call.receive_partial(output.data, output.content_type)
+            if call is None:
+                continue
+            for each in (call, *self._joined.get(output.request_id, ())):
+                if output.index == each.partials_received:
+                    each.partials_received += 1
+                    each.receive_partial(output.data, output.content_type)
         if response.outcomes:
             self._settle_outcomes(response, nbytes)
         return self._settle_rejections(response) if response.rejected else {}
@@ -302,6 +310,7 @@ class RunState:
                 for twin in joined.pop(request_id, ()):
                     tasks += 1
                     nbytes += twin.nbytes
+                    twin.done = True
                     twin.settle(outcome)
         self._window.free(tasks, nbytes)
 

@@ -117,6 +117,44 @@ def test_a_new_stream_sends_the_number_of_partial_outputs_received(state: RunSta
     assert frame.batches[0].inputs[0].partials_received == 2
 
 
+class Follower(Recorded):
+    follows = streams = True
+
+
+def test_each_follower_of_a_task_has_all_partial_outputs(state: RunState, window: Window) -> None:
+    first, second, third = (Follower(b"", "a") for _ in range(3))
+
+    def receive(begin: int, end: int) -> None:
+        parts = [task_service_pb2.Partial(request_id="a", index=n, data=b"%d" % n) for n in range(begin, end)]
+        state.receive(task_service_pb2.RunResponse(partials=parts), 0)
+
+    def follow(call: Follower) -> None:
+        started(state, window, call)
+        frame = state.next_frame()
+        assert frame is not None
+        assert frame.follow_request_ids == ["a"]
+
+    follow(first)
+    receive(0, 2)
+    follow(second)
+    receive(0, 3)
+    assert first.parts == second.parts == [b"0", b"1", b"2"]
+    follow(third)
+    state.withdraw(first)
+    frame = state.next_frame()  # the second takes its place
+    assert frame is not None
+    assert frame.follow_request_ids == ["a"]
+    assert not frame.cancel_request_ids
+    receive(0, 4)
+    assert second.parts == third.parts == [b"0", b"1", b"2", b"3"]
+    state.receive(succeeded("a"), 1)
+    assert [len(call.answers) for call in (first, second, third)] == [0, 1, 1]
+    assert second.done
+    assert third.done
+    assert state.idle
+    assert (window.tasks, window.bytes) == (0, 0)
+
+
 def test_fail_all_gives_each_call_its_own_error(state: RunState, window: Window) -> None:
     calls = [Recorded(b"", str(i)) for i in range(3)]
     twin = Recorded(b"", "0")

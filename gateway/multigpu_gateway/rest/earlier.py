@@ -1,0 +1,171 @@
+"""The monitoring routes of two earlier systems, so that their dashboards keep working: one in the form of LangChain's
+SAP HANA integration with many GPUs (/api/v1/gpu/stats), one of Onyx' multi-GPU training (/multigpu/…).
+
+A GPU is a worker, numbered from 0 by host, device and worker_id. What its device does not measure is null.
+"""
+
+import time
+from typing import Any
+
+import msgspec
+from multigpu import OutcomeState
+from multigpu.fleet import Stats, Worker, WorkerState
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import NOT_FOUND, UNAVAILABLE, HttpError
+from multigpu_gateway.http import Request
+from multigpu_gateway.rest.requests import wrong
+
+MIB = 1 << 20
+GPU, GPU_STATS = "/multigpu/gpu", "/stats"
+# Newest tasks from which the time of a batch is averaged.
+SAMPLE_TASKS = 100
+
+
+async def langchain_stats(request: Request, connected: Connected) -> None:
+    """GET /api/v1/gpu/stats."""
+    workers, stats = await _fleet(connected)
+    devices = [
+        {
+            "index": index,
+            "name": worker.device.product or worker.device.name,
+            "compute_capability": worker.device.compute_capability or None,
+            "memory_total_mb": _mib(_memory(worker)[0]),
+            "memory_free_mb": _mib(_free(worker)),
+            "memory_usage_percent": _memory_percent(worker),
+            "utilization": worker.telemetry.utilization if worker.telemetry else None,
+            "temperature_c": worker.telemetry.temperature_celsius if worker.telemetry else None,
+            "active_tasks": worker.leases,
+            "completed_tasks": worker.succeeded,
+        }
+        for index, worker in enumerate(workers)
+    ]
+    answer = {
+        "timestamp": int(stats.server_time.timestamp() if stats.server_time else time.time()),
+        "devices": devices,
+        "total_tasks_completed": stats.succeeded,
+        "total_tasks_pending": stats.queued,
+        "avg_time_per_batch_ms": await _batch_ms(connected),
+    }
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+async def health(request: Request, connected: Connected) -> None:
+    """GET /multigpu/health: 503 if no GPU takes tasks."""
+    workers, _ = await _fleet(connected)
+    available = sum(map(_available, workers))
+    status = "unhealthy" if not available else "healthy" if available == len(workers) else "degraded"
+    answer = {"status": status, "total_gpus": len(workers), "available_gpus": available}
+    await request.respond(200 if available else UNAVAILABLE, msgspec.json.encode(answer))
+
+
+async def onyx_stats(request: Request, connected: Connected) -> None:
+    """GET /multigpu/stats."""
+    workers, _ = await _fleet(connected)
+    answer = {
+        "available_gpus": [index for index, worker in enumerate(workers) if _available(worker)],
+        "gpu_info": [_gpu(index, worker) for index, worker in enumerate(workers)],
+    }
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+async def gpu_stats(request: Request, connected: Connected) -> None:
+    """GET /multigpu/gpu/ID/stats."""
+    text = request.path.removeprefix(f"{GPU}/")
+    number = text.removesuffix(GPU_STATS)
+    if number == text:
+        raise HttpError(NOT_FOUND, f"there is no {request.path}; there is {GPU}/ID{GPU_STATS}")
+    if not (number.isascii() and number.isdecimal() and len(number) < 10):
+        raise wrong("gpu_id", f"{number!r} is no number of a GPU; /multigpu/stats lists them")
+    workers, _ = await _fleet(connected)
+    index = int(number)
+    if index >= len(workers):
+        raise HttpError(NOT_FOUND, f"there is no GPU {index}; the fleet has {len(workers)}", param="gpu_id")
+    await request.respond(200, msgspec.json.encode(_gpu(index, workers[index])))
+
+
+async def resources(request: Request, connected: Connected) -> None:
+    """GET /multigpu/resources/status."""
+    workers, stats = await _fleet(connected)
+    gpus = [
+        {"gpu_id": index, "memory_total_bytes": _memory(worker)[0], "memory_used_bytes": _memory(worker)[1],
+         "memory_free_bytes": _free(worker), "slots": worker.slots, "active_tasks": worker.leases,
+         "models": list(worker.resident_models)}
+        for index, worker in enumerate(workers)
+    ]  # fmt: skip
+    answer = {"gpus": gpus, "queued_tasks": stats.queued, "running_tasks": stats.leased}
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+async def performance(request: Request, connected: Connected) -> None:
+    """GET /multigpu/performance/metrics: counters since the master started."""
+    workers, stats = await _fleet(connected)
+    names = ("submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued")
+    used = [each.telemetry.utilization for each in workers if each.telemetry and each.telemetry.utilization is not None]
+    answer: dict[str, Any] = {f"tasks_{name}": getattr(stats, name) for name in names}
+    answer |= {
+        "avg_gpu_utilization": round(100 * sum(used) / len(used), 1) if used else None,
+        "avg_time_per_batch_ms": await _batch_ms(connected),
+    }
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+async def _fleet(connected: Connected) -> tuple[list[Worker], Stats]:
+    workers = await connected.admin.list_workers()
+    workers.sort(key=lambda each: (each.host, each.device.pci_bus_id, each.device.name, each.worker_id))
+    return workers, await connected.admin.stats()
+
+
+async def _batch_ms(connected: Connected) -> float | None:
+    """The mean duration of the batches of the newest tasks that SUCCEEDED; None: there are none."""
+    tasks, _ = await connected.client.list_page(page_size=SAMPLE_TASKS, outcomes=[OutcomeState.SUCCEEDED])
+    outcomes = [task.outcome for task in tasks if task.outcome is not None]
+    batches = {(each.worker_id, each.start_time, each.finish_time) for each in outcomes}
+    times = [1000 * (end - begin).total_seconds() for _, begin, end in batches if begin is not None and end is not None]
+    return round(sum(times) / len(times), 3) if times else None
+
+
+def _gpu(index: int, worker: Worker) -> dict[str, Any]:
+    found = worker.telemetry
+    utilization = found.utilization if found is not None else None
+    return {
+        "gpu_id": index,
+        "name": worker.device.product or worker.device.name,
+        "worker_id": worker.worker_id,
+        "available": _available(worker),
+        "memory_total_bytes": _memory(worker)[0],
+        "memory_used_bytes": _memory(worker)[1],
+        "memory_utilization": _memory_percent(worker),
+        "gpu_utilization": round(100 * utilization, 1) if utilization is not None else None,
+        "temperature": found.temperature_celsius if found is not None else None,
+        "power_watts": found.power_watts if found is not None else None,
+        "active_tasks": worker.leases,
+        "completed_tasks": worker.succeeded,
+    }
+
+
+def _available(worker: Worker) -> bool:
+    """Whether it takes tasks."""
+    unusable = worker.health is not None and worker.health.unusable
+    return worker.state is WorkerState.ACTIVE and not (worker.cordoned or worker.quarantined or unusable)
+
+
+def _memory(worker: Worker) -> tuple[int | None, int | None]:
+    """Total and used bytes of the device."""
+    found = worker.telemetry
+    total = (found.memory_total_bytes if found is not None else None) or worker.device.memory_total_bytes or None
+    return total, found.memory_used_bytes if found is not None else None
+
+
+def _free(worker: Worker) -> int | None:
+    total, used = _memory(worker)
+    return total - used if total is not None and used is not None else None
+
+
+def _memory_percent(worker: Worker) -> float | None:
+    total, used = _memory(worker)
+    return round(100 * used / total, 1) if total and used is not None else None
+
+
+def _mib(size_bytes: int | None) -> int | None:
+    return size_bytes // MIB if size_bytes is not None else None

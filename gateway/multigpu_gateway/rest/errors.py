@@ -1,0 +1,31 @@
+"""Errors of the REST routes: {"error": {"message", "code", "field"}}."""
+
+from typing import Any
+
+from multigpu import errors
+
+from multigpu_gateway.errors import CONFLICT, HttpError, http_error
+
+GONE = 410
+_CODES = {
+    400: "invalid_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
+    408: "body_timeout", 409: "conflict", 413: "body_too_large", 500: "internal_error",
+}  # fmt: skip
+
+
+def error_body(error: HttpError) -> dict[str, Any]:
+    """`field`: the field or parameter at fault; absent if there is none."""
+    found = {"message": error.message, "code": error.code or _CODES.get(error.status, "error")}
+    return {"error": found | ({"field": error.param} if error.param else {})}
+
+
+def rest_error(error: Exception) -> HttpError:
+    """The answer to an error of the client. Raises one that is neither the caller's nor the fleet's."""
+    match error:
+        case errors.UnplaceableError():
+            return HttpError(CONFLICT, str(error), code="unplaceable")
+        case errors.AlreadyExistsError():
+            return HttpError(CONFLICT, str(error), code="request_id_in_use", param="request_id")
+        case errors.CursorExpiredError():
+            return HttpError(GONE, str(error), code="cursor_expired", param="cursor")
+    return http_error(error)

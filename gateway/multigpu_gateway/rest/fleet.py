@@ -1,0 +1,28 @@
+"""The fleet: its workers, queues and counters."""
+
+import msgspec
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.http import Request
+from multigpu_gateway.rest.requests import NoQuery, query_of
+from multigpu_gateway.rest.values import as_dict
+
+
+async def workers(request: Request, connected: Connected) -> None:
+    """Every worker that the master knows, by worker_id."""
+    query_of(request, NoQuery)
+    found = await connected.admin.list_workers()
+    await request.respond(200, msgspec.json.encode({"workers": [as_dict(each) for each in found]}))
+
+
+async def queues(request: Request, connected: Connected) -> None:
+    """Queues with tasks, dead letters or settings, by name."""
+    query_of(request, NoQuery)
+    found = await connected.admin.list_queues()
+    await request.respond(200, msgspec.json.encode({"queues": [as_dict(each) for each in found]}))
+
+
+async def stats(request: Request, connected: Connected) -> None:
+    """The master and its work."""
+    query_of(request, NoQuery)
+    await request.respond(200, msgspec.json.encode(as_dict(await connected.admin.stats())))

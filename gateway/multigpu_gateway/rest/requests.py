@@ -1,0 +1,138 @@
+"""The bodies and query strings of the REST routes. A field that is not here is an error that names it."""
+
+import base64
+import binascii
+from datetime import datetime
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from multigpu.options import TaskFilter
+from multigpu.outcome import OpenEnum, OutcomeState
+from multigpu.task import TaskState
+
+from multigpu_gateway.errors import BAD_REQUEST, HttpError
+from multigpu_gateway.http import Request
+
+T = TypeVar("T")
+TASKS_MAX = 10_000
+WAIT_MAX_S = 60.0
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
+Instant = Annotated[datetime, Meta(tz=True)]
+# Options of a task under the names that multigpu.options has for them.
+_OPTIONS = (
+    "model", "queue", "priority", "parameters", "labels", "deadline", "queue_timeout_s", "run_timeout_s",
+    "result_ttl_s", "attempts_max", "ephemeral", "wait_for_worker",
+)  # fmt: skip
+
+
+class TaskRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A task to submit. UNSET: the master's default."""
+
+    kind: Annotated[str, Meta(min_length=1)]
+    payload: Any = UNSET
+    payload_base64: str | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    queue: str | UnsetType = UNSET
+    priority: Annotated[int, Meta(ge=1, le=5)] | UnsetType = UNSET
+    parameters: dict[str, str] | UnsetType = UNSET
+    labels: dict[str, str] | UnsetType = UNSET
+    deadline: Instant | UnsetType = UNSET
+    queue_timeout_s: Seconds | UnsetType = UNSET
+    run_timeout_s: Seconds | UnsetType = UNSET
+    result_ttl_s: Seconds | UnsetType = UNSET
+    attempts_max: Annotated[int, Meta(ge=1, le=100)] | UnsetType = UNSET
+    ephemeral: bool | UnsetType = UNSET
+    wait_for_worker: bool | UnsetType = UNSET
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    partition_key: str = ""
+    units: Annotated[int, Meta(ge=1, le=(1 << 32) - 1)] = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of SpecOptions that are given."""
+        given = {name: getattr(self, name) for name in _OPTIONS}
+        return {name: value for name, value in given.items() if value is not UNSET}
+
+    def payload_value(self) -> Any:
+        """What the handler gets. HttpError: there is no payload, there are two, or it is no base64."""
+        if (self.payload is UNSET) == (self.payload_base64 is UNSET):
+            raise wrong("payload", "give payload (a JSON value) or payload_base64 (bytes)")
+        if self.payload_base64 is UNSET:
+            return self.payload
+        try:
+            return base64.b64decode(self.payload_base64, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise wrong("payload_base64", f"it is no base64: {error}") from None
+
+
+class SubmitRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Many tasks; each is checked on its own."""
+
+    tasks: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=TASKS_MAX)]
+
+
+class GetQuery(msgspec.Struct, forbid_unknown_fields=True):
+    wait: Annotated[float, Meta(ge=0, le=WAIT_MAX_S)] = 0.0
+
+
+class CancelQuery(msgspec.Struct, forbid_unknown_fields=True):
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class NoQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """No parameters."""
+
+
+class OutcomesQuery(msgspec.Struct, forbid_unknown_fields=True):
+    cursor: str = ""
+    from_now: bool = False
+    queue: str = ""
+    kind: str = ""
+
+
+class ListQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """`state`, `outcome`: names with commas between them."""
+
+    state: str = ""
+    outcome: str = ""
+    queue: str = ""
+    kind: str = ""
+    model: str = ""
+    worker_id: str = ""
+    submitted_after: Instant | None = None
+    submitted_before: Instant | None = None
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+    page_token: str = ""
+
+    def filters(self) -> TaskFilter:
+        """HttpError: there is no such state or outcome."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in ("queue", "kind", "model", "worker_id")}
+        found |= {"states": _members("state", self.state, TaskState)}
+        found |= {"outcomes": _members("outcome", self.outcome, OutcomeState)}
+        found |= {"submitted_after": self.submitted_after, "submitted_before": self.submitted_before}
+        filters: TaskFilter = {name: value for name, value in found.items() if value}  # type: ignore[assignment]
+        return filters
+
+
+def query_of(request: Request, kind: type[T]) -> T:
+    """The query string as a Struct. HttpError: a parameter is unknown or wrong."""
+    try:
+        return msgspec.convert(request.query, kind, strict=False)
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at `$")
+        param = at.rstrip("`").lstrip(".")
+        raise HttpError(BAD_REQUEST, f"{param}: {message}" if param else message, param=param) from None
+
+
+def wrong(field: str, message: str) -> HttpError:
+    return HttpError(BAD_REQUEST, f"{field}: {message}", param=field)
+
+
+def _members(field: str, names: str, enum: type[OpenEnum]) -> list[OpenEnum]:
+    known = {each.name: each for each in enum if each}
+    given = [name.strip().upper() for name in names.split(",")] if names else []
+    for name in given:
+        if name not in known:
+            raise wrong(field, f"there is no {name!r}; there are {', '.join(known)}")
+    return [known[name] for name in given]

@@ -1,0 +1,104 @@
+"""Server-sent events: of one task, and of all outcomes."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from multigpu import errors
+from multigpu.outcome import Outcome, TaskName
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import HttpError
+from multigpu_gateway.events import send_events
+from multigpu_gateway.http import Request
+from multigpu_gateway.rest.errors import error_body, rest_error
+from multigpu_gateway.rest.requests import WAIT_MAX_S, OutcomesQuery, query_of, wrong
+from multigpu_gateway.rest.values import data_fields, outcome_dict
+
+LAST_EVENT_ID = b"last-event-id"
+_encode = msgspec.json.Encoder().encode
+
+
+def named_event(name: str, value: Any, event_id: str = "") -> bytes:
+    """An event. `event_id`: empty, the caller's Last-Event-ID stays as it is."""
+    head = f"event: {name}\n" + (f"id: {event_id}\n" if event_id else "")
+    return head.encode() + b"data: " + _encode(value) + b"\n\n"
+
+
+def _error_event(error: HttpError) -> bytes:
+    return named_event("error", error_body(error))
+
+
+async def task_events(request: Request, connected: Connected, name: TaskName) -> None:
+    """The partial outputs of a task after Last-Event-ID, as they come, and its outcome."""
+    last = request.header(LAST_EVENT_ID)
+    if last and not (last.isascii() and last.isdecimal() and len(last) < 10):
+        raise wrong("Last-Event-ID", f"{last!r} is not the id of an event of a task")
+    begin = int(last) + 1 if last else 0
+    await send_events(request, _task_events(connected, name, begin), _error_event, b"")
+
+
+async def _task_events(connected: Connected, name: TaskName, begin: int) -> AsyncGenerator[bytes, None]:
+    handle = await connected.client.handle(name)
+    index = 0
+    items = handle.follow() if handle.request_id else _ended(connected, handle.id)
+    async with aclosing(items):
+        async for item in items:
+            if isinstance(item, Outcome):
+                yield named_event("outcome", _without_partials(item))
+                return
+            if index >= begin:
+                value = {"index": index, "content_type": item.content_type}
+                value |= data_fields("data", [item.data], [item.content_type], repeated=False)
+                yield named_event("partial", value, str(index))
+            index += 1
+
+
+async def _ended(connected: Connected, task_id: int) -> AsyncGenerator[Any, None]:
+    """As AsyncTaskHandle.follow, for a task without a request_id, which can't be followed: all is there at its end."""
+    while (outcome := (await connected.client.get(task_id, wait_s=WAIT_MAX_S)).outcome) is None:
+        pass
+    message = outcome.message
+    types = message.partial_content_types or [""] * len(message.partials)
+    for data, content_type in zip(message.partials, types, strict=True):
+        yield _Part(data, content_type)
+    yield outcome
+
+
+class _Part(msgspec.Struct):
+    data: bytes
+    content_type: str
+
+
+def _without_partials(outcome: Outcome) -> dict[str, Any]:
+    value = outcome_dict(outcome)
+    for name in ("partials", "partials_base64", "partial_content_types"):
+        value.pop(name, None)
+    return value
+
+
+async def outcomes(request: Request, connected: Connected) -> None:
+    """The outcomes of all durable tasks after a cursor, for ever."""
+    query = query_of(request, OutcomesQuery)
+    if cursor := request.header(LAST_EVENT_ID):
+        query.cursor, query.from_now = cursor, False
+    if query.from_now and query.cursor:
+        raise wrong("from_now", "it goes without a cursor")
+    await send_events(request, _outcomes(connected, query), _error_event, b"")
+
+
+async def _outcomes(connected: Connected, query: OutcomesQuery) -> AsyncGenerator[bytes, None]:
+    cursor = query.cursor
+    if query.from_now:
+        cursor = await connected.client.current_cursor()
+        yield named_event("cursor", {"cursor": cursor}, cursor)
+    watch = connected.client.watch(cursor=cursor, queue=query.queue, kind=query.kind)
+    try:
+        async with aclosing(watch):
+            async for outcome, after in watch:
+                yield named_event("outcome", outcome_dict(outcome), after)
+    except errors.InvalidTaskError as error:
+        raise wrong("cursor", error.message) from error
+    except errors.CursorExpiredError as error:
+        raise rest_error(error) from error

@@ -1,0 +1,160 @@
+"""/v1/tasks: submit, get, list and cancel tasks, and follow one."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from multigpu import errors
+from multigpu.options import Input
+from multigpu.outcome import TaskName
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import BAD_REQUEST, NOT_ALLOWED, NOT_FOUND, HttpError, http_error
+from multigpu_gateway.http import Request, decode
+from multigpu_gateway.rest.errors import error_body, rest_error
+from multigpu_gateway.rest.requests import (
+    CancelQuery,
+    GetQuery,
+    ListQuery,
+    NoQuery,
+    SubmitRequest,
+    TaskRequest,
+    query_of,
+    wrong,
+)
+from multigpu_gateway.rest.streams import task_events
+from multigpu_gateway.rest.values import as_dict
+from multigpu_gateway.tasks import TaskSettings
+
+PATH = "/v1/tasks"
+BY_REQUEST_ID, EVENTS = "by-request-id/", "/events"
+ACCEPTED = 202
+# Calls of one request that are under way at once: tasks with the same options share one.
+CALLS_MAX = 16
+_task = msgspec.json.Decoder(TaskRequest)
+_tasks = msgspec.json.Decoder(SubmitRequest)
+_shape = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+async def submit(request: Request, connected: Connected) -> None:
+    """Submits a task, or many. A caller that hangs up before the answer leaves them to the master."""
+    if request.path != PATH:
+        raise HttpError(NOT_ALLOWED, f"{request.path} takes GET or DELETE, not POST")
+    settings = TaskSettings(request, "")
+    defaults: dict[str, Any] = {
+        name: settings.options[name] for name in ("queue", "priority") if name in settings.options
+    }
+    body = await request.body()
+    if "tasks" not in decode(_shape, body):
+        (answer,) = await _submit([decode(_task, body)], settings.key, defaults, connected)
+        if isinstance(answer, Exception):
+            raise answer
+        await request.respond(ACCEPTED, msgspec.json.encode(answer))
+        return
+    asked: list[TaskRequest | HttpError] = []
+    for raw in decode(_tasks, body).tasks:
+        try:
+            asked.append(decode(_task, bytes(raw)))
+        except HttpError as error:
+            asked.append(error)
+    answers = await _submit(asked, settings.key, defaults, connected)
+    results = [error_body(each) if isinstance(each, HttpError) else each for each in answers]
+    await request.respond(ACCEPTED, msgspec.json.encode({"results": results}))
+
+
+async def _submit(
+    asked: list[TaskRequest | HttpError], key: str, defaults: dict[str, Any], connected: Connected
+) -> list[dict[str, str] | HttpError]:
+    """The answer to each task. `key`: the request_id of the first, and of others with their number."""
+    answers: list[Any] = list(asked)
+    groups: dict[str, tuple[dict[str, Any], list[tuple[int, Input]]]] = {}
+    for at, each in enumerate(asked):
+        if isinstance(each, HttpError):
+            continue
+        request_id = each.request_id or (f"{key}:{at}" if key and at else key) or None
+        own = {"request_id": request_id, "partition_key": each.partition_key, "units": each.units}
+        try:
+            item = Input(payload=each.payload_value(), **own)  # type: ignore[arg-type]
+        except HttpError as error:
+            answers[at] = error
+            continue
+        options = {"kind": each.kind, **defaults, **each.options}
+        groups.setdefault(repr(sorted(options.items())), (options, []))[1].append((at, item))
+    limit = asyncio.Semaphore(CALLS_MAX)
+
+    async def send(options: dict[str, Any], items: list[tuple[int, Input]]) -> None:
+        async with limit:
+            try:
+                payloads = [item for _, item in items]
+                found: list[Any] = list(await connected.client.submit_many(payloads=payloads, **options))
+            except errors.RejectedError as error:  # of a payload; the tasks after it were not sent
+                found = list(error.submitted)
+                found += [error] * (len(items) - len(found))
+        for (at, _), handle in zip(items, found, strict=True):
+            if isinstance(handle, errors.RejectedError):
+                answers[at] = rest_error(handle)
+            else:
+                answers[at] = {"task_id": str(handle.id), "request_id": handle.request_id}
+
+    # A failed call does not cancel the others: that would withdraw tasks which the caller's retry is to find.
+    for failure in await asyncio.gather(*(send(*group) for group in groups.values()), return_exceptions=True):
+        if failure is not None:
+            raise failure
+    return answers
+
+
+async def get(request: Request, connected: Connected) -> None:
+    """A task, a list, or the events of a task."""
+    if request.path == PATH:
+        await _list(request, connected)
+        return
+    name, events = _named(request)
+    if events:
+        query_of(request, NoQuery)
+        await task_events(request, connected, name)
+        return
+    query = query_of(request, GetQuery)
+    async with request.while_connected():
+        found = await connected.client.get(name, wait_s=query.wait)
+    await request.respond(200, msgspec.json.encode(as_dict(found)))
+
+
+async def cancel(request: Request, connected: Connected) -> None:
+    """Cancels a task. One that had ended stays as it is."""
+    if request.path == PATH:
+        raise HttpError(NOT_ALLOWED, f"{PATH} takes GET or POST, not DELETE")
+    name, events = _named(request)
+    if events:
+        raise HttpError(NOT_ALLOWED, f"{request.path} takes GET, not DELETE")
+    reason = query_of(request, CancelQuery).reason
+    found = await connected.client.cancel(name, reason=reason)
+    if found.unknown:
+        raise HttpError(NOT_FOUND, f"the master knows no task {name}")
+    await request.respond(200, msgspec.json.encode({"cancelled": bool(found.cancelled_task_ids)}))
+
+
+async def _list(request: Request, connected: Connected) -> None:
+    query = query_of(request, ListQuery)
+    filters = query.filters()
+    async with request.while_connected():
+        try:
+            page = connected.client.list_page(page_size=query.limit, page_token=query.page_token, **filters)
+            tasks, token = await page
+        except errors.RejectedError as error:
+            failure = http_error(error)
+            field = "page_token" if failure.status == BAD_REQUEST and "page_token" in failure.message else ""
+            raise HttpError(failure.status, failure.message, code=failure.code, param=field) from error
+    answer = {"tasks": [as_dict(task) for task in tasks], "next_page_token": token}
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+def _named(request: Request) -> tuple[TaskName, bool]:
+    """The task that the path names, and whether the path is of its events. HttpError: it names none."""
+    text = request.path.removeprefix(f"{PATH}/")
+    events = text.endswith(EVENTS)
+    text = text.removesuffix(EVENTS)
+    if text.startswith(BY_REQUEST_ID) and text != BY_REQUEST_ID:
+        return text.removeprefix(BY_REQUEST_ID), events
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
+        raise wrong("task_id", f"{text!r} is no task_id; {PATH}/{BY_REQUEST_ID}NAME takes a request_id")
+    return int(text), events

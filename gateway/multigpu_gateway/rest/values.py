@@ -1,0 +1,85 @@
+"""Protobuf messages as JSON values: the fields of `mgpuctl --json`, with ids as strings.
+
+Times are RFC 3339 strings, durations seconds, enum values short names. A field with presence is omitted when it is
+absent; every other field is always there. Bytes are JSON values or text where they are that; else the field is called
+NAME_base64.
+"""
+
+import base64
+from typing import Any
+
+import msgspec
+from multigpu import Outcome, Task
+
+JSON = "application/json"
+_decode = msgspec.json.decode
+
+
+def as_dict(found: Any) -> dict[str, Any]:
+    """A dataclass of multigpu.fleet, or a Task."""
+    return _message(found.message if isinstance(found, Task) else found.proto)
+
+
+def outcome_dict(outcome: Outcome) -> dict[str, Any]:
+    """An Outcome, also one whose message only refers to its result."""
+    value = _message(outcome.message)
+    if value.pop("result_place", None) is not None:
+        value.pop("result", None)
+        value |= data_fields("result", [outcome.result], [outcome.content_type], repeated=False)
+    return value
+
+
+def data_fields(name: str, contents: Any, types: Any, *, repeated: bool) -> dict[str, Any]:
+    """The field of payloads, results or partial outputs of these content types."""
+    values = [_data(*each) for each in zip(contents, types, strict=True)]
+    if any(isinstance(each, bytes) for each in values):
+        name += "_base64"
+        values = [base64.b64encode(each).decode() for each in contents]
+    return {name: values if repeated else values[0]}
+
+
+def _message(message: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        content = getattr(message, field.name)
+        contents = content if field.is_repeated else [content]
+        if field.type == field.TYPE_BYTES:
+            types = list(getattr(message, "partial_content_types", ())) if field.name == "partials" else None
+            types = types or [getattr(message, "content_type", "") if types is None else ""] * len(contents)
+            out |= data_fields(field.name, contents, types, repeated=field.is_repeated)
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            out[field.name] = dict(content)
+        else:
+            values = [_value(field, each) for each in contents]
+            out[field.name] = values if field.is_repeated else values[0]
+    return out
+
+
+def _value(field: Any, content: Any) -> Any:
+    """One value of a field that holds no bytes."""
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number
+        zero: str = known[0].name
+        name = known[content].name if content in known else str(content)
+        return name.removeprefix(zero.removesuffix("UNSPECIFIED"))
+    if field.message_type is not None:
+        if field.message_type.full_name == "google.protobuf.Timestamp":
+            return content.ToJsonString()
+        if field.message_type.full_name == "google.protobuf.Duration":
+            return float(content.seconds + content.nanos / 1e9)
+        return _message(content)
+    if field.type == field.TYPE_UINT64 and field.name.endswith(("_id", "_ids")):
+        return str(content)
+    return content
+
+
+def _data(data: bytes, content_type: str) -> Any:
+    """A JSON value, or text; bytes if it is neither, or has another encoding than its content type says."""
+    try:
+        if content_type == JSON and data:
+            return _decode(data)
+        return data.decode() if content_type in ("", JSON) else data
+    except (ValueError, RecursionError):
+        return data
