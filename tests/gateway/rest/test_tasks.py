@@ -162,7 +162,11 @@ def test_a_list_has_pages(gateway: GatewayProcess) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"payload": 1}, ""),
+        ({"payload": 1}, "kind"),
+        ({"kind": "echo", "payload": 1, "retries": 3}, "retries"),
+        ({"kind": "k" * 129, "payload": 1}, "kind"),
+        ({"kind": "echo", "payload": 1, "parameters": {str(n): "" for n in range(65)}}, "parameters"),
+        (b'{"kind": "echo", "payload": 1e400}', "payload"),
         ({"kind": "", "payload": 1}, "kind"),
         ({"kind": 7, "payload": 1}, "kind"),
         ({"kind": "echo"}, "payload"),
@@ -186,7 +190,7 @@ def test_a_list_has_pages(gateway: GatewayProcess) -> None:
         ({"kind": "echo", "payload": 1, "partition_key": None}, "partition_key"),
         ({"tasks": []}, "tasks"),
         ({"tasks": [{}] * 10_001}, "tasks"),
-        ({"tasks": [{"kind": "echo"}], "more": 1}, ""),
+        ({"tasks": [{"kind": "echo"}], "more": 1}, "more"),
     ],
 )  # fmt: skip
 def test_a_wrong_task_is_rejected_with_the_field(gateway: GatewayProcess, body: Any, field: str) -> None:
@@ -228,8 +232,8 @@ def test_a_wrong_task_is_rejected_with_a_message(gateway: GatewayProcess, body: 
         ("GET", "/v1/tasks?outcome=unspecified", 400, "outcome"),
         ("GET", "/v1/tasks?page_token=x", 400, "page_token"),
         ("GET", "/v1/tasks?submitted_after=now", 400, "submitted_after"),
-        ("GET", "/v1/tasks?more=1", 400, None),
-        ("GET", "/v1/stats?more=1", 400, None),
+        ("GET", "/v1/tasks?more=1", 400, "more"),
+        ("GET", "/v1/stats?more=1", 400, "more"),
         ("DELETE", "/v1/tasks/1?reason=" + "x" * 1025, 400, "reason"),
         ("DELETE", "/v1/tasks", 405, None),
         ("POST", "/v1/tasks/1", 405, None),
@@ -243,7 +247,7 @@ def test_a_wrong_query_is_rejected_with_the_parameter(
     response, found = gateway.call(method, path)
     assert response.status == status, found
     assert found["error"].get("field") == field
-    assert status == 405 or "more" in found["error"]["message"] or field in found["error"]["message"]
+    assert field is None or field in found["error"]["message"]
 
 
 def test_a_kind_that_nobody_has_is_rejected(gateway: GatewayProcess) -> None:
