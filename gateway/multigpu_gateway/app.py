@@ -1,5 +1,6 @@
 """The ASGI application: routes, callers, errors."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -54,6 +55,10 @@ class Gateway:
         name, status = "other", HUNG_UP
         try:
             name, status = await self._answer(request)
+        except asyncio.CancelledError:  # the server stops, and has waited for stop_timeout_s
+            if not request.responded:
+                stopping = HttpError(UNAVAILABLE, "the gateway is stopping: send it again", retry_s=1.0)
+                status = await self._fail(request, stopping, openai.error_body)
         finally:
             self._metrics.ended(name, status, time.perf_counter() - begun_at)
 

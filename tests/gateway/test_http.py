@@ -169,3 +169,15 @@ def test_any_number_of_gateways_serve_a_fleet_and_one_that_is_killed_loses_nothi
     assert other.call("GET", "/v1/models") and gateway.call("GET", "/v1/models")
     other.daemon.kill()
     assert gateway.call("GET", "/health")[0].status == 200
+
+
+def test_a_stop_ends_requests_that_wait_after_its_time(fleet: Fleet, tmp_path: Path) -> None:
+    with GatewayProcess(tmp_path, fleet.address, "--stop-timeout-s", "1") as stopped:
+        host, _, port = stopped.address.rpartition(":")
+        with fleet.client() as client, socket.create_connection((host, int(port)), 20) as connection:
+            waiting = client.submit("sleep", b"60")
+            connection.sendall(f"GET /v1/tasks/{waiting.id}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            until(lambda: "mgpu_gateway_open_requests 2.0" in stopped.call("GET", "/metrics")[1], 10)
+            assert stopped.daemon.stop() == 0
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 503 ")
+            waiting.cancel()
