@@ -1,6 +1,5 @@
 """Answers that are streams of server-sent events."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import msgspec
 
 from multigpu_gateway.errors import HttpError, http_error
-from multigpu_gateway.http import HEARTBEAT_S, Request
+from multigpu_gateway.http import Request
 
 _encode = msgspec.json.Encoder().encode
 
@@ -22,24 +21,14 @@ async def send_events(
     request: Request, events: AsyncGenerator[bytes, None], error_of: Callable[[HttpError], bytes], end: bytes
 ) -> None:
     """Answers with these events, and `end` after the last one. An error before the first event is raised, so that the
-    answer has its status; a later one is an event. Waiting for the first event for HEARTBEAT_S begins the answer.
+    answer has its status, unless it has begun by then; a later one is an event.
     """
-    async with aclosing(events), request.while_connected():
+    async with aclosing(events), request.while_connected(events=True):
         try:
-            first = asyncio.ensure_future(anext(events, b""))
-            try:
-                await asyncio.wait((first,), timeout=HEARTBEAT_S)
-                if not first.done():
-                    await request.begin_events()
-                data = await first
-            finally:
-                first.cancel()
-                await asyncio.wait((first,))
-            await request.begin_events()
-            if data:
-                await request.write(data)
             async for data in events:
+                await request.begin_events()
                 await request.write(data)
+            await request.begin_events()
         except Exception as error:
             failure = http_error(error)
             if not request.responded:

@@ -155,14 +155,16 @@ class Request:
         except TimeoutError:
             raise DisconnectedError from None
 
-    def while_connected(self) -> "WhileConnected":
-        """A block that a hang-up of the caller ends with DisconnectedError. Only after the body was read. In it, a
-        stream that has begun sends comments while it has nothing else to send.
-        """
-        return WhileConnected(self)
+    def while_connected(self, *, events: bool = False) -> "WhileConnected":
+        """A block that a hang-up of the caller ends with DisconnectedError. Only after the body was read.
 
-    async def watch(self) -> None:
-        """Returns when the caller has hung up."""
+        In it, a stream of events that has nothing else to send for HEARTBEAT_S sends a comment. `events`: the answer
+        will be such a stream, and begins after HEARTBEAT_S at the latest.
+        """
+        return WhileConnected(self, events=events)
+
+    async def watch(self, *, events: bool) -> None:
+        """Returns when the caller has hung up. `events`: see while_connected."""
         while True:
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
@@ -170,7 +172,10 @@ class Request:
                         return
             except TimeoutError:
                 idle_s = asyncio.get_running_loop().time() - self._written_at
-                if self._written_at and idle_s >= HEARTBEAT_S:
+                late = events and not self.responded
+                if late:
+                    await self.begin_events()
+                if late or (self._written_at and idle_s >= HEARTBEAT_S):
                     await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
 
@@ -181,15 +186,17 @@ def _too_large(bytes_max: int) -> HttpError:
 class WhileConnected:
     """See Request.while_connected."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, events: bool) -> None:
         self._request = request
+        self._events = events
         self._gone = False
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watch = asyncio.get_running_loop().create_task(self._request.watch(), name="watch for a hang-up")
+        watch = self._request.watch(events=self._events)
+        self._watch = asyncio.get_running_loop().create_task(watch, name="watch for a hang-up")
         self._watch.add_done_callback(self._ended)
         return self
 
