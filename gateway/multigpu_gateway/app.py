@@ -115,7 +115,7 @@ def _route_of(request: Request) -> tuple[str, Route]:
     if route is None:
         path = next((at for at, each in ROUTES.items() if each.tree and path.startswith(f"{at}/")), "")
         if not path:
-            raise HttpError(NOT_FOUND, f"there is no {request.path}; docs/gateway.md lists what there is")
+            raise HttpError(NOT_FOUND, f"there is no {request.path}; docs/compatibility.md lists what there is")
         route = ROUTES[path]
     return path, route
 

@@ -6,12 +6,14 @@ from multigpu import errors
 from multigpu.outcome import TaskCancelled, TaskError, TaskExpired, TaskFailed
 
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 400, 401, 403, 404, 405
-TIMED_OUT, CONFLICT, TOO_LARGE, TOO_MANY = 408, 409, 413, 429
+TIMED_OUT, CONFLICT, TOO_LARGE, UNSUPPORTED, TOO_MANY = 408, 409, 413, 415, 429
 INTERNAL, UNAVAILABLE, LATE = 500, 503, 504
 
 # The error type of an engine for an input that no worker can run.
 BAD_INPUT = "BadInput"
 UNKNOWN_MODEL = "UnknownModel"
+# The master's advice to programs that can follow it.
+_QUEUE_IT = ", or set wait_for_worker to queue the task until one comes"
 # google.rpc.Code of a rejection for the token's queues.
 _PERMISSION_DENIED = 7
 
@@ -54,9 +56,10 @@ def http_error(error: Exception) -> HttpError:
         case errors.AccessError():
             return HttpError(FORBIDDEN if error.denied else UNAUTHORIZED, text, code="invalid_api_key")
         case errors.UnplaceableError():
-            return HttpError(NOT_FOUND, text, code="model_not_found", param="model")
+            return HttpError(NOT_FOUND, text.replace(_QUEUE_IT, ""), code="model_not_found", param="model")
         case errors.AlreadyExistsError():
-            return HttpError(CONFLICT, text, code="idempotency_key_in_use")
+            message = f"the Idempotency-Key belongs to another request: use another key ({text})"
+            return HttpError(CONFLICT, message, code="idempotency_key_in_use")
         case errors.ResourceExhaustedError():
             return HttpError(TOO_MANY, error.message, code="queue_full", retry_s=error.retry_delay_s or 1.0)
         case errors.RejectedError():

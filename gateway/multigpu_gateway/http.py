@@ -5,6 +5,7 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -12,7 +13,15 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from multigpu_gateway.errors import BAD_REQUEST, TIMED_OUT, TOO_LARGE, UNAUTHORIZED, DisconnectedError, HttpError
+from multigpu_gateway.errors import (
+    BAD_REQUEST,
+    TIMED_OUT,
+    TOO_LARGE,
+    UNAUTHORIZED,
+    UNSUPPORTED,
+    DisconnectedError,
+    HttpError,
+)
 
 T = TypeVar("T")
 Message = MutableMapping[str, Any]
@@ -79,7 +88,9 @@ class Request:
         return token
 
     async def body(self) -> bytes:
-        """The whole body. HttpError: too large or too slow."""
+        """The whole body. HttpError: too large, too slow or compressed."""
+        if self.header(b"content-encoding") not in ("", "identity"):
+            raise HttpError(UNSUPPORTED, "the body is compressed: send it as it is")
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return b"".join([part async for part in self.parts(self._body_bytes_max)])
@@ -218,11 +229,16 @@ class WhileConnected:
 
 def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
     """A JSON value. HttpError: it is no JSON, or has another shape."""
+    if not data:
+        raise HttpError(BAD_REQUEST, "the body is empty: it is to be JSON")
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         message, _, at = str(error).partition(" - at `$")
         param = at.rstrip("`").lstrip(".")
+        if not param and (missing := re.search("missing required field `(.+)`", message)):
+            param = missing[1]
+            raise HttpError(BAD_REQUEST, message, param=param) from None
         raise HttpError(BAD_REQUEST, f"{param}: {message}" if param else message, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(BAD_REQUEST, f"the body is not valid JSON: {error}") from None

@@ -31,6 +31,8 @@ class RerankRequest(msgspec.Struct):
     documents: list[str | Document]
     top_n: int | None = None
     return_documents: bool | None = None
+    # Served where it has no effect only.
+    max_tokens_per_doc: int | None = None
 
 
 _request = msgspec.json.Decoder(RerankRequest)
@@ -43,6 +45,9 @@ async def _rerank(request: Request, connected: Connected) -> None:
     if not 1 <= len(texts) <= DOCUMENTS_MAX:
         message = f"there are {len(texts):,} documents: send 1 to {DOCUMENTS_MAX:,}"
         raise HttpError(BAD_REQUEST, message, param="documents")
+    if asked.max_tokens_per_doc is not None:
+        message = "max_tokens_per_doc: the model's own limit cuts long documents; leave it out"
+        raise HttpError(BAD_REQUEST, message, param="max_tokens_per_doc")
     if asked.top_n is not None and asked.top_n < 1:
         raise HttpError(BAD_REQUEST, f"top_n is {asked.top_n}: at least 1", param="top_n")
     options = TaskSettings(request, asked.model).each()

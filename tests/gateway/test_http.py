@@ -38,7 +38,7 @@ def test_metrics_count_requests(gateway: GatewayProcess) -> None:
         ("GET", "/nothing", None, 404, "there is no /nothing"),
         ("GET", "/v1/embeddings", None, 405, "/v1/embeddings takes POST, not GET"),
         ("POST", "/v1/models", None, 405, "/v1/models takes GET, not POST"),
-        ("POST", "/v1/embeddings", b"", 400, "not valid JSON"),
+        ("POST", "/v1/embeddings", b"", 400, "the body is empty"),
         ("POST", "/v1/embeddings", b"{", 400, "not valid JSON"),
         ("POST", "/v1/embeddings", b"[]", 400, "Expected `object`, got `array`"),
         ("POST", "/v1/embeddings", b'{"input": "\xff", "model": "m"}', 400, "not valid JSON"),
@@ -56,6 +56,13 @@ def test_wrong_requests_get_their_status(
     assert response.status == status
     assert says in found["error"]["message"]
     assert found["error"]["type"] == "not_found_error" if status == 404 else "invalid_request_error"
+
+
+def test_a_missing_field_is_named_and_a_compressed_body_is_no_json(gateway: GatewayProcess) -> None:
+    _, body = gateway.call("POST", "/v1/embeddings", {"input": "x"})
+    assert body["error"]["param"] == "model"
+    response, body = gateway.call("POST", "/v1/embeddings", b"\x1f\x8b", {"Content-Encoding": "gzip"})
+    assert (response.status, body["error"]["message"]) == (415, "the body is compressed: send it as it is")
 
 
 @pytest.mark.parametrize("value", ["Basic x", "Bearer", "Bearer ", "Bearer \u00e9", "x"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 from multigpu import AsyncClient, Input, NotFoundError, RejectedError
-from multigpu.outcome import Outcome, TaskError
+from multigpu.outcome import Outcome, OutcomeState, TaskError
 
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, HttpError, http_error
@@ -200,10 +200,12 @@ async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint:
             raise HttpError(BAD_REQUEST, f"the file has more than {LINES_MAX:,} lines", param="input_file_id")
     if not number:
         raise HttpError(BAD_REQUEST, "the file has no lines", param="input_file_id")
-    offered = {entry.model.name for entry in await connected.admin.list_models()}
+    entries = await connected.admin.list_models()
+    offered = {entry.model.name for entry in entries if entry.model.kind == endpoint.kind}
     for model, first in models.items():
         if model.partition(":")[0] not in offered:
-            message = f"line {first} of the file: no worker has model {model!r}; there are {', '.join(sorted(offered))}"
+            there = ", ".join(sorted(offered)) or "none"
+            message = f"line {first} of the file: no worker has model {model!r} for {url}; there are: {there}"
             raise HttpError(NOT_FOUND, message, code="model_not_found", param="input_file_id")
     return number
 
@@ -319,17 +321,19 @@ async def _outcome(client: AsyncClient, name: str) -> Outcome | None:
 
 def _line_of(record: Record, endpoint: Endpoint, number: int, text: bytes, outcome: Outcome | None) -> bytes:
     line = _line.decode(text)
-    status, error = 200, None
-    body: Any = None
-    try:
-        if outcome is None:
-            raise HttpError(BAD_REQUEST, "its batch was cancelled", code="batch_cancelled")  # noqa: TRY301
-        body = endpoint.answer(endpoint.asked(bytes(line.body)), [outcome])
-    except (HttpError, TaskError) as failed:
-        failure = http_error(failed)
-        status, body = failure.status, error_body(failure)
-        error = {"code": failure.code or "task_failed", "message": failure.message}
+    response, error = None, None
+    if outcome is None or outcome.state is OutcomeState.CANCELLED:
+        error = {"code": "batch_cancelled", "message": "the batch was cancelled before this request ran"}
+    elif outcome.state is OutcomeState.EXPIRED:
+        error = {"code": "batch_expired", "message": "the batch expired before this request ran"}
+    else:
+        status = 200
+        try:
+            body = endpoint.answer(endpoint.asked(bytes(line.body)), [outcome])
+        except (HttpError, TaskError) as failed:
+            failure = http_error(failed)
+            status, body = failure.status, error_body(failure)
+        response = {"status_code": status, "request_id": record.name(number), "body": body}
     name = f"batch_req_{record.id.removeprefix('batch_')}_{number}"
-    response = {"status_code": status, "request_id": record.name(number), "body": body}
     written = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
     return msgspec.json.encode(written) + b"\n"

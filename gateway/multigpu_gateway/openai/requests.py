@@ -77,3 +77,5 @@ class ChatRequest(Sampled, kw_only=True):
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
+    tool_choice: Any = None
+    modalities: list[str] | None = None

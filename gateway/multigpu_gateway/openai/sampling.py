@@ -26,7 +26,12 @@ def chat_payloads(asked: ChatRequest) -> list[bytes]:
     for name in ("tools", "functions"):
         if getattr(asked, name):
             raise _reject(name, "no model of this fleet calls tools: leave it out")
-    message = _payload(asked, asked.max_completion_tokens or asked.max_tokens or TO_THE_END)
+    if asked.tool_choice not in (None, "none", "auto"):
+        raise _reject("tool_choice", "no model of this fleet calls tools: leave it out")
+    if asked.modalities not in (None, ["text"]):
+        raise _reject("modalities", "models of this fleet write text: leave it out")
+    given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    message = _payload(asked, TO_THE_END if given is None else given)
     if not asked.messages:
         raise _reject("messages", "there are none: send at least one")
     message.messages.extend(_said(each) for each in asked.messages)
@@ -51,6 +56,8 @@ def completion_payloads(asked: CompletionRequest) -> list[bytes]:
     messages = []
     for prompt in texts_or_tokens(asked.prompt, "prompt"):
         message = _payload(asked, max_tokens)
+        if not prompt:
+            raise _reject("prompt", "it is empty: a model needs something to go on from")
         try:
             if isinstance(prompt, str):
                 message.prompt = prompt
@@ -70,6 +77,8 @@ def _payload(asked: Sampled, max_tokens: int) -> generate_pb2.GeneratePayload:
             raise _reject(name, "this server does not have it: leave it out, or use repetition_penalty")
     if max_tokens < 1:
         raise _reject("max_tokens", f"{max_tokens} is too small: at least 1")
+    if asked.top_p == 0:
+        raise _reject("top_p", "it is to be more than 0 and at most 1; for the likeliest tokens set temperature to 0")
     temperature = TEMPERATURE if asked.temperature is None else asked.temperature
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     try:
@@ -99,12 +108,14 @@ def _choices(asked: Sampled, messages: list[generate_pb2.GeneratePayload]) -> li
 def _said(message: Message) -> generate_pb2.ChatMessage:
     role = "system" if message.role == "developer" else message.role
     content = message.content
+    if content is None:
+        raise _reject("messages", f"a message of the role {message.role!r} has no content")
     if isinstance(content, list):
         if wrong := [part.type for part in content if part.type != "text"]:
             raise _reject("messages", f"a part of type {wrong[0]!r} can't be read: models of this fleet take text")
         content = "".join(part.text or "" for part in content)
     try:
-        return generate_pb2.ChatMessage(role=role, content=content or "")
+        return generate_pb2.ChatMessage(role=role, content=content)
     except ValueError as error:
         raise _reject("messages", str(error)) from None
 

@@ -106,7 +106,8 @@ def test_a_batch_of_conversations_has_errors_apart(client: openai.OpenAI) -> Non
     (error,) = written(client, batch.error_file_id)
     assert error["custom_id"] == "line-1"
     assert error["response"]["status_code"] == 400
-    assert "role 'wizard'" in error["error"]["message"]
+    assert "role 'wizard'" in error["response"]["body"]["error"]["message"]
+    assert error["error"] is None
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ def test_a_batch_of_conversations_has_errors_apart(client: openai.OpenAI) -> Non
         ),
         ([line(1, input=[])], "line 1 of the file: input is to be a text"),
         ([line(1, model="nobody")], "line 1 of the file: no worker has model 'nobody'"),
+        ([line(0), line(1, model="tiny")], "line 2 of the file: no worker has model 'tiny' for /v1/embeddings"),
     ],
 )
 def test_a_wrong_line_is_named(client: openai.OpenAI, lines: list[dict[str, Any]], says: str) -> None:
@@ -152,6 +154,7 @@ def test_a_batch_can_be_cancelled(client: openai.OpenAI, fleet: Fleet) -> None:
     errors = written(client, batch.error_file_id)
     done = written(client, batch.output_file_id) if batch.output_file_id else []
     assert len(errors) + len(done) == 200
+    assert {(each["response"], each["error"]["code"]) for each in errors} == {(None, "batch_cancelled")}
 
 
 def test_a_retry_with_the_same_key_is_the_same_batch(client: openai.OpenAI) -> None:

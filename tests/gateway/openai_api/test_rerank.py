@@ -39,6 +39,7 @@ def test_documents_are_returned_if_asked_for(gateway: GatewayProcess) -> None:
         ({"documents": ["x"] * 10_001}, 400, "send 1 to 10,000"),
         ({"documents": "x"}, 400, "documents: Expected `array`, got `str`"),
         ({"top_n": 0}, 400, "top_n is 0: at least 1"),
+        ({"max_tokens_per_doc": 5}, 400, "max_tokens_per_doc"),
         ({"model": "nobody"}, 404, "no worker has model 'nobody'"),
     ],
 )
