@@ -16,6 +16,8 @@ pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
 from tests.worker.generate.tiny_llama import save_tiny_llama
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 PAGE = (ROOT / "docs" / "gateway.md").read_text("utf-8")

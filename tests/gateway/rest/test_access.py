@@ -9,6 +9,8 @@ import pytest
 from tests.gateway.conftest import GatewayProcess
 from tests.security.secured import SecuredFleet
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:

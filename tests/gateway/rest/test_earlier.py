@@ -8,6 +8,8 @@ from multigpu import AdminClient
 from tests.fleet import Fleet, until
 from tests.gateway.conftest import GatewayProcess
 
+pytestmark = pytest.mark.slow
+
 FLEET = {"workers": 2}
 
 

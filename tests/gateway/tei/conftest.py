@@ -37,3 +37,9 @@ def fleet(judge: Path, sorter: Path, plain: Path, tmp_path_factory: pytest.TempP
     with Fleet(tmp_path_factory.mktemp("fleet"), worker_flags=flags) as running:
         yield running
         assert not running.faults()
+
+
+@pytest.fixture(autouse=True)
+def _online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of engines set HF_HUB_OFFLINE, which Hugging Face's client reads when it is imported, for its calls too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -10,6 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from tests.gateway.conftest import GatewayProcess
 from tests.security.secured import SecuredFleet
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFleet]:
