@@ -100,8 +100,7 @@ class Request:
     async def parts(self, bytes_max: int) -> AsyncIterator[bytes]:
         """The body as it arrives. HttpError: it has more than `bytes_max`, or a part does not come."""
         length = self.header(b"content-length")
-        size = int(length) if length.isdecimal() else 0
-        if size > bytes_max:
+        if length.isdecimal() and int(length) > bytes_max:
             raise _too_large(bytes_max)
         size = 0
         more = True

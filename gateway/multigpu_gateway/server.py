@@ -1,6 +1,7 @@
 """The HTTP server: uvicorn, with the limits that it lacks."""
 
 import asyncio
+import socket
 from typing import Any
 
 import uvicorn
@@ -19,7 +20,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Bytes since the last request's headers ended; None: a request is being served.
+        # Bytes of the next request's headers, which may come while a request is served; None: a body is coming.
         self._header_bytes: int | None = 0
         self._header_timer: asyncio.TimerHandle | None = None
 
@@ -45,9 +46,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
 
-    def on_response_complete(self) -> None:
+    def on_message_complete(self) -> None:
         self._header_bytes = 0
-        super().on_response_complete()
+        super().on_message_complete()
 
     def _expect_headers(self) -> None:
         self._header_bytes = 0
@@ -91,9 +92,7 @@ class HttpServer:
         self._server.should_exit = True
 
 
-def _listen(host: str, port: int, backlog: int) -> Any:
-    import socket  # noqa: PLC0415
-
+def _listen(host: str, port: int, backlog: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,7 +12,7 @@ from tests.fleet import Daemon, Fleet, until
 
 
 class GatewayProcess:
-    """mgpu-gateway on a port that the kernel picks. `log`: without errors at the end."""
+    """mgpu-gateway on a port that the kernel picks. Leaving its block fails if its log has a traceback."""
 
     def __init__(self, folder: Path, master: str, *flags: str, env: dict[str, str] | None = None) -> None:
         self._flags = ["--master", master, "--http", "127.0.0.1:0", *flags]

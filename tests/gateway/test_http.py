@@ -1,5 +1,6 @@
 """The gateway's HTTP: what is no right request gets its status, and harms nobody."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -188,3 +189,16 @@ def test_a_stop_ends_requests_that_wait_after_its_time(fleet: Fleet, tmp_path: P
             assert stopped.daemon.stop() == 0
             assert connection.recv(65_536).startswith(b"HTTP/1.1 503 ")
             waiting.cancel()
+
+
+def test_headers_are_limited_while_another_request_is_served(gateway: GatewayProcess, fleet: Fleet) -> None:
+    host, _, port = gateway.address.rpartition(":")
+    with fleet.client() as client, socket.create_connection((host, int(port)), 20) as connection:
+        waiting = client.submit("sleep", b"60")
+        connection.sendall(f"GET /v1/tasks/{waiting.id}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        until(lambda: "mgpu_gateway_open_requests 2.0" in gateway.call("GET", "/metrics")[1], 10)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"y" * 300_000)
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(65_536) == b""
+        waiting.cancel()

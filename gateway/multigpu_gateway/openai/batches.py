@@ -68,6 +68,11 @@ class Record(msgspec.Struct):
     def expires_at(self) -> int:
         return self.created_at + WINDOW_S
 
+    @property
+    def expired(self) -> bool:
+        """Whether no more lines may run."""
+        return time.time() >= self.expires_at
+
     def name(self, line: int) -> str:
         """The request_id of a line's task; lines count from 1."""
         return f"{self.id}:{line}"
@@ -211,8 +216,10 @@ async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint:
 
 
 async def _submit(client: AsyncClient, record: Record, file: files.FileInfo) -> None:
-    """Submits the tasks of all lines; the master knows those that it has. A batch that was cancelled gets no more."""
-    if await _is_cancelled(client, record):
+    """Submits the tasks of all lines; the master knows those that it has. A batch that was cancelled or has expired
+    gets no more.
+    """
+    if record.expired or await _is_cancelled(client, record):
         return
     endpoint = ENDPOINTS[record.endpoint]
     deadline = datetime.fromtimestamp(record.expires_at, UTC)
@@ -271,12 +278,12 @@ async def _state(client: AsyncClient, record: Record) -> dict[str, Any]:
     missing = pending + counts.succeeded + failed < record.lines
     if counts.cancelled or (missing and await _is_cancelled(client, record)):
         status = "cancelling" if pending else "cancelled"
-    elif missing:
+    elif missing and not record.expired:
         status = "validating"
     elif pending:
         status = "in_progress"
     else:
-        status = "expired" if counts.expired else "completed"
+        status = "expired" if counts.expired or missing else "completed"
     ended = status in ENDED
     return {
         "id": record.id, "object": "batch", "endpoint": record.endpoint, "errors": None,
@@ -312,7 +319,7 @@ async def _written(client: AsyncClient, record: Record, *, errors: bool) -> Asyn
 
 
 async def _outcome(client: AsyncClient, name: str) -> Outcome | None:
-    """None: the task was never submitted, because its batch was cancelled before."""
+    """None: the task was never submitted, because its batch was cancelled or expired before."""
     try:
         return (await client.get(name)).outcome
     except NotFoundError:
@@ -322,10 +329,11 @@ async def _outcome(client: AsyncClient, name: str) -> Outcome | None:
 def _line_of(record: Record, endpoint: Endpoint, number: int, text: bytes, outcome: Outcome | None) -> bytes:
     line = _line.decode(text)
     response, error = None, None
-    if outcome is None or outcome.state is OutcomeState.CANCELLED:
-        error = {"code": "batch_cancelled", "message": "the batch was cancelled before this request ran"}
-    elif outcome.state is OutcomeState.EXPIRED:
+    state = outcome.state if outcome is not None else None
+    if state is OutcomeState.EXPIRED or (state is None and record.expired):
         error = {"code": "batch_expired", "message": "the batch expired before this request ran"}
+    elif outcome is None or state is OutcomeState.CANCELLED:
+        error = {"code": "batch_cancelled", "message": "the batch was cancelled before this request ran"}
     else:
         status = 200
         try:

@@ -1,14 +1,18 @@
 """Files and batches by OpenAI's own client: durable, whole, each line once."""
 
+import asyncio
 import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
+import multigpu
 import numpy as np
 import openai
 import pytest
+from multigpu_gateway.openai import batches, files
 
 from tests.fleet import Fleet, until
 from tests.gateway.conftest import GatewayProcess
@@ -196,3 +200,15 @@ def test_a_large_batch_survives_kills_of_everything(
     answers = written(patient, batch.output_file_id)
     assert [each["custom_id"] for each in answers] == [f"line-{number}" for number in range(count)]
     assert all(each["response"]["status_code"] == 200 for each in answers)
+
+
+async def test_a_batch_that_nobody_went_on_with_expires(client: openai.OpenAI, fleet: Fleet) -> None:
+    """Its gateway was killed while it submitted the lines, and nobody looked for a day."""
+    file_id = upload(client, [line(1)])
+    old = batches.Record("batch_old", file_id, EMBEDDINGS, "24h", int(time.time()) - batches.WINDOW_S - 1, 1)
+    async with multigpu.AsyncClient(fleet.address) as own:
+        await files.store(own, old.id, msgspec.json.encode(old), batches.QUEUE)
+    batch = await asyncio.to_thread(ended, client, old.id)
+    assert batch.status == "expired"
+    (error,) = await asyncio.to_thread(written, client, batch.error_file_id)
+    assert error["error"]["code"] == "batch_expired"
