@@ -3,14 +3,18 @@
 Long runs: `python -m tests.hostile --inputs 1000000`.
 """
 
+import asyncio
+import socket
 from collections.abc import Iterator
 from random import Random
 
+import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.hostile import run
+from tests.hostile.targets import master
 from tests.hostile.targets.base import Target
 from tests.hostile.targets.inputs import Maker
 
@@ -50,3 +54,25 @@ def test_random_messages(targets: dict[str, Target], seed: int, pick: int) -> No
 def test_every_target_still_works(targets: dict[str, Target]) -> None:
     for check in {target.check for target in targets.values()}:
         check()
+
+
+def test_a_call_of_a_loop_that_was_closed_is_no_fault_of_the_master() -> None:
+    """gRPC's one poller hands the end of such a call to the master's loop."""
+
+    async def call(address: str) -> grpc.aio.Channel:
+        channel = grpc.aio.insecure_channel(address)
+        unanswered = channel.unary_unary("/x/y")(b"", timeout=0.5)
+        waiting = asyncio.ensure_future(unanswered.wait_for_connection())
+        await asyncio.wait([waiting], timeout=0.2)
+        return channel
+
+    local = master.LocalMaster()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            closed = asyncio.new_event_loop()
+            _channel = closed.run_until_complete(call(f"127.0.0.1:{silent.getsockname()[1]}"))
+            closed.close()
+            local.loop.run_until_complete(asyncio.sleep(1))
+        assert local.faults == []
+    finally:
+        local.close()

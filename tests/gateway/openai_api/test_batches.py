@@ -170,6 +170,7 @@ def test_a_retry_with_the_same_key_is_the_same_batch(client: openai.OpenAI) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # three minutes on an idle host
 def test_a_large_batch_survives_kills_of_everything(
     gateway: GatewayProcess, client: openai.OpenAI, fleet: Fleet
 ) -> None:
