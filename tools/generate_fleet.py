@@ -45,6 +45,7 @@ MESSAGES = {
     "Token": "",
     "CreateTokenResponse": "NewToken",
     "GetStatsResponse": "Stats",
+    "HistoryPoint": "",
     "Candidate": "",
     "ExplainResponse": "Explanation",
     "CountResponse": "TaskCounts",

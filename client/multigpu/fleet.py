@@ -658,6 +658,9 @@ class Queue:
     # Waiting time of the oldest queued task. Absent: no task is queued.
     oldest_age_s: float | None
     limits: QueueLimits
+    # Tasks that ended and tasks that were submitted, per second, on average over the last minute.
+    end_rate: float
+    submit_rate: float
     proto: admin_service_pb2.Queue = field(repr=False, compare=False)
 
     @classmethod
@@ -671,6 +674,8 @@ class Queue:
             leased=message.leased,
             oldest_age_s=seconds_of(message.oldest_age) if message.HasField("oldest_age") else None,
             limits=QueueLimits.of(message.limits),
+            end_rate=message.end_rate,
+            submit_rate=message.submit_rate,
             proto=message,
         )
 
@@ -864,6 +869,47 @@ class Stats:
             breaker=Breaker.of(message.breaker),
             server_time=instant(message.server_time),
             worker_rejections=tuple(map(WorkerRejection.of, message.worker_rejections)),
+            proto=message,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryPoint:
+    """The fleet over 10 seconds."""
+
+    # When they ended.
+    end_time: datetime | None
+    # Tasks in it.
+    submitted: int
+    succeeded: int
+    # Ended in any other way.
+    unsuccessful: int
+    # At its end.
+    queued: int
+    leased: int
+    workers_active: int
+    # Means over the tasks that succeeded: from submit to dispatch, and on the engine. Absent: none did.
+    queue_duration_s: float | None
+    run_duration_s: float | None
+    # Sum over devices, and their mean utilization from 0 to 1, at its end. Absent: no device reports it.
+    power_watts: float | None
+    utilization: float | None
+    proto: admin_service_pb2.HistoryPoint = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, message: admin_service_pb2.HistoryPoint) -> HistoryPoint:
+        return cls(
+            end_time=instant(message.end_time),
+            submitted=message.submitted,
+            succeeded=message.succeeded,
+            unsuccessful=message.unsuccessful,
+            queued=message.queued,
+            leased=message.leased,
+            workers_active=message.workers_active,
+            queue_duration_s=seconds_of(message.queue_duration) if message.HasField("queue_duration") else None,
+            run_duration_s=seconds_of(message.run_duration) if message.HasField("run_duration") else None,
+            power_watts=message.power_watts if message.HasField("power_watts") else None,
+            utilization=message.utilization if message.HasField("utilization") else None,
             proto=message,
         )
 

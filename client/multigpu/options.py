@@ -144,6 +144,8 @@ class TaskFilter(TypedDict, total=False):
     # With a time zone.
     submitted_after: datetime
     submitted_before: datetime
+    # True: only tasks whose last attempt failed or was lost, and that wait to run again.
+    retrying: bool
 
 
 def filter_of(filters: TaskFilter) -> task_service_pb2.TaskFilter:

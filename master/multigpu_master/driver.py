@@ -28,7 +28,7 @@ from multigpu_master.journal.write_buffer import DURABLE_S, Journaling, tell
 from multigpu_master.payloads import messages as wire_large
 from multigpu_master.rpc.errors import CallError, ExhaustedError
 from multigpu_master.rpc.outbox import Outbox
-from multigpu_master.telemetry.latencies import Latencies
+from multigpu_master.telemetry.history import History
 from multigpu_master.telemetry.tracing import record_spans
 from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
@@ -117,7 +117,7 @@ class Driver:
         self._last_stream = 0
         # Ended tasks on their way to the disk, and the streams to tell when they are there.
         self._told_later: dict[int, list[int]] = {}
-        self.latencies: Latencies | None = None  # set while metrics are collected
+        self.history = History(core, now)
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
@@ -254,8 +254,7 @@ class Driver:
         self.journaling.begin_epoch(epoch, begun)
 
     def _settled(self, command: ev.Settled) -> None:
-        if self.latencies is not None:
-            self.latencies.observe(command.tasks)
+        self.history.observe(command.tasks)
         write, writable = self.outcomes.write, self.journaling.writable
         now: list[tuple[Task, Sequence[int], bytes | LargeBody]] = []
         durable: list[Ended] = []

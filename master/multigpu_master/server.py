@@ -230,6 +230,7 @@ class Master:
             port = listeners.open_port(self._server, config, self.certificates)
             self._metrics = MasterMetrics(driver, config, self._telemetry)
             self._metrics.start()
+            driver.history.start()
         except listeners.ListenError as error:
             raise SettingError(str(error)) from error
         except ConfigError as error:  # for example a port in use
@@ -295,4 +296,5 @@ class Master:
         except JournalError as error:
             self._die(str(error))
         self._metrics.stop()
+        self.driver.history.stop()
         log.info("master stopped")

@@ -1,6 +1,7 @@
 """AdminClient against a real fleet: every call changes or shows what its name says, and errors say what is wrong."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import multigpu
 import pytest
@@ -94,6 +95,28 @@ def test_tasks_are_listed_by_what_they_are(fleet: Fleet, admin: multigpu.AdminCl
     with pytest.raises(TypeError, match="there is no filter 'colour'"):
         admin.count(colour="red")  # type: ignore[call-arg]
     assert admin.cancel("one", "unheard of").unknown == ("unheard of",)
+
+
+def test_tasks_that_wait_to_run_again_are_listed(fleet: Fleet, admin: multigpu.AdminClient) -> None:
+    slow: Any = {"queue": "retried", "backoff_initial_s": 60.0, "backoff_max_s": 60.0}
+    with fleet.client() as client:
+        failing = client.submit("fail", b"", **slow)
+        waiting = client.submit("nobody has this kind", b"", queue="retried", wait_for_worker=True)
+        until(lambda: [task.task_id for task in admin.list_tasks(queue="retried", retrying=True)] == [failing.id])
+        assert admin.count(queue="retried", retrying=True).queued == 1
+        assert admin.count(queue="retried").queued == 2
+        assert list(admin.list_tasks(queue="retried", retrying=True, states=[multigpu.TaskState.LEASED])) == []
+        admin.cancel(failing.id, waiting.id)
+
+
+def test_a_queue_has_rates(fleet: Fleet, admin: multigpu.AdminClient) -> None:
+    with fleet.client() as client:
+        list(client.map("echo", [b"x"] * 20, queue="rated"))
+        held = client.submit("nobody has this kind", b"", queue="rated", wait_for_worker=True)
+    queue = until(lambda: next(each for each in admin.list_queues() if each.queue == "rated" and each.end_rate))
+    assert 0 < queue.end_rate < queue.submit_rate
+    assert isinstance(admin.history(), list)
+    admin.cancel(held.id)
 
 
 def test_stats_models_and_tokens(admin: multigpu.AdminClient) -> None:

@@ -12,6 +12,7 @@ from multigpu.fleet import (
     Breaker,
     DeleteResult,
     Explanation,
+    HistoryPoint,
     ModelEntry,
     NewToken,
     Queue,
@@ -41,6 +42,11 @@ class AsyncAdminClient(AsyncBaseClient):
     async def stats(self) -> Stats:
         """The master and its work."""
         return Stats.of(await self._core.admin("GetStats", admin.GetStatsRequest()))
+
+    async def history(self) -> list[HistoryPoint]:
+        """The fleet's last hour, in points of ten seconds, oldest first."""
+        response = await self._core.admin("GetHistory", admin.GetHistoryRequest())
+        return [HistoryPoint.of(each) for each in response.points]
 
     # Workers.
 

@@ -12,6 +12,7 @@ from multigpu.fleet import (
     Breaker,
     DeleteResult,
     Explanation,
+    HistoryPoint,
     ModelEntry,
     NewToken,
     Queue,
@@ -41,6 +42,11 @@ class AdminClient(BaseClient):
     def stats(self) -> Stats:
         """The master and its work."""
         return Stats.of(self._core.admin("GetStats", admin.GetStatsRequest()))
+
+    def history(self) -> list[HistoryPoint]:
+        """The fleet's last hour, in points of ten seconds, oldest first."""
+        response = self._core.admin("GetHistory", admin.GetHistoryRequest())
+        return [HistoryPoint.of(each) for each in response.points]
 
     # Workers.
 

@@ -60,6 +60,7 @@ class LocalTask:
             and wanted.worker_id in ("", message.worker_id)
             and (not wanted.HasField("submitted_after") or submitted_ns > wanted.submitted_after.ToNanoseconds())
             and (not wanted.HasField("submitted_before") or submitted_ns < wanted.submitted_before.ToNanoseconds())
+            and (not wanted.retrying or (message.state == task_pb2.TASK_STATE_QUEUED and message.attempts > 0))
         )
 
 

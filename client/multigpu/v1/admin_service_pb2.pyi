@@ -251,7 +251,7 @@ class SetStrategyResponse(_message.Message):
     def __init__(self, strategy: _Optional[str] = ...) -> None: ...
 
 class Queue(_message.Message):
-    __slots__ = ("queue", "paused", "strategy", "queued", "queued_bytes", "leased", "oldest_age", "limits")
+    __slots__ = ("queue", "paused", "strategy", "queued", "queued_bytes", "leased", "oldest_age", "limits", "end_rate", "submit_rate")
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,8 @@ class Queue(_message.Message):
     LEASED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_AGE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    END_RATE_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_RATE_FIELD_NUMBER: _ClassVar[int]
     queue: str
     paused: bool
     strategy: str
@@ -268,7 +270,9 @@ class Queue(_message.Message):
     leased: int
     oldest_age: _duration_pb2.Duration
     limits: QueueLimits
-    def __init__(self, queue: _Optional[str] = ..., paused: bool = ..., strategy: _Optional[str] = ..., queued: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., oldest_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., limits: _Optional[_Union[QueueLimits, _Mapping]] = ...) -> None: ...
+    end_rate: float
+    submit_rate: float
+    def __init__(self, queue: _Optional[str] = ..., paused: bool = ..., strategy: _Optional[str] = ..., queued: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., leased: _Optional[int] = ..., oldest_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., limits: _Optional[_Union[QueueLimits, _Mapping]] = ..., end_rate: _Optional[float] = ..., submit_rate: _Optional[float] = ...) -> None: ...
 
 class QueueLimits(_message.Message):
     __slots__ = ("tasks_max", "bytes_max")
@@ -541,6 +545,42 @@ class GetStatsResponse(_message.Message):
     server_time: _timestamp_pb2.Timestamp
     worker_rejections: _containers.RepeatedCompositeFieldContainer[WorkerRejection]
     def __init__(self, version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., requeued: _Optional[int] = ..., stale_reports: _Optional[int] = ..., workers_active: _Optional[int] = ..., workers_lost: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., journal_writable: bool = ..., memory_bytes: _Optional[int] = ..., strategy: _Optional[str] = ..., outcomes_retained: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., server_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., worker_rejections: _Optional[_Iterable[_Union[WorkerRejection, _Mapping]]] = ...) -> None: ...
+
+class GetHistoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetHistoryResponse(_message.Message):
+    __slots__ = ("points",)
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    points: _containers.RepeatedCompositeFieldContainer[HistoryPoint]
+    def __init__(self, points: _Optional[_Iterable[_Union[HistoryPoint, _Mapping]]] = ...) -> None: ...
+
+class HistoryPoint(_message.Message):
+    __slots__ = ("end_time", "submitted", "succeeded", "unsuccessful", "queued", "leased", "workers_active", "queue_duration", "run_duration", "power_watts", "utilization")
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    SUBMITTED_FIELD_NUMBER: _ClassVar[int]
+    SUCCEEDED_FIELD_NUMBER: _ClassVar[int]
+    UNSUCCESSFUL_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    RUN_DURATION_FIELD_NUMBER: _ClassVar[int]
+    POWER_WATTS_FIELD_NUMBER: _ClassVar[int]
+    UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    end_time: _timestamp_pb2.Timestamp
+    submitted: int
+    succeeded: int
+    unsuccessful: int
+    queued: int
+    leased: int
+    workers_active: int
+    queue_duration: _duration_pb2.Duration
+    run_duration: _duration_pb2.Duration
+    power_watts: float
+    utilization: float
+    def __init__(self, end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., unsuccessful: _Optional[int] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., workers_active: _Optional[int] = ..., queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., power_watts: _Optional[float] = ..., utilization: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("task_id",)

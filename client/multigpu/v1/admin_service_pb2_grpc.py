@@ -154,6 +154,11 @@ class AdminServiceStub(object):
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.GetHistory = channel.unary_unary(
+                '/multigpu.v1.AdminService/GetHistory',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetHistoryRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.GetHistoryResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/multigpu.v1.AdminService/Explain',
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ExplainRequest.SerializeToString,
@@ -331,6 +336,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetHistory(self, request, context):
+        """The fleet's last hour.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """Explains the state of a task.
         """
@@ -460,6 +472,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.GetStatsRequest.FromString,
                     response_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'GetHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHistory,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.GetHistoryRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetHistoryResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -1115,6 +1132,33 @@ class AdminService(object):
             '/multigpu.v1.AdminService/GetStats',
             multigpu_dot_v1_dot_admin__service__pb2.GetStatsRequest.SerializeToString,
             multigpu_dot_v1_dot_admin__service__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/GetHistory',
+            multigpu_dot_v1_dot_admin__service__pb2.GetHistoryRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.GetHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -132,7 +132,7 @@ class GetResponse(_message.Message):
     def __init__(self, task: _Optional[_Union[_task_pb2.Task, _Mapping]] = ...) -> None: ...
 
 class TaskFilter(_message.Message):
-    __slots__ = ("states", "outcomes", "queue", "kind", "model", "worker_id", "submitted_after", "submitted_before")
+    __slots__ = ("states", "outcomes", "queue", "kind", "model", "worker_id", "submitted_after", "submitted_before", "retrying")
     STATES_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +141,7 @@ class TaskFilter(_message.Message):
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SUBMITTED_AFTER_FIELD_NUMBER: _ClassVar[int]
     SUBMITTED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    RETRYING_FIELD_NUMBER: _ClassVar[int]
     states: _containers.RepeatedScalarFieldContainer[_task_pb2.TaskState]
     outcomes: _containers.RepeatedScalarFieldContainer[_task_pb2.OutcomeState]
     queue: str
@@ -149,7 +150,8 @@ class TaskFilter(_message.Message):
     worker_id: str
     submitted_after: _timestamp_pb2.Timestamp
     submitted_before: _timestamp_pb2.Timestamp
-    def __init__(self, states: _Optional[_Iterable[_Union[_task_pb2.TaskState, str]]] = ..., outcomes: _Optional[_Iterable[_Union[_task_pb2.OutcomeState, str]]] = ..., queue: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., worker_id: _Optional[str] = ..., submitted_after: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., submitted_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    retrying: bool
+    def __init__(self, states: _Optional[_Iterable[_Union[_task_pb2.TaskState, str]]] = ..., outcomes: _Optional[_Iterable[_Union[_task_pb2.OutcomeState, str]]] = ..., queue: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., worker_id: _Optional[str] = ..., submitted_after: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., submitted_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., retrying: bool = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ("filter", "page_size", "page_token")

@@ -102,6 +102,7 @@ class ListQuery(msgspec.Struct, forbid_unknown_fields=True):
     worker_id: str = ""
     submitted_after: Instant | None = None
     submitted_before: Instant | None = None
+    retrying: bool = False
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
     page_token: str = ""
 
@@ -110,7 +111,7 @@ class ListQuery(msgspec.Struct, forbid_unknown_fields=True):
         found: dict[str, Any] = {name: getattr(self, name) for name in ("queue", "kind", "model", "worker_id")}
         found |= {"states": _members("state", self.state, TaskState)}
         found |= {"outcomes": _members("outcome", self.outcome, OutcomeState)}
-        found |= {"submitted_after": self.submitted_after, "submitted_before": self.submitted_before}
+        found |= {name: getattr(self, name) for name in ("submitted_after", "submitted_before", "retrying")}
         filters: TaskFilter = {name: value for name, value in found.items() if value}  # type: ignore[assignment]
         return filters
 

@@ -100,7 +100,10 @@ class Filter:
             states = {task_pb2.TASK_STATE_SETTLED}
         self.outcomes = _known(m.outcomes, task_pb2.OutcomeState)
         self.live_states = states - {task_pb2.TASK_STATE_SETTLED} if states else {1, 2}
-        self.settled = not states or task_pb2.TASK_STATE_SETTLED in states
+        self.retrying = m.retrying
+        if m.retrying:
+            self.live_states &= {task_pb2.TASK_STATE_QUEUED}
+        self.settled = not m.retrying and (not states or task_pb2.TASK_STATE_SETTLED in states)
         self.queues = caller_queues()
         self.queue, self.kind, self.model, self.worker_id = m.queue, m.kind, m.model, m.worker_id
         self.after_s = seconds_of(m.submitted_after) if m.HasField("submitted_after") else 0.0
@@ -112,7 +115,7 @@ class Filter:
         if task.told is not None:
             if not self.settled or (self.outcomes and int(task.told.state) not in self.outcomes):
                 return False
-        elif task_state(task) not in self.live_states:
+        elif task_state(task) not in self.live_states or (self.retrying and not task.attempts):
             return False
         if self.worker_id:
             worker_id = outcome.worker_id if outcome is not None else ""

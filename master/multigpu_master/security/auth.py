@@ -43,6 +43,7 @@ ROLES_OF = {
     "AdminService/ListModels": _READERS,
     "AdminService/ListDeadLetters": _READERS,
     "AdminService/GetStats": _READERS,
+    "AdminService/GetHistory": _READERS,
     "AdminService/Explain": _READERS,
     "AdminService/ListTokens": _ADMINS,
     "ServerReflection/ServerReflectionInfo": _ANY,

@@ -56,7 +56,7 @@ class MasterMetrics:
             self._prometheus = serve_prometheus(self._listen, self._collect, self._tls)
             log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
         if self._otlp is not None or self._prometheus is not None:
-            self._driver.latencies = Latencies(self._driver.now())
+            self._driver.history.latencies = Latencies(self._driver.now())
             self._run()
 
     def stop(self) -> None:
@@ -119,8 +119,8 @@ def _metrics(driver: Driver) -> Iterator[Metric]:
     core, journal = driver.core, driver.journal
     yield from _of_tasks(core)
     yield from _of_fleet(core, driver.now())
-    if driver.latencies is not None:
-        yield from driver.latencies.metrics()
+    if (latencies := driver.history.latencies) is not None:
+        yield from latencies.metrics()
     yield metric("mgpu_journal_bytes", "Size of the journal on disk.", sample(journal.size_bytes()))
     writable = float(driver.journaling.writable)
     yield metric("mgpu_journal_writable", "1 if durable tasks can be accepted.", sample(writable))

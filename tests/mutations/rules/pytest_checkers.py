@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parents[2]
 # Checker -> files and tests.
 TESTS_OF = {
     "pytest": (
-        "core", "scenarios", "master/test_ids.py", "master/test_latencies.py", "master/test_wire_devices.py",
+        "core", "scenarios", "master/test_ids.py", "master/telemetry/test_latencies.py", "master/test_wire_devices.py",
         "master/test_wire_outcomes.py", "master/journal/test_journaling.py",
         "worker/session/test_session.py", "worker/session/test_batcher.py", "worker/device/test_health.py",
         "master/journal/test_journal_full.py::test_without_a_descriptor_it_rejects_and_goes_on",
@@ -22,7 +22,7 @@ TESTS_OF = {
     ),
     "batcher": ("worker/session/test_batcher.py",),
     "store": (
-        "master/test_driver.py", "master/test_clock.py", "master/test_latencies.py", "master/test_wire_devices.py",
+        "master/test_driver.py", "master/test_clock.py", "master/telemetry/test_latencies.py", "master/test_wire_devices.py",
         "master/test_wire_outcomes.py", "disk/test_damage.py",
         "master/journal/test_journal_expiry.py", "master/journal/test_shared_payloads.py",
         "master/journal/test_backup.py::test_no_master_starts_from_a_backup_that_was_broken_off",

@@ -188,6 +188,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             **{field: getattr(queue, field) for field in ("paused", "strategy", "queued", "queued_bytes", "leased")},
         )
         message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
+        message.end_rate, message.submit_rate = self._driver.history.rates(queue)
         if heads[name] < math.inf:
             message.oldest_age.CopyFrom(duration(max(0.0, self._driver.now() - heads[name])))
         return message
@@ -263,6 +264,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             # Last: the count above takes time.
             server_time=timestamp(time.time()),
         )
+
+    async def GetHistory(self, _request: Any, _context: Any) -> pb.GetHistoryResponse:
+        return pb.GetHistoryResponse(points=self._driver.history.points)
 
     async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
         found: Task | StoredOutcome | None = self._core.tasks.get(request.task_id)

@@ -1,0 +1,109 @@
+"""The fleet's last hour, in points of ten seconds, and the rates of queues over the last minute. Kept in memory."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from multigpu.v1 import admin_service_pb2 as pb
+
+from multigpu_master.core.model import OutcomeState, Queue, Task
+from multigpu_master.core.scheduler import Core
+from multigpu_master.telemetry.latencies import Latencies
+from multigpu_master.wire.times import duration, set_time
+
+INTERVAL_S = 10.0
+POINTS = 360
+RATE_INTERVALS = 6
+
+
+class History:
+    """Begins with `start`. `observe` gets tasks that settle; `now`: the master's clock."""
+
+    def __init__(self, core: Core, now: Callable[[], float]) -> None:
+        self._core = core
+        self._now = now
+        self.points: deque[pb.HistoryPoint] = deque(maxlen=POINTS)
+        self.latencies: Latencies | None = None  # set while metrics are collected
+        self._timer: asyncio.TimerHandle | None = None
+        self._begin_s = now()
+        # Of the interval under way.
+        self._counted = (0, 0, 0)
+        self._succeeded = 0
+        self._queue_s = self._run_s = 0.0
+        # Tasks that ended, by queue; at the ends of intervals, oldest first, also the tasks that were in it.
+        self._ended: dict[str, int] = {}
+        self._queues: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(maxlen=RATE_INTERVALS + 1)
+
+    def start(self) -> None:
+        self._begin_interval()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def observe(self, tasks: Sequence[Task]) -> None:
+        """Counts settled tasks."""
+        if self.latencies is not None:
+            self.latencies.observe(tasks)
+        ended = self._ended
+        for task in tasks:
+            queue = task.spec.queue
+            ended[queue] = ended.get(queue, 0) + 1
+            outcome = task.outcome
+            if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:
+                continue
+            if outcome.start_s >= self._begin_s:  # else its finish_s may be the worker's return to this master
+                self._succeeded += 1
+                self._queue_s += outcome.dispatch_s - task.submit_s
+                self._run_s += outcome.finish_s - outcome.start_s
+
+    def rates(self, queue: Queue) -> tuple[float, float]:
+        """Tasks per second that ended, and that were submitted, over the last minute."""
+        if not self._queues:
+            return 0.0, 0.0
+        begin_s, counts = self._queues[0]
+        ended_before, tasks_before = counts.get(queue.name, (0, 0))
+        ended = max(0, self._ended.get(queue.name, 0) - ended_before)
+        submitted = max(0, ended + queue.queued + queue.leased - tasks_before)
+        seconds = max(1.0, self._now() - begin_s)
+        return ended / seconds, submitted / seconds
+
+    def take(self) -> None:
+        """Ends an interval."""
+        core = self._core
+        point = pb.HistoryPoint(queued=core.unsettled - core.leased, leased=core.leased)
+        set_time(point.end_time, self._now())
+        point.submitted, point.succeeded, point.unsuccessful = (
+            now - before for now, before in zip(self._counts(), self._counted, strict=True)
+        )
+        if self._succeeded:
+            point.queue_duration.CopyFrom(duration(max(0.0, self._queue_s / self._succeeded)))
+            point.run_duration.CopyFrom(duration(max(0.0, self._run_s / self._succeeded)))
+        self._add_devices(point)
+        self.points.append(point)
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        self._counted = self._counts()
+        self._succeeded, self._queue_s, self._run_s = 0, 0.0, 0.0
+        queues = self._core.queues
+        self._ended = {name: self._ended.get(name, 0) for name in queues}
+        counts = {name: (self._ended[name], queue.queued + queue.leased) for name, queue in queues.items()}
+        self._queues.append((self._now(), counts))
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.take)
+
+    def _counts(self) -> tuple[int, int, int]:
+        c = self._core.counters
+        return c.submitted, c.succeeded, c.failed + c.cancelled + c.expired + c.dead_lettered
+
+    def _add_devices(self, point: pb.HistoryPoint) -> None:
+        """Several workers may report one device."""
+        connected = [worker for worker in self._core.fleet.workers.values() if worker.session]
+        point.workers_active = len(connected)
+        samples = {(worker.info.host, worker.info.device_id): worker.telemetry for worker in connected}.values()
+        power = [each.power_watts for each in samples if each.power_watts is not None]
+        used = [each.utilization for each in samples if each.utilization is not None]
+        if power:
+            point.power_watts = sum(power)
+        if used:
+            point.utilization = sum(used) / len(used)

@@ -1,0 +1,82 @@
+"""The fleet's last hour, and the rates of queues."""
+
+from dataclasses import replace
+
+import pytest
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Spec
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+from multigpu_master.telemetry.history import INTERVAL_S, POINTS, History
+
+from tests.core.stage import SPEC, Stage, lease_of, outcome_of
+
+NIGHT = replace(SPEC, queue="night")
+
+
+def settled(stage: Stage, history: History, spec: Spec, n: int) -> None:
+    """Tasks that waited for 1 s, and ran for 2."""
+    for task in stage.submit(n, spec):
+        stage.report(lease_of(task), after_s=0)
+        outcome = outcome_of(task)
+        outcome.dispatch_s = outcome.start_s = task.submit_s + 1
+        outcome.finish_s = task.submit_s + 3
+        history.observe([task])
+
+
+async def test_points_hold_what_happened_in_their_interval() -> None:
+    stage = Stage()
+    stage.worker()
+    history = History(stage.core, lambda: stage.now)
+    history.start()
+    settled(stage, history, SPEC, 3)
+    (left,) = stage.submit()
+    stage.now += INTERVAL_S
+    history.take()
+    stage.handle(ev.Cancel([left]))
+    stage.now += INTERVAL_S
+    history.take()
+    first, second = history.points
+    assert (first.submitted, first.succeeded, first.unsuccessful, first.queued, first.leased) == (4, 3, 0, 0, 1)
+    assert (first.queue_duration.seconds, first.run_duration.seconds) == (1, 2)
+    assert (second.submitted, second.succeeded, second.unsuccessful, second.leased) == (0, 0, 1, 0)
+    assert not second.HasField("run_duration")
+    assert second.end_time.ToSeconds() - first.end_time.ToSeconds() == INTERVAL_S
+    history.stop()
+
+
+async def test_an_hour_is_kept_and_rates_are_of_the_last_minute() -> None:
+    stage = Stage()
+    stage.worker()
+    history = History(stage.core, lambda: stage.now)
+    history.start()
+    for _ in range(POINTS + 5):
+        settled(stage, history, NIGHT, 5)
+        stage.now += INTERVAL_S
+        history.take()
+    assert len(history.points) == POINTS
+    night = stage.core.queues["night"]
+    assert history.rates(night) == pytest.approx((0.5, 0.5))
+    stage.submit(6, NIGHT)
+    stage.now += INTERVAL_S
+    history.take()
+    assert history.rates(night) == pytest.approx((25 / 60, 31 / 60))
+    for _ in range(6):
+        stage.now += INTERVAL_S
+        history.take()
+    assert history.rates(night) == (0.0, 0.0)
+    history.stop()
+
+
+async def test_workers_of_one_device_count_once() -> None:
+    stage = Stage()
+    for name in ("a", "b", "c"):
+        device = "GPU-2" if name == "c" else "GPU-1"
+        stage.join(WorkerInfo(worker_id=name, device_id=device, host="h", capabilities=(Capability(kind="run"),)))
+        session = stage.core.fleet.workers[name].session
+        stage.handle(ev.Heartbeat(session, [], 1 << 30, Telemetry(power_watts=100.0, utilization=0.5)))
+    history = History(stage.core, lambda: stage.now)
+    history.start()
+    history.take()
+    (point,) = history.points
+    assert (point.workers_active, point.power_watts, point.utilization) == (3, 200.0, 0.5)
+    history.stop()
