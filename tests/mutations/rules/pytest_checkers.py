@@ -22,7 +22,8 @@ TESTS_OF = {
     ),
     "batcher": ("worker/session/test_batcher.py",),
     "store": (
-        "master/test_driver.py", "master/test_clock.py", "master/telemetry/test_latencies.py", "master/test_wire_devices.py",
+        "master/test_driver.py", "master/test_clock.py", "master/telemetry/test_latencies.py",
+        "master/test_wire_devices.py",
         "master/test_wire_outcomes.py", "disk/test_damage.py",
         "master/journal/test_journal_expiry.py", "master/journal/test_shared_payloads.py",
         "master/journal/test_backup.py::test_no_master_starts_from_a_backup_that_was_broken_off",
