@@ -10,7 +10,7 @@ import structlog
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway import openai, rerank, rest, tei
+from multigpu_gateway import dashboard, openai, rerank, rest, tei
 from multigpu_gateway.clients import Clients
 from multigpu_gateway.errors import (
     INTERNAL,
@@ -32,7 +32,7 @@ HEALTH_TIMEOUT_S = 2.0
 # The status of a request whose caller hung up, for metrics: nginx' number.
 HUNG_UP = 499
 
-ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **rest.ROUTES, **tei.ROUTES}
+ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **rest.ROUTES, **tei.ROUTES, **dashboard.ROUTES}
 
 
 class Gateway:
@@ -77,7 +77,7 @@ class Gateway:
                 name, route = _route_of(request)
                 error_body = route.error_body
                 serve = _method_of(route, request)
-                async with self._clients.of(request.token) as connected:
+                async with self._clients.of(route.token_of(request)) as connected:
                     await serve(request, connected)
         except DisconnectedError:
             return name, HUNG_UP
@@ -111,6 +111,8 @@ class Gateway:
 def _route_of(request: Request) -> tuple[str, Route]:
     """The route and its path. HttpError: there is none."""
     path = request.path
+    if path == "/" and request.method in dashboard.HOME.methods:  # TEI has POST
+        return path, dashboard.HOME
     route = ROUTES.get(path)
     if route is None:
         path = next((at for at, each in ROUTES.items() if each.tree and path.startswith(f"{at}/")), "")

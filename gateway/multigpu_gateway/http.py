@@ -7,6 +7,7 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from http.cookies import CookieError, SimpleCookie
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import parse_qsl
@@ -55,6 +56,8 @@ class Request:
         self.path: str = scope["path"]
         self._query: bytes = scope["query_string"]
         self._headers: Headers = scope["headers"]
+        # Whether the connection is encrypted.
+        self.secure: bool = scope.get("scheme") == "https"
         self._receive = receive
         self._send = send
         self._body_bytes_max = body_bytes_max
@@ -86,6 +89,15 @@ class Request:
         if scheme.lower() != "bearer" or not token or not token.isascii() or not token.isprintable():
             raise HttpError(UNAUTHORIZED, "the header is to be `Authorization: Bearer TOKEN`", code="invalid_api_key")
         return token
+
+    def cookie(self, name: str) -> str:
+        """The value of a cookie; empty: there is none."""
+        found = SimpleCookie()
+        try:
+            found.load(self.header(b"cookie"))
+        except CookieError:
+            return ""
+        return found[name].value if name in found else ""
 
     async def body(self) -> bytes:
         """The whole body. HttpError: too large, too slow or compressed."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from multigpu_gateway.clients import Connected
@@ -16,8 +17,11 @@ ErrorBody = Callable[[HttpError], Any]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path. `methods`: what serves each method. `tree`: also what is below the path."""
+    """A path. `methods`: what serves each method. `tree`: also what is below the path. `token_of`: the caller's token;
+    empty: none.
+    """
 
     methods: Mapping[str, Serve]
     error_body: ErrorBody
     tree: bool = False
+    token_of: Callable[[Request], str] = attrgetter("token")

@@ -1,14 +1,17 @@
 """What becomes of a lease, and of its task: rules that the simulator meets too seldom to rely on."""
 
+from dataclasses import replace
+
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Energy, OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.model import Attempt, Energy, OutcomeState, Spec, Task, TaskError
 from multigpu_master.core.workers.info import Telemetry
 
 from tests.core.stage import (
     FAILED,
     OK,
     RETURNED,
+    SPEC,
     ReportState,
     Stage,
     held_lease,
@@ -176,3 +179,18 @@ def test_a_failure_reported_by_another_worker_does_not_end_a_lease() -> None:
     failure = ev.Failure(lease_of(task).lease_id, TaskError("ValueError", "false"))
     stage.handle(ev.Reports(stage.sessions, failures=[failure]))
     assert task.lease is not None
+
+
+def test_attempts_that_ran_before_are_kept() -> None:
+    """One for each that failed or was lost while it ran, with its times; at most 16."""
+    stage, task = leased(replace(SPEC, attempts_max=20, backoff_initial_s=0.0))
+    first = lease_of(task)
+    first.running, first.run_s = True, stage.now + 1
+    stage.fail(first, "OSError", after_s=3)
+    assert task.extra is not None
+    assert task.extra.attempts == (Attempt("w", 1000.0, 0.0, 1003.0, "OSError: no good"),)
+    for _ in range(17):
+        stage.handle(ev.Tick(), 1)
+        stage.fail(lease_of(task), after_s=1)
+    assert len(task.extra.attempts) == 16
+    assert {attempt.reason for attempt in task.extra.attempts} == {"ValueError: no good"}

@@ -178,7 +178,7 @@ class Stages(_message.Message):
     def __init__(self, submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dispatch_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "partial_content_types", "result_place", "energy")
+    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "partial_content_types", "result_place", "energy", "earlier_attempts")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class Outcome(_message.Message):
     PARTIAL_CONTENT_TYPES_FIELD_NUMBER: _ClassVar[int]
     RESULT_PLACE_FIELD_NUMBER: _ClassVar[int]
     ENERGY_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     task_id: int
     request_id: str
     state: OutcomeState
@@ -207,7 +208,22 @@ class Outcome(_message.Message):
     partial_content_types: _containers.RepeatedScalarFieldContainer[str]
     result_place: PayloadReference
     energy: Energy
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., partial_content_types: _Optional[_Iterable[str]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ..., energy: _Optional[_Union[Energy, _Mapping]] = ...) -> None: ...
+    earlier_attempts: _containers.RepeatedCompositeFieldContainer[Attempt]
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., partial_content_types: _Optional[_Iterable[str]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ..., energy: _Optional[_Union[Energy, _Mapping]] = ..., earlier_attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ...) -> None: ...
+
+class Attempt(_message.Message):
+    __slots__ = ("worker_id", "dispatch_time", "start_time", "end_time", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DISPATCH_TIME_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    dispatch_time: _timestamp_pb2.Timestamp
+    start_time: _timestamp_pb2.Timestamp
+    end_time: _timestamp_pb2.Timestamp
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., dispatch_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Energy(_message.Message):
     __slots__ = ("joules", "method", "uncertainty")
@@ -220,7 +236,7 @@ class Energy(_message.Message):
     def __init__(self, joules: _Optional[float] = ..., method: _Optional[_Union[EnergyMethod, str]] = ..., uncertainty: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("task_id", "request_id", "spec", "partition_key", "payload_bytes", "state", "submit_time", "attempts", "worker_id", "lease_id", "progress", "not_before", "last_error", "outcome")
+    __slots__ = ("task_id", "request_id", "spec", "partition_key", "payload_bytes", "state", "submit_time", "attempts", "worker_id", "lease_id", "progress", "not_before", "last_error", "outcome", "stages", "earlier_attempts")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +251,8 @@ class Task(_message.Message):
     NOT_BEFORE_FIELD_NUMBER: _ClassVar[int]
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     task_id: int
     request_id: str
     spec: TaskSpec
@@ -249,7 +267,9 @@ class Task(_message.Message):
     not_before: _timestamp_pb2.Timestamp
     last_error: TaskError
     outcome: Outcome
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., spec: _Optional[_Union[TaskSpec, _Mapping]] = ..., partition_key: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., state: _Optional[_Union[TaskState, str]] = ..., submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., not_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_error: _Optional[_Union[TaskError, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ...) -> None: ...
+    stages: Stages
+    earlier_attempts: _containers.RepeatedCompositeFieldContainer[Attempt]
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., spec: _Optional[_Union[TaskSpec, _Mapping]] = ..., partition_key: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., state: _Optional[_Union[TaskState, str]] = ..., submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., not_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_error: _Optional[_Union[TaskError, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., earlier_attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("fraction", "steps", "note")

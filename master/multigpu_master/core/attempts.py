@@ -10,7 +10,16 @@
 from collections.abc import Callable
 
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.model import (
+    ATTEMPTS_KEPT,
+    Attempt,
+    Lease,
+    Outcome,
+    OutcomeState,
+    Task,
+    TaskError,
+    Worker,
+)
 from multigpu_master.core.state import State
 from multigpu_master.core.timers import Due
 
@@ -18,6 +27,8 @@ from multigpu_master.core.timers import Due
 LOSSES_MAX = 16
 # Times that a device may fall sick while it runs a task, before the task is suspected of it.
 SICK_RETURNS_MAX = 2
+# Of the reason that is kept of an attempt.
+REASON_CHARS_MAX = 200
 # Why a lease is revoked that its worker did not begin within the run_timeout.
 NOT_BEGUN = "it was not begun in time"
 
@@ -40,6 +51,7 @@ class Attempts:
         extra = task.more()
         extra.last_error, extra.avoids = error, worker.device_key
         if error.retryable and task.attempts < task.spec.attempts_max + len(extra.forgiven) and not condemned:
+            self._record(lease, start_s, finish_s, f"{error.type}: {error.message}")
             self._requeue(task, now, self._backoff_s(task, task.attempts))
             return
         dispatch_s, start_s = lease.stages(start_s, finish_s)
@@ -62,6 +74,8 @@ class Attempts:
                 what = f"devices fell sick {extra.sick_returns} times while they ran this task"
                 self.failed(lease, TaskError("DeviceFellSick", what), lease.run_s, now, now)
                 return
+        if lease.running:
+            self._record(lease, lease.run_s, now, message)
         self._uncharge(lease)
         if sick:
             self._requeue(task, now, 0.0)
@@ -96,6 +110,14 @@ class Attempts:
             lease.task.more().avoids = lease.worker.worker_id
         self._requeue(lease.task, now, after_s)
         self.overdue(lease.task, now)
+
+    @staticmethod
+    def _record(lease: Lease, start_s: float, end_s: float, reason: str) -> None:
+        """Keeps the attempt, for display."""
+        dispatch_s, start_s = lease.stages(start_s, end_s)
+        attempt = Attempt(lease.worker.worker_id, dispatch_s, start_s, end_s, reason[:REASON_CHARS_MAX])
+        extra = lease.task.more()
+        extra.attempts = (*extra.attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _uncharge(self, lease: Lease) -> None:
         task = lease.task

@@ -96,6 +96,19 @@ class TaskError:
     traceback: str = ""
 
 
+ATTEMPTS_KEPT = 16
+
+
+class Attempt(NamedTuple):
+    """An attempt that ran, and did not end its task. `start_s` of 0.0 is unknown."""
+
+    worker_id: str
+    dispatch_s: float
+    start_s: float
+    end_s: float
+    reason: str
+
+
 @dataclass(slots=True)
 class Extra:
     """The fields of a task that most tasks do not need. Devices are named by their device_key."""
@@ -113,6 +126,7 @@ class Extra:
     avoids: str = ""  # device_key of its last failed attempt, or worker_id that its last lease was recalled from
     broke: tuple[str, ...] = ()  # devices believed healthy whose engine it broke
     forgiven: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
+    attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT that ran before
 
 
 class Energy(NamedTuple):

@@ -1,8 +1,11 @@
 """Outcomes and errors of tasks, and the frames that carry outcomes to clients."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from multigpu.v1 import task_pb2, task_service_pb2
 
-from multigpu_master.core.model import Outcome, Task, TaskError
+from multigpu_master.core.model import Attempt, Outcome, Task, TaskError
 from multigpu_master.journal.protocol import LargeBody
 from multigpu_master.payloads import messages as payload_messages
 from multigpu_master.wire.protobuf import tag, varint
@@ -49,6 +52,8 @@ class OutcomeWriter:
             own.partials.extend(task.extra.partials)
             if any(task.extra.partial_content_types):
                 own.partial_content_types.extend(task.extra.partial_content_types)
+        if task.extra is not None and task.extra.attempts:
+            fill_attempts(own.earlier_attempts, task.extra.attempts)
         if o.energy is not None:
             own.energy.joules, method, own.energy.uncertainty = o.energy
             own.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire
@@ -69,14 +74,27 @@ def _shared_part(task: Task, o: Outcome) -> task_pb2.Outcome:
     message.state = int(o.state)  # type: ignore[assignment]  # enums are ints on the wire
     if o.result:
         message.content_type = o.content_type
-    stages = message.stages
-    set_time(stages.submit_time, task.submit_s)
-    if o.dispatch_s:
-        set_time(stages.dispatch_time, o.dispatch_s)
-    if o.start_s:
-        set_time(stages.start_time, o.start_s)
-    set_time(stages.finish_time, o.finish_s)
+    fill_stages(message.stages, task.submit_s, o.dispatch_s, o.start_s)
+    set_time(message.stages.finish_time, o.finish_s)
     return message
+
+
+def fill_stages(message: task_pb2.Stages, submit_s: float, dispatch_s: float, start_s: float) -> None:
+    """0.0: the task has not reached that stage."""
+    set_time(message.submit_time, submit_s)
+    if dispatch_s:
+        set_time(message.dispatch_time, dispatch_s)
+    if start_s:
+        set_time(message.start_time, start_s)
+
+
+def fill_attempts(messages: Any, attempts: Iterable[Attempt]) -> None:
+    for attempt in attempts:
+        message = messages.add(worker_id=attempt.worker_id, reason=attempt.reason)
+        set_time(message.dispatch_time, attempt.dispatch_s)
+        if attempt.start_s:
+            set_time(message.start_time, attempt.start_s)
+        set_time(message.end_time, attempt.end_s)
 
 
 class RunFrame:

@@ -12,7 +12,7 @@ from multigpu_master.journal.protocol import LargeBody, SettleRecord, SubmitReco
 from multigpu_master.payloads import messages as payload_messages
 from multigpu_master.payloads.messages import Peer
 from multigpu_master.payloads.shared_files import BadReferenceError
-from multigpu_master.wire.outcomes import fill_error
+from multigpu_master.wire.outcomes import fill_attempts, fill_error, fill_stages
 from multigpu_master.wire.times import set_time, timestamp
 from multigpu_master.wire.validation import KEY_BYTES_MAX, NAME_BYTES_MAX
 
@@ -124,6 +124,7 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
         lease = task.lease
         message.worker_id = lease.worker.worker_id
         message.lease_id = lease.lease_id
+        fill_stages(message.stages, task.submit_s, *lease.stages(lease.run_s, now))
         if lease.fraction or lease.steps or lease.note:
             message.progress.fraction = lease.fraction
             message.progress.steps = lease.steps
@@ -135,6 +136,8 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
         set_time(message.not_before, extra.not_before_s)
     if extra is not None and extra.last_error is not None:
         fill_error(message.last_error, extra.last_error)
+    if extra is not None:
+        fill_attempts(message.earlier_attempts, extra.attempts)
     return message
 
 

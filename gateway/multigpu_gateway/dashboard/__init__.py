@@ -1,0 +1,29 @@
+"""The dashboard: HTML pages at / and below /ui, rendered here and refreshed by htmx. Without JavaScript they work too,
+except for charts and live updates.
+"""
+
+from multigpu_gateway.dashboard import dead_letters, device, fleet, models, queues, session, static, tasks
+from multigpu_gateway.dashboard.pages import page
+from multigpu_gateway.rest.errors import error_body
+from multigpu_gateway.routes import Route, Serve
+
+
+def _route(get: Serve | None = None, post: Serve | None = None, *, tree: bool = False) -> Route:
+    methods = {name: serve for name, serve in (("GET", get), ("HEAD", get), ("POST", post)) if serve is not None}
+    return Route(methods, error_body, tree=tree, token_of=session.token_of)
+
+
+# Of /, whose POST is TEI's.
+HOME = _route(page(fleet.show))
+ROUTES = {
+    "/ui/history": _route(fleet.history),
+    "/ui/devices": _route(page(device.show), page(device.change), tree=True),
+    "/ui/queues": _route(page(queues.show), page(queues.change)),
+    "/ui/tasks": _route(tasks.get, page(tasks.change), tree=True),
+    "/ui/dead-letters": _route(page(dead_letters.show), page(dead_letters.change)),
+    "/ui/models": _route(page(models.show), page(models.change)),
+    "/ui/breaker": _route(post=page(fleet.reset_breaker)),
+    "/ui/sign-in": _route(page(session.show), page(session.sign_in)),
+    "/ui/sign-out": _route(post=page(session.sign_out)),
+    "/ui/static": _route(static.serve, tree=True),
+}

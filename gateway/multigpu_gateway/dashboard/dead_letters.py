@@ -1,0 +1,48 @@
+"""Dead letters: tasks that failed every attempt, to run again or to delete, alone or all that match a filter."""
+
+from urllib.parse import urlencode
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.dashboard.filters import Filter, each_batch
+from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, task_id_of
+from multigpu_gateway.http import Request
+
+PATH = "/ui/dead-letters"
+DONE = {"requeue": "requeued", "delete": "deleted"}
+
+
+def _filter(fields: dict[str, str]) -> Filter:
+    return Filter.of({**fields, "state": "dead-lettered"})
+
+
+async def show(request: Request, connected: Connected) -> Page:
+    query = request.query
+    chosen = _filter(query)
+    wanted = chosen.for_master()
+    count = (await connected.client.count(**wanted)).dead_lettered
+    values = {"filter": chosen, "count": count}
+    if action := query.get("confirm"):
+        action_of({"action": action}, *DONE)
+        what = {"requeue": "Run {} again?", "delete": "Delete {} and their input for good?"}[action]
+        question = what.format(f"{count:,} dead letters")
+        return Page("confirm.html", {**values, "action": action, "question": question, "to": PATH}, live=False)
+    tasks, token = await connected.client.list_page(page_size=ROWS, page_token=query.get("page", ""), **wanted)
+    return Page("dead_letters.html", {**values, "tasks": tasks, "next_page": token})
+
+
+async def change(request: Request, connected: Connected) -> Redirect:
+    form = await form_of(request)
+    action = action_of(form, *DONE)
+
+    async def act(task_ids: list[int]) -> int:
+        if action == "requeue":
+            return len((await connected.admin.requeue_dead_letters(task_ids)).task_ids)
+        return (await connected.admin.delete_dead_letters(task_ids)).deleted
+
+    chosen = _filter(form)
+    if "task_id" in form:
+        n = await act([task_id_of(form["task_id"])])
+    else:
+        n = await each_batch(connected, chosen.for_master(), act)
+    back = {name: value for name, value in chosen.fields.items() if name != "state"}
+    return Redirect(f"{PATH}?{urlencode({**back, 'done': DONE[action], 'n': f'{n:,}'})}")

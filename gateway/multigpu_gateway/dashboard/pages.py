@@ -1,0 +1,184 @@
+"""What pages have in common: rendering, forms, errors, and the headers that keep other sites out."""
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+import jinja2
+
+from multigpu_gateway import VERSION
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.dashboard import text
+from multigpu_gateway.errors import BAD_REQUEST, FORBIDDEN, UNAUTHORIZED, HttpError, http_error
+from multigpu_gateway.http import Headers, Request
+from multigpu_gateway.routes import Serve
+
+SIGN_IN = "/ui/sign-in"
+COOKIE = "mgpu_token"
+HTML = b"text/html; charset=utf-8"
+SEE_OTHER = 303
+# Nothing is loaded from elsewhere, and no script but the files of /ui/static runs.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS: Headers = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+]
+NAVIGATION = {
+    "/": "Fleet",
+    "/ui/queues": "Queues",
+    "/ui/tasks": "Tasks",
+    "/ui/dead-letters": "Dead letters",
+    "/ui/models": "Models",
+}
+# What an action did, after the redirect to the page that shows it.
+DONE = {
+    "cancelled": "{n} tasks were cancelled.",
+    "requeued": "{n} dead letters run again.",
+    "deleted": "{n} dead letters were deleted.",
+    "submitted": "The task was submitted.",
+    "paused": "The queue is paused.",
+    "resumed": "The queue is served again.",
+    "loading": "The model is being loaded.",
+    "unloading": "The model is being unloaded.",
+    "cordoned": "The worker gets no new tasks.",
+    "draining": "The worker finishes its tasks and gets no new ones.",
+    "uncordoned": "The worker gets tasks again.",
+    "forgotten": "The worker was removed from the list.",
+    "breaker": "The circuit breaker was reset.",
+}
+ROWS = 50
+
+
+@dataclass
+class Page:
+    """A page to render. `live`: it is fetched again every two seconds."""
+
+    template: str
+    values: dict[str, Any] = field(default_factory=dict)
+    live: bool = True
+    status: int = 200
+    headers: Headers = field(default_factory=list)
+
+
+@dataclass
+class Redirect:
+    """To a path of the gateway."""
+
+    path: str
+    headers: Headers = field(default_factory=list)
+
+
+View = Callable[[Request, Connected], Awaitable[Page | Redirect]]
+
+_templates = jinja2.Environment(
+    loader=jinja2.PackageLoader(__package__),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+)
+_templates.filters |= {
+    "age": text.age, "duration": text.duration, "number": text.number, "percent": text.percent, "rate": text.rate,
+    "size": text.size, "time": text.time, "watts": text.watts,
+}  # fmt: skip
+_templates.globals |= {"navigation": NAVIGATION, "version": VERSION, "url": lambda path: quote(str(path), safe="")}
+
+
+def page(view: View) -> Serve:
+    """Serves a view. Its errors are pages too; without a valid token the caller is sent to sign in."""
+
+    async def serve(request: Request, connected: Connected) -> None:
+        try:
+            if request.method == "POST":
+                check_origin(request)
+            answer = await view(request, connected)
+        except Exception as error:  # noqa: BLE001  http_error re-raises what is not the caller's or the fleet's
+            failure = http_error(error)
+            if failure.status == UNAUTHORIZED:
+                target = here(request) if request.method == "GET" else "/"
+                answer = Redirect(f"{SIGN_IN}?{urlencode({'next': target})}")
+            else:
+                answer = Page("error.html", {"error": failure}, status=failure.status, headers=failure.headers)
+                answer.live = request.method == "GET"
+        await _send(request, answer)
+
+    return serve
+
+
+async def _send(request: Request, answer: Page | Redirect) -> None:
+    if isinstance(answer, Redirect):
+        # htmx would put the target's content into this page.
+        fetched = request.header(b"hx-request") == "true"
+        name, status = (b"hx-redirect", 200) if fetched else (b"location", SEE_OTHER)
+        await request.respond(status, b"", HTML, [*HEADERS, *answer.headers, (name, answer.path.encode())])
+        return
+    query = request.query
+    paused = query.get("live") == "off"
+    values = {
+        "path": request.path, "here": here(request), "query": defaultdict(str, query),
+        "token": bool(request.cookie(COOKIE)),
+        "done": DONE.get(query.get("done", ""), "").format(n=query.get("n", "")), "live": answer.live and not paused,
+        "may_pause": answer.live, "paused": paused, "with_query": lambda **fields: with_query(request, **fields),
+        **answer.values,
+    }  # fmt: skip
+    body = _templates.get_template(answer.template).render(values).encode("utf-8", "replace")
+    await request.respond(answer.status, body, HTML, [*HEADERS, *answer.headers])
+
+
+def here(request: Request) -> str:
+    """The path and query of the request, without what only its first answer shows."""
+    return with_query(request, done=None, n=None)
+
+
+def with_query(request: Request, **fields: object) -> str:
+    """The path and query of the request with other fields. None: without the field."""
+    query: dict[str, Any] = {**request.query, **fields}
+    given = {name: value for name, value in query.items() if value not in (None, "")}
+    return quote(request.path) + (f"?{urlencode(given)}" if given else "")
+
+
+def check_origin(request: Request) -> None:
+    """HttpError: the form is another site's, which may have found a signed-in browser.
+
+    Browsers send Sec-Fetch-Site, and older ones Origin: https://www.w3.org/TR/fetch-metadata/
+    """
+    site = request.header(b"sec-fetch-site")
+    origin = urlsplit(request.header(b"origin")).netloc
+    if site != "same-origin" and (site or not origin or origin != request.header(b"host")):
+        raise HttpError(FORBIDDEN, "this form is not of this dashboard: open the page again, and use its buttons")
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """The fields of a form. HttpError: the body is none."""
+    try:
+        return dict(parse_qsl((await request.body()).decode(), keep_blank_values=True, max_num_fields=100))
+    except ValueError as error:
+        raise HttpError(BAD_REQUEST, f"the form can't be read: {error}") from None
+
+
+def action_of(form: Mapping[str, str], *known: str) -> str:
+    """HttpError: the form asks for none of these actions."""
+    action = form.get("action", "")
+    if action not in known:
+        raise HttpError(BAD_REQUEST, f"there is no action {action!r}; there are {', '.join(known)}")
+    return action
+
+
+def task_id_of(text: str) -> int:
+    """HttpError: it is no task_id."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
+        raise HttpError(BAD_REQUEST, f"{text!r} is no task_id")
+    return int(text)
+
+
+def number_of(request: Request, name: str) -> int:
+    """A number of the query string, from 0 on; 0 if it is none."""
+    value = request.query.get(name, "")
+    return int(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 0

@@ -1,0 +1,39 @@
+"""Queues: how much waits, for how long, and when each will be empty."""
+
+from multigpu.fleet import Queue
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, number_of
+from multigpu_gateway.http import Request
+
+SORTS = {
+    "queue": lambda queue: queue.queue,
+    "queued": lambda queue: -queue.queued,
+    "oldest": lambda queue: -(queue.oldest_age_s or 0.0),
+    "ended": lambda queue: -queue.end_rate,
+}  # fmt: skip
+
+
+def drain_s(queue: Queue) -> float | None:
+    """When the queue will be empty at the last minute's pace. None: it has no pace, or grows."""
+    if not queue.queued + queue.leased:
+        return 0.0
+    return (queue.queued + queue.leased) / queue.end_rate if queue.end_rate else None
+
+
+async def show(request: Request, connected: Connected) -> Page:
+    sort = request.query.get("sort", "queued")
+    found = sorted(await connected.admin.list_queues(), key=lambda queue: queue.queue)
+    found.sort(key=SORTS.get(sort, SORTS["queued"]))
+    first = number_of(request, "from")
+    values = {"queues": found[first : first + ROWS], "total": len(found), "first": first, "rows": ROWS, "sort": sort}
+    return Page("queues.html", {**values, "drain_s": drain_s})
+
+
+async def change(request: Request, connected: Connected) -> Redirect:
+    form = await form_of(request)
+    if action_of(form, "pause", "resume") == "pause":
+        await connected.admin.pause_queue(form.get("queue", ""))
+        return Redirect("/ui/queues?done=paused")
+    await connected.admin.resume_queue(form.get("queue", ""))
+    return Redirect("/ui/queues?done=resumed")

@@ -1,0 +1,48 @@
+"""Signing in with a token of the master. The browser keeps it in a cookie that scripts and other sites can't use, so
+that any gateway serves the next page. The page that follows shows whether the master accepts it.
+"""
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.dashboard.pages import COOKIE, SIGN_IN, Page, Redirect, form_of
+from multigpu_gateway.errors import UNAUTHORIZED
+from multigpu_gateway.http import Headers, Request
+
+_TOKEN_CHARACTERS_MAX = 1000
+
+
+def token_of(request: Request) -> str:
+    """The caller's token; empty: none."""
+    return request.token or request.cookie(COOKIE)
+
+
+async def show(request: Request, _connected: Connected) -> Page:
+    refused = "The master refuses this token: it is unknown, was revoked or has expired."
+    return _page(request.query.get("next", ""), refused if request.cookie(COOKIE) else "")
+
+
+async def sign_in(request: Request, _connected: Connected) -> Page | Redirect:
+    form = await form_of(request)
+    token, target = form.get("token", "").strip(), form.get("next", "")
+    readable = token.isascii() and token.isprintable() and not set(token) & set(' ",;\\')
+    if not token or not readable or len(token) > _TOKEN_CHARACTERS_MAX:
+        return _page(target, "This is no token: one begins with mgpu_.", UNAUTHORIZED)
+    return Redirect(_local(target), _cookie(request, token))
+
+
+async def sign_out(request: Request, _connected: Connected) -> Redirect:
+    return Redirect(SIGN_IN, _cookie(request, ""))
+
+
+def _page(target: str, problem: str, status: int = 200) -> Page:
+    return Page("sign_in.html", {"next": target, "problem": problem}, live=False, status=status)
+
+
+def _local(target: str) -> str:
+    """Where to go after signing in: a page of this gateway."""
+    return target if target == "/" or target.startswith(("/?", "/ui/")) else "/"
+
+
+def _cookie(request: Request, token: str) -> Headers:
+    secure = "; Secure" if request.secure else ""
+    age = "" if token else "; Max-Age=0"
+    return [(b"set-cookie", f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict{secure}{age}".encode())]

@@ -1,0 +1,144 @@
+"""One task: its attempts on a time axis, why it is where it is, its output, and what can be done with it."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from multigpu._transport.times import instant
+from multigpu.fleet import Explanation, ModelState, Worker
+from multigpu.outcome import Outcome
+from multigpu.task import Task, TaskState
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.dashboard.pages import Page
+from multigpu_gateway.rest.values import data_fields
+
+TEXT_CHARACTERS_MAX = 20_000
+CANDIDATES_MAX = 20
+# The width of the time axis, in its own units.
+WIDTH = 1000
+AT_WORKER, LOADING = "at the worker", "loading its model"
+
+
+@dataclass
+class Bar:
+    """A part of the time axis. `kind`: waiting, at-worker or running."""
+
+    kind: str
+    stage: str
+    begin: float
+    width: float
+    seconds: float
+
+
+@dataclass
+class Row:
+    """An attempt. `number` of 0: the wait for the next one."""
+
+    number: int
+    worker_id: str
+    bars: list[Bar]
+    end: str
+
+
+async def show(connected: Connected, task_id: int) -> Page:
+    found = await connected.client.get(task_id)
+    explanation = await connected.admin.explain(task_id)
+    outcome = found.outcome
+    worker = None
+    if found.state is TaskState.LEASED:
+        workers = await connected.admin.list_workers()
+        worker = next((each for each in workers if each.worker_id == found.worker_id), None)
+    values: dict[str, Any] = {
+        "task": found, "outcome": outcome, "explanation": explanation, "rows": rows_of(found, worker),
+        "candidates": explanation.candidates[:CANDIDATES_MAX], "width": WIDTH,
+        "start_s": await _start_s(connected, explanation), "follow": outcome is None and bool(found.request_id),
+        "result": _text(outcome.result, outcome.content_type) if outcome is not None and outcome.succeeded else None,
+        "partials": _partials(outcome),
+    }  # fmt: skip
+    return Page("task.html", values, live=outcome is None)
+
+
+async def _start_s(connected: Connected, explanation: Explanation) -> float | None:
+    """When it will start, from the tasks before it and the pace of its queue in the last minute. None: unknown."""
+    if explanation.ahead is None:
+        return None
+    queue_name = explanation.task.message.spec.queue
+    queues = await connected.admin.list_queues()
+    rate = next((queue.end_rate for queue in queues if queue.queue == queue_name), 0.0)
+    return explanation.ahead / rate if rate else None
+
+
+def rows_of(task: Task, worker: Worker | None) -> list[Row]:
+    """A row for each attempt that is known, on one axis from the submit up to now or the end. `worker`: where the task
+    is leased.
+    """
+    outcome = task.outcome.message if task.outcome is not None else None
+    message = outcome or task.message
+    stages = message.stages
+    now = datetime.now(UTC)
+    submit = task.submit_time or now
+    end = instant(stages.finish_time) or now
+    axis = Axis(submit, end)
+    rows = []
+    before = submit
+    first = task.attempts - len(message.earlier_attempts)
+    for number, attempt in enumerate(message.earlier_attempts, max(1, first)):
+        until = instant(attempt.end_time) or now
+        bars = axis.bars(before, instant(attempt.dispatch_time), instant(attempt.start_time), until, AT_WORKER)
+        rows.append(Row(number, attempt.worker_id, bars, attempt.reason))
+        before = until
+    dispatch = instant(stages.dispatch_time)
+    bars = axis.bars(before, dispatch, instant(stages.start_time), end, LOADING if _loads(task, worker) else AT_WORKER)
+    worker_id = outcome.worker_id if outcome is not None else task.worker_id
+    word = task.outcome.state.name if task.outcome is not None else task.state.name
+    rows.append(Row(task.attempts if dispatch else 0, worker_id, bars, word.lower().replace("_", " ")))
+    return rows
+
+
+def _loads(task: Task, worker: Worker | None) -> bool:
+    """Whether the task's worker is loading its model."""
+    name = task.message.spec.model.partition(":")[0]
+    models = worker.models if worker is not None else ()
+    return any(each.state is ModelState.LOADING and each.model.partition(":")[0] == name for each in models)
+
+
+class Axis:
+    """Times as places between 0 and WIDTH."""
+
+    def __init__(self, begin: datetime, end: datetime) -> None:
+        self._begin = begin
+        self._seconds = max(1e-6, (end - begin).total_seconds())
+
+    def bars(
+        self, begin: datetime, dispatch: datetime | None, start: datetime | None, end: datetime, before_run: str
+    ) -> list[Bar]:
+        """The stages of an attempt; None: it has not reached that stage."""
+        parts = [("waiting", "waiting", begin, dispatch or end)]
+        if dispatch is not None:
+            parts.append(("at-worker", before_run, dispatch, start or end))
+        if start is not None:
+            parts.append(("running", "running", start, end))
+        return [self._bar(*part) for part in parts]
+
+    def _bar(self, kind: str, stage: str, begin: datetime, end: datetime) -> Bar:
+        seconds = max(0.0, (end - begin).total_seconds())
+        at = WIDTH * max(0.0, (begin - self._begin).total_seconds()) / self._seconds
+        return Bar(kind, stage, min(at, WIDTH - 1.0), max(1.0, WIDTH * seconds / self._seconds), seconds)
+
+
+def _partials(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    types = outcome.message.partial_content_types or [""] * len(outcome.message.partials)
+    return "\n".join(_text(*each) for each in zip(outcome.message.partials, types, strict=True))
+
+
+def _text(data: bytes, content_type: str) -> str:
+    """What a person can read of it."""
+    (value,) = data_fields("", [data], [content_type], repeated=False).values()
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    text = value if isinstance(value, str) else msgspec.json.format(msgspec.json.encode(value)).decode()
+    return text if len(text) <= TEXT_CHARACTERS_MAX else f"{text[:TEXT_CHARACTERS_MAX]} … ({len(text):,} characters)"

@@ -1,0 +1,88 @@
+"""Tasks: a filter and its pages, actions on all that match, and one task."""
+
+from typing import Any
+from urllib.parse import urlencode
+
+import msgspec
+from multigpu.errors import RejectedError
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.dashboard import task
+from multigpu_gateway.dashboard.filters import PERIODS, STATES, Filter, each_batch
+from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, page, task_id_of
+from multigpu_gateway.errors import BAD_REQUEST, HttpError, http_error
+from multigpu_gateway.http import Request
+from multigpu_gateway.rest.streams import task_events
+
+PATH = "/ui/tasks"
+CANCELLED = "cancelled in the dashboard"
+
+
+async def get(request: Request, connected: Connected) -> None:
+    """A page, or the events of a task as /v1/tasks/ID/events has them."""
+    below, _, last = request.path.removeprefix(f"{PATH}/").rpartition("/")
+    if below and last == "events":
+        await task_events(request, connected, task_id_of(below))
+    else:
+        await _page(request, connected)
+
+
+async def show(request: Request, connected: Connected) -> Page:
+    query = request.query
+    below = request.path.removeprefix(PATH).strip("/")
+    if below == "new":
+        return _form({}, None)
+    if below:
+        return await task.show(connected, task_id_of(below))
+    chosen = Filter.of(query)
+    wanted = chosen.for_master()
+    counts = await connected.client.count(**wanted)
+    values = {"filter": chosen, "counts": counts, "states": list(STATES), "periods": PERIODS}
+    if query.get("confirm"):
+        open_tasks = counts.queued + counts.leased
+        question = f"Cancel {open_tasks:,} tasks that have not ended?"
+        values |= {"action": "cancel", "question": question, "count": open_tasks, "to": PATH}
+        return Page("confirm.html", values, live=False)
+    tasks, token = await connected.client.list_page(page_size=ROWS, page_token=query.get("page", ""), **wanted)
+    return Page("tasks.html", {**values, "tasks": tasks, "next_page": token})
+
+
+_page = page(show)
+
+
+async def change(request: Request, connected: Connected) -> Page | Redirect:
+    form = await form_of(request)
+    action = action_of(form, "cancel", "submit")
+    if action == "submit":
+        return await _submit(form, connected)
+
+    async def cancel(task_ids: list[int]) -> int:
+        return len((await connected.client.cancel(*task_ids, reason=CANCELLED)).cancelled_task_ids)
+
+    if "task_id" in form:
+        task_id = task_id_of(form["task_id"])
+        n = await cancel([task_id])
+        return Redirect(f"{PATH}/{task_id}?{urlencode({'done': 'cancelled', 'n': n})}")
+    chosen = Filter.of(form)
+    wanted = chosen.for_master()
+    n = await each_batch(connected, wanted, cancel)
+    return Redirect(f"{PATH}?{urlencode({**chosen.fields, 'done': 'cancelled', 'n': f'{n:,}'})}")
+
+
+async def _submit(form: dict[str, str], connected: Connected) -> Page | Redirect:
+    """A task whose payload is a JSON value."""
+    given: Any = {name: form[name] for name in ("model", "queue") if form.get(name)}
+    try:
+        payload = msgspec.json.decode(form.get("payload", ""))
+        handle = await connected.client.submit(form.get("kind", ""), payload, **given)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return _form(form, HttpError(BAD_REQUEST, f"the payload is no JSON value: {error}"))
+    except RejectedError as error:
+        return _form(form, http_error(error))
+    return Redirect(f"{PATH}/{handle.id}?done=submitted")
+
+
+def _form(form: dict[str, str], error: HttpError | None) -> Page:
+    values = {"form": {"kind": "", "model": "", "queue": "", "payload": "", **form}}
+    problem, status = ("", 200) if error is None else (error.message, error.status)
+    return Page("submit.html", {**values, "problem": problem}, live=False, status=status)

@@ -1,0 +1,62 @@
+"""Values as people read them. Unknown ones are "-"."""
+
+from datetime import UTC, datetime
+
+UNKNOWN = "-"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def number(value: float | None) -> str:
+    """1234567 as "1,234,567"; fractions with three significant digits."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
+
+
+def rate(value: float | None) -> str:
+    """Per second."""
+    return UNKNOWN if value is None else f"{number(round(value, 2))}/s"
+
+
+def percent(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{100 * value:.0f} %"
+
+
+def watts(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f} W"
+
+
+def size(value: float | None) -> str:
+    """Bytes: "512 B", "1.5 MiB"."""
+    if value is None:
+        return UNKNOWN
+    power = 0
+    while value >= 1024 and power < len(_UNITS) - 1:
+        value, power = value / 1024, power + 1
+    return f"{value:.0f} {_UNITS[power]}" if not power or value >= 100 else f"{value:.1f} {_UNITS[power]}"
+
+
+def duration(seconds: float | None) -> str:
+    """As "12 ms", "3.4 s", "5 min 10 s", "2 h 5 min" or "3 d 4 h"."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.001 or seconds == 0 else "<1 ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for large, small, unit, part in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
+        if whole >= large:
+            rest = whole % large // small
+            return f"{whole // large} {unit} {rest} {part}" if rest else f"{whole // large} {unit}"
+    return f"{whole} s"
+
+
+def time(instant: datetime | None) -> str:
+    """In UTC."""
+    return UNKNOWN if instant is None else f"{instant.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def age(instant: datetime | None) -> str:
+    """The time since then."""
+    return UNKNOWN if instant is None else duration(max(0.0, (datetime.now(UTC) - instant).total_seconds()))
