@@ -69,7 +69,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --listen | --join | --credentials | --root)
-      [ $# -gt 1 ] && [ -n "$2" ] || fail "$1 needs a value"
+      [ -n "${2:-}" ] || fail "$1 needs a value"
       case "$1" in
         --listen) listen="$2" ;;
         --join) join="$2" ;;
@@ -109,7 +109,9 @@ if [ "$scope" = local ]; then
   . tools/deploy/local.sh
   local_main
 else
-  [ "$keep" = 0 ] && [ "$action" != stop ] && [ "${#up_arguments[@]}" = 0 ] || fail "--keep, --stop and -- are for --local"
+  if [ "$keep" != 0 ] || [ "$action" = stop ] || [ "${#up_arguments[@]}" != 0 ]; then
+    fail "--keep, --stop and -- are for --local"
+  fi
   # shellcheck source=tools/deploy/keys.sh
   . tools/deploy/keys.sh
   # shellcheck source=tools/deploy/services.sh

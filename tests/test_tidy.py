@@ -62,7 +62,7 @@ FORBIDDEN_TEXT = [
 TEXT = {".py", ".md", ".proto", ".toml", ".sh", ".service", ".txt", ".yaml", ".yml", ".js", ""}
 FOLDERS = (
     "client", "master", "worker", "protos", "tests", "tools", "benchmarks", "docs", "systemd", "examples",
-    ".ci", ".github",
+    "deploy", ".ci", ".github",
 )  # fmt: skip
 
 

@@ -55,8 +55,9 @@ services_deploy() {
 # run can be repeated.
 services_rollback() {
   local target link
-  target="$(readlink "$opt/previous")" && [ -x "$opt/$target/bin/python" ] ||
+  if ! target="$(readlink "$opt/previous")" || ! [ -x "$opt/$target/bin/python" ]; then
     fail "there is no former release in $opt to go back to: an --upgrade keeps the one that it replaces, and a --rollback uses it up"
+  fi
   release="$opt/$target"
   take_previous_choices
   [ -n "$join" ] || check_journal

@@ -1,13 +1,15 @@
 """Queries for tasks: live ones in the core and settled ones in the journal, merged."""
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core.model import OutcomeState, Task
+from multigpu_master.core.scheduler import Core
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome
 from multigpu_master.payloads.messages import outcome_lost
@@ -38,6 +40,18 @@ async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
             await asyncio.sleep(0)
             end_s = time.monotonic() + SLICE_S
         yield item
+
+
+async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float]:
+    """When the oldest queued task of each of these queues was submitted, in seconds since the epoch; without the queues
+    where nothing is queued. Other calls run meanwhile.
+    """
+    oldest: dict[str, float] = {}
+    async for resource_class in pausing(list(core.classes.by_key.values())):
+        name = resource_class.queue.name
+        if name in queues and (head := resource_class.head()) is not None:
+            oldest[name] = min(oldest.get(name, math.inf), head.submit_s)
+    return oldest
 
 
 def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:

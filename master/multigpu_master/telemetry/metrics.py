@@ -1,11 +1,12 @@
 """The master's metrics, for Prometheus and OTLP.
 
-A snapshot is taken once a second on the event loop, which owns the counters. Scrapes and exports get the last one.
+A snapshot is taken once a second on the event loop, which owns the counters. Scrapes and exports get the last one. The
+search for the oldest task of each queue pauses for other calls: a snapshot has the result of the last search.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import structlog
@@ -21,6 +22,7 @@ from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
+from multigpu_master.rpc.queries import oldest_submits
 from multigpu_master.telemetry.device_metrics import DeviceSnapshot, device_metrics, snapshots
 from multigpu_master.telemetry.latencies import Latencies
 
@@ -44,7 +46,8 @@ class MasterMetrics:
             self._tls = cert, key, ca
         self._last: tuple[Metric, ...] = ()
         self._devices: list[DeviceSnapshot] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._oldest: dict[str, float] = {}  # when the oldest queued task of each queue was submitted
+        self._running: asyncio.Task[None] | None = None
         self._prometheus: MetricsServer | None = None
         self._otlp: OtlpMetrics | None = None
 
@@ -57,31 +60,38 @@ class MasterMetrics:
             log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
         if self._otlp is not None or self._prometheus is not None:
             self._driver.history.latencies = Latencies(self._driver.now())
-            self._run()
+            self._take()
+            self._running = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._running is not None:
+            self._running.cancel()
             self._take()
         if self._otlp is not None:
             self._otlp.close()
         if self._prometheus is not None:
             self._prometheus.close()
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
+        core = self._driver.core
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                self._oldest = await oldest_submits(core, core.queues)
+                self._take()
+            except Exception:
+                log.exception("metrics were not taken")
+
+    def _take(self) -> None:
         if self._certificate is not None and self._certificate.changed() and self._tls is not None:
             assert self._prometheus is not None, "the endpoint is served over TLS"
             try:
                 self._prometheus.reload_certificate(self._tls[0], self._tls[1])
             except OSError as error:
                 log.warning("a new certificate is not used for metrics", certificate=self._tls[0], error=str(error))
-        self._take()
-        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._run)
-
-    def _take(self) -> None:
         self._devices = snapshots(self._driver.core.fleet.workers.values())
         certificate = self._certificate.metrics() if self._certificate is not None else ()
-        self._last = (*_metrics(self._driver), *certificate)
+        self._last = (*_metrics(self._driver, self._oldest), *certificate)
 
     def _collect(self, *, hardware: bool = False) -> Iterator[Metric]:
         """Runs on the scraper's thread, because a thousand devices have tens of thousands of samples."""
@@ -115,9 +125,15 @@ class _Certificate:
             yield metric("mgpu_certificate_expiry_timestamp_seconds", text, sample(self._expire_s))
 
 
-def _metrics(driver: Driver) -> Iterator[Metric]:
+def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
     core, journal = driver.core, driver.journal
     yield from _of_tasks(core)
+    ages = [
+        sample(max(0.0, driver.now() - oldest[q.name]), queue=q.name)
+        for q in core.queues.values()
+        if q.queued and q.name in oldest
+    ]
+    yield metric("mgpu_queue_oldest_age_seconds", "Waiting time of the oldest queued task.", *ages)
     yield from _of_fleet(core, driver.now())
     if (latencies := driver.history.latencies) is not None:
         yield from latencies.metrics()

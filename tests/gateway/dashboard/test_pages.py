@@ -166,7 +166,7 @@ def test_a_task_shows_its_attempts_its_error_and_why_it_waits(visitor: Visitor, 
     assert "dead lettered" in page.rows[3]
     (waiting,) = submit(client, "one", 1)
     page = visitor.page(f"/ui/tasks/{waiting}")
-    assert "no connected worker offers kind" in page.text
+    assert f"kind '{NOBODYS}'" in page.text
     assert "1 tasks were cancelled." in visitor.follow("/ui/tasks", action="cancel", task_id=waiting).text
     assert visitor.get("/ui/tasks/1")[0].status == 404
     assert visitor.get("/ui/tasks/abc")[0].status == 400

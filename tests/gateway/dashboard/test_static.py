@@ -23,8 +23,8 @@ def test_the_libraries_are_those_of_their_projects() -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
 def test_templates_need_no_evaluated_script_and_no_inline_style(template: Path) -> None:
-    """htmx evaluates hx-on, js: values and filters of triggers with `new Function`, which the policy forbids: they would
-    fail silently. Browsers ignore inline scripts and styles.
+    """htmx evaluates hx-on, js: values and filters of triggers with `new Function`, which the policy forbids: they
+    would fail silently. Browsers ignore inline scripts and styles.
     """
     text = template.read_text()
     assert not re.search(r"\bhx-on|\bjs:|javascript:|hx-vals|hx-live|hx-confirm", text)

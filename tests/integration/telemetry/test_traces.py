@@ -1,8 +1,10 @@
 """Traces from the client's submit to the result; metrics over Prometheus and OTLP."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,26 @@ def test_a_submitting_command_begins_a_trace(collector: Collector, traced: Fleet
     (began,) = [span for service, span in collector.spans_by_service() if service == "mgpuctl"]
     assert began.name == "mgpuctl submit"
     assert {span.trace_id for _, span in collector.spans_by_service()} == {began.trace_id}
+
+
+def test_the_age_of_a_queue_grows_until_nothing_waits_in_it(tmp_path: Path) -> None:
+    def age_s() -> float:
+        """0.0: no queue has one."""
+        found = re.search(r'^mgpu_queue_oldest_age_seconds\{queue="default"\} (\S+)$', scrape(fleet), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    with (
+        Fleet(tmp_path, workers=0, master_flags=["--metrics-listen", "127.0.0.1:0"]) as fleet,
+        fleet.client() as client,
+    ):
+        handle = client.submit("echo", b"x", wait_for_worker=True)
+        first_s = until(age_s, what="the age of the task")
+        time.sleep(1)
+        client.submit("echo", b"y", wait_for_worker=True)
+        until(lambda: age_s() >= first_s + 1, what="the same task, a second older")
+        fleet.start_worker("w")
+        handle.result(timeout=60)
+        until(lambda: not age_s(), what="an empty queue")
 
 
 def test_the_port_of_the_metrics_is_logged(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """AdminService: workers, strategies, queues, the circuit breaker and statistics."""
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from multigpu.v1 import admin_service_pb2 as pb
@@ -169,17 +167,8 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         found = {name for name, queue in self._core.queues.items() if not queue.idle}
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
         page, token = page_of(sorted(found if queues is None else queues & found), request)
-        heads = await self._heads(page)
+        heads = await queries.oldest_submits(self._core, page)
         return pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in page], next_page_token=token)
-
-    async def _heads(self, names: Sequence[str]) -> dict[str, float]:
-        """When the oldest queued task of each of these queues was submitted. Other calls run meanwhile."""
-        heads = dict.fromkeys(names, math.inf)
-        async for resource_class in queries.pausing(list(self._core.classes.by_key.values())):
-            name = resource_class.queue.name
-            if name in heads and (head := resource_class.head()) is not None:
-                heads[name] = min(heads[name], head.submit_s)
-        return heads
 
     def _queue(self, name: str, heads: dict[str, float]) -> pb.Queue:
         queue = self._core.queues.get(name) or Queue(name)
@@ -189,7 +178,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         )
         message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
         message.end_rate, message.submit_rate = self._driver.history.rates(queue)
-        if heads[name] < math.inf:
+        if name in heads:
             message.oldest_age.CopyFrom(duration(max(0.0, self._driver.now() - heads[name])))
         return message
 
@@ -210,7 +199,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         self._admit_queue(event.queue)
         self._driver.handle(event)
         await save(self._driver, queue_setting(self._core.queue(event.queue)))
-        return self._queue(event.queue, await self._heads([event.queue]))
+        return self._queue(event.queue, await queries.oldest_submits(self._core, [event.queue]))
 
     def _admit_queue(self, name: str) -> None:
         """INVALID_ARGUMENT: the name is not allowed. RESOURCE_EXHAUSTED: there are too many queues."""
