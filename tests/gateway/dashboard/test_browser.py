@@ -1,0 +1,209 @@
+"""The dashboard in Chromium: pages follow the fleet while tasks run and a worker is killed; charts, keyboard, axe-core."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import multigpu
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from multigpu.outcome import OutcomeState
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.fakes.gpus import SimulatedGpus
+from tests.fleet import Fleet, until
+from tests.gateway.conftest import GatewayProcess
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+# Updates come every two seconds.
+SOON_MS = 15_000
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
+    return SimulatedGpus(tmp_path_factory.mktemp("gpus") / "state", n=2)
+
+
+@pytest.fixture(scope="module")
+def fleet(gpus: SimulatedGpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two workers on simulated GPUs, and one on the CPU."""
+    folder = tmp_path_factory.mktemp("fleet")
+    with Fleet(folder, workers=0, env=gpus.env(), handlers=["trial_handlers"]) as running:
+        running.start_worker("gpu-0", "--device", "cuda:0")
+        running.start_worker("gpu-1", "--device", "cuda:1")
+        running.start_worker("cpu-0")
+        running.wait_for_workers()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(fleet: Fleet) -> Iterator[multigpu.Client]:
+    with fleet.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, gateway: GatewayProcess) -> Iterator[Page]:
+    """A tab, which may have no error in its console."""
+    context = browser.new_context(base_url=gateway.url, viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    yield page
+    context.close()
+    assert said == []
+
+
+def figure(page: Page, name: str) -> Any:
+    """The value beside a name."""
+    return page.locator(".figures div", has=page.get_by_text(name, exact=True)).locator("dd")
+
+
+def row(page: Page, name: str) -> Any:
+    return page.get_by_role("row", name=re.compile(rf"^{re.escape(name)} "))
+
+
+def test_pages_follow_the_fleet_while_a_worker_is_killed(page: Page, fleet: Fleet, client: multigpu.Client) -> None:
+    page.goto("/")
+    expect(figure(page, "Workers")).to_have_text("3 connected")
+    handles = client.submit_many("sleep", [b"60"] * 7, queue="killed")
+    until(lambda: fleet.stats().leased == 7)
+    expect(figure(page, "At workers")).to_have_text("7", timeout=SOON_MS)
+    page.goto("/ui/queues")
+    expect(row(page, "killed")).to_contain_text(re.compile(r"open\s+0"))
+    page.goto("/")
+    fleet.workers["cpu-0"].kill()
+    expect(row(page, "cpu-0")).to_contain_text("lost", timeout=SOON_MS)
+    expect(figure(page, "Workers")).to_have_text("2 connected, 1 lost")
+    stats = fleet.stats()
+    expect(figure(page, "Tasks waiting")).to_have_text(str(stats.queued))
+    expect(figure(page, "At workers")).to_have_text(str(stats.leased))
+    fleet.start_worker("cpu-0")
+    expect(row(page, "cpu-0")).not_to_contain_text("lost", timeout=SOON_MS)
+    client.cancel(*[handle.id for handle in handles if not isinstance(handle, multigpu.RejectedError)])
+    expect(figure(page, "At workers")).to_have_text("0", timeout=SOON_MS)
+
+
+def test_a_sick_gpu_is_shown_first_with_the_reason(page: Page, gpus: SimulatedGpus) -> None:
+    page.goto("/")
+    gpus.ecc(1, uncorrected=1)
+    gpus.xid(1, 48)
+    first = page.get_by_role("region", name="Workers", exact=True).get_by_role("row").nth(1)
+    expect(first).to_contain_text("sick", timeout=SOON_MS)
+    expect(first).to_contain_text("gpu-1")
+    expect(first).to_contain_text("xid-48")
+    first.get_by_role("link", name="gpu-1").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("gpu-1")
+    expect(page.locator(".reasons").first).to_contain_text("xid-48")
+    gpus.return_(1, reset=True)
+
+
+def test_partial_outputs_come_while_the_task_runs(page: Page, client: multigpu.Client) -> None:
+    parameters = {"count": "20", "seconds": "0.3"}
+    handle = client.submit("trial.stream", b"part", parameters=parameters, queue="live")
+    page.goto(f"/ui/tasks/{handle.id}")
+    expect(page.locator("#stream")).to_contain_text("part-2", timeout=SOON_MS)
+    assert not handle.done()
+    expect(page.locator("#stream")).to_contain_text("part-19", timeout=SOON_MS)
+    expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)
+    assert page.locator("#stream").inner_text().split() == [f"part-{n}" for n in range(20)]
+    expect(page.locator("svg rect.running")).to_have_count(1)
+
+
+def test_a_person_runs_a_dead_letter_again(page: Page, client: multigpu.Client) -> None:
+    handle = client.submit("fail", b"", queue="again", attempts_max=1)
+    assert handle.outcome().state is OutcomeState.DEAD_LETTERED
+    page.goto("/ui/dead-letters?queue=again")
+    page.get_by_role("link", name=re.compile("Run all of these again")).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Run 1 dead letters again?")
+    page.get_by_role("button", name="Yes, requeue 1").click()
+    expect(page.get_by_role("status").first).to_have_text("1 dead letters run again.")
+    page.goto("/ui/tasks/new")
+    page.get_by_label("Kind").fill("echo")
+    page.get_by_label("Payload").fill('{"a": 1}')
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("status").first).to_have_text("The task was submitted.")
+
+
+def test_charts_are_drawn_of_the_last_hour(page: Page, fleet: Fleet) -> None:
+    until(lambda: fleet.admin is not None)
+    page.goto("/")
+    expect(page.locator(".chart canvas")).to_have_count(5, timeout=SOON_MS)
+    page.wait_for_timeout(3_000)
+    expect(page.locator(".chart canvas")).to_have_count(5)  # an update leaves them alone
+
+
+def test_an_update_keeps_the_focus_and_can_be_paused(page: Page, client: multigpu.Client) -> None:
+    handle = client.submit("nobody has this kind", b"", queue="focus", wait_for_worker=True)
+    page.goto("/ui/queues")
+    button = row(page, "focus").get_by_role("button", name="Pause")
+    button.focus()
+    handle.cancel()
+    client.submit("nobody has this kind", b"", queue="focus2", wait_for_worker=True)
+    expect(row(page, "focus2")).to_be_visible(timeout=SOON_MS)
+    assert page.evaluate("document.activeElement.tagName") == "BUTTON"
+    page.get_by_role("link", name="Pause updates").click()
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.wait_for_timeout(3_000)
+    assert requests == []
+    expect(page.get_by_role("link", name="Resume updates")).to_be_visible()
+
+
+def test_the_keyboard_alone_is_enough(page: Page) -> None:
+    page.goto("/")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="To the content")).to_be_focused()
+    for _ in range(2):
+        page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Queues")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Queues")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(
+    browser: Browser, gateway: GatewayProcess, fleet: Fleet, client: multigpu.Client, scheme: Any
+) -> None:
+    """On a desktop and on a phone, whose page is not wider than the screen."""
+    failed = client.submit("fail", b"", queue="axe", attempts_max=1)
+    failed.outcome()
+    client.submit("nobody has this kind", b"", queue="axe", wait_for_worker=True)
+    paths = [
+        "/", "/ui/queues", "/ui/tasks", "/ui/dead-letters", "/ui/models", "/ui/devices/gpu-0", "/ui/tasks/new",
+        "/ui/sign-in", "/ui/devices/none", f"/ui/tasks/{failed.id}", "/ui/tasks?queue=axe&confirm=cancel",
+    ]  # fmt: skip
+    for width in (1280, 375):
+        context = browser.new_context(
+            base_url=gateway.url, color_scheme=scheme, viewport={"width": width, "height": 800}
+        )
+        page = context.new_page()
+        for path in paths:
+            page.goto(path)
+            found = Axe().run(page).response["violations"]
+            serious = [
+                (each["id"], [node["html"] for node in each["nodes"]])
+                for each in found
+                if each["impact"] in ("serious", "critical")
+            ]
+            assert serious == [], path
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+        context.close()
