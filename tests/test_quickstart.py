@@ -84,6 +84,8 @@ class Newcomer:
             "127.0.0.1:0",
             "--http",
             "127.0.0.1:0",
+            "--grpc",
+            "127.0.0.1:0",
             "--data-dir",
             str(self.folder / "journal"),
             "--ready-file",

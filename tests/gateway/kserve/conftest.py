@@ -1,4 +1,4 @@
-"""A fleet with an ONNX model of tensors, real weights to embed, and random ones to generate; Triton's client before it."""
+"""A fleet with an ONNX model of tensors, real weights to embed and random ones to generate, and Triton's client."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from multigpu import Client
+from multigpu import AdminClient, Client, OutcomeState
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -30,6 +30,11 @@ def texts(*values: str) -> Any:
 
 def scale_inputs() -> list[Any]:
     return [tensor("x", X), tensor("counts", COUNTS)]
+
+
+def running(fleet: Fleet) -> int:
+    """Leases of all workers."""
+    return sum(worker.leases for worker in fleet.list_workers())
 
 
 def failure(client: Any, *args: Any, **options: Any) -> tuple[str, str]:
@@ -81,18 +86,22 @@ def test_texts_are_those_of_the_sdk(client: Any, fleet: Fleet) -> None:
 
 
 def test_wrong_inputs_are_named(client: Any) -> None:
-    wrong = {
+    for why, inputs in {
         "the input 'counts' is missing": [tensor("x", X)],
         "the model has no input 'z'": [*scale_inputs(), tensor("z", X)],
         "the input 'x' has type float64 and shape [2, 3]": [tensor("x", X.astype(float)), tensor("counts", COUNTS)],
         "the input 'x' has type float32 and shape [2, 2]": [tensor("x", X[:, :2]), tensor("counts", COUNTS)],
         "the model scale takes x FP32 [-1, 3], counts INT64 [-1, 1]": [tensor("text", texts("a"))],
-        "the tensor 'text_input': it is missing": [tensor("other", texts("a"))],
-    }
-    for why, inputs in wrong.items():
+        "the tensor 'other': the model has no such input": [tensor("other", texts("a"))],
+    }.items():
         code, text = failure(client, "scale", inputs)
-        assert code == "INVALID_ARGUMENT", text
-        assert why in text or why.startswith("the tensor"), text
+        assert (code, why in text) == ("INVALID_ARGUMENT", True), text
+    code, text = failure(client, MODEL, [tensor("x", X)])
+    assert (code, text) == ("INVALID_ARGUMENT", f"the model {MODEL} takes text BYTES [-1]")
+    sampling = tensor("sampling_parameters", texts("{}"))
+    assert failure(client, "tiny", [sampling]) == ("INVALID_ARGUMENT", "the tensor 'text_input': it is missing")
+    code, text = failure(client, MODEL, [tensor("text", np.array([[b"a"]], dtype=object))])
+    assert (code, "it is BYTES [1, 1], and the model takes BYTES [-1]" in text) == ("INVALID_ARGUMENT", True)
     code, text = failure(client, "scale", scale_inputs(), outputs=[triton.InferRequestedOutput("w")])
     assert (code, "the model has no output 'w'" in text) == ("INVALID_ARGUMENT", True)
     code, text = failure(client, MODEL, [tensor("text", texts("a"))], outputs=[triton.InferRequestedOutput("w")])
@@ -169,20 +178,24 @@ def test_wrong_sampling_is_named(client: Any) -> None:
 def test_a_call_that_is_cancelled_cancels_its_task(client: Any, fleet: Fleet) -> None:
     answered: list[Any] = []
     inputs = [tensor("text_input", texts("once"))]
-    with Client(fleet.address) as direct:
+    with AdminClient(fleet.address) as admin, Client(fleet.address) as direct:
+        admin.pause_queue("left")
         call = client.async_infer(
-            "tiny",
-            inputs,
-            callback=lambda result, error: answered.append(error),
-            parameters={"max_tokens": 1900},
-            headers={"x-multigpu-queue": "left"},
+            "tiny", inputs, callback=lambda result, error: answered.append(error), headers={"x-multigpu-queue": "left"}
         )
-        (task,) = until(lambda: list(direct.list_tasks(queue="left")), 30)
+        (task,) = until(lambda: list(admin.list_tasks(queue="left")), 30)
         call.cancel()
-        until(lambda: not list(direct.list_tasks(queue="left")), 20)
-        assert until(lambda: answered, 20)
-        assert direct.count(queue="left").leased == 0
-    assert task.kind == "generate" if hasattr(task, "kind") else True
+        (error,) = until(lambda: answered, 20)
+        assert error.status() == "StatusCode.CANCELLED"
+        assert until(lambda: direct.get(task.task_id).outcome, 20).state is OutcomeState.CANCELLED
+
+
+def test_a_call_that_is_cancelled_frees_its_worker(client: Any, fleet: Fleet) -> None:
+    inputs = [tensor("text_input", texts("once"))]
+    call = client.async_infer("tiny", inputs, callback=lambda result, error: None, parameters={"max_tokens": 1900})
+    until(lambda: running(fleet), 30)
+    call.cancel()
+    until(lambda: not running(fleet), 1)
 
 
 def test_a_deadline_ends_the_call(client: Any) -> None:
@@ -202,10 +215,20 @@ def test_a_call_goes_on_after_its_worker_died(client: Any, fleet: Fleet, gateway
     client.async_infer(
         "tiny", inputs, callback=lambda result, error: answered.append(error or result), parameters=sampling
     )
-    with Client(fleet.address) as direct:
-        (task,) = until(lambda: [t for t in direct.list_tasks() if t.worker_id], 30)
-        fleet.workers[task.worker_id].kill()
-        fleet.start_worker(task.worker_id)
-        (result,) = until(lambda: answered, 60)
-        assert result.as_numpy("text_output")[0] == whole
-        fleet.wait_for_workers(*fleet.workers)
+    until(lambda: running(fleet), 30)
+    (busy,) = [worker.worker_id for worker in fleet.list_workers() if worker.leases]
+    fleet.workers[busy].kill()
+    fleet.start_worker(busy)
+    (result,) = until(lambda: answered, 60)
+    assert result.as_numpy("text_output")[0] == whole
+    fleet.wait_for_workers(*fleet.workers)
+
+
+def test_a_full_queue_is_resource_exhausted(client: Any, fleet: Fleet) -> None:
+    with AdminClient(fleet.address) as admin, Client(fleet.address) as direct:
+        admin.pause_queue("small")
+        admin.set_queue_limits("small", tasks_max=1)
+        handle = direct.submit("echo", b"", queue="small")
+        code, text = failure(client, "scale", scale_inputs(), headers={"x-multigpu-queue": "small"})
+        assert (code, "holds its limit of 1 tasks" in text) == ("RESOURCE_EXHAUSTED", True)
+        handle.cancel()
