@@ -34,7 +34,7 @@ def code_of(call: Any, *args: Any, **options: Any) -> str:
     try:
         call(*args, **options)
     except InferenceServerException as error:
-        return error.status().removeprefix("StatusCode.")
+        return str(error.status()).removeprefix("StatusCode.")
     return "OK"
 
 

@@ -21,7 +21,8 @@ def rejected(call: Any, *args: Any, **options: Any) -> tuple[str, str]:
 
 
 def state_of(client: Any, name: str) -> str:
-    return {each.name: each.state for each in client.get_model_repository_index().models}[name]
+    states: dict[str, str] = {each.name: each.state for each in client.get_model_repository_index().models}
+    return states[name]
 
 
 def test_the_server(client: Any) -> None:
