@@ -169,7 +169,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_tiny_llama(Path(folder), context=1024, endless=True)
         with Fleet(2, worker_flags=("--models", f"tiny={folder}")) as fleet:
-            argv = [sys.executable, "-m", "multigpu_gateway.main", "--master", fleet.address, "--http", "127.0.0.1:0"]
+            argv = [sys.executable, "-m", "multigpu_gateway.main", "--master", fleet.address]
+            argv += ["--http", "127.0.0.1:0", "--grpc", ""]
             gateway = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
             try:
                 assert gateway.stderr is not None

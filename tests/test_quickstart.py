@@ -84,6 +84,8 @@ class Newcomer:
             "127.0.0.1:0",
             "--http",
             "127.0.0.1:0",
+            "--grpc",
+            "127.0.0.1:0",
             "--data-dir",
             str(self.folder / "journal"),
             "--ready-file",
@@ -98,8 +100,10 @@ class Newcomer:
             assert up.stdout is not None
             line = up.stdout.readline().strip()
             address = line.split()[2].rstrip(",")
-            http = line.rpartition("/")[2]
-            assert f"`{line.replace(address, '127.0.0.1:7433').replace(http, '127.0.0.1:8000')}`" in PAGE
+            http, grpc = line.partition("http://")[2].split(", gRPC at ")
+            for own, default in ((address, "127.0.0.1:7433"), (http, "127.0.0.1:8000"), (grpc, "127.0.0.1:8001")):
+                line = line.replace(own, default)
+            assert f"`{line}`" in PAGE
             self.env["MGPU_MASTER"] = address
             yield
         finally:

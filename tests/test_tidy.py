@@ -68,7 +68,8 @@ FOLDERS = (
 
 def product_sources() -> Iterator[Path]:
     for package in PACKAGES.values():
-        yield from (path for path in sorted(package.rglob("*.py")) if GENERATED not in path.parents)
+        paths = sorted(package.rglob("*.py"))
+        yield from (path for path in paths if GENERATED not in path.parents and not path.stem.endswith("_pb2"))
 
 
 def sources() -> Iterator[Path]:

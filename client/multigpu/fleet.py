@@ -354,6 +354,30 @@ class MpsStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """What a model declares about one of its inputs or outputs."""
+
+    name: str
+    # As in Tensor.dtype. Empty: the model declares neither type nor shape.
+    dtype: str
+    # -1: any size.
+    shape: tuple[int, ...]
+    # An input that may be left out.
+    optional: bool
+    proto: model_pb2.TensorSpec = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, message: model_pb2.TensorSpec) -> TensorSpec:
+        return cls(
+            name=message.name,
+            dtype=message.dtype,
+            shape=tuple(message.shape),
+            optional=message.optional,
+            proto=message,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A version of a model in a worker's repository."""
 
@@ -386,6 +410,10 @@ class Model:
     error: str
     # Estimate from its files, if memory_bytes is 0. 0: unknown.
     expected_memory_bytes: int
+    # Inputs and outputs of a model of kind "infer", known once it has been loaded here, also before a restart of the
+    # worker. Empty: not known yet. A model may declare its inputs alone.
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     proto: model_pb2.Model = field(repr=False, compare=False)
 
     @classmethod
@@ -406,6 +434,8 @@ class Model:
             facts=dict(message.facts),
             error=message.error,
             expected_memory_bytes=message.expected_memory_bytes,
+            inputs=tuple(map(TensorSpec.of, message.inputs)),
+            outputs=tuple(map(TensorSpec.of, message.outputs)),
             proto=message,
         )
 

@@ -28,7 +28,6 @@ from multigpu_gateway.routes import ErrorBody, Route, Serve
 log = structlog.get_logger()
 
 HEALTH, METRICS = "/health", "/metrics"
-HEALTH_TIMEOUT_S = 2.0
 # The status of a request whose caller hung up, for metrics: nginx' number.
 HUNG_UP = 499
 
@@ -40,16 +39,16 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._clients = Clients(config)
-        self._metrics = Metrics()
+        self.clients = Clients(config)
+        self.metrics = Metrics()
 
     async def close(self) -> None:
-        await self._clients.close()
+        await self.clients.close()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "no other protocol is configured"
         begun_at = time.perf_counter()
-        self._metrics.begun()
+        self.metrics.begun()
         limits: Any = {"body_bytes_max": self._config.body_bytes_max, "timeout_s": self._config.request_timeout_s}
         request = Request(scope, receive, send, **limits)
         name, status = "other", HUNG_UP
@@ -60,7 +59,7 @@ class Gateway:
                 stopping = HttpError(UNAVAILABLE, "the gateway is stopping: send it again", retry_s=1.0)
                 status = await self._fail(request, stopping, openai.error_body)
         finally:
-            self._metrics.ended(name, status, time.perf_counter() - begun_at)
+            self.metrics.ended(name, status, time.perf_counter() - begun_at)
 
     async def _answer(self, request: Request) -> tuple[str, int]:
         """Returns the route's name and the status, for metrics."""
@@ -72,12 +71,12 @@ class Gateway:
                 await self._health(request)
             elif request.path == METRICS:
                 name = METRICS
-                await request.respond(200, self._metrics.text(), b"text/plain; version=1.0.0; charset=utf-8")
+                await request.respond(200, self.metrics.text(), b"text/plain; version=1.0.0; charset=utf-8")
             else:
                 name, route = _route_of(request)
                 error_body = route.error_body
                 serve = _method_of(route, request)
-                async with self._clients.of(route.token_of(request)) as connected:
+                async with self.clients.of(route.token_of(request)) as connected:
                     await serve(request, connected)
         except DisconnectedError:
             return name, HUNG_UP
@@ -98,13 +97,10 @@ class Gateway:
 
     async def _health(self, request: Request) -> None:
         """200: the master answers. Needs no token."""
-        async with self._clients.of("") as connected:
-            try:
-                await connected.client.count(timeout=HEALTH_TIMEOUT_S)
-            except errors.AccessError:
-                pass  # it answers, and wants a token
-            except errors.MultigpuError as error:
-                raise HttpError(UNAVAILABLE, str(error), code="master_unavailable", retry_s=1.0) from error
+        try:
+            await self.clients.check_master()
+        except errors.MultigpuError as error:
+            raise HttpError(UNAVAILABLE, str(error), code="master_unavailable", retry_s=1.0) from error
         await request.respond(200, b'{"status":"ok"}')
 
 

@@ -9,11 +9,12 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
-from multigpu import AsyncAdminClient, AsyncClient
+from multigpu import AsyncAdminClient, AsyncClient, errors
 from multigpu.config.config import GatewayConfig
 
 # Connections that are kept for tokens that nobody uses at the moment.
 IDLE_MAX = 256
+CHECK_TIMEOUT_S = 2.0
 # Tasks and bytes of one caller's token under way at once: the master's limits come first.
 TASKS_MAX, BYTES_MAX = 1_000_000, 1 << 30
 
@@ -55,6 +56,13 @@ class Clients:
         finally:
             found.users -= 1
             self._close_unused()
+
+    async def check_master(self) -> None:
+        """Needs no token. MultigpuError: the master does not answer."""
+        # A master that wants a token answers, too.
+        async with self.of("") as connected:
+            with contextlib.suppress(errors.AccessError):
+                await connected.client.count(timeout=CHECK_TIMEOUT_S)
 
     def _close_unused(self) -> None:
         for key, each in list(self._by_token.items())[: max(0, len(self._by_token) - IDLE_MAX)]:

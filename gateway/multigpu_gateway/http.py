@@ -44,6 +44,17 @@ _EVENT_STREAM: Headers = [
 ]
 
 
+def token_of(value: str) -> str:
+    """The token in the value of an Authorization header; empty: none. HttpError: the value can't be read."""
+    if not value:
+        return ""
+    scheme, _, token = value.partition(" ")
+    token = token.strip()
+    if scheme.lower() != "bearer" or not token or not token.isascii() or not token.isprintable():
+        raise HttpError(UNAUTHORIZED, "the header is to be `Authorization: Bearer TOKEN`", code="invalid_api_key")
+    return token
+
+
 class Request:
     """A request whose headers have arrived. `body_bytes_max`: a larger body is an error. `timeout_s`: how long its
     tasks may take.
@@ -81,14 +92,7 @@ class Request:
     @property
     def token(self) -> str:
         """The caller's token; empty: none. HttpError: the header can't be read."""
-        value = self.header(b"authorization")
-        if not value:
-            return ""
-        scheme, _, token = value.partition(" ")
-        token = token.strip()
-        if scheme.lower() != "bearer" or not token or not token.isascii() or not token.isprintable():
-            raise HttpError(UNAUTHORIZED, "the header is to be `Authorization: Bearer TOKEN`", code="invalid_api_key")
-        return token
+        return token_of(self.header(b"authorization"))
 
     def cookie(self, name: str) -> str:
         """The value of a cookie; empty: there is none."""

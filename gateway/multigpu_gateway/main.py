@@ -15,6 +15,11 @@ from multigpu import _extras
 if error := _extras.missing("mgpu-gateway", "gateway"):
     sys.exit(error)
 
+from multigpu.daemon import grpcio_check
+
+if error := grpcio_check.error("mgpu-gateway", "gateway"):
+    sys.exit(error)
+
 import click
 import structlog
 import uvloop
@@ -26,6 +31,7 @@ from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut
 
 from multigpu_gateway import VERSION
 from multigpu_gateway.app import Gateway
+from multigpu_gateway.kserve.server import GrpcServer
 from multigpu_gateway.server import HttpServer
 
 log = structlog.get_logger()
@@ -36,7 +42,7 @@ EXIT_CONFIG = 2
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click_options(GatewayConfig)
 def main(config_file: str | None, **flags: Any) -> None:
-    """Serve HTTP for a fleet: OpenAI's API for embeddings and text, with the master's queue behind it.
+    """Serve HTTP and gRPC for a fleet: OpenAI's API and Triton's, with the master's queue behind them.
 
     Stateless: any number of gateways serve one master, and one that ends loses no task. SIGTERM or Ctrl-C finishes the
     requests under way and stops. Exit code 2: a wrong setting.
@@ -62,17 +68,23 @@ def check_listener(config: GatewayConfig) -> None:
     """ConfigError: the settings would let unauthorized callers in, or contradict each other."""
     if bool(config.http_tls_cert) != bool(config.http_tls_key):
         raise ConfigError("http_tls_cert and http_tls_key go together: give both, or neither")
-    if not is_loopback(config.http) and not config.insecure and not config.http_tls_cert:
+    if (reached := _open_address(config)) and not config.insecure and not config.http_tls_cert:
         raise ConfigError(
-            f"{config.http} can be reached from other hosts: tokens and texts would cross the network in the clear. "
+            f"{reached} can be reached from other hosts: tokens and texts would cross the network in the clear. "
             "Give --http-tls-cert and --http-tls-key (`mgpuctl certs` makes them); or listen on 127.0.0.1, behind a "
             "proxy; or, on a network where every host is trusted, add --insecure"
         )
 
 
+def _open_address(config: GatewayConfig) -> str:
+    """An address that other hosts can reach; empty: there is none."""
+    return next((each for each in (config.http, config.grpc) if each and not is_loopback(each)), "")
+
+
 async def check_tokens(config: GatewayConfig) -> None:
     """Waits for the master. ConfigError: it asks nobody for a token, and other hosts can reach the gateway."""
-    if is_loopback(config.http) or config.insecure:
+    reached = _open_address(config)
+    if not reached or config.insecure:
         return
     certificate = {name: getattr(config, name) for name in ("tls_ca", "tls_cert", "tls_key")}
     while True:
@@ -86,7 +98,7 @@ async def check_tokens(config: GatewayConfig) -> None:
             await asyncio.sleep(1)
         else:
             raise ConfigError(
-                f"the master at {config.master} asks nobody for a token: any host that reaches {config.http} could run "
+                f"the master at {config.master} asks nobody for a token: any host that reaches {reached} could run "
                 "tasks. Start it with --require-tokens, or listen on 127.0.0.1, or add --insecure"
             )
 
@@ -95,15 +107,26 @@ async def _serve(config: GatewayConfig) -> None:
     notifier = Notifier()
     await check_tokens(config)
     gateway = Gateway(config)
+    # Before HTTP: who reaches that reaches both.
+    grpc_server = GrpcServer(config, gateway) if config.grpc else None
+    grpc_address = "" if grpc_server is None else await grpc_server.start()
     server = HttpServer(config, gateway)
     loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.stop)
-    host = config.http.rpartition(":")[0]
-    log.info("serving", http=f"{host}:{server.port}", master=config.master, version=VERSION)
-    notifier.ready(f"serving HTTP at {host}:{server.port}")
+        loop.add_signal_handler(number, stopping.set)
+    address = f"{config.http.rpartition(':')[0]}:{server.port}"
+    log.info("serving", http=address, grpc=grpc_address, master=config.master, version=VERSION)
+    notifier.ready(f"serving HTTP at {address}" + (f", gRPC at {grpc_address}" if grpc_address else ""))
     watchdog = loop.create_task(notifier.keep(lambda: True, lambda: ""))
-    await server.serve()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve())
+        if grpc_server is not None:
+            group.create_task(grpc_server.serve())
+        await stopping.wait()
+        server.stop()
+        if grpc_server is not None:
+            grpc_server.stop()
     notifier.stopping()
     watchdog.cancel()
     await gateway.close()

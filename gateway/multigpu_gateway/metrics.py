@@ -23,8 +23,8 @@ class Metrics:
     def begun(self) -> None:
         self._open.inc()
 
-    def ended(self, route: str, status: int, seconds: float) -> None:
-        """`status`: 499 for a caller that hung up."""
+    def ended(self, route: str, status: int | str, seconds: float) -> None:
+        """`status`: of HTTP, 499 for a caller that hung up; the name of gRPC's code."""
         self._open.dec()
         self._requests.labels(route, status).inc()
         self._seconds.labels(route).observe(seconds)

@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
-from multigpu_gateway.http import Request
 
 T = TypeVar("T")
 IDEMPOTENCY_KEY = b"idempotency-key"
@@ -14,10 +13,20 @@ QUEUE, PRIORITY, DURABLE = b"x-multigpu-queue", b"x-multigpu-priority", b"x-mult
 _KEY_CHARACTERS_MAX = 200
 
 
+class Call(Protocol):
+    """A request of any protocol."""
+
+    # How long its tasks may take.
+    timeout_s: float
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, by its name in lower case; empty: there is none."""
+
+
 class TaskSettings:
     """The options of the tasks of one request. HttpError: a header is wrong."""
 
-    def __init__(self, request: Request, model: str) -> None:
+    def __init__(self, request: Call, model: str) -> None:
         self.key = request.header(IDEMPOTENCY_KEY)
         if len(self.key) > _KEY_CHARACTERS_MAX or not self.key.isprintable():
             message = f"Idempotency-Key is to have at most {_KEY_CHARACTERS_MAX} printable characters"

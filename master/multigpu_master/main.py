@@ -18,9 +18,9 @@ from multigpu import _extras
 if error := _extras.missing("mgpu-master", "master"):
     sys.exit(error)
 
-from multigpu_master.rpc import grpcio_check
+from multigpu.daemon import grpcio_check
 
-if error := grpcio_check.error():
+if error := grpcio_check.error("mgpu-master", "master"):
     sys.exit(error)
 
 import click

@@ -10,6 +10,7 @@ import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig
+from multigpu.daemon.grpc_server import Server
 from multigpu.v1 import admin_service_pb2, task_service_pb2, worker_service_pb2
 
 from multigpu_master import VERSION, settings
@@ -23,8 +24,8 @@ from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.registration import Reflection, add_service
+from multigpu_master.rpc.small_requests import read_small
 from multigpu_master.rpc.task_service import TaskService
-from multigpu_master.rpc.transport import Server, read_small
 from multigpu_master.rpc.worker_service import WorkerService
 from multigpu_master.security import listeners
 from multigpu_master.security.audit import Audit

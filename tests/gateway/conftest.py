@@ -15,7 +15,7 @@ class GatewayProcess:
     """mgpu-gateway on a port that the kernel picks. Leaving its block fails if its log has a traceback."""
 
     def __init__(self, folder: Path, master: str, *flags: str, env: dict[str, str] | None = None) -> None:
-        self._flags = ["--master", master, "--http", "127.0.0.1:0", *flags]
+        self._flags = ["--master", master, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *flags]
         self._log, self._env = folder / "gateway.log", env or {}
         self.start()
 
@@ -25,6 +25,7 @@ class GatewayProcess:
         assert self.daemon.alive, self.daemon.log()
         self.address: str = self.daemon.events("serving")[-1]["http"]
         self.url = f"http://{self.address}"
+        self.grpc: str = self.daemon.events("serving")[-1]["grpc"]
 
     def restart(self) -> None:
         """On the same port, after it was killed."""

@@ -89,7 +89,8 @@ def test_other_hosts_are_served_only_before_a_master_that_asks_for_tokens(
     folder = tmp_path / "certs"
     authority.init(folder)
     crt = authority.issue(folder, "master", "gateway", ["127.0.0.1"])
-    flags = ["--http", "0.0.0.0:0", "--http-tls-cert", str(crt), "--http-tls-key", str(crt.with_suffix(".key"))]
+    flags = ["--http", "0.0.0.0:0", "--grpc", "127.0.0.1:0"]
+    flags += ["--http-tls-cert", str(crt), "--http-tls-key", str(crt.with_suffix(".key"))]
     with Fleet(tmp_path / "open", workers=0) as fleet:
         argv = ["--master", fleet.address, *flags]
         refused = Daemon("multigpu_gateway.main", argv, tmp_path / "refused.log", {})

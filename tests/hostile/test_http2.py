@@ -9,9 +9,9 @@ from random import Random
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from multigpu.daemon.grpc_server import STREAMS_MAX
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.rpc.health_service import CALLS_MAX, WATCHES_MAX
-from multigpu_master.rpc.transport import STREAMS_MAX
 
 from tests.fleet import until
 from tests.hostile import http2

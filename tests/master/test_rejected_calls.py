@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 import pytest
+from multigpu.daemon.grpc_server import Server
 from multigpu.v1 import task_service_pb2
 from multigpu_master.rpc.errors import NotFoundError
 from multigpu_master.rpc.registration import add_service
-from multigpu_master.rpc.transport import Server
 
 SERVICE = task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]
 METADATA = (("x-kept", "v" * 100),)

@@ -13,9 +13,9 @@ import grpc
 import pytest
 from grpc._cython import cygrpc
 from multigpu.config.config import MasterConfig
+from multigpu.daemon import grpc_server, grpcio_check
 from multigpu_master.clock import Clock
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.rpc import grpcio_check, transport
 from multigpu_master.server import Master
 
 from tests.hostile.http2 import Peer, drive
@@ -36,7 +36,7 @@ runpy.run_module("multigpu_master.main", run_name="__main__")
 async def test_the_master_ends_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # gRPC's own server core fails on a path that is not UTF-8.
     own = cygrpc.AioServer._make_request_call_future
-    monkeypatch.setattr(transport._Core, "_make_request_call_future", own)
+    monkeypatch.setattr(grpc_server._Core, "_make_request_call_future", own)
     config = MasterConfig(listen="127.0.0.1:0", data_dir=tmp_path)
     master = Master(config, SqliteJournal(tmp_path, size_max_bytes=1 << 30), Clock())
     await master.start()
@@ -61,7 +61,7 @@ def test_a_master_without_a_private_name_of_grpcio_says_so_and_does_not_start(na
     )
     core = ", ".join(entry.partition(":")[2] for entry in grpcio_check.NAMES if entry.startswith(name))
     wanted = (
-        f"mgpu-master: grpcio {grpc.__version__} lacks {core}: the master does not start, because one malformed call "
+        f"mgpu-master: grpcio {grpc.__version__} lacks {core}: it does not start, because one malformed call "
         "could end gRPC's own server; run `pip install 'multigpu[master]'`\n"
     )
     assert (done.stderr, done.stdout, done.returncode) == (wanted, "", 1)
@@ -69,7 +69,7 @@ def test_a_master_without_a_private_name_of_grpcio_says_so_and_does_not_start(na
 
 
 def test_every_private_name_in_use_is_checked() -> None:
-    source = Path(transport.__file__).read_text("utf-8")
+    source = Path(grpc_server.__file__).read_text("utf-8")
     used = {f"grpc._cython.cygrpc:{name}" for name in re.findall(r"cygrpc\.(\w+)", re.sub(r'".*?"', "", source))}
     used |= {f"grpc.aio._server:{name}" for name in re.findall(r"aio_server\.(\w+)", source)}
     # Methods of the base class that _Core calls or overrides.

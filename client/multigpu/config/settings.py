@@ -249,7 +249,10 @@ class GatewayConfig(Checked):
     tls_key: str = setting("", "File of its key.")
     connect_timeout_s: float = setting(10.0, "How long a call waits for a master that was never reached.", minimum=0)
     http: str = setting("127.0.0.1:8000", "Where HTTP is served. Port 0: any.", check=check_tcp_address)
-    http_tls_cert: str = setting("", "File of the certificate for HTTPS. Empty: HTTP.")
+    grpc: str = setting(
+        "127.0.0.1:8001", "Where Triton's gRPC service is served. Empty: off.", check=check_tcp_address_or_off
+    )
+    http_tls_cert: str = setting("", "File of the certificate for HTTPS and for gRPC with TLS. Empty: without TLS.")
     http_tls_key: str = setting("", "File of its key.")
     insecure: bool = setting(False, "Listen for other hosts without TLS and tokens: any of them may do anything.")
     body_bytes_max: int = setting(32 * MIB, "Largest body of a request.", minimum=KIB, maximum=1 * GIB)

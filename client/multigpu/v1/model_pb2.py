@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/model.proto\x12\x0bmultigpu.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xce\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07\x63urrent\x18\x03 \x01(\x08\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x11\n\tprecision\x18\x06 \x01(\t\x12\x0e\n\x06source\x18\x07 \x01(\t\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x13\n\x0b\x66iles_bytes\x18\t \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\n \x01(\x04\x12\x30\n\rload_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x06labels\x18\x0c \x03(\x0b\x32\x1e.multigpu.v1.Model.LabelsEntry\x12,\n\x05\x66\x61\x63ts\x18\r \x03(\x0b\x32\x1d.multigpu.v1.Model.FactsEntry\x12\r\n\x05\x65rror\x18\x0e \x01(\t\x12\x1d\n\x15\x65xpected_memory_bytes\x18\x0f \x01(\x04\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xaf\x01\n\x0eModelResidency\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.multigpu.v1.ModelState\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x31\n\rlast_use_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05loads\x18\x05 \x01(\r\x12\x0e\n\x06pinned\x18\x06 \x01(\x08*t\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_STATE_LOADING\x10\x01\x12\x15\n\x11MODEL_STATE_READY\x10\x02\x12\x19\n\x15MODEL_STATE_UNLOADING\x10\x03\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/model.proto\x12\x0bmultigpu.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa1\x04\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07\x63urrent\x18\x03 \x01(\x08\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x11\n\tprecision\x18\x06 \x01(\t\x12\x0e\n\x06source\x18\x07 \x01(\t\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x13\n\x0b\x66iles_bytes\x18\t \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\n \x01(\x04\x12\x30\n\rload_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x06labels\x18\x0c \x03(\x0b\x32\x1e.multigpu.v1.Model.LabelsEntry\x12,\n\x05\x66\x61\x63ts\x18\r \x03(\x0b\x32\x1d.multigpu.v1.Model.FactsEntry\x12\r\n\x05\x65rror\x18\x0e \x01(\t\x12\x1d\n\x15\x65xpected_memory_bytes\x18\x0f \x01(\x04\x12\'\n\x06inputs\x18\x10 \x03(\x0b\x32\x17.multigpu.v1.TensorSpec\x12(\n\x07outputs\x18\x11 \x03(\x0b\x32\x17.multigpu.v1.TensorSpec\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"J\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x10\n\x08optional\x18\x04 \x01(\x08\"\xaf\x01\n\x0eModelResidency\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.multigpu.v1.ModelState\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x31\n\rlast_use_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05loads\x18\x05 \x01(\r\x12\x0e\n\x06pinned\x18\x06 \x01(\x08*t\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_STATE_LOADING\x10\x01\x12\x15\n\x11MODEL_STATE_READY\x10\x02\x12\x19\n\x15MODEL_STATE_UNLOADING\x10\x03\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,14 +38,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODEL_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_MODEL_FACTSENTRY']._loaded_options = None
   _globals['_MODEL_FACTSENTRY']._serialized_options = b'8\001'
-  _globals['_MODELSTATE']._serialized_start=748
-  _globals['_MODELSTATE']._serialized_end=864
+  _globals['_MODELSTATE']._serialized_start=907
+  _globals['_MODELSTATE']._serialized_end=1023
   _globals['_MODEL']._serialized_start=106
-  _globals['_MODEL']._serialized_end=568
-  _globals['_MODEL_LABELSENTRY']._serialized_start=477
-  _globals['_MODEL_LABELSENTRY']._serialized_end=522
-  _globals['_MODEL_FACTSENTRY']._serialized_start=524
-  _globals['_MODEL_FACTSENTRY']._serialized_end=568
-  _globals['_MODELRESIDENCY']._serialized_start=571
-  _globals['_MODELRESIDENCY']._serialized_end=746
+  _globals['_MODEL']._serialized_end=651
+  _globals['_MODEL_LABELSENTRY']._serialized_start=560
+  _globals['_MODEL_LABELSENTRY']._serialized_end=605
+  _globals['_MODEL_FACTSENTRY']._serialized_start=607
+  _globals['_MODEL_FACTSENTRY']._serialized_end=651
+  _globals['_TENSORSPEC']._serialized_start=653
+  _globals['_TENSORSPEC']._serialized_end=727
+  _globals['_MODELRESIDENCY']._serialized_start=730
+  _globals['_MODELRESIDENCY']._serialized_end=905
 # @@protoc_insertion_point(module_scope)

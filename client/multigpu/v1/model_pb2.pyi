@@ -6,7 +6,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -23,7 +23,7 @@ MODEL_STATE_READY: ModelState
 MODEL_STATE_UNLOADING: ModelState
 
 class Model(_message.Message):
-    __slots__ = ("name", "version", "current", "kind", "engine", "precision", "source", "digest", "files_bytes", "memory_bytes", "load_duration", "labels", "facts", "error", "expected_memory_bytes")
+    __slots__ = ("name", "version", "current", "kind", "engine", "precision", "source", "digest", "files_bytes", "memory_bytes", "load_duration", "labels", "facts", "error", "expected_memory_bytes", "inputs", "outputs")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class Model(_message.Message):
     FACTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     current: bool
@@ -68,7 +70,21 @@ class Model(_message.Message):
     facts: _containers.ScalarMap[str, str]
     error: str
     expected_memory_bytes: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., current: bool = ..., kind: _Optional[str] = ..., engine: _Optional[str] = ..., precision: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., files_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., load_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., facts: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ..., expected_memory_bytes: _Optional[int] = ...) -> None: ...
+    inputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    outputs: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., current: bool = ..., kind: _Optional[str] = ..., engine: _Optional[str] = ..., precision: _Optional[str] = ..., source: _Optional[str] = ..., digest: _Optional[str] = ..., files_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., load_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., facts: _Optional[_Mapping[str, str]] = ..., error: _Optional[str] = ..., expected_memory_bytes: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "optional")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONAL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    optional: bool
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., optional: bool = ...) -> None: ...
 
 class ModelResidency(_message.Message):
     __slots__ = ("model", "state", "memory_bytes", "last_use_time", "loads", "pinned")

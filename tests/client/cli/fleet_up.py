@@ -22,7 +22,7 @@ class Up:
         self.address = ""
         argv = [*MGPUCTL, "up", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data"), "--device", "cpu"]
         argv += ["--ready-file", str(self.ready_file), *args]
-        argv += [] if "--http" in args else ["--no-gateway"]
+        argv += ["--grpc", "127.0.0.1:0"] if "--http" in args else ["--no-gateway"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 argv, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **(env or {})}, cwd=folder

@@ -152,7 +152,8 @@ MESSAGES = (
 HTTP2 = "hostile/test_http2.py::test_"
 
 # What the master does before it knows a peer's token.
-transport = partial(Mutation, module="multigpu_master.rpc.transport")
+grpc_server = partial(Mutation, module="multigpu.daemon.grpc_server")
+small_requests = partial(Mutation, module="multigpu_master.rpc.small_requests")
 registration = partial(Mutation, module="multigpu_master.rpc.registration")
 health = partial(Mutation, module="multigpu_master.rpc.health_service")
 
@@ -169,19 +170,19 @@ TRANSPORT = (
         "if self._watches >= 1_000_000",
         HTTP2 + "watches_of_all_connections_are_limited",
     ),
-    transport(
+    grpc_server(
         "compressed messages are unpacked",
         '    ("grpc.compression_enabled_algorithms_bitset", 1),\n',
         "",
         HTTP2 + "compressed_messages_are_not_decompressed",
     ),
-    transport(
+    grpc_server(
         "gRPC decodes the path of any call",
         "return self._running_loop.create_task(self._answer(method))",
         "return super()._make_request_call_future(method)",
         HTTP2 + "an_undecodable_path_ends_one_stream_only",
     ),
-    transport(
+    small_requests(
         "health requests may be large",
         "time.process_time() > cpu_s or time.monotonic()",
         "time.monotonic()",

@@ -23,6 +23,7 @@ from multigpu_worker.engines.common.tensors import TensorSpec
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.engines.infer.torch_backend import TorchForward, load
 from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.models.signature import NamedTensor, Signature
 from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import run
@@ -77,6 +78,12 @@ def test_exported_program_is_joined_up_to_its_bound(tmp_path: Path) -> None:
     facts = engine.load()
     assert facts["inputs"] == "x: float32 [any, 4]; scale: float32 [any, 1]"
     assert facts["warm-up"] == "x [1, 4], scale [1, 1]"
+    x, scale = (NamedTensor(name=name, dtype="float32", shape=(-1, size)) for name, size in (("x", 4), ("scale", 1)))
+    y, total = (
+        NamedTensor(name=name, dtype="float32", shape=shape) for name, shape in (("y", (-1, 3)), ("total", (-1,)))
+    )
+    assert engine.signature() == Signature(inputs=(x, scale), outputs=(y, total))
+    assert Signature.of(engine.signature().plain()) == engine.signature()
     sizes = (1, 5, 13)
     payloads = [payload(**scaled(n)) for n in sizes]
     wrong = [payload(x=rows(2, width=5), scale=np.ones((2, 1), np.float32)), payload(x=rows(1).astype(np.int64))]
@@ -203,6 +210,11 @@ def test_hugging_face_folder_by_signature(bert: tuple[ModelSpec, Any]) -> None:
     spec, model = bert
     engine = InferEngine(settings_of(spec))
     engine.load()
+    assert [(each.name, each.dtype, each.shape, each.optional) for each in engine.signature().inputs][:2] == [
+        ("input_ids", "int64", (-1, -1), False),
+        ("attention_mask", "int64", (-1, -1), True),
+    ]
+    assert engine.signature().outputs == ()
     short, long = np.arange(1, 7).reshape(2, 3), np.arange(1, 11).reshape(1, 10)
     mask = np.ones_like(short)
     mask[:, 2] = 0

@@ -23,6 +23,18 @@ def test_models_that_do_not_fit_are_left_out_and_an_entry_names_some(count: int,
     assert [set(names) for _, names in offers] == [{m.name for m in served if m.kind}]
 
 
+def test_inputs_and_outputs_are_left_out_before_models() -> None:
+    tensors = [
+        model_pb2.TensorSpec(name=f"a long name of a tensor, number {number}", dtype="int8") for number in range(90)
+    ]
+    models = [
+        model_pb2.Model(name=f"m{number}", kind="infer", inputs=tensors, outputs=tensors) for number in range(100)
+    ]
+    kept = fitting([("infer", [])], models)[1]
+    assert [each.name for each in kept] == [f"m{number}" for number in range(100)]
+    assert not any(each.inputs or each.outputs for each in kept)
+
+
 def test_a_catalog_that_fits_is_complete() -> None:
     models = [model_pb2.Model(name=f"m{number}", kind="infer") for number in range(MODELS_MAX)]
     assert fitting([("infer", [])], models)[1] == models

@@ -1,6 +1,7 @@
 """Measured model sizes that survive restarts; a damaged file has no size."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from multigpu_worker.models import measured_sizes
 from multigpu_worker.models.measured_sizes import FOLDER, MeasuredSizes, ModelSize
+from multigpu_worker.models.signature import NamedTensor, Signature
 from multigpu_worker.repository.model import ModelSpec
 from structlog.testing import capture_logs
 
@@ -34,6 +36,29 @@ def test_a_measured_size_survives_a_restart(tmp_path: Path) -> None:
     sizes(tmp_path / "new").keep(SPEC, again)
     assert sizes(tmp_path / "new").find(SPEC) == again
     only_file(tmp_path / "new")
+
+
+def test_inputs_and_outputs_survive_with_the_size(tmp_path: Path) -> None:
+    x = NamedTensor(name="x", dtype="float32", shape=(-1, 3))
+    y = NamedTensor(name="y", dtype="", shape=(), optional=True)
+    known = dataclasses.replace(SIZE, signature=Signature(inputs=(x, y), outputs=(x,)))
+    sizes(tmp_path).keep(SPEC, known)
+    assert sizes(tmp_path).find(SPEC) == known
+    # A file of an earlier version has none.
+    values = json.loads(only_file(tmp_path).read_bytes())
+    del values["signature"]
+    only_file(tmp_path).write_text(json.dumps(values))
+    assert sizes(tmp_path).find(SPEC) == SIZE
+
+
+@pytest.mark.parametrize("signature", [[], [[]], [[1], []], [[["x", "int8", [-2], False]], []], [[["x"] * 1001], []]])
+def test_a_damaged_signature_is_a_damaged_file(tmp_path: Path, signature: Any) -> None:
+    sizes(tmp_path).keep(SPEC, SIZE)
+    values = json.loads(only_file(tmp_path).read_bytes()) | {"signature": signature}
+    only_file(tmp_path).write_text(json.dumps(values))
+    with capture_logs() as logs:
+        assert sizes(tmp_path).find(SPEC) is None
+    assert [entry["event"] for entry in logs] == ["what a model took before can't be read"]
 
 
 def test_another_version_file_precision_or_device_is_measured_separately(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import traceback
 from multigpu._handling.attempts import MESSAGE_BYTES_MAX, TYPE_BYTES_MAX, text_of
 
 from multigpu_worker.engine.channel import AgentChannel
-from multigpu_worker.engines.base import EngineSettings, ModelEngine
+from multigpu_worker.engines.base import EngineSettings, HasSignature, ModelEngine
 from multigpu_worker.engines.registry import build_model_engine
+from multigpu_worker.models.signature import UNKNOWN
 from multigpu_worker.repository.files import require_hashes
 from multigpu_worker.repository.model import ModelSpec
 
@@ -23,6 +24,7 @@ class LoadedModel:
         self.engine = engine
         self._facts = facts
         self.facts_sent = _plain(facts)
+        self.signature = engine.signature() if isinstance(engine, HasSignature) else UNKNOWN
 
     def send_facts(self, channel: AgentChannel) -> None:
         """Send the facts if they have changed since they were last sent."""

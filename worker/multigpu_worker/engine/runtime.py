@@ -154,7 +154,8 @@ class Runtime:
         self._engine_locks[spec.kind] = threading.Lock()
         self._start_slots()
         one_by_one = bool(model.engine.one_by_one)
-        self._channel.send(("loaded", model.facts_sent, load_s, one_by_one, models.device_bytes()))
+        signature = model.signature.plain()
+        self._channel.send(("loaded", model.facts_sent, load_s, one_by_one, models.device_bytes(), signature))
 
     def _prepared(self, message: frames.Message, blobs: list[bytes], given_back: set[int]) -> Work:
         _, batch_id, kind, model, parameters, content_type, durable, rows = message

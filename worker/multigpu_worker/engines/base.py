@@ -9,12 +9,13 @@ the reporter.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from multigpu._handling.attempts import Batch as Batch  # noqa: PLC0414  engines import it from here
 from multigpu._handling.attempts import Item as Item  # noqa: PLC0414  engines import it from here
 from multigpu._handling.attempts import Reporter as Reporter  # noqa: PLC0414  engines import it from here
 
+from multigpu_worker.models.signature import Signature
 from multigpu_worker.repository.model import ModelSpec
 
 
@@ -53,6 +54,14 @@ class ModelEngine(Engine, Protocol):
 
     def close(self) -> None:
         """Write what is not written yet: the process ends."""
+
+
+@runtime_checkable
+class HasSignature(Protocol):
+    """A ModelEngine whose model declares its inputs and outputs."""
+
+    def signature(self) -> Signature:
+        """Called once, after `load`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

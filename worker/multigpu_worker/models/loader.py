@@ -273,6 +273,7 @@ class ModelLoader:
         if resident.state is not ModelState.LOADING or len(loaded) < resident.spec.instances:
             return
         resident.loaded(report.load_s, report.facts, time.monotonic())
+        resident.signature = report.signature
         self._kills.pop(resident.key, None)
         log.info("model ready", model=resident.model, load_s=round(report.load_s, 3), facts=report.facts)
         self._sizes.measure(resident, self._pids(resident), report.device_bytes)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from multigpu_worker.models.signature import UNKNOWN, Signature
 from multigpu_worker.repository.model import ModelSpec
 
 FOLDER = "models.measured"
@@ -31,12 +32,13 @@ log = structlog.get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Device memory and loading time of a model."""
+    """Device memory and loading time of a model, and what else is only known once it has been loaded."""
 
     memory_bytes: int = 0
     load_s: float = 0.0
     # False: estimated.
     measured: bool = False
+    signature: Signature = UNKNOWN
 
 
 class MeasuredSizes:
@@ -52,6 +54,7 @@ class MeasuredSizes:
         try:
             values = json.loads(path.read_bytes())
             memory_bytes, load_s = int(values["memory_bytes"]), float(values["load_s"])
+            signature = Signature.of(values.get("signature", ((), ())))
             error = "" if 0 < memory_bytes < BYTES_MAX and 0 <= load_s <= LOAD_S_MAX else "its values make no sense"
         except FileNotFoundError:
             return None
@@ -60,7 +63,7 @@ class MeasuredSizes:
         if error:
             log.warning("what a model took before can't be read", model=spec.id, file=str(path), error=error)
             return None
-        return ModelSize(memory_bytes=memory_bytes, load_s=load_s, measured=True)
+        return ModelSize(memory_bytes=memory_bytes, load_s=load_s, measured=True, signature=signature)
 
     def keep(self, spec: ModelSpec, size: ModelSize) -> None:
         """Replace the size of a model. An I/O error is only logged."""
@@ -68,7 +71,8 @@ class MeasuredSizes:
         making = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            making.write_text(json.dumps({"model": spec.id, "memory_bytes": size.memory_bytes, "load_s": size.load_s}))
+            values = {"model": spec.id, "memory_bytes": size.memory_bytes, "load_s": size.load_s}
+            making.write_text(json.dumps(values | {"signature": size.signature.plain()}))
             making.replace(path)
             self._forget_oldest()
         except OSError as error:

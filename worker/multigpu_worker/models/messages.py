@@ -23,13 +23,15 @@ Offers = Sequence[tuple[str, list[str]]]
 def fitting(offers: Offers, models: Sequence[model_pb2.Model]) -> tuple[Offers, list[model_pb2.Model]]:
     """The offers and models that fit into CATALOG_BYTES_MAX.
 
-    If not all do, facts are left out, errors cut, and then models left out: the first model of each kind stays, and
-    small models stay before large ones, so that a large one displaces no other. The model LEFT_OUT tells operators.
+    If not all do, facts, inputs and outputs are left out, errors cut, and then models left out: the first model of each
+    kind stays, and small models stay before large ones, so that a large one displaces no other. The model LEFT_OUT
+    tells operators.
     """
     if len(models) <= MODELS_MAX and sum(map(_cost_bytes, models)) <= CATALOG_BYTES_MAX:
         return offers, list(models)
     for model in models:
-        model.ClearField("facts")
+        for name in ("facts", "inputs", "outputs"):
+            model.ClearField(name)
         model.error = model.error[:SHORT_ERROR_CHARS]
     first = {names[0] for _, names in offers if names}
     room_bytes = CATALOG_BYTES_MAX
@@ -115,6 +117,8 @@ def _model_message(routes: ModelRoutes, resident: Resident) -> model_pb2.Model:
         labels=spec.labels,
         facts=resident.facts,
         error=resident.error,
+        inputs=[tensor.message() for tensor in resident.signature.inputs],
+        outputs=[tensor.message() for tensor in resident.signature.outputs],
     )
     if resident.load_s:
         message.load_duration.FromNanoseconds(int(resident.load_s * 1e9))

@@ -99,7 +99,9 @@ class ModelSizes:
         if found_bytes > (resident.memory_bytes * (1 + GROWTH) if again else 0):
             resident.memory_bytes, resident.measured = found_bytes, True
             self._changed()
-            size = ModelSize(memory_bytes=found_bytes, load_s=resident.load_s, measured=True)
+            size = ModelSize(
+                memory_bytes=found_bytes, load_s=resident.load_s, measured=True, signature=resident.signature
+            )
             await asyncio.to_thread(self._kept.keep, resident.spec, size)
         if not resident.digest:
             with contextlib.suppress(OSError, ModelFolderError):  # the files may be gone

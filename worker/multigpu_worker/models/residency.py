@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from multigpu_worker.models.signature import UNKNOWN, Signature
 from multigpu_worker.repository.model import ModelSpec
 
 PATIENCE_S = 0.5
@@ -74,6 +75,8 @@ class Resident:
     failures: int = 0
     retry_at: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
+    # Of its last load, also before a restart.
+    signature: Signature = UNKNOWN
     # SHA-256 over its files; empty: not computed yet.
     digest: str = ""
 

@@ -122,8 +122,9 @@ class ModelRoutes:
         key = model if model not in self.residents else f"{model}#{self._made}"
         size = self._size_of(spec)
         self.residents[key] = Resident(
-            key=key, spec=spec, memory_bytes=size.memory_bytes, load_s=size.load_s, measured=size.measured
-        )
+            key=key, spec=spec, memory_bytes=size.memory_bytes, load_s=size.load_s, measured=size.measured,
+            signature=size.signature,
+        )  # fmt: skip
         self._newest[model] = key
 
     def switch(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from multigpu.v1 import worker_service_pb2 as pb
 
+from multigpu_worker.models.signature import UNKNOWN, Signature
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.session.session import Lease, Report, ReportState, TaskError
@@ -100,13 +101,15 @@ class ModelLoaded:
     one_by_one: bool
     # GPU memory by the engine's own account; 0: none.
     device_bytes: int
+    signature: Signature = UNKNOWN
 
 
 def read_loaded(message: frames.Message) -> ModelLoaded:
-    _, facts, load_s, one_by_one, device_bytes = message
+    _, facts, load_s, one_by_one, device_bytes, signature = message
     return ModelLoaded(
-        facts=read_facts(facts), load_s=float(load_s), one_by_one=bool(one_by_one), device_bytes=int(device_bytes)
-    )
+        facts=read_facts(facts), load_s=float(load_s), one_by_one=bool(one_by_one), device_bytes=int(device_bytes),
+        signature=Signature.of(signature),
+    )  # fmt: skip
 
 
 def read_facts(facts: Any) -> dict[str, str]:

@@ -49,8 +49,9 @@ class Fleet:
     master_flags: tuple[str, ...]
     # worker_id -> flags.
     workers: dict[str, tuple[str, ...]]
-    # Where the gateway serves HTTP, and its flags; empty: there is none.
+    # Where the gateway serves HTTP and gRPC, and its flags; empty: there is none.
     http: str
+    grpc: str
     gateway_flags: tuple[str, ...]
     stop_timeout_s: float
     ready_file: Path | None
@@ -91,13 +92,14 @@ class Fleet:
 @click.option("--slots", metavar="N", help="Tasks a worker's handlers run at once.")
 @click.option("--threads", metavar="N", help="Threads of each engine.  [default: on the CPU, cores / workers]")
 @click.option("--http", metavar="HOST:PORT", help="Where the gateway serves HTTP; port 0 picks a free one.")
-@click.option("--no-gateway", is_flag=True, help="Serve no HTTP.")
+@click.option("--grpc", metavar="HOST:PORT", help="Where it serves Triton's gRPC service; port 0 picks a free one.")
+@click.option("--no-gateway", is_flag=True, help="Serve neither.")
 @click.option("--stop-timeout", type=Number(min=0.5), default=15.0, show_default=True, metavar="SECONDS")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written once every worker is connected.")
 @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
 @config_option
 def up(**options: Any) -> None:
-    """Run a master, its workers and an HTTP gateway here, until Ctrl-C.
+    """Run a master, its workers and a gateway here, until Ctrl-C.
 
     Processes that die are restarted; nothing that was acknowledged is lost. Prints a line that begins with "ready:" to
     stdout once every worker is connected; logs go to stderr. On Ctrl-C or SIGTERM the workers finish their running
@@ -127,13 +129,15 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     worker = load_config(config.WorkerConfig, flags=worker_flags).config
 
     listen, address = choose_addresses(master.listen)
-    http = ""
+    http, grpc = ("", ""), ("", "")
     if not options["no_gateway"]:
-        gateway = load_config(config.GatewayConfig, flags={"http": options["http"]}).config
+        gateway = load_config(config.GatewayConfig, flags={name: options[name] for name in ("http", "grpc")}).config
         try:
-            http, http_address = choose_addresses(gateway.http)
+            http = choose_addresses(gateway.http)
+            grpc = choose_addresses(gateway.grpc) if gateway.grpc else grpc
         except Failure as failure:
-            raise Failure(f"{failure.message}; the gateway takes --http, or --no-gateway leaves it out") from None
+            message = f"{failure.message}; the gateway takes --http and --grpc, or --no-gateway leaves it out"
+            raise Failure(message) from None
     log_format = master.log_format if master.log_format != "auto" else "console" if sys.stderr.isatty() else "json"
     common = ("--log-format", log_format, "--log-level")
     stop_timeout_s: float = options["stop_timeout"]
@@ -167,8 +171,11 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
             master.log_level,
         ),
         workers=workers,
-        http=http_address if http else "",
-        gateway_flags=("--master", address, "--http", http, *common, gateway.log_level) if http else (),
+        http=http[1],
+        grpc=grpc[1],
+        gateway_flags=("--master", address, "--http", http[0], "--grpc", grpc[0], *common, gateway.log_level)
+        if http[0]
+        else (),
         stop_timeout_s=stop_timeout_s,
         ready_file=options["ready_file"],
         log_json=log_format == "json",
@@ -295,8 +302,9 @@ async def run_fleet(fleet: Fleet) -> int:
 def announce(fleet: Fleet) -> None:
     """Reports that the fleet is ready, on stdout and in the ready file."""
     count = len(fleet.workers)
-    http = f", HTTP at http://{fleet.http}" if fleet.http else ""
-    text = f"ready: master {fleet.address}, {count} worker{'' if count == 1 else 's'}{http}\n"
+    served = f", HTTP at http://{fleet.http}" if fleet.http else ""
+    served += f", gRPC at {fleet.grpc}" if fleet.grpc else ""
+    text = f"ready: master {fleet.address}, {count} worker{'' if count == 1 else 's'}{served}\n"
     if fleet.ready_file is not None:
         fresh = fleet.ready_file.with_name(fleet.ready_file.name + ".new")
         fresh.write_text(text, "utf-8")

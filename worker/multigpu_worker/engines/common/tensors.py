@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy.typing as npt
 
+from multigpu_worker.models.signature import NamedTensor
+
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -24,3 +26,8 @@ class TensorSpec:
         sizes = "" if self.shape is None else ", ".join("any" if size is None else str(size) for size in self.shape)
         text = f"{self.name}: {self.dtype or 'any type'}" + ("" if self.shape is None else f" [{sizes}]")
         return text if self.required else f"{text}, optional"
+
+    def named(self) -> NamedTensor:
+        """As the agent reports it."""
+        shape = tuple(-1 if size is None else size for size in self.shape or ())
+        return NamedTensor(name=self.name, dtype=self.dtype, shape=shape, optional=not self.required)

@@ -24,6 +24,7 @@ from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.engines.infer.backend import Forward, load_backend
 from multigpu_worker.engines.infer.payload import Request, parse, result
+from multigpu_worker.models.signature import Signature
 from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 from multigpu_worker.repository.model import ModelSpec
 
@@ -75,6 +76,14 @@ class InferEngine:
     def load(self) -> dict[str, str]:
         """Load the model as configured, and run it once if its spec says warm_up."""
         return self._models.load_default()
+
+    def signature(self) -> Signature:
+        """The inputs and outputs that the model declares."""
+        forward = next(iter(self._models.loaded.values())).forward
+        return Signature(
+            inputs=tuple(spec.named() for spec in forward.inputs),
+            outputs=tuple(spec.named() for spec in forward.outputs),
+        )
 
     def close(self) -> None:
         """Nothing to write."""

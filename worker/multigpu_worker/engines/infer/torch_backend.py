@@ -44,6 +44,9 @@ HUGGINGFACE_INPUTS = {
 }
 
 
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+
+
 @dataclass(slots=True, kw_only=True)
 class TorchForward:
     """A Forward on torch."""
@@ -79,7 +82,7 @@ class TorchForward:
 
 def _array(tensor: Tensor) -> Any:
     # NumPy has no bfloat16; float32 represents every value of both 16-bit types.
-    return (tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor).cpu().numpy()
+    return (tensor.float() if tensor.dtype in _HALVES else tensor).cpu().numpy()
 
 
 def name_outputs(found: Any) -> dict[str, Tensor]:
@@ -138,13 +141,15 @@ def _load_export(spec: ModelSpec, device: torch.device, precision: str) -> Torch
             bound = program.range_constraints.get(value.shape[0].node.expr)
             limits += [int(bound.upper)] if bound is not None and bound.upper.is_Integer else []
     found = [_first_of(nodes[name].meta["val"]) for name in user_inputs]
-    found += [_first_of(value) for value in _outputs_of(program, nodes).values()]
+    outputs = _outputs_of(program, nodes)
+    found += [_first_of(value) for value in outputs.values()]
     from torch.export.passes import move_to_device_pass  # noqa: PLC0415  (only for this source)
 
     program = move_to_device_pass(program, device)
     return TorchForward(
         module=program.module(),
         inputs=tuple(inputs),
+        outputs=tuple(_spec_of(name, value, _HALVES) for name, value in outputs.items()),
         device=device,
         dtype=None,
         precision=precision,
@@ -154,8 +159,9 @@ def _load_export(spec: ModelSpec, device: torch.device, precision: str) -> Torch
     )
 
 
-def _spec_of(name: str, value: Tensor) -> TensorSpec:
-    dtype = "float32" if value.dtype == torch.bfloat16 else str(value.dtype).removeprefix("torch.")
+def _spec_of(name: str, value: Tensor, widened: frozenset[torch.dtype] = frozenset({torch.bfloat16})) -> TensorSpec:
+    """`widened`: the types that are float32 outside of the model."""
+    dtype = "float32" if value.dtype in widened else str(value.dtype).removeprefix("torch.")
     return TensorSpec(name=name, dtype=dtype, shape=tuple(s if isinstance(s, int) else None for s in value.shape))
 
 

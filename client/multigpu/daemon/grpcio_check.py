@@ -1,4 +1,4 @@
-"""The private names of grpcio that `transport` uses: each minor version may change them."""
+"""The private names of grpcio that `grpc_server` uses: each minor version may change them."""
 
 import pkgutil
 
@@ -17,14 +17,14 @@ NAMES = (
 )
 
 
-def error() -> str:
-    """Why a master cannot serve with the installed grpcio, else ""."""
+def error(program: str, extra: str) -> str:
+    """Why a program cannot serve with the installed grpcio, else "". `extra`: the program's, which has another."""
     missing = [name.rpartition(":")[2] for name in NAMES if not _exists(name)]
     if not missing:
         return ""
     return (
-        f"mgpu-master: grpcio {grpc.__version__} lacks {', '.join(missing)}: the master does not start, because one "
-        "malformed call could end gRPC's own server; run `pip install 'multigpu[master]'`"
+        f"{program}: grpcio {grpc.__version__} lacks {', '.join(missing)}: it does not start, because one malformed "
+        f"call could end gRPC's own server; run `pip install 'multigpu[{extra}]'`"
     )
 
 

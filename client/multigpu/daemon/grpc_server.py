@@ -1,8 +1,7 @@
-"""The gRPC server: its channel arguments, and how it takes calls.
+"""The gRPC server of a daemon: its channel arguments, and how it takes calls.
 
 Peers without a token can send anything, and gRPC keeps it until the call ends. So nothing is decompressed, a stream
-that is not read holds at most STREAM_BYTES_MAX, and handlers read their requests after authentication (see
-`registration`).
+that is not read holds at most STREAM_BYTES_MAX, and handlers read their requests themselves.
 """
 
 import asyncio
@@ -14,8 +13,6 @@ from typing import Any
 import grpc
 from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
-
-from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError
 
 MESSAGE_BYTES_MAX = 64 << 20
 STREAM_BYTES_MAX = 128 << 10
@@ -29,7 +26,6 @@ WAITING_MAX = STREAMS_MAX
 METADATA_BYTES_MAX = 16 << 10
 # Both ends ping an idle connection every 10 s and give up after 5; the server must then allow pings that often.
 OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -55,10 +51,6 @@ OPTIONS = [
     ("grpc.http2.bdp_probe", 0),
 ]
 
-# Requests that need no token. While one is read, gRPC receives a message of up to 64 MiB, at about a millisecond of CPU
-# time for 1 MiB.
-SMALL_BYTES_MAX = 4096
-SMALL_CPU_S, SMALL_TIMEOUT_S, SMALL_POLL_S = 0.02, 1.0, 0.002
 LOG_CHARS_MAX = 1000
 
 
@@ -81,37 +73,19 @@ class OncePerSecond(logging.Filter):
 logging.getLogger("grpc._cython.cygrpc").addFilter(OncePerSecond())
 
 
-async def read_small(context: Any) -> Any:
-    """Reads a request that needs no token, or EOF. Rejects one that is large or does not arrive with its call.
-
-    All such calls together hold at most what gRPC receives within SMALL_CPU_S.
-    """
-    reading = asyncio.ensure_future(context.read())
-    cpu_s, end_s = time.process_time() + SMALL_CPU_S, time.monotonic() + SMALL_TIMEOUT_S
-    try:
-        await asyncio.wait([reading], timeout=SMALL_POLL_S)
-        while not reading.done():
-            if time.process_time() > cpu_s or time.monotonic() > end_s:
-                text = "the request is large, or did not come with the call: send both at once, or try again"
-                raise ExhaustedError(text)
-            await asyncio.wait([reading], timeout=SMALL_POLL_S)
-    finally:
-        reading.cancel()
-    data = reading.result()
-    if data is not grpc.aio.EOF and len(data) > SMALL_BYTES_MAX:
-        text = f"the request has {len(data)} bytes, and {SMALL_BYTES_MAX} are allowed: name a service of this master"
-        raise InvalidArgumentError(text)
-    return data
-
-
 class Server(aio_server.Server):  # type: ignore[misc]  # grpc has no types
     """A grpc.aio server. Methods are added with add_registered_method_handlers. Connections beyond `connections_max`
-    are closed.
+    are closed. `message_bytes_max`: the largest request.
     """
 
-    def __init__(self, connections_max: int) -> None:  # the base class would make its own core
+    def __init__(self, connections_max: int, message_bytes_max: int = MESSAGE_BYTES_MAX) -> None:
+        # The base class would make its own core.
         self._loop = asyncio.get_running_loop()
-        options = [*OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)]
+        options = [
+            *OPTIONS,
+            ("grpc.max_receive_message_length", message_bytes_max),
+            ("grpc.max_allowed_incoming_connections", connections_max),
+        ]
         self._server = _Core(self._loop, None, (), (), options, None)
 
 

@@ -1,0 +1,86 @@
+"""What the protocol tells about models: ModelReady, ModelMetadata, ModelConfig, ModelStatistics."""
+
+from multigpu.fleet import ModelEntry, WorkerState
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import NOT_FOUND, HttpError
+from multigpu_gateway.kserve import open_inference_pb2 as pb
+from multigpu_gateway.kserve.kinds import KINDS, tensors_of
+from multigpu_gateway.kserve.statistics import Statistics
+from multigpu_gateway.kserve.tensors import BYTES
+
+
+def id_of(name: str, version: str) -> str:
+    """As tasks name a model."""
+    return f"{name}:{version}" if version else name
+
+
+async def served(connected: Connected, name: str = "") -> list[ModelEntry]:
+    """The models of the kinds that the protocol serves. Default: of all names."""
+    return [entry for entry in await connected.admin.list_models(name) if entry.model.kind in KINDS]
+
+
+async def versions_of(connected: Connected, name: str, version: str) -> list[ModelEntry]:
+    """The entries of a model's version, those without an error first; "": of the current version. HttpError: there is
+    none.
+    """
+    entries = await served(connected, name)
+    chosen = [each for each in entries if (each.model.version == version if version else each.model.current)]
+    if not (chosen := chosen or ([] if version else entries)):
+        raise HttpError(NOT_FOUND, f"there is no model {id_of(name, version)!r}", code="model_not_found", param="name")
+    return sorted(chosen, key=lambda entry: (bool(entry.model.error), not entry.model.inputs))
+
+
+async def ready(request: pb.ModelReadyRequest, connected: Connected) -> pb.ModelReadyResponse:
+    """Whether a request would be run: a worker that is connected offers the model."""
+    offering = {
+        worker_id
+        for entry in await versions_of(connected, request.name, request.version)
+        if not entry.model.error
+        for worker_id in entry.worker_ids
+    }
+    workers = await connected.admin.list_workers()
+    active = {worker.worker_id for worker in workers if worker.state is WorkerState.ACTIVE}
+    return pb.ModelReadyResponse(ready=not offering.isdisjoint(active))
+
+
+async def metadata(request: pb.ModelMetadataRequest, connected: Connected) -> pb.ModelMetadataResponse:
+    """Names, types and shapes. HttpError: there is no such model, or they are not known yet."""
+    model = (await versions_of(connected, request.name, request.version))[0].model
+    versions = {entry.model.version for entry in await served(connected, request.name)} - {""}
+    response = pb.ModelMetadataResponse(name=model.name, versions=sorted(versions), platform=model.engine)
+    for messages, tensors in zip((response.inputs, response.outputs), tensors_of(model), strict=True):
+        for tensor in tensors:
+            messages.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+    return response
+
+
+async def config(request: pb.ModelConfigRequest, connected: Connected) -> pb.ModelConfigResponse:
+    """As `metadata`, in Triton's form."""
+    model = (await versions_of(connected, request.name, request.version))[0].model
+    inputs, outputs = tensors_of(model)
+    found = pb.ModelConfig(name=model.name, platform=model.engine, backend=model.engine)
+    for each in inputs:
+        found.input.add(name=each.name, data_type=_type(each.datatype), dims=each.shape, optional=each.optional)
+    for each in outputs:
+        found.output.add(name=each.name, data_type=_type(each.datatype), dims=each.shape)
+    return pb.ModelConfigResponse(config=found)
+
+
+def _type(datatype: str) -> pb.DataType:
+    name = "STRING" if datatype == BYTES else datatype or "INVALID"
+    found: pb.DataType = getattr(pb, f"TYPE_{name}")
+    return found
+
+
+async def statistics(
+    request: pb.ModelStatisticsRequest, connected: Connected, counted: Statistics
+) -> pb.ModelStatisticsResponse:
+    """What this gateway has counted, of one model or of all. HttpError: there is no such model."""
+    if request.name:
+        entries = await versions_of(connected, request.name, request.version)
+    else:
+        entries = await served(connected)
+    current = {(entry.model.name, entry.model.version): entry.model.current for entry in entries}
+    found = [counted.of(name, version, current=current[name, version]) for name, version in current]
+    return pb.ModelStatisticsResponse(model_stats=found)

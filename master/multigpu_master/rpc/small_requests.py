@@ -1,0 +1,37 @@
+"""Reads requests that need no token, and so may come from anyone."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+
+from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError
+
+# While one is read, gRPC receives a message of up to 64 MiB, at about a millisecond of CPU
+# time for 1 MiB.
+SMALL_BYTES_MAX = 4096
+SMALL_CPU_S, SMALL_TIMEOUT_S, SMALL_POLL_S = 0.02, 1.0, 0.002
+
+
+async def read_small(context: Any) -> Any:
+    """Reads a request that needs no token, or EOF. Rejects one that is large or does not arrive with its call.
+
+    All such calls together hold at most what gRPC receives within SMALL_CPU_S.
+    """
+    reading = asyncio.ensure_future(context.read())
+    cpu_s, end_s = time.process_time() + SMALL_CPU_S, time.monotonic() + SMALL_TIMEOUT_S
+    try:
+        await asyncio.wait([reading], timeout=SMALL_POLL_S)
+        while not reading.done():
+            if time.process_time() > cpu_s or time.monotonic() > end_s:
+                text = "the request is large, or did not come with the call: send both at once, or try again"
+                raise ExhaustedError(text)
+            await asyncio.wait([reading], timeout=SMALL_POLL_S)
+    finally:
+        reading.cancel()
+    data = reading.result()
+    if data is not grpc.aio.EOF and len(data) > SMALL_BYTES_MAX:
+        text = f"the request has {len(data)} bytes, and {SMALL_BYTES_MAX} are allowed: name a service of this master"
+        raise InvalidArgumentError(text)
+    return data
