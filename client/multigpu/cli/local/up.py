@@ -129,15 +129,6 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     worker = load_config(config.WorkerConfig, flags=worker_flags).config
 
     listen, address = choose_addresses(master.listen)
-    http, grpc = ("", ""), ("", "")
-    if not options["no_gateway"]:
-        gateway = load_config(config.GatewayConfig, flags={name: options[name] for name in ("http", "grpc")}).config
-        try:
-            http = choose_addresses(gateway.http)
-            grpc = choose_addresses(gateway.grpc) if gateway.grpc else grpc
-        except Failure as failure:
-            message = f"{failure.message}; the gateway takes --http and --grpc, or --no-gateway leaves it out"
-            raise Failure(message) from None
     log_format = master.log_format if master.log_format != "auto" else "console" if sys.stderr.isatty() else "json"
     common = ("--log-format", log_format, "--log-level")
     stop_timeout_s: float = options["stop_timeout"]
@@ -152,6 +143,7 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
         for part in (value if isinstance(value, tuple) else (value,))
         if flag != "--log-level"
     ]
+    http, grpc, gateway_flags = ("", "", ()) if options["no_gateway"] else plan_gateway(options, address, common)
     workers = {}
     planned = plan_workers(options["workers"], worker)
     for worker_id, device, threads in planned:
@@ -171,15 +163,26 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
             master.log_level,
         ),
         workers=workers,
-        http=http[1],
-        grpc=grpc[1],
-        gateway_flags=("--master", address, "--http", http[0], "--grpc", grpc[0], *common, gateway.log_level)
-        if http[0]
-        else (),
+        http=http,
+        grpc=grpc,
+        gateway_flags=gateway_flags,
         stop_timeout_s=stop_timeout_s,
         ready_file=options["ready_file"],
         log_json=log_format == "json",
     )
+
+
+def plan_gateway(options: dict[str, Any], master: str, common: tuple[str, ...]) -> tuple[str, str, tuple[str, ...]]:
+    """Its addresses for HTTP and gRPC, and its flags. `common`: the flags of every daemon."""
+    gateway = load_config(config.GatewayConfig, flags={name: options[name] for name in ("http", "grpc")}).config
+    try:
+        http = choose_addresses(gateway.http)
+        grpc = choose_addresses(gateway.grpc) if gateway.grpc else ("", "")
+    except Failure as failure:
+        message = f"{failure.message}; the gateway takes --http and --grpc, or --no-gateway leaves it out"
+        raise Failure(message) from None
+    flags = ("--master", master, "--http", http[0], "--grpc", grpc[0], *common, gateway.log_level)
+    return http[1], grpc[1], flags
 
 
 def old_strategy() -> str:
