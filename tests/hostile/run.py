@@ -43,7 +43,7 @@ class Tally:
 def all_targets() -> Iterator[list[Target]]:
     """All targets in this process."""
     local, local_agent, folder = master.LocalMaster(), worker.LocalAgent(), files.Folder()
-    models, http = repository.Repository(), gateway.LocalGateway()
+    models, http = repository.Repository(), gateway.LocalGateway(local)
     try:
         yield [
             *master.targets(local),
@@ -53,10 +53,10 @@ def all_targets() -> Iterator[list[Target]]:
             *gateway.targets(http),
         ]
     finally:
+        http.close()
         local.close()
         local_agent.close()
         models.close()
-        http.close()
 
 
 def weight(target: Target) -> int:

@@ -1,19 +1,21 @@
-"""The gateway's routes: wrong values everywhere, damaged JSON and forms, wrong headers. There is no master, so that a
-request without a fault is a 503.
+"""The gateway's routes, with a real master and no worker behind: wrong values everywhere, damaged JSON and forms, wrong
+headers.
 """
 
 import asyncio
 import json
 from random import Random
 from typing import Any
+from urllib.parse import urlencode
 
 from multigpu.config.config import GatewayConfig
 from multigpu_gateway.app import ROUTES, Gateway
 
 from tests.hostile.targets.base import Crash, Target
 from tests.hostile.targets.inputs import DOUBLES, WORDS, Maker
+from tests.hostile.targets.master import LocalMaster
 
-PATIENCE_S = 10.0
+PATIENCE_S, HANG_UP_S = 10.0, 0.05
 METHODS = ["GET", "POST", "POST", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "\u00e9"]
 # A field of each body, with a value that is right.
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}
@@ -28,24 +30,57 @@ FIELDS: dict[str, Any] = {
 VALUES: list[Any] = [None, True, -1, 0, 2**31, 2**64, 10**400, "", [], {}, [[]], [None], {"a": {}}, "x" * 1000]
 VALUES += WORDS[:25]
 BROKEN = [b"", b"[" * 50_000, b'{"a":' * 5_000, b"nul", b"\xff", b'"\\ud800"', b"1e999"]
+ACTIONS = [
+    "cancel",
+    "submit",
+    "requeue",
+    "delete",
+    "pause",
+    "resume",
+    "load",
+    "unload",
+    "cordon",
+    "drain",
+    "forget",
+    "x",
+]
+PAGE_FIELDS: dict[str, list[str]] = {
+    "action": ACTIONS, "task_id": ["1", "-1", "9" * 30, "x", ""], "state": ["queued", "failed", "x", ""],
+    "since": ["1h", "-1h", "x"], "next": ["/", "//x", "\r\n"], "payload": ["1", "{", "[" * 50_000],
+    **dict.fromkeys(("queue", "kind", "model", "worker", "worker_id", "token", "reason"), WORDS[:25]),
+}  # fmt: skip
 HEADERS = ["authorization", "content-type", "content-length", "idempotency-key", "last-event-id"]
 HEADERS += ["x-multigpu-queue", "x-multigpu-priority", "x-multigpu-durable", "x-multigpu-model"]
+PATHS = ["/", *sorted(ROUTES)]
 FORM = "multipart/form-data; boundary=b"
 HEADER_VALUES = ["Bearer x", "Bearer", FORM, FORM * 50, "application/json", "0", "9" * 30, "-1", "true", "9"]
 HEADER_VALUES += ["\u00e9\u00ff", "x" * 5000, "\0", "Bearer \t"]
-QUERIES = ["", "", "limit=5", "limit=x&after=%ff", "wait=1e999", "wait=-1", "cursor=x", "%", "a=b&&=" * 50]
+QUERIES = [
+    "",
+    "page=x&confirm=1",
+    "state=x",
+    "queue=%ff&from=-1&live=off&done=x&n=%3Cb%3E",
+    "limit=5",
+    "limit=x&after=%ff",
+    "wait=1e999",
+    "wait=-1",
+    "cursor=x",
+    "%",
+    "a=b&&=" * 50,
+]
 TAILS = ["/", "/x", "/file-batch_x-output/content", "/x/cancel", "/../..", "/\u00e9", "/" + "9" * 30, "//"]
 
 
 class LocalGateway:
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        config = GatewayConfig(master="127.0.0.1:1", connect_timeout_s=0, request_timeout_s=1, body_bytes_max=1 << 20)
+    """Runs on the master's loop."""
+
+    def __init__(self, master: LocalMaster) -> None:
+        self._loop = master.loop
+        config = GatewayConfig(master=master.master.address, body_bytes_max=1 << 20)
         self._gateway = Gateway(config)
 
     def close(self) -> None:
         self._loop.run_until_complete(self._gateway.close())
-        self._loop.close()
 
     def feed(self, data: bytes) -> None:
         head, _, body = data.partition(b"\n")
@@ -65,12 +100,14 @@ class LocalGateway:
         messages = [{"type": "http.request", "body": each, "more_body": True} for each in chunks]
         messages[-1]["more_body"] = False
         sent: list[Any] = []
-        hung_up = asyncio.Event()
+        hung_up = False
 
         async def receive() -> Any:
+            nonlocal hung_up
             if messages:
                 return messages.pop(0)
-            await hung_up.wait()
+            await asyncio.sleep(HANG_UP_S)  # a task waits for a worker that never comes
+            hung_up = True
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
@@ -81,6 +118,8 @@ class LocalGateway:
             "headers": [(name.encode(), value.encode("utf-8")) for name, value in headers],
         }  # fmt: skip
         await self._gateway(scope, receive, send)
+        if hung_up:
+            return
         if not sent or sent[0]["type"] != "http.response.start" or sent[-1].get("more_body", False):
             raise Crash(f"no whole answer: {sent[:2]}")
         status = sent[0]["status"]
@@ -108,6 +147,14 @@ def _json(maker: Maker) -> bytes:
     return data if rng.random() < 0.8 else maker.damaged(data)
 
 
+def _page_form(maker: Maker) -> bytes:
+    """The body of a form of the dashboard."""
+    rng = maker.rng
+    fields = {name: rng.choice(values) for name, values in PAGE_FIELDS.items() if rng.random() < 0.5}
+    data = urlencode(fields, errors="surrogatepass").encode()
+    return data if rng.random() < 0.8 else maker.damaged(data)
+
+
 def _form(maker: Maker) -> bytes:
     data = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     data += b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nhello\r\n--b--\r\n'
@@ -116,20 +163,19 @@ def _form(maker: Maker) -> bytes:
 
 def _make(maker: Maker) -> bytes:
     rng = maker.rng
-    path = rng.choice(sorted(ROUTES))
+    path = rng.choice(PATHS)
     if rng.random() < 0.3:
-        path += rng.choice(
-            ["/", "/x", "/file-batch_x-output/content", "/x/cancel", "/../..", "/\u00e9", "/" + "9" * 30, "//"]
-        )
+        path += rng.choice(TAILS)
     form = rng.random() < 0.15
     headers = [[rng.choice(HEADERS), rng.choice(HEADER_VALUES)] for _ in range(rng.choice((0, 0, 1, 2)))]
+    if page := path == "/" or path.startswith("/ui"):
+        headers.append(["sec-fetch-site", rng.choice(("same-origin", "same-origin", "cross-site"))])
     if form:
         path, headers = "/v1/files", [["content-type", FORM], *headers]
-    query = rng.choice(
-        ["", "", "limit=5", "limit=x&after=%ff", "wait=1e999", "wait=-1", "cursor=x", "%", "a=b&&=" * 50]
-    )
+    query = rng.choice(QUERIES)
     head = json.dumps([rng.choice(METHODS), path, query, headers, rng.choice((1, 1, 3))])
-    return head.encode() + b"\n" + (_form(maker) if form else _json(maker))
+    body = _form if form else _page_form if page else _json
+    return head.encode() + b"\n" + body(maker)
 
 
 def targets(local: LocalGateway) -> list[Target]:
