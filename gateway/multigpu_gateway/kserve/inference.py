@@ -38,12 +38,9 @@ async def infer(
 async def _outcome(request: pb.ModelInferRequest, connected: Connected, work: Work, options: dict[str, Any]) -> Outcome:
     try:
         return await connected.client.run_outcome(work.kind, work.payload, units=work.units, **options)
-    except errors.UnplaceableError as error:
+    except errors.UnplaceableError:
         # No worker runs a task of this kind with the model: perhaps it is of another kind, and takes other inputs.
-        try:
-            entry = (await versions_of(connected, request.model_name, request.model_version))[0]
-        except errors.AccessError:  # the token is for submitting alone
-            raise error from None
+        entry = (await versions_of(connected, request.model_name, request.model_version))[0]
         if entry.model.kind == work.kind:
             raise
         takes = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in tensors_of(entry.model)[0])

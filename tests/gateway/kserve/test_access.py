@@ -52,8 +52,12 @@ def test_the_master_decides_about_the_callers_token(gateway: GatewayProcess, sec
     assert codes(gateway, "mgpu_x") == ("UNAUTHENTICATED", "UNAUTHENTICATED")
     token_id, reader = secured.create("kserve-reader", "read")
     assert codes(gateway, reader) == ("OK", "PERMISSION_DENIED")
+    # Before a fleet without a connected worker the task would wait for one.
+    secured.start_worker("kserve-worker")
     _, submitter = secured.create("kserve-submitter", "submit")
-    assert codes(gateway, submitter) == ("PERMISSION_DENIED", "NOT_FOUND")
+    assert codes(gateway, submitter) == ("OK", "NOT_FOUND")
+    _, worker = secured.create("kserve-other-worker", "worker")
+    assert codes(gateway, worker) == ("PERMISSION_DENIED", "PERMISSION_DENIED")
     _, night = secured.create("kserve-night", "submit", queues=["night"])
     assert codes(gateway, night)[1] == "PERMISSION_DENIED"
     secured.revoke(token_id)

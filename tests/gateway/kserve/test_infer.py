@@ -32,9 +32,9 @@ def scale_inputs() -> list[Any]:
     return [tensor("x", X), tensor("counts", COUNTS)]
 
 
-def running(fleet: Fleet) -> int:
-    """Leases of all workers."""
-    return sum(worker.leases for worker in fleet.list_workers())
+def busy_workers(fleet: Fleet) -> list[str]:
+    """The workers that run something."""
+    return [worker.worker_id for worker in fleet.list_workers() if worker.leases]
 
 
 def failure(client: Any, *args: Any, **options: Any) -> tuple[str, str]:
@@ -192,10 +192,16 @@ def test_a_call_that_is_cancelled_cancels_its_task(client: Any, fleet: Fleet) ->
 
 def test_a_call_that_is_cancelled_frees_its_worker(client: Any, fleet: Fleet) -> None:
     inputs = [tensor("text_input", texts("once"))]
-    call = client.async_infer("tiny", inputs, callback=lambda result, error: None, parameters={"max_tokens": 1900})
-    until(lambda: running(fleet), 30)
-    call.cancel()
-    until(lambda: not running(fleet), 1)
+    with AdminClient(fleet.address) as admin, Client(fleet.address) as direct:
+        call = client.async_infer(
+            "tiny", inputs, callback=lambda result, error: None, parameters={"max_tokens": 1900},
+            headers={"x-multigpu-queue": "freed"},
+        )  # fmt: skip
+        until(lambda: busy_workers(fleet), 30)
+        (task,) = admin.list_tasks(queue="freed")
+        call.cancel()
+        assert until(lambda: direct.get(task.task_id).outcome, 20).state is OutcomeState.CANCELLED
+        until(lambda: not busy_workers(fleet), 20)
 
 
 def test_a_deadline_ends_the_call(client: Any) -> None:
@@ -215,8 +221,7 @@ def test_a_call_goes_on_after_its_worker_died(client: Any, fleet: Fleet, gateway
     client.async_infer(
         "tiny", inputs, callback=lambda result, error: answered.append(error or result), parameters=sampling
     )
-    until(lambda: running(fleet), 30)
-    (busy,) = [worker.worker_id for worker in fleet.list_workers() if worker.leases]
+    (busy,) = until(lambda: busy_workers(fleet), 30)
     fleet.workers[busy].kill()
     fleet.start_worker(busy)
     (result,) = until(lambda: answered, 60)
