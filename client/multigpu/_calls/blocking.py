@@ -128,13 +128,13 @@ class BlockingCore:
     ) -> task_service_pb2.CountResponse:
         return self._wait(self._core.count(task_filter, timeout_s))
 
-    def page(
-        self, task_filter: task_service_pb2.TaskFilter, page_size: int, page_token: str, timeout_s: float | None
-    ) -> tuple[list[Task], str]:
-        return self._wait(self._core.page(task_filter, page_size, page_token, timeout_s))
+    def page(self, request: task_service_pb2.ListRequest, timeout_s: float | None) -> tuple[list[Task], str]:
+        return self._wait(self._core.page(request, timeout_s))
 
-    def pages(self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None) -> SyncIterator[list[Task]]:
-        return self._iterate(self._core.pages(task_filter, timeout_s))
+    def pages(
+        self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None, *, oldest_first: bool
+    ) -> SyncIterator[list[Task]]:
+        return self._iterate(self._core.pages(task_filter, timeout_s, oldest_first=oldest_first))
 
     def admin(self, method: str, request: Any) -> Any:
         return self._wait(self._core.admin(method, request))

@@ -271,21 +271,18 @@ class Core:
         response: task_service_pb2.CountResponse = await self._unary("Count", request, timeout_s)
         return response
 
-    async def page(
-        self, task_filter: task_service_pb2.TaskFilter, page_size: int, page_token: str, timeout_s: float | None
-    ) -> tuple[list[Task], str]:
-        request = task_service_pb2.ListRequest(filter=task_filter, page_size=page_size, page_token=page_token)
+    async def page(self, request: task_service_pb2.ListRequest, timeout_s: float | None) -> tuple[list[Task], str]:
         response = await self._unary("List", request, timeout_s)
         return [Task(message, listed=True) for message in response.tasks], str(response.next_page_token)
 
     async def pages(
-        self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None
+        self, task_filter: task_service_pb2.TaskFilter, timeout_s: float | None, *, oldest_first: bool
     ) -> AsyncGenerator[list[Task], None]:
-        token = ""
+        request = task_service_pb2.ListRequest(filter=task_filter, page_size=PAGE_SIZE_MAX, oldest_first=oldest_first)
         while True:
-            tasks, token = await self.page(task_filter, PAGE_SIZE_MAX, token, timeout_s)
+            tasks, request.page_token = await self.page(request, timeout_s)
             yield tasks
-            if not token:
+            if not request.page_token:
                 return
 
     async def current_cursor(self, timeout_s: float | None) -> str:

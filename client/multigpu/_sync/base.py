@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 from multigpu._calls.blocking import BlockingCore
 from multigpu.fleet import CancelResult, TaskCounts
 from multigpu.options import SpecOptions, TaskFilter, filter_of
+from multigpu.v1 import task_service_pb2
 
 if TYPE_CHECKING:
     from multigpu.outcome import Outcome, TaskName
@@ -94,19 +95,25 @@ class BaseClient:
         *,
         page_size: int = 100,
         page_token: str = "",
+        oldest_first: bool = False,
         timeout: float | None = None,
         **filters: Unpack[TaskFilter],
     ) -> tuple[list[Task], str]:
         """A page of `list_tasks`, of up to 1,000 tasks, and the `page_token` of the next one; "": this is the last.
         InvalidTaskError: the master did not give out this token.
         """
-        return self._core.page(filter_of(filters), page_size, page_token, timeout)
+        request = task_service_pb2.ListRequest(
+            filter=filter_of(filters), page_size=page_size, page_token=page_token, oldest_first=oldest_first
+        )
+        return self._core.page(request, timeout)
 
-    def list_tasks(self, *, timeout: float | None = None, **filters: Unpack[TaskFilter]) -> Generator[Task, None, None]:
-        """Tasks that match all filters, the newest first; their outcomes come without results. Default: all.
+    def list_tasks(
+        self, *, oldest_first: bool = False, timeout: float | None = None, **filters: Unpack[TaskFilter]
+    ) -> Generator[Task, None, None]:
+        """Tasks that match all filters, by default the newest first; their outcomes come without results. Default: all.
 
         `timeout`: of each page.
         """
-        with closing(self._core.pages(filter_of(filters), timeout)) as pages:
+        with closing(self._core.pages(filter_of(filters), timeout, oldest_first=oldest_first)) as pages:
             for page in pages:
                 yield from page

@@ -61,7 +61,8 @@ class LocalMaster:
             case "Cancel":
                 return self._cancel(request)
             case "List":
-                found = [self._listed(task) for task in reversed(self._tasks.values()) if task.matches(request.filter)]
+                tasks = self._tasks.values() if request.oldest_first else reversed(self._tasks.values())
+                found = [self._listed(task) for task in tasks if task.matches(request.filter)]
                 return task_service_pb2.ListResponse(tasks=found)
         assert method == "Count", method
         response = task_service_pb2.CountResponse()

@@ -154,14 +154,16 @@ class TaskFilter(_message.Message):
     def __init__(self, states: _Optional[_Iterable[_Union[_task_pb2.TaskState, str]]] = ..., outcomes: _Optional[_Iterable[_Union[_task_pb2.OutcomeState, str]]] = ..., queue: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., worker_id: _Optional[str] = ..., submitted_after: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., submitted_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., retrying: bool = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("filter", "page_size", "page_token")
+    __slots__ = ("filter", "page_size", "page_token", "oldest_first")
     FILTER_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIRST_FIELD_NUMBER: _ClassVar[int]
     filter: TaskFilter
     page_size: int
     page_token: str
-    def __init__(self, filter: _Optional[_Union[TaskFilter, _Mapping]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    oldest_first: bool
+    def __init__(self, filter: _Optional[_Union[TaskFilter, _Mapping]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., oldest_first: bool = ...) -> None: ...
 
 class ListResponse(_message.Message):
     __slots__ = ("tasks", "next_page_token")

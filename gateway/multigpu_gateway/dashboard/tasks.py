@@ -43,8 +43,11 @@ async def show(request: Request, connected: Connected) -> Page:
         question = f"Cancel {open_tasks:,} tasks that have not ended?"
         values |= {"action": "cancel", "question": question, "count": open_tasks, "to": PATH}
         return Page("confirm.html", values, live=False)
-    tasks, token = await connected.client.list_page(page_size=ROWS, page_token=query.get("page", ""), **wanted)
-    return Page("tasks.html", {**values, "tasks": tasks, "next_page": token})
+    oldest_first = query.get("sort") == "oldest"
+    tasks, token = await connected.client.list_page(
+        page_size=ROWS, page_token=query.get("page", ""), oldest_first=oldest_first, **wanted
+    )
+    return Page("tasks.html", {**values, "tasks": tasks, "next_page": token, "oldest_first": oldest_first})
 
 
 _page = page(show)

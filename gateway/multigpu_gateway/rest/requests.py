@@ -103,6 +103,7 @@ class ListQuery(msgspec.Struct, forbid_unknown_fields=True):
     submitted_after: Instant | None = None
     submitted_before: Instant | None = None
     retrying: bool = False
+    oldest_first: bool = False
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
     page_token: str = ""
 

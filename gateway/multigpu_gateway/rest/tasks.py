@@ -138,8 +138,9 @@ async def _list(request: Request, connected: Connected) -> None:
     filters = query.filters()
     async with request.while_connected():
         try:
-            page = connected.client.list_page(page_size=query.limit, page_token=query.page_token, **filters)
-            tasks, token = await page
+            tasks, token = await connected.client.list_page(
+                page_size=query.limit, page_token=query.page_token, oldest_first=query.oldest_first, **filters
+            )
         except errors.RejectedError as error:
             failure = http_error(error)
             field = "page_token" if failure.status == BAD_REQUEST and "page_token" in failure.message else ""

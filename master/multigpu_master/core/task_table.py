@@ -51,3 +51,10 @@ class TaskTable:
         for number in sorted([number for number in self._blocks if number <= last], reverse=True):
             block = self._blocks.get(number, {})
             yield sorted([t for t in block.values() if t.task_id < task_id], key=lambda t: -t.task_id)
+
+    def blocks_after(self, task_id: int) -> Iterator[list[Task]]:
+        """The tasks above an id, the oldest first, as blocks_before."""
+        first = task_id >> BLOCK_BITS
+        for number in sorted([number for number in self._blocks if number >= first]):
+            block = self._blocks.get(number, {})
+            yield sorted([t for t in block.values() if t.task_id > task_id], key=lambda t: t.task_id)

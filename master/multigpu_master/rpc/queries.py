@@ -157,21 +157,24 @@ class Filter:
 
 
 async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListResponse:
-    """A page of tasks, newest first."""
+    """A page of tasks."""
     size = read_page_size(request.page_size)
-    before = read_token(request.page_token, "page_token") or NEWEST
-    wanted = Filter(request.filter)
+    edge = read_token(request.page_token, "page_token")
+    wanted, table, oldest_first = Filter(request.filter), driver.core.tasks, request.oldest_first
     found: dict[int, Callable[[], task_pb2.Task]] = {}
-    async for block in pausing(driver.core.tasks.blocks_before(before)):
+    blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or NEWEST)
+    async for block in pausing(blocks):
         for task in filter(wanted.matches, block):
             found[task.task_id] = lambda t=task: live_task(driver, t, whole=False)  # type: ignore[misc]
         if len(found) > size:
             break
     if wanted.settled:
-        rows = await asyncio.to_thread(driver.journal.list_outcomes, wanted.for_journal(), before, size + 1)
+        rows = await asyncio.to_thread(
+            driver.journal.list_outcomes, wanted.for_journal(), edge, size + 1, oldest_first=oldest_first
+        )
         for row in rows:
             found.setdefault(row.task_id, lambda r=row: stored_task(r, whole=False))  # type: ignore[misc]
-    ids = sorted(found, reverse=True)
+    ids = sorted(found, reverse=not oldest_first)
     response = task_service_pb2.ListResponse(tasks=[found[i]() for i in ids[:size]])
     if len(ids) > size:
         response.next_page_token = make_token(ids[size - 1])

@@ -120,6 +120,8 @@ def test_tasks_are_filtered_and_paged_by_the_url(visitor: Visitor, client: multi
         older = [link for link in page.links if "page=" in link]
         path = older[-1] if len(shown) < 120 else ""
     assert shown == sorted(ids, reverse=True)
+    oldest = visitor.page("/ui/tasks?queue=pages&sort=oldest").rows[1:]
+    assert [int(row.split()[0]) for row in oldest] == sorted(ids)[:50]
     assert "No task matches." in visitor.page("/ui/tasks?queue=pages&kind=echo").text
     response, page = visitor.get("/ui/tasks?state=lost")
     assert response.status == 400

@@ -320,13 +320,16 @@ class JournalReads:
         with self._connection() as connection:
             return schema.read_settings(connection)
 
-    def list_outcomes(self, wanted: OutcomeFilter, before_task_id: int, limit: int) -> list[StoredOutcome]:
-        """Settled tasks below this task_id (0: all), newest first."""
+    def list_outcomes(
+        self, wanted: OutcomeFilter, edge: int, limit: int, *, oldest_first: bool = False
+    ) -> list[StoredOutcome]:
+        """Settled tasks below this task_id (0: all), newest first; or above it, oldest first."""
         where, parameters = _conditions(wanted)
-        if before_task_id:
-            where += " AND o.task_id < ?"
-            parameters.append(before_task_id)
-        sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE {where} ORDER BY o.task_id DESC LIMIT ?"
+        if edge:
+            where += f" AND o.task_id {'>' if oldest_first else '<'} ?"
+            parameters.append(edge)
+        order = "ASC" if oldest_first else "DESC"
+        sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE {where} ORDER BY o.task_id {order} LIMIT ?"
         return [self._outcome(row) for row in self._rows(sql, (*parameters, limit))]
 
     def count_outcomes(self, wanted: OutcomeFilter) -> dict[int, int]:
