@@ -14,12 +14,12 @@ from multigpu_gateway import dashboard, openai, rerank, rest, tei
 from multigpu_gateway.clients import Clients
 from multigpu_gateway.errors import (
     INTERNAL,
-    NOT_ALLOWED,
     NOT_FOUND,
     UNAVAILABLE,
     DisconnectedError,
     HttpError,
     http_error,
+    not_allowed,
 )
 from multigpu_gateway.http import Receive, Request, Send
 from multigpu_gateway.metrics import Metrics
@@ -107,7 +107,7 @@ class Gateway:
 def _route_of(request: Request) -> tuple[str, Route]:
     """The route and its path. HttpError: there is none."""
     path = request.path
-    if path == "/" and request.method in dashboard.HOME.methods:  # TEI has POST
+    if path == "/" and request.method in ("GET", "HEAD"):  # TEI has POST
         return path, dashboard.HOME
     route = ROUTES.get(path)
     if route is None:
@@ -119,9 +119,10 @@ def _route_of(request: Request) -> tuple[str, Route]:
 
 
 def _method_of(route: Route, request: Request) -> Serve:
-    """What serves the request. HttpError: the route does not take its method."""
-    serve = route.methods.get(request.method)
+    """What serves the request; the server leaves out the body of an answer to HEAD. HttpError: the route does not take
+    its method.
+    """
+    serve = route.methods.get("GET" if request.method == "HEAD" else request.method)
     if serve is None:
-        takes = " or ".join(route.methods)
-        raise HttpError(NOT_ALLOWED, f"{request.path} takes {takes}, not {request.method}")
+        raise not_allowed(request.path, request.method, *route.methods)
     return serve

@@ -19,10 +19,19 @@ _PERMISSION_DENIED = 7
 
 
 class HttpError(Exception):
-    """An answer that is an error. `param`: the field of the request at fault; `retry_s`: when to try again."""
+    """An answer that is an error. `param`: the field of the request at fault; `retry_s`: when to try again;
+    `allow`: the methods that the path takes.
+    """
 
     def __init__(
-        self, status: int, message: str, *, code: str = "", param: str = "", retry_s: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str = "",
+        param: str = "",
+        retry_s: float | None = None,
+        allow: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -30,6 +39,7 @@ class HttpError(Exception):
         self.code = code
         self.param = param
         self.retry_s = retry_s
+        self.allow = allow
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -38,9 +48,16 @@ class HttpError(Exception):
         if self.retry_s is not None:
             found.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_s))))
             found.append((b"retry-after-ms", b"%d" % math.ceil(1000 * self.retry_s)))
+        if self.allow:
+            found.append((b"allow", ", ".join(self.allow).encode()))
         if self.status == UNAUTHORIZED:
             found.append((b"www-authenticate", b"Bearer"))
         return found
+
+
+def not_allowed(path: str, method: str, *allowed: str) -> HttpError:
+    """The path takes other methods."""
+    return HttpError(NOT_ALLOWED, f"{path} takes {' or '.join(allowed)}, not {method}", allow=allowed)
 
 
 class DisconnectedError(Exception):

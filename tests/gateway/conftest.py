@@ -53,7 +53,7 @@ class GatewayProcess:
             connection.request(method, path, data, headers or {})
             response = connection.getresponse()
             text = response.read()
-            is_json = response.getheader("content-type") == "application/json"
+            is_json = response.getheader("content-type") == "application/json" and text
             return response, json.loads(text) if is_json else text.decode()
         finally:
             connection.close()

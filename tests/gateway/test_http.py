@@ -59,6 +59,15 @@ def test_wrong_requests_get_their_status(
     assert found["error"]["type"] == "not_found_error" if status == 404 else "invalid_request_error"
 
 
+def test_head_and_the_methods_of_a_path(gateway: GatewayProcess) -> None:
+    """A HEAD is a GET without its body; a 405 has Allow (RFC 9110)."""
+    response, body = gateway.call("HEAD", "/v1/stats")
+    assert (response.status, body) == (200, "")
+    assert int(response.headers["content-length"]) > 0
+    assert gateway.call("POST", "/v1/tasks/1")[0].headers["allow"] == "GET, DELETE"
+    assert gateway.call("HEAD", "/v1/embeddings")[0].headers["allow"] == "POST"
+
+
 def test_a_missing_field_is_named_and_a_compressed_body_is_no_json(gateway: GatewayProcess) -> None:
     _, body = gateway.call("POST", "/v1/embeddings", {"input": "x"})
     assert body["error"]["param"] == "model"

@@ -9,7 +9,7 @@ from multigpu_gateway.routes import Route, Serve
 
 
 def _route(get: Serve | None = None, post: Serve | None = None, *, tree: bool = False) -> Route:
-    methods = {name: serve for name, serve in (("GET", get), ("HEAD", get), ("POST", post)) if serve is not None}
+    methods = {name: serve for name, serve in (("GET", get), ("POST", post)) if serve is not None}
     return Route(methods, error_body, tree=tree, token_of=session.token_of)
 
 

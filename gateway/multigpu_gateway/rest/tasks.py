@@ -9,7 +9,7 @@ from multigpu.options import Input
 from multigpu.outcome import TaskName
 
 from multigpu_gateway.clients import Connected
-from multigpu_gateway.errors import BAD_REQUEST, NOT_ALLOWED, NOT_FOUND, HttpError, http_error
+from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import Request, decode
 from multigpu_gateway.rest.errors import error_body, rest_error
 from multigpu_gateway.rest.requests import (
@@ -39,7 +39,7 @@ _shape = msgspec.json.Decoder(dict[str, msgspec.Raw])
 async def submit(request: Request, connected: Connected) -> None:
     """Submits a task, or many. A caller that hangs up before the answer leaves them to the master."""
     if request.path != PATH:
-        raise HttpError(NOT_ALLOWED, f"{request.path} takes GET or DELETE, not POST")
+        raise not_allowed(request.path, "POST", "GET", "DELETE")
     settings = TaskSettings(request, "")
     defaults: dict[str, Any] = {
         name: settings.options[name] for name in ("queue", "priority") if name in settings.options
@@ -122,10 +122,10 @@ async def get(request: Request, connected: Connected) -> None:
 async def cancel(request: Request, connected: Connected) -> None:
     """Cancels a task. One that had ended stays as it is."""
     if request.path == PATH:
-        raise HttpError(NOT_ALLOWED, f"{PATH} takes GET or POST, not DELETE")
+        raise not_allowed(PATH, "DELETE", "GET", "POST")
     name, events = _named(request)
     if events:
-        raise HttpError(NOT_ALLOWED, f"{request.path} takes GET, not DELETE")
+        raise not_allowed(request.path, "DELETE", "GET")
     reason = query_of(request, CancelQuery).reason
     found = await connected.client.cancel(name, reason=reason)
     if found.unknown:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from multigpu_gateway.clients import Connected
-from multigpu_gateway.errors import NOT_ALLOWED, NOT_FOUND, HttpError, http_error
+from multigpu_gateway.errors import NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import Headers, Request
 from multigpu_gateway.routes import Route, Serve
 from multigpu_gateway.tei.call import Answer, Call
@@ -99,7 +99,7 @@ async def _below(request: Request, connected: Connected) -> None:
     methods = OPERATIONS[name]
     operation = methods.get(request.method)
     if operation is None:
-        raise HttpError(NOT_ALLOWED, f"{request.path} takes {' or '.join(methods)}, not {request.method}")
+        raise not_allowed(request.path, request.method, *methods)
     await _answer(operation, request, connected, model)
 
 
