@@ -8,6 +8,7 @@ MODULES = {
     "gateway": (
         "click",
         "httptools",
+        "httpx2",
         "msgspec",
         "prometheus_client",
         "python_multipart",

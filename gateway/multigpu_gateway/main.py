@@ -27,6 +27,7 @@ from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut
 from multigpu_gateway import VERSION
 from multigpu_gateway.app import Gateway
 from multigpu_gateway.server import HttpServer
+from multigpu_gateway.webhooks import webhooks_of
 
 log = structlog.get_logger()
 
@@ -93,6 +94,7 @@ async def check_tokens(config: GatewayConfig) -> None:
 
 async def _serve(config: GatewayConfig) -> None:
     notifier = Notifier()
+    webhooks = webhooks_of(config)
     await check_tokens(config)
     gateway = Gateway(config)
     server = HttpServer(config, gateway)
@@ -102,10 +104,14 @@ async def _serve(config: GatewayConfig) -> None:
     host = config.http.rpartition(":")[0]
     log.info("serving", http=f"{host}:{server.port}", master=config.master, version=VERSION)
     notifier.ready(f"serving HTTP at {host}:{server.port}")
-    watchdog = loop.create_task(notifier.keep(lambda: True, lambda: ""))
+    background = [loop.create_task(notifier.keep(lambda: True, lambda: ""))]
+    if webhooks is not None:
+        background.append(loop.create_task(webhooks.run()))
     await server.serve()
     notifier.stopping()
-    watchdog.cancel()
+    for task in background:
+        task.cancel()
+    await asyncio.gather(*background, return_exceptions=True)
     await gateway.close()
     log.info("stopped")
 
