@@ -9,6 +9,7 @@ MODULES = {
         "click",
         "httptools",
         "httpx2",
+        "jinja2",
         "msgspec",
         "prometheus_client",
         "python_multipart",

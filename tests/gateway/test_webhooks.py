@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from multigpu.cli.security import authority
 from multigpu.config.config import ConfigError, GatewayConfig
@@ -109,7 +110,7 @@ def receiver() -> Iterator[Receiver]:
     assert not it.wrong
 
 
-def files(folder: Path, url: str, **more: str) -> dict[str, str]:
+def files(folder: Path, url: str, **more: str) -> dict[str, Any]:
     secret = folder / "secret"
     secret.write_text(f"{SECRET}\n")
     secret.chmod(0o600)
@@ -233,11 +234,11 @@ def test_a_hanging_receiver_fails_an_attempt(
 ) -> None:
     monkeypatch.setattr(webhooks, "TIMEOUT_S", 0.5)
     receiver.status = 0
-    found = webhooks_of(GatewayConfig(**files(tmp_path, receiver.url)))  # type: ignore[arg-type]  all are strings
+    found = webhooks_of(GatewayConfig(**files(tmp_path, receiver.url)))
     assert found is not None
 
     async def send() -> str:
-        async with webhooks.httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient() as http:
             return await found._send(http, "1", b'{"task_id": "1"}')
 
     assert asyncio.run(send()) == "no answer within 0.5 s"
@@ -252,25 +253,25 @@ async def test_a_certificate_is_verified(tmp_path: Path, monkeypatch: pytest.Mon
     receiver = Receiver()
     with receiver.running(tls):
         url = receiver.url.replace("http:", "https:")
-        found = webhooks_of(GatewayConfig(**files(tmp_path, url)))  # type: ignore[arg-type]  as above
+        found = webhooks_of(GatewayConfig(**files(tmp_path, url)))
         assert found is not None
-        async with webhooks.httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient() as http:
             assert "CERTIFICATE_VERIFY_FAILED" in await found._send(http, "1", b'{"task_id": "1"}')
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certs/ca.crt"))
-        async with webhooks.httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient() as http:
             assert await found._send(http, "1", b'{"task_id": "1"}') == ""
     assert receiver.attempts == ["1"]
 
 
 def test_pauses_double_up_to_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = webhooks_of(GatewayConfig(**files(tmp_path, "https://hooks.example/")))  # type: ignore[arg-type]  as above
+    found = webhooks_of(GatewayConfig(**files(tmp_path, "https://hooks.example/")))
     assert found is not None
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(webhooks.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
 
     async def wait() -> None:
         for _ in range(9):
@@ -310,7 +311,7 @@ def test_a_token_file_is_used(tmp_path: Path, receiver: Receiver) -> None:
 def test_a_wrong_setting_is_rejected(tmp_path: Path, change: dict[str, str], says: str) -> None:
     settings = files(tmp_path, "http://localhost:1/") | change
     with pytest.raises(ConfigError, match=says):
-        webhooks_of(GatewayConfig(**settings))  # type: ignore[arg-type]  as above
+        webhooks_of(GatewayConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -330,5 +331,5 @@ def test_a_secret_that_is_none_or_readable_by_others_is_rejected(
     secret.write_text(text)
     secret.chmod(mode)
     with pytest.raises(ConfigError, match=says):
-        webhooks_of(GatewayConfig(**settings))  # type: ignore[arg-type]  as above
+        webhooks_of(GatewayConfig(**settings))
     assert not (tmp_path / "cursor").exists()
