@@ -24,6 +24,8 @@ ROUTES = {
     "/v1/stats": Route({"GET": _stats}, error_body),
     "/api/v1/gpu/stats": Route({"GET": earlier.langchain_stats}, error_body),
     "/multigpu/health": Route({"GET": earlier.health}, error_body),
+    "/multigpu/config": Route({"GET": earlier.onyx_config}, error_body),
+    earlier.RECOMMENDATIONS: Route({"GET": earlier.recommendations}, error_body),
     "/multigpu/stats": Route({"GET": earlier.onyx_stats}, error_body),
     earlier.GPU: Route({"GET": earlier.gpu_stats}, error_body, tree=True, paths=earlier.GPU_PATHS),
     "/multigpu/resources/status": Route({"GET": earlier.resources}, error_body),

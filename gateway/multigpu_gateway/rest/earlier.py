@@ -18,7 +18,12 @@ from multigpu_gateway.rest.requests import wrong
 from multigpu_gateway.routes import Operation, Paths
 
 MIB = 1 << 20
-GPU, GPU_STATS = "/multigpu/gpu", "/stats"
+GPU, GPU_STATS, RECOMMENDATIONS = "/multigpu/gpu", "/stats", "/multigpu/gpu/recommendations"
+# Fields of Onyx' GPUConfig for training, which a fleet does not do.
+_TRAINING = (
+    "distributed_training", "backend", "batch_size_per_gpu", "gradient_accumulation_steps", "sync_batch_norm",
+    "mixed_precision", "memory_fraction",
+)  # fmt: skip
 # Newest tasks from which the time of a batch is averaged.
 SAMPLE_TASKS = 100
 
@@ -68,6 +73,25 @@ async def onyx_stats(request: Request, connected: Connected) -> None:
         "gpu_info": [_gpu(index, worker) for index, worker in enumerate(workers)],
     }
     await request.respond(200, msgspec.json.encode(answer))
+
+
+async def onyx_config(request: Request, connected: Connected) -> None:
+    """Which GPUs take tasks, in the form of Onyx."""
+    workers, _ = await _fleet(connected)
+    ids = [index for index, worker in enumerate(workers) if _available(worker)]
+    answer = {"use_multi_gpu": len(ids) > 1, "gpu_ids": ids} | dict.fromkeys(_TRAINING)
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+async def recommendations(request: Request, connected: Connected) -> None:
+    """What is wrong with GPUs, and the remedy."""
+    workers, _ = await _fleet(connected)
+    found = [
+        {"gpu_id": index, "code": reason.code, "message": reason.message}
+        for index, worker in enumerate(workers) if worker.health is not None
+        for reason in worker.health.reasons
+    ]  # fmt: skip
+    await request.respond(200, msgspec.json.encode({"recommendations": found}))
 
 
 async def gpu_stats(request: Request, connected: Connected) -> None:

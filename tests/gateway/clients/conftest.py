@@ -34,7 +34,7 @@ def program(folder: Path, name: str, *requirements: str) -> Program:
     assert done.returncode == 0, done.stderr
 
     def run(*arguments: Any) -> Any:
-        command = [python, "-I", PROGRAMS / f"{name}.py", *map(json.dumps, arguments)]
+        command = [str(python), "-I", str(PROGRAMS / f"{name}.py"), *map(json.dumps, arguments)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert ran.returncode == 0, ran.stderr
         return json.loads(ran.stdout)
