@@ -60,7 +60,7 @@ def test_the_base_install_is_the_client() -> None:
 def test_programs_check_what_their_extra_installs(extra: str) -> None:
     """A package that is added to an extra must be looked for, or be one that the program runs without."""
     packages = importlib.metadata.packages_distributions()
-    checked = {packages[module][0].replace("_", "-") for module in _extras.MODULES[extra]}
+    checked = {packages[module][0].replace("_", "-").lower() for module in _extras.MODULES[extra]}
     # uvloop makes mgpuctl faster, and Windows doesn't have it.
     optional = OPTIONAL | ({"uvloop"} if extra == "cli" else set())
     assert checked == names(PROJECT["optional-dependencies"][extra]) - optional - BASE

@@ -8,6 +8,8 @@ MODULES = {
     "gateway": (
         "click",
         "httptools",
+        "httpx2",
+        "jinja2",
         "msgspec",
         "prometheus_client",
         "python_multipart",

@@ -10,7 +10,7 @@ import structlog
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway import dashboard, openai, rerank, rest, tei
+from multigpu_gateway import apidocs, dashboard, openai, rerank, rest, tei
 from multigpu_gateway.clients import Clients
 from multigpu_gateway.errors import (
     INTERNAL,
@@ -31,7 +31,8 @@ HEALTH, METRICS = "/health", "/metrics"
 # The status of a request whose caller hung up, for metrics: nginx' number.
 HUNG_UP = 499
 
-ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **rest.ROUTES, **tei.ROUTES, **dashboard.ROUTES}
+API_ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **rest.ROUTES, **tei.ROUTES}
+ROUTES: dict[str, Route] = {**API_ROUTES, **apidocs.routes_of(API_ROUTES), **dashboard.ROUTES}
 
 
 class Gateway:

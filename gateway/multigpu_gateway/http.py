@@ -31,14 +31,15 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
+EVENT_STREAM = "text/event-stream"
 # How long a body may take to arrive, and a reader to take what is written.
 BODY_TIMEOUT_S = 60.0
 READER_TIMEOUT_S = 60.0
 # A stream that has had nothing to say for so long sends a comment: proxies and clients give up silent ones.
 HEARTBEAT_S = 10.0
 _COMMENT = b": waiting\n\n"
-_EVENT_STREAM: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+_EVENTS: Headers = [
+    (b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -168,7 +169,7 @@ class Request:
         """Begins an answer of server-sent events. Nothing happens if it has begun."""
         if not self.responded:
             self.responded = True
-            own = [*_EVENT_STREAM, *(headers or ())]
+            own = [*_EVENTS, *(headers or ())]
             await self._send({"type": "http.response.start", "status": 200, "headers": own})
             self._written_at = asyncio.get_running_loop().time()
 

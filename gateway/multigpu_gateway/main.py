@@ -33,6 +33,7 @@ from multigpu_gateway import VERSION
 from multigpu_gateway.app import Gateway
 from multigpu_gateway.kserve.server import GrpcServer
 from multigpu_gateway.server import HttpServer
+from multigpu_gateway.webhooks import webhooks_of
 
 log = structlog.get_logger()
 
@@ -105,6 +106,7 @@ async def check_tokens(config: GatewayConfig) -> None:
 
 async def _serve(config: GatewayConfig) -> None:
     notifier = Notifier()
+    webhooks = webhooks_of(config)
     await check_tokens(config)
     gateway = Gateway(config)
     # Before HTTP: who reaches that reaches both.
@@ -118,7 +120,9 @@ async def _serve(config: GatewayConfig) -> None:
     address = f"{config.http.rpartition(':')[0]}:{server.port}"
     log.info("serving", http=address, grpc=grpc_address, master=config.master, version=VERSION)
     notifier.ready(f"serving HTTP at {address}" + (f", gRPC at {grpc_address}" if grpc_address else ""))
-    watchdog = loop.create_task(notifier.keep(lambda: True, lambda: ""))
+    background = [loop.create_task(notifier.keep(lambda: True, lambda: ""))]
+    if webhooks is not None:
+        background.append(loop.create_task(webhooks.run()))
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve())
         if grpc_server is not None:
@@ -128,7 +132,9 @@ async def _serve(config: GatewayConfig) -> None:
         if grpc_server is not None:
             grpc_server.stop()
     notifier.stopping()
-    watchdog.cancel()
+    for task in background:
+        task.cancel()
+    await asyncio.gather(*background, return_exceptions=True)
     await gateway.close()
     log.info("stopped")
 

@@ -13,8 +13,8 @@ from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai.errors import error_body
-from multigpu_gateway.routes import Route
-from multigpu_gateway.tasks import TaskSettings, all_of
+from multigpu_gateway.routes import Operation, Route
+from multigpu_gateway.tasks import TASK_HEADERS, TaskSettings, all_of
 
 KIND = "rerank"
 # Documents of one request, and of one of its tasks: a long list is spread over the workers.
@@ -76,4 +76,5 @@ def _payload(query: str, documents: list[str]) -> bytes:
     return rerank_pb2.RerankPayload(query=query, documents=documents, count_tokens=True).SerializeToString()
 
 
-ROUTES = {path: Route({"POST": _rerank}, error_body) for path in ("/v1/rerank", "/v2/rerank")}
+_operation = Operation(_rerank, body=RerankRequest, headers=TASK_HEADERS)
+ROUTES = {path: Route({"POST": _operation}, error_body) for path in ("/v1/rerank", "/v2/rerank")}

@@ -9,6 +9,7 @@ from multigpu_gateway.errors import BAD_REQUEST, HttpError
 T = TypeVar("T")
 IDEMPOTENCY_KEY = b"idempotency-key"
 QUEUE, PRIORITY, DURABLE = b"x-multigpu-queue", b"x-multigpu-priority", b"x-multigpu-durable"
+TASK_HEADERS = (IDEMPOTENCY_KEY, QUEUE, PRIORITY, DURABLE)
 # Longer ones are no keys.
 _KEY_CHARACTERS_MAX = 200
 

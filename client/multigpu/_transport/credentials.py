@@ -17,7 +17,7 @@ import grpc
 from multigpu.config.config import ConfigError
 
 TOKEN_VARIABLE = "MGPU_TOKEN"  # noqa: S105  a name
-_TOKEN_BYTES_MAX = 4096
+_SECRET_BYTES_MAX = 4096
 
 
 def is_loopback(address: str) -> bool:
@@ -28,6 +28,17 @@ def is_loopback(address: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.lower() in ("localhost", "localhost.")
+
+
+def read_secret(file: str, what: str) -> str:
+    """The text of a file with a secret. ConfigError: it can't be read, or everybody on this host may read it."""
+    path = Path(file).expanduser()
+    try:
+        if path.stat().st_mode & stat.S_IRWXO:
+            raise ConfigError(f"everybody on this host may read the {what} in {path}: chmod o-rwx {path}")
+        return path.read_bytes()[:_SECRET_BYTES_MAX].decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the {what} in {path} can't be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +91,7 @@ class Credentials:
     def _read_token(self) -> str:
         if not self.token_file:
             return ""
-        path = Path(self.token_file).expanduser()
-        try:
-            if path.stat().st_mode & stat.S_IRWXO:
-                raise ConfigError(f"everybody on this host may read the token in {path}: chmod o-rwx {path}")
-            return path.read_bytes()[:_TOKEN_BYTES_MAX].decode("ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the token in {path} can't be read: {error}") from error
+        return read_secret(self.token_file, "token")
 
     def channel(self, address: str, options: Any, api: Any = grpc) -> Any:
         """A channel for blocking calls; with `api` grpc.aio, for the running event loop. ConfigError: a certificate

@@ -261,6 +261,11 @@ class GatewayConfig(Checked):
         600.0, "How long a request may wait for its tasks, or for the next part of a stream.", minimum=1
     )
     stop_timeout_s: float = setting(10.0, "How long requests under way may take after SIGTERM.", minimum=1, maximum=600)
+    webhook_url: str = setting("", "Where every durable outcome is posted. Empty: nowhere.")
+    webhook_secret_file: str = setting("", "File of the secret (whsec_…) that signs what is posted.")
+    webhook_token_file: str = setting("", "File of the token for reading outcomes. Empty: none.")
+    webhook_cursor_file: str = setting("", "File that says up to which outcome the receiver has taken them.")
+    webhook_queue: str = setting("", "The queue whose outcomes are posted. Empty: all.")
     log_level: str = log_level()
     log_format: str = log_format()
 

@@ -36,6 +36,7 @@ NAVIGATION = {
     "/ui/tasks": "Tasks",
     "/ui/dead-letters": "Dead letters",
     "/ui/models": "Models",
+    "/docs": "API",
 }
 # What an action did, after the redirect to the page that shows it.
 DONE = {

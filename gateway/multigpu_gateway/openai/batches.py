@@ -84,7 +84,7 @@ _record = msgspec.json.Decoder(Record)
 
 
 async def post(request: Request, connected: Connected) -> None:
-    """POST /v1/batches, /v1/batches/ID/cancel."""
+    """Makes a batch, or cancels one."""
     batch_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if not batch_id:
         await _make(request, connected)
@@ -95,7 +95,7 @@ async def post(request: Request, connected: Connected) -> None:
 
 
 async def get(request: Request, connected: Connected) -> None:
-    """GET /v1/batches, /v1/batches/ID. Goes on with a batch whose tasks are not all submitted."""
+    """Answers with all batches, or with one. Goes on with a batch whose tasks are not all submitted."""
     batch_id = request.path.removeprefix(PATH).strip("/")
     client = connected.client
     async with request.while_connected():

@@ -30,7 +30,7 @@ LIST_MAX = 10_000
 
 
 async def upload(request: Request, connected: Connected) -> None:
-    """POST /v1/files."""
+    """Stores a file of a batch's requests."""
     if request.path.rstrip("/") != PATH:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
     body = _Upload(connected.client, request.header(b"content-type"))
@@ -41,7 +41,7 @@ async def upload(request: Request, connected: Connected) -> None:
 
 
 async def get(request: Request, connected: Connected) -> None:
-    """GET: all files, the description of one, or its content."""
+    """Answers with all files, the description of one, or its content."""
     file_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if rest not in ("", "content"):
         raise HttpError(NOT_FOUND, f"there is no {request.path}")

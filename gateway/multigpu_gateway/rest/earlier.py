@@ -15,15 +15,21 @@ from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import NOT_FOUND, UNAVAILABLE, HttpError
 from multigpu_gateway.http import Request
 from multigpu_gateway.rest.requests import wrong
+from multigpu_gateway.routes import Operation, Paths
 
 MIB = 1 << 20
-GPU, GPU_STATS = "/multigpu/gpu", "/stats"
+GPU, GPU_STATS, RECOMMENDATIONS = "/multigpu/gpu", "/stats", "/multigpu/gpu/recommendations"
+# Fields of Onyx' GPUConfig for training, which a fleet does not do.
+_TRAINING = (
+    "distributed_training", "backend", "batch_size_per_gpu", "gradient_accumulation_steps", "sync_batch_norm",
+    "mixed_precision", "memory_fraction",
+)  # fmt: skip
 # Newest tasks from which the time of a batch is averaged.
 SAMPLE_TASKS = 100
 
 
 async def langchain_stats(request: Request, connected: Connected) -> None:
-    """GET /api/v1/gpu/stats."""
+    """Every GPU and the tasks of the fleet, in the form of LangChain."""
     workers, stats = await _fleet(connected)
     devices = [
         {
@@ -51,7 +57,7 @@ async def langchain_stats(request: Request, connected: Connected) -> None:
 
 
 async def health(request: Request, connected: Connected) -> None:
-    """GET /multigpu/health: 503 if no GPU takes tasks."""
+    """How many GPUs take tasks: 503 if none does."""
     workers, _ = await _fleet(connected)
     available = sum(map(_available, workers))
     status = "unhealthy" if not available else "healthy" if available == len(workers) else "degraded"
@@ -60,7 +66,7 @@ async def health(request: Request, connected: Connected) -> None:
 
 
 async def onyx_stats(request: Request, connected: Connected) -> None:
-    """GET /multigpu/stats."""
+    """Every GPU, in the form of Onyx."""
     workers, _ = await _fleet(connected)
     answer = {
         "available_gpus": [index for index, worker in enumerate(workers) if _available(worker)],
@@ -69,8 +75,27 @@ async def onyx_stats(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
+async def onyx_config(request: Request, connected: Connected) -> None:
+    """Which GPUs take tasks, in the form of Onyx."""
+    workers, _ = await _fleet(connected)
+    ids = [index for index, worker in enumerate(workers) if _available(worker)]
+    answer = {"use_multi_gpu": len(ids) > 1, "gpu_ids": ids} | dict.fromkeys(_TRAINING)
+    await request.respond(200, msgspec.json.encode(answer))
+
+
+async def recommendations(request: Request, connected: Connected) -> None:
+    """What is wrong with GPUs, and the remedy."""
+    workers, _ = await _fleet(connected)
+    found = [
+        {"gpu_id": index, "code": reason.code, "message": reason.message}
+        for index, worker in enumerate(workers) if worker.health is not None
+        for reason in worker.health.reasons
+    ]  # fmt: skip
+    await request.respond(200, msgspec.json.encode({"recommendations": found}))
+
+
 async def gpu_stats(request: Request, connected: Connected) -> None:
-    """GET /multigpu/gpu/ID/stats."""
+    """One GPU, in the form of Onyx."""
     text = request.path.removeprefix(f"{GPU}/")
     number = text.removesuffix(GPU_STATS)
     if number == text:
@@ -85,7 +110,7 @@ async def gpu_stats(request: Request, connected: Connected) -> None:
 
 
 async def resources(request: Request, connected: Connected) -> None:
-    """GET /multigpu/resources/status."""
+    """The memory, tasks and models of every GPU."""
     workers, stats = await _fleet(connected)
     gpus = [
         {"gpu_id": index, "memory_total_bytes": _memory(worker)[0], "memory_used_bytes": _memory(worker)[1],
@@ -98,7 +123,7 @@ async def resources(request: Request, connected: Connected) -> None:
 
 
 async def performance(request: Request, connected: Connected) -> None:
-    """GET /multigpu/performance/metrics: counters since the master started."""
+    """Counters since the master started."""
     workers, stats = await _fleet(connected)
     names = ("submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued")
     used = [each.telemetry.utilization for each in workers if each.telemetry and each.telemetry.utilization is not None]
@@ -108,6 +133,9 @@ async def performance(request: Request, connected: Connected) -> None:
         "avg_time_per_batch_ms": await _batch_ms(connected),
     }
     await request.respond(200, msgspec.json.encode(answer))
+
+
+GPU_PATHS: Paths = {f"{GPU}/{{gpu_id}}{GPU_STATS}": {"GET": Operation(gpu_stats)}}
 
 
 async def _fleet(connected: Connected) -> tuple[list[Worker], Stats]:

@@ -7,10 +7,11 @@ import msgspec
 from multigpu import errors
 from multigpu.options import Input
 from multigpu.outcome import TaskName
+from multigpu.v1 import task_pb2
 
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, HttpError, http_error, not_allowed
-from multigpu_gateway.http import Request, decode
+from multigpu_gateway.http import EVENT_STREAM, Request, decode
 from multigpu_gateway.rest.errors import error_body, rest_error
 from multigpu_gateway.rest.requests import (
     CancelQuery,
@@ -22,9 +23,10 @@ from multigpu_gateway.rest.requests import (
     query_of,
     wrong,
 )
-from multigpu_gateway.rest.streams import task_events
+from multigpu_gateway.rest.streams import LAST_EVENT_ID, task_events
 from multigpu_gateway.rest.values import as_dict
-from multigpu_gateway.tasks import TaskSettings
+from multigpu_gateway.routes import Operation, Paths
+from multigpu_gateway.tasks import IDEMPOTENCY_KEY, PRIORITY, QUEUE, TaskSettings
 
 PATH = "/v1/tasks"
 BY_REQUEST_ID, EVENTS = "by-request-id/", "/events"
@@ -106,13 +108,18 @@ async def _submit(
 async def get(request: Request, connected: Connected) -> None:
     """A task, a list, or the events of a task."""
     if request.path == PATH:
-        await _list(request, connected)
+        await list_tasks(request, connected)
         return
     name, events = _named(request)
     if events:
         query_of(request, NoQuery)
         await task_events(request, connected, name)
-        return
+    else:
+        await find(request, connected, name)
+
+
+async def find(request: Request, connected: Connected, name: TaskName) -> None:
+    """A task: its state, progress, and outcome with result. `wait`: seconds to wait for its end."""
     query = query_of(request, GetQuery)
     async with request.while_connected():
         found = await connected.client.get(name, wait_s=query.wait)
@@ -133,7 +140,8 @@ async def cancel(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode({"cancelled": bool(found.cancelled_task_ids)}))
 
 
-async def _list(request: Request, connected: Connected) -> None:
+async def list_tasks(request: Request, connected: Connected) -> None:
+    """Tasks without results, the newest first."""
     query = query_of(request, ListQuery)
     filters = query.filters()
     async with request.while_connected():
@@ -159,3 +167,24 @@ def _named(request: Request) -> tuple[TaskName, bool]:
     if not (text.isascii() and text.isdecimal() and len(text) <= 20):
         raise wrong("task_id", f"{text!r} is no task_id; {PATH}/{BY_REQUEST_ID}NAME takes a request_id")
     return int(text), events
+
+
+_one: dict[str, Operation] = {
+    "GET": Operation(find, query=GetQuery, answer=task_pb2.Task),
+    "DELETE": Operation(cancel, query=CancelQuery, answer={"cancelled": bool}),
+}
+_events = {"GET": Operation(task_events, content=EVENT_STREAM, headers=(LAST_EVENT_ID,))}
+_submitted = {"task_id": str, "request_id": str}
+PATHS: Paths = {
+    PATH: {
+        "GET": Operation(list_tasks, query=ListQuery, answer={"tasks": [task_pb2.Task], "next_page_token": str}),
+        "POST": Operation(
+            submit, body=(TaskRequest, SubmitRequest), status=ACCEPTED, headers=(IDEMPOTENCY_KEY, QUEUE, PRIORITY),
+            answer=(_submitted, {"results": [dict[str, Any]]}),
+        ),
+    },
+    f"{PATH}/{{task_id}}": _one,
+    f"{PATH}/{BY_REQUEST_ID}{{request_id}}": _one,
+    f"{PATH}/{{task_id}}{EVENTS}": _events,
+    f"{PATH}/{BY_REQUEST_ID}{{request_id}}{EVENTS}": _events,
+}  # fmt: skip

@@ -70,9 +70,12 @@ def _value(field: Any, content: Any) -> Any:
         if field.message_type.full_name == "google.protobuf.Duration":
             return float(content.seconds + content.nanos / 1e9)
         return _message(content)
-    if field.type == field.TYPE_UINT64 and field.name.endswith(("_id", "_ids")):
-        return str(content)
-    return content
+    return str(content) if is_id(field) else content
+
+
+def is_id(field: Any) -> bool:
+    """Whether it has ids, which are strings in JSON: other languages would round such numbers."""
+    return field.type == field.TYPE_UINT64 and bool(field.name.endswith(("_id", "_ids")))
 
 
 def _data(data: bytes, content_type: str) -> Any:

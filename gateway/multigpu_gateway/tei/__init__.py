@@ -9,23 +9,25 @@ of the kind serves the request.
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
 
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import Headers, Request
-from multigpu_gateway.routes import Route, Serve
+from multigpu_gateway.routes import Operation, Paths, Route, Serve
+from multigpu_gateway.tasks import TASK_HEADERS
 from multigpu_gateway.tei.call import Answer, Call
-from multigpu_gateway.tei.embedding import embed, similarity
-from multigpu_gateway.tei.errors import as_tei, error_body
+from multigpu_gateway.tei.embedding import EmbedRequest, SimilarityRequest, embed, similarity
+from multigpu_gateway.tei.errors import BACKEND_FAILED, UNPROCESSABLE, as_tei, error_body
 from multigpu_gateway.tei.models import health, info, kind_of
-from multigpu_gateway.tei.scoring import predict, rerank
+from multigpu_gateway.tei.scoring import PredictRequest, RerankRequest, predict, rerank
 
 TREE = "/tei"
 MODEL = b"x-multigpu-model"
 # What serves a call.
-Operation = Callable[[Call], Awaitable[Answer]]
+Answering = Callable[[Call], Awaitable[Answer]]
 
 
 class _Shape(msgspec.Struct):
@@ -58,7 +60,7 @@ async def absent(call: Call) -> Answer:
 
 SERVED = ("/embed", "/rerank", "/predict", "/similarity", "/info", "/health")
 # By the last part of a path, "" for the model's own; then by method.
-OPERATIONS: dict[str, Mapping[str, Operation]] = {
+OPERATIONS: dict[str, Mapping[str, Answering]] = {
     "": {"POST": by_kind, "GET": health},
     "embed": {"POST": embed},
     "rerank": {"POST": rerank},
@@ -69,8 +71,13 @@ OPERATIONS: dict[str, Mapping[str, Operation]] = {
     **{name: {"POST": absent} for name in ("embed_all", "embed_sparse", "tokenize", "decode")},
 }
 
+BODIES: dict[Answering, Any] = {
+    by_kind: (EmbedRequest, SimilarityRequest, RerankRequest, PredictRequest), embed: EmbedRequest,
+    similarity: SimilarityRequest, rerank: RerankRequest, predict: PredictRequest,
+}  # fmt: skip
 
-async def _answer(operation: Operation, request: Request, connected: Connected, model: str) -> None:
+
+async def _answer(operation: Answering, request: Request, connected: Connected, model: str) -> None:
     """Answers with what an operation returns. HttpError: with TEI's statuses."""
     begun_at = time.perf_counter()
     try:
@@ -103,21 +110,32 @@ async def _below(request: Request, connected: Connected) -> None:
     await _answer(operation, request, connected, model)
 
 
-def _at_root(operation: Operation) -> Serve:
+def _at_root(operation: Answering) -> Serve:
     async def serve(request: Request, connected: Connected) -> None:
         await _answer(operation, request, connected, "")
 
     return serve
 
 
+def _described(path: str, methods: Mapping[str, Answering]) -> Paths:
+    more: dict[str, Any] = {"headers": (MODEL, *TASK_HEADERS), "errors": (NOT_FOUND, UNPROCESSABLE, BACKEND_FAILED)}
+    there = {method: each for method, each in methods.items() if each is not absent}
+    found = {method: Operation(each, body=BODIES.get(each), **more) for method, each in there.items()}
+    return {path: found} if found else {}
+
+
 def _root_routes() -> dict[str, Route]:
     """What TEI has at the root; the gateway itself has GET / and /health there."""
     routes = {}
     for name, methods in OPERATIONS.items():
-        served = {method: _at_root(each) for method, each in methods.items() if each is not health}
+        served = {method: each for method, each in methods.items() if each is not health}
         if served:
-            routes[f"/{name}"] = Route(served, error_body)
+            at_root = {method: _at_root(each) for method, each in served.items()}
+            routes[f"/{name}"] = Route(at_root, error_body, paths=_described(f"/{name}", served))
     return routes
 
 
-ROUTES = {**_root_routes(), TREE: Route({"GET": _below, "POST": _below}, error_body, tree=True)}
+_below_paths: dict[str, Mapping[str, Operation]] = {}
+for _name, _methods in OPERATIONS.items():
+    _below_paths |= _described(f"{TREE}/{{model}}/{_name}".rstrip("/"), _methods)
+ROUTES = {**_root_routes(), TREE: Route({"GET": _below, "POST": _below}, error_body, tree=True, paths=_below_paths)}

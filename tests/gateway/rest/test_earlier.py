@@ -1,5 +1,8 @@
 """The monitoring routes of earlier systems before a real fleet."""
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ from multigpu import AdminClient
 
 from tests.fleet import Fleet, until
 from tests.gateway.conftest import GatewayProcess
+from tests.integration.models.test_engine_start import HANDLERS
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +53,32 @@ def test_the_form_of_onyx(gateway: GatewayProcess, fleet: Fleet) -> None:
     status = get(gateway, "/multigpu/resources/status")
     assert (len(status["gpus"]), status["queued_tasks"], status["running_tasks"]) == (2, 0, 0)
     assert get(gateway, "/multigpu/performance/metrics")["tasks_succeeded"] >= 1
+
+
+def test_onyx_config_says_which_gpus_take_tasks(gateway: GatewayProcess, fleet: Fleet) -> None:
+    body = get(gateway, "/multigpu/config")
+    assert (body.pop("use_multi_gpu"), body.pop("gpu_ids")) == (True, [0, 1])
+    assert body == dict.fromkeys(body)
+    assert {"backend", "memory_fraction", "mixed_precision"} <= body.keys()
+    with AdminClient(fleet.address) as admin:
+        admin.cordon_worker("w0")
+        assert get(gateway, "/multigpu/config")["gpu_ids"] == [1]
+        admin.uncordon_worker("w0")
+    get(gateway, "/multigpu/training/history", 404)
+    assert gateway.call("POST", "/multigpu/config", {"use_multi_gpu": True})[0].status == 405
+
+
+def test_recommendations_are_the_faults_of_devices(tmp_path: Path) -> None:
+    (tmp_path / "mm.py").write_text(HANDLERS)
+    sick = Fleet(tmp_path / "fleet", handlers=["mm"], handlers_dir=tmp_path)
+    with sick, GatewayProcess(tmp_path, sick.address) as gateway:
+        assert get(gateway, "/multigpu/gpu/recommendations") == {"recommendations": []}
+        (tmp_path / "broken").touch()
+        os.kill(sick.workers["w0"].children()[0], signal.SIGKILL)
+        (found,) = until(lambda: get(gateway, "/multigpu/gpu/recommendations")["recommendations"], 30)
+        assert (found["gpu_id"], found["code"]) == (0, "engine_fails")
+        assert "ZeroDivisionError" in found["message"]
+        assert get(gateway, "/multigpu/config")["gpu_ids"] == [1]
 
 
 @pytest.mark.parametrize(

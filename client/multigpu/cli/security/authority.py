@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from multigpu.cli.failures import Failure
-from multigpu.cli.security.files import replace_file
+from multigpu.daemon.files import replace_file
 
 CA = "ca"
 MASTER, WORKER, CLIENT = "master", "worker", "client"

@@ -12,8 +12,8 @@ from multigpu.cli.admin import connected
 from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.failures import Failure
 from multigpu.cli.options import Number, json_option
-from multigpu.cli.security.files import replace_file
 from multigpu.cli.tables import Column
+from multigpu.daemon.files import replace_file
 from multigpu.fleet import Role, Token
 
 ROLES = ("submit", "read", "worker", "admin")

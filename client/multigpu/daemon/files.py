@@ -1,4 +1,4 @@
-"""Files with secrets."""
+"""Files that are replaced as a whole: secrets, and positions that outlive a process."""
 
 import os
 import tempfile
