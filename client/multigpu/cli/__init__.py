@@ -25,7 +25,7 @@ from multigpu.cli.failures import EXIT_CODES, INTERRUPTED, TERMINATED, Failure, 
 from multigpu.cli.options import MASTER_HELP, Globals, config_option
 
 COMMANDS = {
-    "up": ("multigpu.cli.local.up:up", "Run a master, its workers and an HTTP gateway here, until Ctrl-C."),
+    "up": ("multigpu.cli.local.up:up", "Run a master, its workers and a gateway here, until Ctrl-C."),
     "status": ("multigpu.cli.fleet.workers:status", "State of the master: tasks waiting and done, workers, journal."),
     "workers": ("multigpu.cli.fleet.workers:workers", "Every worker that the master knows: state, device and load."),
     "gpus": ("multigpu.cli.fleet.gpus:gpus", "Every device of the fleet: model, load and health."),

@@ -78,7 +78,7 @@ class Visitor:
 
     def follow(self, path: str, **form: object) -> Text:
         """Sends a form, and returns the page that follows."""
-        response, text = self.post(path, **form)
+        response, text = self.post(path, "same-origin", **form)
         assert response.status == 303, (response.status, text.text)
         return self.page(response.headers["location"])
 

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import multigpu
 from PIL import Image
@@ -78,7 +79,7 @@ def take(url: str, pages: dict[str, str]) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         for name, path in pages.items():
-            scheme = "dark" if name == "device" else "light"
+            scheme: Any = "dark" if name == "device" else "light"
             page = browser.new_page(viewport={"width": 1200, "height": 800}, color_scheme=scheme)
             page.goto(url + path)
             page.wait_for_timeout(2500)

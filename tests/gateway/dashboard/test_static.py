@@ -13,7 +13,8 @@ TEMPLATES = sorted((DASHBOARD / "templates").glob("*.html"))
 
 def test_the_libraries_are_those_of_their_projects() -> None:
     static = DASHBOARD / "static"
-    listed = dict(reversed(line.split()) for line in (static / "SHA256SUMS").read_text().splitlines())
+    lines = [line.split() for line in (static / "SHA256SUMS").read_text().splitlines()]
+    listed = {name: digest for digest, name in lines}
     assert {name for name in listed if name.endswith((".js", ".css"))} == {
         "htmx-4.0.1.min.js", "uplot-1.6.32.min.js", "uplot-1.6.32.min.css"
     }  # fmt: skip
