@@ -31,7 +31,7 @@ def routes_of(described: Mapping[str, Route]) -> dict[str, Route]:
 
 
 def _public(serve: Serve) -> Route:
-    return Route({"GET": serve, "HEAD": serve}, error_body, token_of=lambda _request: "")
+    return Route({"GET": serve}, error_body, token_of=lambda _request: "")
 
 
 def _values(made: dict[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,7 @@ _templates = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=jinja2.StrictUndefined,
+    auto_reload=False,
 )
 _templates.filters |= {
     "age": text.age, "duration": text.duration, "number": text.number, "percent": text.percent, "rate": text.rate,
