@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.hostile.targets import files, gateway, master, repository, worker
+from tests.hostile.targets import files, gateway, kserve, master, repository, worker
 from tests.hostile.targets.base import Crash, Target
 from tests.hostile.targets.inputs import Maker
 
@@ -43,7 +43,7 @@ class Tally:
 def all_targets() -> Iterator[list[Target]]:
     """All targets in this process."""
     local, local_agent, folder = master.LocalMaster(), worker.LocalAgent(), files.Folder()
-    models, http = repository.Repository(), gateway.LocalGateway(local)
+    models, http, inference = repository.Repository(), gateway.LocalGateway(local), kserve.LocalInference(local)
     try:
         yield [
             *master.targets(local),
@@ -51,9 +51,11 @@ def all_targets() -> Iterator[list[Target]]:
             *files.targets(folder),
             *repository.targets(models),
             *gateway.targets(http),
+            *kserve.targets(inference),
         ]
     finally:
         http.close()
+        inference.close()
         local.close()
         local_agent.close()
         models.close()

@@ -39,6 +39,9 @@ LIKELY = {
     "request_id": ["r0", "r1", "r2", "r3"],
     "request_ids": ["r0", "r1", "r2", "r3"],
     "cancel_request_ids": ["r0", "r1", "r2", "r3"],
+    "parameters": ["priority", "timeout", "binary_data", "shared_memory_region", "sequence_id"],
+    "model_name": ["model", "a"],
+    "datatype": ["FP32", "INT64", "BYTES", "BOOL", "BF16", "FP16"],
     "strategy": ["auto", "static_partition", "least_loaded", "memory_usage", "task_type", "round_robin"],
     "page_token": ["p.0", "p.1", "p.999999999999999999"],
     "cursor": ["p.0", "p.1", "p.999999999999999999", "w.0123456789abcdef.1"],
@@ -133,9 +136,7 @@ class Maker:
             if field.name in given or rng.random() > share:
                 continue
             if field.message_type is not None and field.message_type.GetOptions().map_entry:
-                target = getattr(message, field.name)
-                for _ in range(0 if self._tame else rng.choice((0, 1, 3, 70))):
-                    target[self.word() + rng.choice(("", "1", "2"))] = self.word()
+                self._fill_map(getattr(message, field.name), field.message_type.fields_by_name["value"], depth)
             elif field.is_repeated:
                 self._repeat(message, field, depth)
             elif field.message_type is not None:
@@ -145,6 +146,15 @@ class Maker:
                     self._fill(child, depth + 1, set())
             else:
                 setattr(message, field.name, self._scalar(field))
+
+    def _fill_map(self, target: Any, value: Any, depth: int) -> None:
+        rng = self.rng
+        for _ in range(0 if self._tame else rng.choice((0, 1, 3, 70))):
+            key = rng.choice(LIKELY["parameters"]) if rng.random() < 0.5 else self.word() + rng.choice(("", "1", "2"))
+            if value.message_type is None:
+                target[key] = self.word()
+            elif depth < DEPTH_MAX:
+                self._fill(target[key], depth + 1, set())
 
     def _repeat(self, message: Message, field: Any, depth: int) -> None:
         target = getattr(message, field.name)
