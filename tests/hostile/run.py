@@ -43,7 +43,8 @@ class Tally:
 def all_targets() -> Iterator[list[Target]]:
     """All targets in this process."""
     local, local_agent, folder = master.LocalMaster(), worker.LocalAgent(), files.Folder()
-    models, http, inference = repository.Repository(), gateway.LocalGateway(local), kserve.LocalInference(local)
+    models, behind = repository.Repository(), master.LocalMaster()
+    http, inference = gateway.LocalGateway(behind), kserve.LocalInference(behind)
     try:
         yield [
             *master.targets(local),
@@ -56,6 +57,7 @@ def all_targets() -> Iterator[list[Target]]:
     finally:
         http.close()
         inference.close()
+        behind.close()
         local.close()
         local_agent.close()
         models.close()
