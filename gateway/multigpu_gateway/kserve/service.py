@@ -15,22 +15,17 @@ from google.protobuf.message import DecodeError, Message
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway import VERSION
 from multigpu_gateway.app import Gateway
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import INTERNAL, HttpError, http_error
 from multigpu_gateway.http import token_of
 from multigpu_gateway.kserve import models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.inference import infer
-from multigpu_gateway.kserve.statistics import Statistics
+from multigpu_gateway.kserve.tensors import response_of
 
 log = structlog.get_logger()
 
 SERVICE = "inference.GRPCInferenceService"
-# Triton's names of what this service has beyond the protocol.
-EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy",
-              "statistics")  # fmt: skip
 # A client's deadline may be endless.
 TIMEOUT_MAX_S = 86_400.0
 MESSAGE_CHARS_MAX = 2_000
@@ -75,11 +70,11 @@ class InferenceService:
     def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
         self._config = config
         self._clients, self._metrics = gateway.clients, gateway.metrics
-        self._statistics = Statistics()
+        self._inference = gateway.inference
 
     def handlers(self) -> dict[str, Any]:
         """By name, for add_registered_method_handlers."""
-        counted = self._statistics
+        counted = self._inference.statistics
 
         def of(answer: Callable[[Any, Connected], Awaitable[Message]]) -> Answer:
             return lambda request, connected, _call: answer(request, connected)
@@ -92,7 +87,7 @@ class InferenceService:
             "ModelMetadata": (pb.ModelMetadataRequest, of(models.metadata)),
             "ModelConfig": (pb.ModelConfigRequest, of(models.config)),
             "ModelStatistics": (pb.ModelStatisticsRequest, of(partial(models.statistics, counted=counted))),
-            "ModelInfer": (pb.ModelInferRequest, partial(infer, statistics=counted)),
+            "ModelInfer": (pb.ModelInferRequest, self._infer),
             "RepositoryIndex": (pb.RepositoryIndexRequest, of(repository.index)),
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, repository.load),
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, of(repository.unload)),
@@ -130,6 +125,10 @@ class InferenceService:
             self._metrics.ended(f"/{SERVICE}/{name}", code.name, time.perf_counter() - began_s)
         return None
 
+    async def _infer(self, request: pb.ModelInferRequest, connected: Connected, call: GrpcCall) -> Message:
+        outputs = await self._inference.run(request, request.raw_input_contents, connected, call)
+        return response_of(request, outputs)
+
     async def _ready(self, _request: pb.ServerReadyRequest, _connected: Connected) -> pb.ServerReadyResponse:
         try:
             await self._clients.check_master()
@@ -143,7 +142,7 @@ async def _live(_request: pb.ServerLiveRequest, _connected: Connected) -> pb.Ser
 
 
 async def _metadata(_request: pb.ServerMetadataRequest, _connected: Connected) -> pb.ServerMetadataResponse:
-    return pb.ServerMetadataResponse(name="multigpu", version=VERSION, extensions=EXTENSIONS)
+    return models.server_metadata()
 
 
 def _parsed(request_type: type[Message], data: Any) -> Message:
