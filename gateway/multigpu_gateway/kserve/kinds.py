@@ -97,8 +97,8 @@ def tensors_of(model: Model) -> Tensors:
 
 
 def work_of(request: pb.ModelInferRequest, raw: Sequence[bytes], *, stream: bool = False) -> Work:
-    """The task. Inputs of BYTES tell the kind: models of tensors have none. `raw`: see inputs_of. `stream`: texts are to
-    come in parts. HttpError: an input or output is wrong.
+    """The task. Inputs of BYTES tell the kind: models of tensors have none. `raw`: see inputs_of. `stream`: texts are
+    to come in parts. HttpError: an input or output is wrong.
     """
     if not request.model_name:
         raise HttpError(BAD_REQUEST, "model_name is missing", param="model_name")

@@ -1,4 +1,6 @@
-"""What the protocol tells about the server and its models: ServerMetadata, ModelReady, ModelMetadata, ModelConfig, ModelStatistics."""
+"""What the protocol tells about the server and its models: ServerMetadata, ModelReady, ModelMetadata, ModelConfig,
+ModelStatistics.
+"""
 
 from multigpu.fleet import ModelEntry, WorkerState
 
@@ -6,7 +8,7 @@ from multigpu_gateway import VERSION
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import NOT_FOUND, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.kinds import KINDS, tensors_of
+from multigpu_gateway.kserve.kinds import GENERATE, KINDS, tensors_of
 from multigpu_gateway.kserve.statistics import Statistics
 from multigpu_gateway.kserve.tensors import BYTES
 
@@ -74,6 +76,7 @@ async def config(request: pb.ModelConfigRequest, connected: Connected) -> pb.Mod
         found.input.add(name=each.name, data_type=_type(each.datatype), dims=each.shape, optional=each.optional)
     for each in outputs:
         found.output.add(name=each.name, data_type=_type(each.datatype), dims=each.shape)
+    found.model_transaction_policy.decoupled = model.kind == GENERATE
     return pb.ModelConfigResponse(config=found)
 
 
