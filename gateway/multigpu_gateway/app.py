@@ -43,6 +43,7 @@ class Gateway:
         self.clients = Clients(config)
         self.metrics = Metrics()
         self.inference = Inference()
+        self.metrics.register(self.inference.statistics)
         self._routes = ROUTES | kserve.routes(self.inference, self.clients)
 
     async def close(self) -> None:
