@@ -127,7 +127,12 @@ def test_a_closed_stream_cancels_its_tasks(gateway: GatewayProcess, fleet: Fleet
     with AdminClient(fleet.address) as admin, Client(fleet.address) as direct:
         tasks = until(lambda: found if len(found := list(admin.list_tasks(queue="closed"))) == 2 else None, 20)
         stream.client.stop_stream(cancel_requests=True)
-        outcomes = until(lambda: all(found := [direct.get(each.task_id).outcome for each in tasks]) and found, 20)
+
+        def ended() -> list[Any]:
+            found = [direct.get(each.task_id).outcome for each in tasks]
+            return found if all(found) else []
+
+        outcomes: list[Any] = until(ended, 20)
         assert {each.state for each in outcomes} == {OutcomeState.CANCELLED}
     until(lambda: not busy_workers(fleet), 20)
     stream.client.close()
