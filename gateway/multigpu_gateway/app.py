@@ -10,7 +10,7 @@ import structlog
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway import apidocs, dashboard, openai, rerank, rest, tei
+from multigpu_gateway import apidocs, dashboard, kserve, openai, rerank, rest, tei
 from multigpu_gateway.clients import Clients
 from multigpu_gateway.errors import (
     INTERNAL,
@@ -22,6 +22,7 @@ from multigpu_gateway.errors import (
     not_allowed,
 )
 from multigpu_gateway.http import Receive, Request, Send
+from multigpu_gateway.kserve.inference import Inference
 from multigpu_gateway.metrics import Metrics
 from multigpu_gateway.routes import ErrorBody, Route, Serve
 
@@ -42,6 +43,9 @@ class Gateway:
         self._config = config
         self.clients = Clients(config)
         self.metrics = Metrics()
+        self.inference = Inference()
+        self.metrics.register(self.inference.statistics)
+        self._routes = ROUTES | kserve.routes(self.inference, self.clients)
 
     async def close(self) -> None:
         await self.clients.close()
@@ -74,7 +78,7 @@ class Gateway:
                 name = METRICS
                 await request.respond(200, self.metrics.text(), b"text/plain; version=1.0.0; charset=utf-8")
             else:
-                name, route = _route_of(request)
+                name, route = _route_of(request, self._routes)
                 error_body = route.error_body
                 serve = _method_of(route, request)
                 async with self.clients.of(route.token_of(request)) as connected:
@@ -105,17 +109,17 @@ class Gateway:
         await request.respond(200, b'{"status":"ok"}')
 
 
-def _route_of(request: Request) -> tuple[str, Route]:
+def _route_of(request: Request, routes: Mapping[str, Route]) -> tuple[str, Route]:
     """The route and its path. HttpError: there is none."""
     path = request.path
     if path == "/" and request.method in ("GET", "HEAD"):  # TEI has POST
         return path, dashboard.HOME
-    route = ROUTES.get(path)
+    route = routes.get(path)
     if route is None:
-        path = next((at for at, each in ROUTES.items() if each.tree and path.startswith(f"{at}/")), "")
+        path = next((at for at, each in routes.items() if each.tree and path.startswith(f"{at}/")), "")
         if not path:
             raise HttpError(NOT_FOUND, f"there is no {request.path}; docs/compatibility.md lists what there is")
-        route = ROUTES[path]
+        route = routes[path]
     return path, route
 
 

@@ -1,6 +1,7 @@
 """What the gateway counts: requests by route and status, and their duration."""
 
 import prometheus_client as prometheus
+from prometheus_client.registry import Collector
 
 # From a cached embedding to a long answer.
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -19,6 +20,10 @@ class Metrics:
         self._open = prometheus.Gauge(
             "mgpu_gateway_open_requests", "Requests without a whole answer.", registry=self._registry
         )
+
+    def register(self, collector: Collector) -> None:
+        """Adds what another part of the gateway counts."""
+        self._registry.register(collector)
 
     def begun(self) -> None:
         self._open.inc()

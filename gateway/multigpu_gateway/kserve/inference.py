@@ -1,6 +1,8 @@
-"""ModelInfer: a task for each request."""
+"""ModelInfer and ModelStreamInfer: a task for each request."""
 
 import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from multigpu import errors
@@ -9,48 +11,94 @@ from multigpu.outcome import Outcome
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.kinds import Work, tensors_of, values_of, work_of
+from multigpu_gateway.kserve.kinds import Work, tensors_of, text_output, work_of
 from multigpu_gateway.kserve.models import id_of, versions_of
 from multigpu_gateway.kserve.statistics import Statistics
-from multigpu_gateway.kserve.tensors import response_of
+from multigpu_gateway.kserve.tensors import NamedTensor, values_of
 from multigpu_gateway.tasks import Call, TaskSettings
 
 PRIORITY_MAX = 5
+_EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
-async def infer(
-    request: pb.ModelInferRequest, connected: Connected, call: Call, statistics: Statistics
-) -> pb.ModelInferResponse:
-    """Runs the model. Raises HttpError, MultigpuError."""
-    if not request.model_name:
-        raise HttpError(BAD_REQUEST, "model_name is missing", param="model_name")
-    options = _options(request, call)
-    work = work_of(request)
-    began_ns = time.perf_counter_ns()
-    outcome = await _outcome(request, connected, work, options)
-    took_ns = time.perf_counter_ns() - began_ns
-    statistics.add(request.model_name, request.model_version, outcome, work.units, took_ns)
-    if not outcome.succeeded:
-        raise outcome.to_error()
-    return response_of(request, work.read(outcome))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A response of ModelStreamInfer. `final`: the request has no other."""
+
+    outputs: list[NamedTensor]
+    final: bool
 
 
-async def _outcome(request: pb.ModelInferRequest, connected: Connected, work: Work, options: dict[str, Any]) -> Outcome:
-    try:
-        return await connected.client.run_outcome(work.kind, work.payload, units=work.units, **options)
-    except errors.UnplaceableError:
-        # No worker runs a task of this kind with the model: perhaps it is of another kind, and takes other inputs.
-        entry = (await versions_of(connected, request.model_name, request.model_version))[0]
-        if entry.model.kind == work.kind:
+class Inference:
+    """Runs models, for all callers of a gateway, and counts."""
+
+    def __init__(self) -> None:
+        self.statistics = Statistics()
+
+    async def run(
+        self, request: pb.ModelInferRequest, raw: Sequence[bytes], connected: Connected, call: Call
+    ) -> list[NamedTensor]:
+        """The outputs. `raw`: the bytes of the inputs in their order; none: the inputs have contents. Raises HttpError,
+        MultigpuError.
+        """
+        return await self._run(request, work_of(request, raw), connected, call)
+
+    async def stream(
+        self, request: pb.ModelInferRequest, connected: Connected, call: Call
+    ) -> AsyncGenerator[Answer, None]:
+        """As `run`, with an answer for each piece of a text as it comes, and a last one without text."""
+        work = work_of(request, request.raw_input_contents, stream=True)
+        if work.read_chunk is None:
+            yield Answer(outputs=await self._run(request, work, connected, call), final=True)
+            return
+        options = _options(request, call)
+        began_ns = time.perf_counter_ns()
+        try:
+            async with connected.client.stream(work.kind, work.payload, units=work.units, **options) as parts:
+                async for data in parts:
+                    if outputs := work.read_chunk(data):
+                        yield Answer(outputs=outputs, final=False)
+                outcome = parts.outcome
+        except errors.UnplaceableError:
+            await _reject_other_kind(request, connected, work)
             raise
+        self._count(request, work, outcome, began_ns)
+        empty = values_of(request.parameters).get(_EMPTY_FINAL) is True
+        yield Answer(outputs=[] if empty else text_output(""), final=True)
+
+    async def _run(
+        self, request: pb.ModelInferRequest, work: Work, connected: Connected, call: Call
+    ) -> list[NamedTensor]:
+        options = _options(request, call)
+        began_ns = time.perf_counter_ns()
+        try:
+            outcome = await connected.client.run_outcome(work.kind, work.payload, units=work.units, **options)
+        except errors.UnplaceableError:
+            await _reject_other_kind(request, connected, work)
+            raise
+        self._count(request, work, outcome, began_ns)
+        return work.read(outcome)
+
+    def _count(self, request: pb.ModelInferRequest, work: Work, outcome: Outcome, began_ns: int) -> None:
+        """Raises the error of a task that did not succeed."""
+        took_ns = time.perf_counter_ns() - began_ns
+        self.statistics.add(request.model_name, request.model_version, outcome, work.units, took_ns)
+        if not outcome.succeeded:
+            raise outcome.to_error()
+
+
+async def _reject_other_kind(request: pb.ModelInferRequest, connected: Connected, work: Work) -> None:
+    """HttpError: there is no such model, or it is of another kind than the inputs, and takes others."""
+    entry = (await versions_of(connected, request.model_name, request.model_version))[0]
+    if entry.model.kind != work.kind:
         takes = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in tensors_of(entry.model)[0])
-        raise HttpError(BAD_REQUEST, f"the model {request.model_name} takes {takes}", param="inputs") from None
+        raise HttpError(BAD_REQUEST, f"the model {request.model_name} takes {takes}", param="inputs")
 
 
 def _options(request: pb.ModelInferRequest, call: Call) -> dict[str, Any]:
     """The options of the task. HttpError: a parameter is wrong."""
     options = next(TaskSettings(call, id_of(request.model_name, request.model_version)).each())
-    values = values_of(request)
+    values = values_of(request.parameters)
     if refused := [name for name in values if name.startswith("sequence_")]:
         message = f"the parameter {refused[0]!r} is not served: no model keeps anything from one request to the next"
         raise HttpError(BAD_REQUEST, message, param=refused[0])

@@ -19,7 +19,16 @@ from multigpu.v1 import embed_pb2, generate_pb2, infer_pb2
 
 from multigpu_gateway.errors import BAD_REQUEST, UNAVAILABLE, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.tensors import BYTES, DATATYPES, NamedTensor, bytes_of, inputs_of, outputs_of, wrong
+from multigpu_gateway.kserve.tensors import (
+    BYTES,
+    DATATYPES,
+    NamedTensor,
+    bytes_of,
+    inputs_of,
+    outputs_of,
+    values_of,
+    wrong,
+)
 from multigpu_gateway.openai.requests import CompletionRequest
 from multigpu_gateway.openai.sampling import completion_payloads
 
@@ -49,6 +58,8 @@ class Work:
     # Examples.
     units: int
     read: Callable[[Outcome], list[NamedTensor]]
+    # Of a part of a result, empty for one without text; None: the result comes as a whole.
+    read_chunk: Callable[[bytes], list[NamedTensor]] | None = None
 
 
 Tensors = tuple[Sequence[TensorInfo], Sequence[TensorInfo]]
@@ -85,9 +96,13 @@ def tensors_of(model: Model) -> Tensors:
     return inputs, outputs
 
 
-def work_of(request: pb.ModelInferRequest) -> Work:
-    """The task. Inputs of BYTES tell the kind: models of tensors have none. HttpError: an input or output is wrong."""
-    inputs = inputs_of(request)
+def work_of(request: pb.ModelInferRequest, raw: Sequence[bytes], *, stream: bool = False) -> Work:
+    """The task. Inputs of BYTES tell the kind: models of tensors have none. `raw`: see inputs_of. `stream`: texts are
+    to come in parts. HttpError: an input or output is wrong.
+    """
+    if not request.model_name:
+        raise HttpError(BAD_REQUEST, "model_name is missing", param="model_name")
+    inputs = inputs_of(request, raw)
     outputs = outputs_of(request)
     if not inputs:
         raise HttpError(BAD_REQUEST, "the request has no inputs", param="inputs")
@@ -95,7 +110,7 @@ def work_of(request: pb.ModelInferRequest) -> Work:
         return _infer(inputs, outputs)
     kind = EMBED if "text" in inputs else GENERATE
     _check(inputs, outputs, *_TEXTS[kind])
-    return _embed(inputs) if kind == EMBED else _generate(request, inputs)
+    return _embed(inputs) if kind == EMBED else _generate(request, inputs, stream=stream)
 
 
 def _check(
@@ -155,7 +170,7 @@ def _vectors_in(outcome: Outcome) -> list[NamedTensor]:
     return [NamedTensor(name="embedding", datatype="FP32", shape=shape, data=result.values)]
 
 
-def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor]) -> Work:
+def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor], *, stream: bool) -> Work:
     prompt = _text("text_input", inputs["text_input"].elements()[0])
     sampling = {"model": request.model_name, "prompt": prompt} | _sampling(request, inputs)
     try:
@@ -164,20 +179,31 @@ def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor]) 
         raise wrong("sampling_parameters", str(error)) from None
     (payload,) = completion_payloads(asked)
     without = inputs.get("exclude_input_in_output")
-    begin = "" if without is not None and without.data != b"\0" else prompt
+    excluded = stream if without is None else without.data != b"\0"
+    if stream and not excluded:
+        raise wrong("exclude_input_in_output", "it is false, and a stream has the new text alone")
+    begin = "" if excluded else prompt
 
     def read(outcome: Outcome) -> list[NamedTensor]:
-        text = begin + generate_pb2.GenerateResult.FromString(outcome.result).text
-        return [NamedTensor(name="text_output", datatype=BYTES, shape=(1,), data=bytes_of([text.encode()]))]
+        return text_output(begin + generate_pb2.GenerateResult.FromString(outcome.result).text)
 
-    return Work(kind=GENERATE, payload=payload, units=1, read=read)
+    def read_chunk(data: bytes) -> list[NamedTensor]:
+        text = generate_pb2.GenerateChunk.FromString(data).text
+        return text_output(text) if text else []
+
+    return Work(kind=GENERATE, payload=payload, units=1, read=read, read_chunk=read_chunk if stream else None)
+
+
+def text_output(text: str) -> list[NamedTensor]:
+    """The output of the kind generate."""
+    return [NamedTensor(name="text_output", datatype=BYTES, shape=(1,), data=bytes_of([text.encode()]))]
 
 
 def _sampling(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor]) -> dict[str, Any]:
     """The sampling parameters. HttpError: one is unknown."""
     given = inputs.get("sampling_parameters")
     if given is None:
-        return {name: value for name, value in values_of(request).items() if name in _SAMPLING}
+        return {name: value for name, value in values_of(request.parameters).items() if name in _SAMPLING}
     try:
         found = json.loads(given.elements()[0])
     except (ValueError, RecursionError) as error:
@@ -187,9 +213,3 @@ def _sampling(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor]) 
     if unknown := [name for name in found if name not in _SAMPLING]:
         raise wrong("sampling_parameters", f"{unknown[0]!r} is not served: known are {', '.join(_SAMPLING)}")
     return found
-
-
-def values_of(request: pb.ModelInferRequest) -> dict[str, Any]:
-    """The parameters of a request by name. One without a value is left out."""
-    choices = {name: each.WhichOneof("parameter_choice") for name, each in request.parameters.items()}
-    return {name: getattr(request.parameters[name], choice) for name, choice in choices.items() if choice}

@@ -1,13 +1,25 @@
-"""What the protocol tells about models: ModelReady, ModelMetadata, ModelConfig, ModelStatistics."""
+"""What the protocol tells about the server and its models: ServerMetadata, ModelReady, ModelMetadata, ModelConfig,
+ModelStatistics.
+"""
 
 from multigpu.fleet import ModelEntry, WorkerState
 
+from multigpu_gateway import VERSION
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import NOT_FOUND, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.kinds import KINDS, tensors_of
+from multigpu_gateway.kserve.kinds import GENERATE, KINDS, tensors_of
 from multigpu_gateway.kserve.statistics import Statistics
 from multigpu_gateway.kserve.tensors import BYTES
+
+# Triton's names of what there is beyond the protocol.
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy",
+              "statistics")  # fmt: skip
+
+
+def server_metadata() -> pb.ServerMetadataResponse:
+    """What the gateway is."""
+    return pb.ServerMetadataResponse(name="multigpu", version=VERSION, extensions=EXTENSIONS)
 
 
 def id_of(name: str, version: str) -> str:
@@ -64,6 +76,7 @@ async def config(request: pb.ModelConfigRequest, connected: Connected) -> pb.Mod
         found.input.add(name=each.name, data_type=_type(each.datatype), dims=each.shape, optional=each.optional)
     for each in outputs:
         found.output.add(name=each.name, data_type=_type(each.datatype), dims=each.shape)
+    found.model_transaction_policy.decoupled = model.kind == GENERATE
     return pb.ModelConfigResponse(config=found)
 
 

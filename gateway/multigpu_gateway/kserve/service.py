@@ -6,8 +6,9 @@ To gRPC every method takes a stream of requests (see multigpu/daemon/grpc_server
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -15,25 +16,24 @@ from google.protobuf.message import DecodeError, Message
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway import VERSION
 from multigpu_gateway.app import Gateway
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import INTERNAL, HttpError, http_error
 from multigpu_gateway.http import token_of
-from multigpu_gateway.kserve import models, repository
+from multigpu_gateway.kserve import inference, models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.inference import infer
-from multigpu_gateway.kserve.statistics import Statistics
+from multigpu_gateway.kserve.tensors import response_of
+
+M = TypeVar("M", bound=Message)
 
 log = structlog.get_logger()
 
 SERVICE = "inference.GRPCInferenceService"
-# Triton's names of what this service has beyond the protocol.
-EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy",
-              "statistics")  # fmt: skip
 # A client's deadline may be endless.
 TIMEOUT_MAX_S = 86_400.0
 MESSAGE_CHARS_MAX = 2_000
+# Of one ModelStreamInfer.
+STREAM_REQUESTS_MAX = 64
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -75,11 +75,11 @@ class InferenceService:
     def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
         self._config = config
         self._clients, self._metrics = gateway.clients, gateway.metrics
-        self._statistics = Statistics()
+        self._inference = gateway.inference
 
     def handlers(self) -> dict[str, Any]:
         """By name, for add_registered_method_handlers."""
-        counted = self._statistics
+        counted = self._inference.statistics
 
         def of(answer: Callable[[Any, Connected], Awaitable[Message]]) -> Answer:
             return lambda request, connected, _call: answer(request, connected)
@@ -92,30 +92,32 @@ class InferenceService:
             "ModelMetadata": (pb.ModelMetadataRequest, of(models.metadata)),
             "ModelConfig": (pb.ModelConfigRequest, of(models.config)),
             "ModelStatistics": (pb.ModelStatisticsRequest, of(partial(models.statistics, counted=counted))),
-            "ModelInfer": (pb.ModelInferRequest, partial(infer, statistics=counted)),
+            "ModelInfer": (pb.ModelInferRequest, self._infer),
             "RepositoryIndex": (pb.RepositoryIndexRequest, of(repository.index)),
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, repository.load),
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, of(repository.unload)),
         }
-        return {
+        handlers = {
             name: grpc.stream_unary_rpc_method_handler(
-                partial(self._serve, name, request_type, answer), response_serializer=_serialized
+                partial(self._serve, name, partial(self._answer, request_type, answer)),
+                response_serializer=_serialized,
             )
             for name, (request_type, answer) in answers.items()
         }
+        stream = partial(self._serve, "ModelStreamInfer", self._answer_stream)
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialized)
+        return handlers
 
     async def _serve(
-        self, name: str, request_type: type[Message], answer: Answer, _requests: object, context: Any
+        self, name: str, answer: Callable[[Any, Connected], Awaitable[Message | None]], _requests: object, context: Any
     ) -> Message | None:
         began_s = time.perf_counter()
         self._metrics.begun()
         code = grpc.StatusCode.CANCELLED
         try:
-            data = await context.read()
-            call = GrpcCall(context, self._config.request_timeout_s)
             try:
-                async with self._clients.of(call.token) as connected:
-                    response = await answer(_parsed(request_type, data), connected, call)
+                async with self._clients.of(self._call(context).token) as connected:
+                    response = await answer(context, connected)
             except grpc.aio.InternalError as error:  # gRPC could not send: the peer is gone
                 raise asyncio.CancelledError from error
             except Exception as error:  # noqa: BLE001  the caller gets a status, and the log the reason
@@ -130,6 +132,56 @@ class InferenceService:
             self._metrics.ended(f"/{SERVICE}/{name}", code.name, time.perf_counter() - began_s)
         return None
 
+    def _call(self, context: Any) -> GrpcCall:
+        return GrpcCall(context, self._config.request_timeout_s)
+
+    async def _answer(self, request_type: type[Message], answer: Answer, context: Any, connected: Connected) -> Message:
+        data = await context.read()
+        return await answer(_parsed(request_type, data), connected, self._call(context))
+
+    async def _answer_stream(self, context: Any, connected: Connected) -> None:
+        """ModelStreamInfer: the requests run together, and an error ends its request alone. At most STREAM_REQUESTS_MAX
+        run: the next ones are not read before.
+        """
+        free = asyncio.Semaphore(STREAM_REQUESTS_MAX)
+        writing = asyncio.Lock()
+
+        async def write(response: pb.ModelStreamInferResponse) -> None:
+            async with writing:  # waits while the reader is slow
+                await context.write(response)
+
+        async def serve(data: bytes) -> None:
+            request = pb.ModelInferRequest()
+            try:
+                request = _parsed(pb.ModelInferRequest, data)
+                answers = self._inference.stream(request, connected, self._call(context))
+                async with aclosing(answers):
+                    async for answer in answers:
+                        await write(_streamed(request, answer))
+            except grpc.aio.InternalError as error:  # the peer is gone
+                raise asyncio.CancelledError from error
+            except Exception as error:  # noqa: BLE001  the caller gets a message, and the log the reason
+                _, text = status_of(error, "ModelStreamInfer")
+                identity = pb.ModelInferResponse(id=request.id)
+                await write(pb.ModelStreamInferResponse(error_message=text, infer_response=identity))
+            finally:
+                free.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    await free.acquire()
+                    if (data := await context.read()) is grpc.aio.EOF:
+                        break
+                    group.create_task(serve(data))
+                    del data
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _infer(self, request: pb.ModelInferRequest, connected: Connected, call: GrpcCall) -> Message:
+        outputs = await self._inference.run(request, request.raw_input_contents, connected, call)
+        return response_of(request, outputs)
+
     async def _ready(self, _request: pb.ServerReadyRequest, _connected: Connected) -> pb.ServerReadyResponse:
         try:
             await self._clients.check_master()
@@ -143,10 +195,16 @@ async def _live(_request: pb.ServerLiveRequest, _connected: Connected) -> pb.Ser
 
 
 async def _metadata(_request: pb.ServerMetadataRequest, _connected: Connected) -> pb.ServerMetadataResponse:
-    return pb.ServerMetadataResponse(name="multigpu", version=VERSION, extensions=EXTENSIONS)
+    return models.server_metadata()
 
 
-def _parsed(request_type: type[Message], data: Any) -> Message:
+def _streamed(request: pb.ModelInferRequest, answer: inference.Answer) -> pb.ModelStreamInferResponse:
+    response = response_of(request, answer.outputs)
+    response.parameters["triton_final_response"].bool_param = answer.final
+    return pb.ModelStreamInferResponse(infer_response=response)
+
+
+def _parsed(request_type: type[M], data: Any) -> M:
     """HttpError: it is no such message."""
     try:
         return request_type.FromString(b"" if data is grpc.aio.EOF else data)

@@ -1,14 +1,27 @@
 """What a gateway counts of each model's requests, since it started."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
 from multigpu.outcome import Outcome
+from prometheus_client.core import Metric, UnknownMetricFamily
 
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 
 DURATIONS = ("success", "fail", "queue", "compute_infer")
+# Triton's metrics, without the common beginning of their names. A counter's name would end with _total here.
+_METRICS: dict[str, tuple[str, Callable[[pb.ModelStatistics], int]]] = {
+    "request_success": ("Requests that succeeded.", lambda each: each.inference_stats.success.count),
+    "request_failure": ("Requests that failed.", lambda each: each.inference_stats.fail.count),
+    "count": ("Examples.", lambda each: each.inference_count),
+    "exec_count": ("Requests that a worker ran.", lambda each: each.execution_count),
+    "request_duration_us": ("Microseconds of requests.", lambda each: each.inference_stats.success.ns // 1000),
+    "queue_duration_us": ("Microseconds in the queue.", lambda each: each.inference_stats.queue.ns // 1000),
+    "compute_infer_duration_us": (
+        "Microseconds on workers.", lambda each: each.inference_stats.compute_infer.ns // 1000
+    ),
+}  # fmt: skip
 
 
 class Statistics:
@@ -17,8 +30,13 @@ class Statistics:
     def __init__(self) -> None:
         self._counted: dict[tuple[str, str], pb.ModelStatistics] = {}
 
-    def __iter__(self) -> Iterator[pb.ModelStatistics]:
-        return iter(self._counted.values())
+    def collect(self) -> Iterator[Metric]:
+        """As Triton's metrics, for Prometheus."""
+        for name, (text, value_of) in _METRICS.items():
+            metric = UnknownMetricFamily(f"nv_inference_{name}", text, labels=("model", "version"))
+            for each in self._counted.values():
+                metric.add_metric((each.name, each.version), value_of(each))
+            yield metric
 
     def add(self, name: str, version: str, outcome: Outcome, examples: int, ns: int) -> None:
         """A request ended that took `ns` nanoseconds here. Only tasks that a worker ran are counted: else callers could

@@ -4,8 +4,9 @@ BYTES with their length before each, as four bytes.
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from multigpu._kinds.inference import DTYPES
@@ -26,7 +27,7 @@ NUMPY_NAMES = {
 DATATYPES = {dtype: datatype for datatype, dtype in NUMPY_NAMES.items()}
 BYTES = "BYTES"
 # The field of InferTensorContents for a type, and the type of its elements. FP16 and BF16 travel as bytes alone.
-_FIELDS = {
+TYPED = {
     "BOOL": ("bool_contents", "bool"),
     **{f"INT{bits}": ("int_contents", "int32") for bits in (8, 16, 32)},
     "INT64": ("int64_contents", "int64"),
@@ -76,9 +77,16 @@ def bytes_of(elements: Iterable[bytes]) -> bytes:
     return b"".join(part for element in elements for part in (_LENGTH.pack(len(element)), element))
 
 
-def inputs_of(request: pb.ModelInferRequest) -> dict[str, NamedTensor]:
-    """The inputs by name. HttpError: one contradicts itself."""
-    raw = request.raw_input_contents
+def values_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+    """The values of parameters by name. One without a value is left out."""
+    choices = {name: each.WhichOneof("parameter_choice") for name, each in parameters.items()}
+    return {name: getattr(parameters[name], choice) for name, choice in choices.items() if choice}
+
+
+def inputs_of(request: pb.ModelInferRequest, raw: Sequence[bytes]) -> dict[str, NamedTensor]:
+    """The inputs by name. `raw`: the bytes of each, in their order; empty: they have contents. HttpError: one
+    contradicts itself.
+    """
     if raw and len(raw) != len(request.inputs):
         message = f"there are {len(request.inputs)} inputs and {len(raw)} raw_input_contents: send one for each"
         raise HttpError(BAD_REQUEST, message, param="raw_input_contents")
@@ -89,12 +97,11 @@ def inputs_of(request: pb.ModelInferRequest) -> dict[str, NamedTensor]:
             raise wrong(given.name, "it is there twice")
         if raw and given.HasField("contents"):
             raise wrong(given.name, "it has contents, and there are raw_input_contents: send either")
-        if given.datatype != BYTES and given.datatype not in NUMPY_NAMES:
-            raise wrong(given.name, f"no type {given.datatype!r}: known are {', '.join((*NUMPY_NAMES, BYTES))}")
+        _check_type(given)
         shape = tuple(given.shape)
         if min(shape, default=0) < 0:
             raise wrong(given.name, f"{list(shape)} is no shape")
-        data = raw[index] if raw else _data_of(given)
+        data = raw[index] if raw else data_of(given)
         if given.datatype != BYTES and len(data) != (size := math.prod(shape) * DTYPES[NUMPY_NAMES[given.datatype]]):
             raise wrong(given.name, f"{given.datatype} {list(shape)} takes {size} bytes, and {len(data)} came")
         found[given.name] = NamedTensor(name=given.name, datatype=given.datatype, shape=shape, data=data)
@@ -114,16 +121,39 @@ def _reject_parameters(name: str, parameters: Iterable[str]) -> None:
         raise wrong(name, f"the parameter {unknown[0]!r} is not served: leave it out")
 
 
-def _data_of(given: pb.ModelInferRequest.InferInputTensor) -> bytes:
+def _check_type(given: pb.ModelInferRequest.InferInputTensor) -> None:
+    if given.datatype != BYTES and given.datatype not in NUMPY_NAMES:
+        raise wrong(given.name, f"no type {given.datatype!r}: known are {', '.join((*NUMPY_NAMES, BYTES))}")
+
+
+def _field_of(given: pb.ModelInferRequest.InferInputTensor) -> tuple[str, str]:
+    """See TYPED."""
+    _check_type(given)
+    if given.datatype == BYTES:
+        return "bytes_contents", ""
+    if given.datatype not in TYPED:
+        raise wrong(given.name, f"{given.datatype} is to be sent as bytes")
+    return TYPED[given.datatype]
+
+
+def set_contents(given: pb.ModelInferRequest.InferInputTensor, values: Sequence[Any]) -> None:
+    """Gives an input these elements; texts for BYTES. HttpError: they are of another type."""
+    field, _ = _field_of(given)
+    if given.datatype == BYTES:
+        if not all(isinstance(each, str) for each in values):
+            raise wrong(given.name, "its data are to be texts")
+        values = [each.encode() for each in values]
+    try:
+        getattr(given.contents, field).extend(values)
+    except (TypeError, ValueError) as error:
+        raise wrong(given.name, f"it has an element that is no {given.datatype}: {error}") from None
+
+
+def data_of(given: pb.ModelInferRequest.InferInputTensor) -> bytes:
     """The contents of an input as bytes. HttpError: they are of another type, or too many."""
     contents = given.contents
     count = math.prod(given.shape)
-    if given.datatype == BYTES:
-        field, element = "bytes_contents", ""
-    elif given.datatype in _FIELDS:
-        field, element = _FIELDS[given.datatype]
-    else:
-        raise wrong(given.name, f"{given.datatype} is to be sent as raw_input_contents")
+    field, element = _field_of(given)
     if others := [each.name for each, _ in contents.ListFields() if each.name != field]:
         raise wrong(given.name, f"{given.datatype} is to be in {field}, and not in {others[0]}")
     values = getattr(contents, field)

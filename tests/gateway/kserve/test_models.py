@@ -94,6 +94,23 @@ def test_the_tensors_of_a_model_that_was_never_loaded_are_unknown(scale: Any, tm
         assert client.is_server_live()
 
 
+def test_statistics_are_metrics_too(client: Any, gateway: GatewayProcess) -> None:
+    client.infer("scale", scale_inputs())
+    found = client.get_inference_statistics("scale").model_stats[0]
+    lines = dict(line.rsplit(" ", 1) for line in gateway.call("GET", "/metrics")[1].splitlines())
+    labels = '{model="scale",version=""}'
+    for name, value in (
+        ("request_success", found.inference_stats.success.count),
+        ("request_failure", found.inference_stats.fail.count),
+        ("count", found.inference_count),
+        ("exec_count", found.execution_count),
+        ("request_duration_us", found.inference_stats.success.ns // 1000),
+        ("queue_duration_us", found.inference_stats.queue.ns // 1000),
+        ("compute_infer_duration_us", found.inference_stats.compute_infer.ns // 1000),
+    ):
+        assert float(lines[f"nv_inference_{name}{labels}"]) == value
+
+
 def test_statistics_count_requests_and_examples(client: Any) -> None:
     def counted() -> Any:
         return client.get_inference_statistics("scale").model_stats[0]

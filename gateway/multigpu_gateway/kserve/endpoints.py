@@ -1,0 +1,168 @@
+"""The protocol over HTTP, as Triton has it: routes, and the statuses of errors."""
+
+import re
+from typing import Any
+
+import msgspec
+from multigpu import errors
+
+from multigpu_gateway.clients import Clients, Connected
+from multigpu_gateway.errors import BAD_REQUEST, CONFLICT, NOT_ALLOWED, NOT_FOUND, HttpError, http_error
+from multigpu_gateway.http import JSON, Request, decode
+from multigpu_gateway.kserve import models, repository
+from multigpu_gateway.kserve import open_inference_pb2 as pb
+from multigpu_gateway.kserve.bodies import plain, read_infer, write_infer
+from multigpu_gateway.kserve.inference import Inference
+from multigpu_gateway.routes import Route, Serve
+
+MODELS, REPOSITORY = "/v2/models", "/v2/repository/models"
+_MODEL = re.compile(f"{MODELS}/(.+?)(?:/versions/([^/]+))?(?:/(ready|config|stats|infer))?")
+_REPOSITORY_MODEL = re.compile(f"{REPOSITORY}/(.+)/(load|unload)")
+_JSON_LENGTH = b"inference-header-content-length"
+_OCTETS = b"application/octet-stream"
+
+
+class _Index(msgspec.Struct):
+    ready: bool = False
+
+
+class _Change(msgspec.Struct):
+    parameters: dict[str, Any] = {}
+
+
+_index = msgspec.json.Decoder(_Index)
+_change = msgspec.json.Decoder(_Change)
+
+
+def error_body(error: HttpError) -> dict[str, str]:
+    return {"error": error.message}
+
+
+def routes(inference: Inference, clients: Clients) -> dict[str, Route]:
+    """By path. Their clients are those of Triton and of KServe."""
+    endpoints = Endpoints(inference, clients)
+
+    def route(*, tree: bool = False, **methods: Serve) -> Route:
+        return Route({name: _with_tritons_statuses(serve) for name, serve in methods.items()}, error_body, tree=tree)
+
+    return {
+        "/v2": route(GET=endpoints.metadata),
+        "/v2/health/live": route(GET=endpoints.live),
+        "/v2/health/ready": route(GET=endpoints.ready),
+        f"{MODELS}/stats": route(GET=endpoints.statistics),
+        MODELS: route(GET=endpoints.describe, POST=endpoints.infer, tree=True),
+        "/v2/repository/index": route(POST=endpoints.index),
+        REPOSITORY: route(POST=endpoints.change, tree=True),
+    }
+
+
+class Endpoints:
+    """What serves the routes."""
+
+    def __init__(self, inference: Inference, clients: Clients) -> None:
+        self._inference = inference
+        self._clients = clients
+
+    async def live(self, request: Request, _connected: Connected) -> None:
+        """200."""
+        await request.respond(200, b"")
+
+    async def ready(self, request: Request, _connected: Connected) -> None:
+        """200: the master answers; else 400."""
+        try:
+            await self._clients.check_master()
+        except errors.MultigpuError as error:
+            raise HttpError(BAD_REQUEST, str(error)) from error
+        await request.respond(200, b"")
+
+    async def metadata(self, request: Request, _connected: Connected) -> None:
+        """What the gateway is, and its extensions."""
+        await _respond(request, plain(models.server_metadata()))
+
+    async def statistics(self, request: Request, connected: Connected) -> None:
+        """Of all models."""
+        asked = pb.ModelStatisticsRequest()
+        await _respond(request, plain(await models.statistics(asked, connected, self._inference.statistics)))
+
+    async def describe(self, request: Request, connected: Connected) -> None:
+        """A model's metadata, configuration, statistics, or whether it is ready: 200, else 400."""
+        name, version, operation = _model_of(request)
+        named: dict[str, str] = {"name": name, "version": version}
+        if operation == "":
+            await _respond(request, plain(await models.metadata(pb.ModelMetadataRequest(**named), connected)))
+        elif operation == "config":
+            found = await models.config(pb.ModelConfigRequest(**named), connected)
+            await _respond(request, plain(found.config))
+        elif operation == "stats":
+            asked = pb.ModelStatisticsRequest(**named)
+            await _respond(request, plain(await models.statistics(asked, connected, self._inference.statistics)))
+        elif operation == "ready":
+            if not (await models.ready(pb.ModelReadyRequest(**named), connected)).ready:
+                raise HttpError(BAD_REQUEST, f"no connected worker has the model {name!r}")
+            await request.respond(200, b"")
+        else:
+            raise HttpError(NOT_ALLOWED, f"{request.path} takes POST, not GET")
+
+    async def infer(self, request: Request, connected: Connected) -> None:
+        """ModelInfer. A hang-up cancels the task."""
+        name, version, operation = _model_of(request)
+        if operation != "infer":
+            raise HttpError(NOT_ALLOWED, f"{request.path} takes GET, not POST")
+        asked, raw = read_infer(name, version, await request.body(), request.header(_JSON_LENGTH))
+        async with request.while_connected():
+            outputs = await self._inference.run(asked, raw, connected, request)
+        body, json_length = write_infer(asked, outputs)
+        headers = [(_JSON_LENGTH, b"%d" % json_length)] if json_length else []
+        await request.respond(200, body, _OCTETS if json_length else JSON, headers)
+
+    async def index(self, request: Request, connected: Connected) -> None:
+        """RepositoryIndex. The body may be empty."""
+        body = await request.body()
+        asked = pb.RepositoryIndexRequest(ready=bool(body) and decode(_index, body).ready)
+        await _respond(request, plain(await repository.index(asked, connected))["models"])
+
+    async def change(self, request: Request, connected: Connected) -> None:
+        """Loads or unloads a model. The body may be empty."""
+        found = _REPOSITORY_MODEL.fullmatch(request.path)
+        if found is None:
+            raise HttpError(NOT_FOUND, f"there is no {request.path}: {REPOSITORY}/NAME/load and …/unload are served")
+        name, operation = found.groups()
+        body = await request.body()
+        parameters = decode(_change, body).parameters if body else {}
+        async with request.while_connected():
+            if operation == "load":
+                asked = pb.RepositoryModelLoadRequest(model_name=name)
+                for parameter in parameters:
+                    asked.parameters[parameter].SetInParent()
+                await repository.load(asked, connected, request)
+            else:
+                await repository.unload(pb.RepositoryModelUnloadRequest(model_name=name), connected)
+        await request.respond(200, b"")
+
+
+def _model_of(request: Request) -> tuple[str, str, str]:
+    """The name, version and operation in a path below MODELS; empty: not given. HttpError: there is no name."""
+    found = _MODEL.fullmatch(request.path)
+    if found is None:
+        raise HttpError(NOT_FOUND, f"name a model in the path: {MODELS}/NAME")
+    name, version, operation = found.groups(default="")
+    return name, version, operation
+
+
+async def _respond(request: Request, value: Any) -> None:
+    await request.respond(200, msgspec.json.encode(value))
+
+
+def _with_tritons_statuses(serve: Serve) -> Serve:
+    """Triton has 400 for what exists already."""
+
+    async def served(request: Request, connected: Connected) -> None:
+        try:
+            await serve(request, connected)
+        except Exception as error:
+            failure = http_error(error)
+            if failure.status == CONFLICT:
+                failure.status = BAD_REQUEST
+            raise failure from error
+
+    return served
