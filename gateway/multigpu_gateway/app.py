@@ -10,7 +10,7 @@ import structlog
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway import apidocs, dashboard, kserve, openai, rerank, rest, tei
+from multigpu_gateway import apidocs, dashboard, openai, rerank, rest, tei
 from multigpu_gateway.clients import Clients
 from multigpu_gateway.errors import (
     INTERNAL,
@@ -22,6 +22,7 @@ from multigpu_gateway.errors import (
     not_allowed,
 )
 from multigpu_gateway.http import Receive, Request, Send
+from multigpu_gateway.kserve.endpoints import routes as inference_routes
 from multigpu_gateway.kserve.inference import Inference
 from multigpu_gateway.metrics import Metrics
 from multigpu_gateway.routes import ErrorBody, Route, Serve
@@ -45,7 +46,7 @@ class Gateway:
         self.metrics = Metrics()
         self.inference = Inference()
         self.metrics.register(self.inference.statistics)
-        self._routes = ROUTES | kserve.routes(self.inference, self.clients)
+        self._routes = ROUTES | inference_routes(self.inference, self.clients)
 
     async def close(self) -> None:
         await self.clients.close()

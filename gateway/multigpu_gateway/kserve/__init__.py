@@ -3,7 +3,3 @@
 The functions of `inference`, `models` and `repository` take and return the messages of open_inference.proto, and raise
 HttpError, whatever carries the messages. `service` and `server` are the face for gRPC, `endpoints` is that for HTTP.
 """
-
-from multigpu_gateway.kserve.endpoints import routes
-
-__all__ = ["routes"]

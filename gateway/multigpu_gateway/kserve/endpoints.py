@@ -7,7 +7,7 @@ import msgspec
 from multigpu import errors
 
 from multigpu_gateway.clients import Clients, Connected
-from multigpu_gateway.errors import BAD_REQUEST, CONFLICT, NOT_ALLOWED, NOT_FOUND, HttpError, http_error
+from multigpu_gateway.errors import BAD_REQUEST, CONFLICT, NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import JSON, Request, decode
 from multigpu_gateway.kserve import models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
@@ -101,13 +101,13 @@ class Endpoints:
                 raise HttpError(BAD_REQUEST, f"no connected worker has the model {name!r}")
             await request.respond(200, b"")
         else:
-            raise HttpError(NOT_ALLOWED, f"{request.path} takes POST, not GET")
+            raise not_allowed(request.path, "GET", "POST")
 
     async def infer(self, request: Request, connected: Connected) -> None:
         """ModelInfer. A hang-up cancels the task."""
         name, version, operation = _model_of(request)
         if operation != "infer":
-            raise HttpError(NOT_ALLOWED, f"{request.path} takes GET, not POST")
+            raise not_allowed(request.path, "POST", "GET")
         asked, raw = read_infer(name, version, await request.body(), request.header(_JSON_LENGTH))
         async with request.while_connected():
             outputs = await self._inference.run(asked, raw, connected, request)

@@ -51,7 +51,13 @@ PAGE_FIELDS: dict[str, list[str]] = {
 }  # fmt: skip
 HEADERS = ["authorization", "content-type", "content-length", "idempotency-key", "last-event-id"]
 HEADERS += ["x-multigpu-queue", "x-multigpu-priority", "x-multigpu-durable", "x-multigpu-model"]
-PATHS = ["/", *sorted(ROUTES)]
+# KServe's, which are not in the table.
+INFER = "/v2/models/m/infer"
+PATHS = ["/", *sorted(ROUTES), INFER, INFER, INFER, "/v2", "/v2/models/m/config", "/v2/models/m/versions/1/infer"]
+PATHS += ["/v2/models/stats", "/v2/repository/index", "/v2/repository/models/m/load", "/v2/health/ready"]
+TENSOR = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0], "parameters": {}}
+TENSOR_VALUES = ["FP32", "INT64", "BYTES", "BF16", "BOOL", [2**63, 2**63], [-1], [0], [1] * 5, ["a"], [True], [1e400]]
+TENSOR_VALUES += [{"binary_data_size": size} for size in (0, 8, -1, 2**64, "x")] + [{"binary_data": True}]
 FORM = "multipart/form-data; boundary=b"
 HEADER_VALUES = ["Bearer x", "Bearer", FORM, FORM * 50, "application/json", "0", "9" * 30, "-1", "true", "9"]
 HEADER_VALUES += ["\u00e9\u00ff", "x" * 5000, "\0", "Bearer \t"]
@@ -147,6 +153,30 @@ def _json(maker: Maker) -> bytes:
     return data if rng.random() < 0.8 else maker.damaged(data)
 
 
+def _inference(maker: Maker) -> bytes:
+    """The body of a request to infer."""
+    rng = maker.rng
+
+    def tensor() -> dict[str, Any]:
+        found: dict[str, Any] = dict(TENSOR)
+        for name in rng.sample(sorted(found), rng.choice((0, 1, 1, 2))):
+            found[name] = rng.choice(TENSOR_VALUES) if rng.random() < 0.8 else _value(rng)
+        if rng.random() < 0.3:
+            del found["data"]
+            found["parameters"] = {"binary_data_size": rng.choice((8, 8, 0, 7, 2**40))}
+        return found
+
+    body: dict[str, Any] = {
+        "id": "1",
+        "inputs": [tensor() for _ in range(rng.choice((0, 1, 1, 2)))],
+        "outputs": [{"name": "y"}],
+    }
+    if rng.random() < 0.2:
+        body[rng.choice(("id", "inputs", "outputs", "parameters"))] = _value(rng)
+    data = json.dumps(body).encode()
+    return data if rng.random() < 0.8 else maker.damaged(data)
+
+
 def _page_form(maker: Maker) -> bytes:
     """The body of a form of the dashboard."""
     rng = maker.rng
@@ -174,8 +204,21 @@ def _make(maker: Maker) -> bytes:
         path, headers = "/v1/files", [["content-type", FORM], *headers]
     query = rng.choice(QUERIES)
     head = json.dumps([rng.choice(METHODS), path, query, headers, rng.choice((1, 1, 3))])
+    if path.endswith("/infer"):
+        return _infer_request(maker, head)
     body = _form if form else _page_form if page else _json
     return head.encode() + b"\n" + body(maker)
+
+
+def _infer_request(maker: Maker, head: str) -> bytes:
+    """With bytes after the JSON part, whose length is mostly right."""
+    rng, body = maker.rng, _inference(maker)
+    method, path, query, headers, parts = json.loads(head)
+    if rng.random() < 0.5:
+        length = rng.choice((str(len(body)), str(len(body)), "0", "-1", "x", "9" * 30))
+        headers.append(["inference-header-content-length", length])
+        body += rng.randbytes(rng.choice((0, 8, 8, 16, 3)))
+    return json.dumps([method, path, query, headers, parts]).encode() + b"\n" + body
 
 
 def targets(local: LocalGateway) -> list[Target]:
