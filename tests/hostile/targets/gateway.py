@@ -56,7 +56,20 @@ INFER = "/v2/models/m/infer"
 PATHS = ["/", *sorted(ROUTES), INFER, INFER, INFER, "/v2", "/v2/models/m/config", "/v2/models/m/versions/1/infer"]
 PATHS += ["/v2/models/stats", "/v2/repository/index", "/v2/repository/models/m/load", "/v2/health/ready"]
 TENSOR = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0], "parameters": {}}
-TENSOR_VALUES = ["FP32", "INT64", "BYTES", "BF16", "BOOL", [2**63, 2**63], [-1], [0], [1] * 5, ["a"], [True], [1e400]]
+TENSOR_VALUES: list[Any] = [
+    "FP32",
+    "INT64",
+    "BYTES",
+    "BF16",
+    "BOOL",
+    [2**63, 2**63],
+    [-1],
+    [0],
+    [1] * 5,
+    ["a"],
+    [True],
+    [1e400],
+]
 TENSOR_VALUES += [{"binary_data_size": size} for size in (0, 8, -1, 2**64, "x")] + [{"binary_data": True}]
 FORM = "multipart/form-data; boundary=b"
 HEADER_VALUES = ["Bearer x", "Bearer", FORM, FORM * 50, "application/json", "0", "9" * 30, "-1", "true", "9"]

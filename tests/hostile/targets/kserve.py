@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import grpc
-from google.protobuf.message_factory import GetMessageClass
 from multigpu.config.config import GatewayConfig
 from multigpu_gateway.app import Gateway
 from multigpu_gateway.kserve import open_inference_pb2 as pb
@@ -65,7 +64,7 @@ class LocalInference:
             if error.code() in BLAMES_THE_GATEWAY or "Traceback" in (error.details() or ""):
                 raise Crash(f"{name}: {error.code().name}: {error.details()}") from None
         else:
-            GetMessageClass(REQUESTS[name].DESCRIPTOR.file.message_types_by_name[f"{name}Response"]).FromString(answer)
+            getattr(pb, f"{name}Response").FromString(answer)
 
 
 def _make(maker: Maker) -> bytes:
