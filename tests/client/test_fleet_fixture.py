@@ -67,6 +67,7 @@ def run_pytest(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.slow
 def test_the_fixture_starts_fleets_and_ends_them(tmp_path: Path) -> None:
     (tmp_path / "my_handlers.py").write_text(HANDLERS)
     (tmp_path / "test_mine.py").write_text(TESTS)

@@ -145,6 +145,7 @@ def journal(gateway: GatewayProcess, queue: str, count: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_outcomes_arrive_over_failures_hangs_and_kills(fleet: Fleet, tmp_path: Path, receiver: Receiver) -> None:
     queue = "hooks"
     with process(tmp_path, fleet, receiver, webhook_queue=queue) as gateway:

@@ -213,6 +213,7 @@ def test_a_deadline_ends_the_call(client: Any) -> None:
     assert code == "DEADLINE_EXCEEDED", text
 
 
+@pytest.mark.slow
 def test_a_call_goes_on_after_its_worker_died(client: Any, fleet: Fleet, gateway: GatewayProcess) -> None:
     inputs = [tensor("text_input", texts("once"))]
     sampling = {"max_tokens": 900, "temperature": 0.0}

@@ -96,6 +96,7 @@ def test_a_batch_answers_as_its_endpoint_does(client: openai.OpenAI) -> None:
     assert batch.id in {each.id for each in client.batches.list(limit=50)}
 
 
+@pytest.mark.slow
 def test_a_batch_of_conversations_has_errors_apart(client: openai.OpenAI) -> None:
     url: Any = "/v1/chat/completions"
     talk = [{"role": "user", "content": "Hello"}]

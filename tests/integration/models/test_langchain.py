@@ -23,6 +23,8 @@ from multigpu.langchain import MultiGpuEmbeddings
 
 from tests.fleet import Fleet
 
+pytestmark = pytest.mark.slow
+
 FLEET = {"workers": 1, "worker_flags": ["--threads", "1"]}
 MODEL = "all-MiniLM-L6-v2"
 

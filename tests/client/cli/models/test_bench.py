@@ -118,6 +118,7 @@ def test_a_short_bench_of_a_real_fleet(address: str, tmp_path: Path) -> None:
     assert struct.unpack(">II", head[16:]) == (1320, 600)
 
 
+@pytest.mark.slow
 def test_a_table_for_people(address: str) -> None:
     flags = ["--batch-size", "8", "--concurrency", "2", "--items", "16", "--rounds", "1"]
     heading, row = ok(address, "bench", MODEL, *flags).splitlines()
