@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 HANDLERS = """
 import os
@@ -25,6 +27,8 @@ TESTS = """
 import time
 import pytest
 from pathlib import Path
+
+import pytest
 
 PIDS = Path(__file__).with_name("pids")
 
