@@ -1,80 +1,34 @@
-"""The gRPC service of Triton and of KServe: calls, their callers, their errors.
+"""The gRPC service of Triton and of KServe."""
 
-To gRPC every method takes a stream of requests (see multigpu/daemon/grpc_server.py): its one request is read here.
-"""
-
-import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-import grpc
-import structlog
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
 from multigpu_gateway import VERSION
 from multigpu_gateway.app import Gateway
 from multigpu_gateway.clients import Connected
-from multigpu_gateway.errors import INTERNAL, HttpError, http_error
-from multigpu_gateway.http import token_of
+from multigpu_gateway.grpc_calls import Answer, GrpcCalls
 from multigpu_gateway.kserve import models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.inference import infer
 from multigpu_gateway.kserve.statistics import Statistics
 
-log = structlog.get_logger()
-
 SERVICE = "inference.GRPCInferenceService"
 # Triton's names of what this service has beyond the protocol.
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy",
               "statistics")  # fmt: skip
-# A client's deadline may be endless.
-TIMEOUT_MAX_S = 86_400.0
-MESSAGE_CHARS_MAX = 2_000
-CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    409: grpc.StatusCode.ALREADY_EXISTS,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    500: grpc.StatusCode.INTERNAL,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-
-
-class GrpcCall:
-    """What a call says beside its request: a Call of tasks.py."""
-
-    def __init__(self, context: Any, timeout_s: float) -> None:
-        """`timeout_s`: for a call without a deadline."""
-        self._metadata = dict(context.invocation_metadata() or ())
-        left_s = context.time_remaining()
-        self.timeout_s = timeout_s if left_s is None else min(left_s, TIMEOUT_MAX_S)
-
-    def header(self, name: bytes) -> str:
-        value = self._metadata.get(name.decode(), "")
-        return value if isinstance(value, str) else ""
-
-    @property
-    def token(self) -> str:
-        """The caller's token; empty: none. HttpError: it can't be read."""
-        return token_of(self.header(b"authorization"))
-
-
-Answer = Callable[[Any, Connected, GrpcCall], Awaitable[Message]]
 
 
 class InferenceService:
     """The methods of the service. Methods that are not here are UNIMPLEMENTED."""
 
     def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
-        self._config = config
-        self._clients, self._metrics = gateway.clients, gateway.metrics
+        self._calls = GrpcCalls(SERVICE, config, gateway)
+        self._clients = gateway.clients
         self._statistics = Statistics()
 
     def handlers(self) -> dict[str, Any]:
@@ -97,38 +51,8 @@ class InferenceService:
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, repository.load),
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, of(repository.unload)),
         }
-        return {
-            name: grpc.stream_unary_rpc_method_handler(
-                partial(self._serve, name, request_type, answer), response_serializer=_serialized
-            )
-            for name, (request_type, answer) in answers.items()
-        }
-
-    async def _serve(
-        self, name: str, request_type: type[Message], answer: Answer, _requests: object, context: Any
-    ) -> Message | None:
-        began_s = time.perf_counter()
-        self._metrics.begun()
-        code = grpc.StatusCode.CANCELLED
-        try:
-            data = await context.read()
-            call = GrpcCall(context, self._config.request_timeout_s)
-            try:
-                async with self._clients.of(call.token) as connected:
-                    response = await answer(_parsed(request_type, data), connected, call)
-            except grpc.aio.InternalError as error:  # gRPC could not send: the peer is gone
-                raise asyncio.CancelledError from error
-            except Exception as error:  # noqa: BLE001  the caller gets a status, and the log the reason
-                code, text = status_of(error, name)
-                # The frames of the traceback keep the request.
-                error.__traceback__ = error.__context__ = error.__cause__ = None
-            else:
-                code = grpc.StatusCode.OK
-                return response
-            await context.abort(code, text)
-        finally:
-            self._metrics.ended(f"/{SERVICE}/{name}", code.name, time.perf_counter() - began_s)
-        return None
+        unary = self._calls.unary
+        return {name: unary(name, request_type, answer) for name, (request_type, answer) in answers.items()}
 
     async def _ready(self, _request: pb.ServerReadyRequest, _connected: Connected) -> pb.ServerReadyResponse:
         try:
@@ -144,26 +68,3 @@ async def _live(_request: pb.ServerLiveRequest, _connected: Connected) -> pb.Ser
 
 async def _metadata(_request: pb.ServerMetadataRequest, _connected: Connected) -> pb.ServerMetadataResponse:
     return pb.ServerMetadataResponse(name="multigpu", version=VERSION, extensions=EXTENSIONS)
-
-
-def _parsed(request_type: type[Message], data: Any) -> Message:
-    """HttpError: it is no such message."""
-    try:
-        return request_type.FromString(b"" if data is grpc.aio.EOF else data)
-    except DecodeError as error:
-        raise HttpError(400, f"the request is no {request_type.DESCRIPTOR.name}: {error}") from None
-
-
-def _serialized(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-def status_of(error: Exception, name: str) -> tuple[grpc.StatusCode, str]:
-    """The status of a call that failed. An error that is nobody's is logged."""
-    try:
-        failure = http_error(error)
-    except Exception:
-        log.exception("a call failed", method=name)
-        failure = HttpError(INTERNAL, "the gateway failed: its log says why")
-    code = grpc.StatusCode.CANCELLED if failure.code == "cancelled" else CODES[failure.status]
-    return code, failure.message[:MESSAGE_CHARS_MAX]

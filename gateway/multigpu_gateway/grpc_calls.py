@@ -1,0 +1,122 @@
+"""Calls over gRPC: callers, errors, one answer or a stream of them.
+
+To gRPC every method takes a stream of requests (see multigpu/daemon/grpc_server.py): its one request is read here.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError, Message
+from multigpu.config.config import GatewayConfig
+
+from multigpu_gateway.app import Gateway
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import INTERNAL, HttpError, http_error
+from multigpu_gateway.http import token_of
+
+log = structlog.get_logger()
+
+# A client's deadline may be endless.
+TIMEOUT_MAX_S = 86_400.0
+MESSAGE_CHARS_MAX = 2_000
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.ALREADY_EXISTS,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+class GrpcCall:
+    """What a call says beside its request: a Call of tasks.py."""
+
+    def __init__(self, context: Any, timeout_s: float) -> None:
+        """`timeout_s`: for a call without a deadline."""
+        self._metadata = dict(context.invocation_metadata() or ())
+        left_s = context.time_remaining()
+        self.timeout_s = timeout_s if left_s is None else min(left_s, TIMEOUT_MAX_S)
+
+    def header(self, name: bytes) -> str:
+        value = self._metadata.get(name.decode(), "")
+        return value if isinstance(value, str) else ""
+
+    @property
+    def token(self) -> str:
+        """The caller's token; empty: none. HttpError: it can't be read."""
+        return token_of(self.header(b"authorization"))
+
+
+Answer = Callable[[Any, Connected, GrpcCall], Awaitable[Message]]
+
+
+class GrpcCalls:
+    """Serves the methods of one service: errors are statuses, and every call is counted."""
+
+    def __init__(self, service: str, config: GatewayConfig, gateway: Gateway) -> None:
+        self._service, self._config = service, config
+        self._clients, self._metrics = gateway.clients, gateway.metrics
+
+    def unary(self, name: str, request_type: type[Message], answer: Answer) -> Any:
+        """The handler of a method, for add_registered_method_handlers."""
+        return grpc.stream_unary_rpc_method_handler(
+            partial(self._serve, name, request_type, answer), response_serializer=_serialized
+        )
+
+    async def _serve(
+        self, name: str, request_type: type[Message], answer: Answer, _requests: object, context: Any
+    ) -> Message | None:
+        began_s = time.perf_counter()
+        self._metrics.begun()
+        code = grpc.StatusCode.CANCELLED
+        try:
+            data = await context.read()
+            call = GrpcCall(context, self._config.request_timeout_s)
+            try:
+                async with self._clients.of(call.token) as connected:
+                    response = await answer(_parsed(request_type, data), connected, call)
+            except grpc.aio.InternalError as error:  # gRPC could not send: the peer is gone
+                raise asyncio.CancelledError from error
+            except Exception as error:  # noqa: BLE001  the caller gets a status, and the log the reason
+                code, text = status_of(error, name)
+                # The frames of the traceback keep the request.
+                error.__traceback__ = error.__context__ = error.__cause__ = None
+            else:
+                code = grpc.StatusCode.OK
+                return response
+            await context.abort(code, text)
+        finally:
+            self._metrics.ended(f"/{self._service}/{name}", code.name, time.perf_counter() - began_s)
+        return None
+
+
+def _parsed(request_type: type[Message], data: Any) -> Message:
+    """HttpError: it is no such message."""
+    try:
+        return request_type.FromString(b"" if data is grpc.aio.EOF else data)
+    except DecodeError as error:
+        raise HttpError(400, f"the request is no {request_type.DESCRIPTOR.name}: {error}") from None
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def status_of(error: Exception, name: str) -> tuple[grpc.StatusCode, str]:
+    """The status of a call that failed. An error that is nobody's is logged."""
+    try:
+        failure = http_error(error)
+    except Exception:
+        log.exception("a call failed", method=name)
+        failure = HttpError(INTERNAL, "the gateway failed: its log says why")
+    code = grpc.StatusCode.CANCELLED if failure.code == "cancelled" else CODES[failure.status]
+    return code, failure.message[:MESSAGE_CHARS_MAX]
