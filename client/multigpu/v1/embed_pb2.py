@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/embed.proto\x12\x0bmultigpu.v1\"Z\n\x0c\x45mbedPayload\x12\r\n\x05texts\x18\x01 \x03(\t\x12%\n\x06tokens\x18\x02 \x03(\x0b\x32\x15.multigpu.v1.TokenIds\x12\x14\n\x0c\x63ount_tokens\x18\x03 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\x0b\x45mbedResult\x12\x11\n\tdimension\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\rB\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17multigpu/v1/embed.proto\x12\x0bmultigpu.v1\"\x9c\x01\n\x0c\x45mbedPayload\x12\r\n\x05texts\x18\x01 \x03(\t\x12%\n\x06tokens\x18\x02 \x03(\x0b\x32\x15.multigpu.v1.TokenIds\x12\x14\n\x0c\x63ount_tokens\x18\x03 \x01(\x08\x12(\n\x06output\x18\x04 \x01(\x0e\x32\x18.multigpu.v1.EmbedOutput\x12\x16\n\x0especial_tokens\x18\x05 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8f\x01\n\x0b\x45mbedResult\x12\x11\n\tdimension\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x0f\n\x07lengths\x18\x04 \x03(\r\x12-\n\ttokenised\x18\x05 \x03(\x0b\x32\x1a.multigpu.v1.TokenisedText\x12\r\n\x05texts\x18\x06 \x03(\t\"7\n\rTokenisedText\x12&\n\x06tokens\x18\x01 \x03(\x0b\x32\x16.multigpu.v1.TextToken\"p\n\tTextToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07special\x18\x03 \x01(\x08\x12\x12\n\x05start\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04stop\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_startB\x07\n\x05_stop*|\n\x0b\x45mbedOutput\x12\x1c\n\x18\x45MBED_OUTPUT_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45MBED_OUTPUT_TOKEN_VECTORS\x10\x01\x12\x17\n\x13\x45MBED_OUTPUT_TOKENS\x10\x02\x12\x16\n\x12\x45MBED_OUTPUT_TEXTS\x10\x03\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,10 +32,16 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'multigpu.v1.embed_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\026multigpu/v1;multigpuv1'
-  _globals['_EMBEDPAYLOAD']._serialized_start=40
-  _globals['_EMBEDPAYLOAD']._serialized_end=130
-  _globals['_TOKENIDS']._serialized_start=132
-  _globals['_TOKENIDS']._serialized_end=155
-  _globals['_EMBEDRESULT']._serialized_start=157
-  _globals['_EMBEDRESULT']._serialized_end=221
+  _globals['_EMBEDOUTPUT']._serialized_start=541
+  _globals['_EMBEDOUTPUT']._serialized_end=665
+  _globals['_EMBEDPAYLOAD']._serialized_start=41
+  _globals['_EMBEDPAYLOAD']._serialized_end=197
+  _globals['_TOKENIDS']._serialized_start=199
+  _globals['_TOKENIDS']._serialized_end=222
+  _globals['_EMBEDRESULT']._serialized_start=225
+  _globals['_EMBEDRESULT']._serialized_end=368
+  _globals['_TOKENISEDTEXT']._serialized_start=370
+  _globals['_TOKENISEDTEXT']._serialized_end=425
+  _globals['_TEXTTOKEN']._serialized_start=427
+  _globals['_TEXTTOKEN']._serialized_end=539
 # @@protoc_insertion_point(module_scope)

@@ -23,6 +23,7 @@ from multigpu_gateway.tei.embedding import EmbedRequest, SimilarityRequest, embe
 from multigpu_gateway.tei.errors import BACKEND_FAILED, UNPROCESSABLE, as_tei, error_body
 from multigpu_gateway.tei.models import health, info, kind_of
 from multigpu_gateway.tei.scoring import PredictRequest, RerankRequest, predict, rerank
+from multigpu_gateway.tei.tokens import DecodeRequest, EmbedAllRequest, TokenizeRequest, decode, embed_all, tokenize
 
 TREE = "/tei"
 MODEL = b"x-multigpu-model"
@@ -58,7 +59,7 @@ async def absent(call: Call) -> Answer:
     )
 
 
-SERVED = ("/embed", "/rerank", "/predict", "/similarity", "/info", "/health")
+SERVED = ("/embed", "/embed_all", "/rerank", "/predict", "/similarity", "/tokenize", "/decode", "/info", "/health")
 # By the last part of a path, "" for the model's own; then by method.
 OPERATIONS: dict[str, Mapping[str, Answering]] = {
     "": {"POST": by_kind, "GET": health},
@@ -68,12 +69,16 @@ OPERATIONS: dict[str, Mapping[str, Answering]] = {
     "similarity": {"POST": similarity},
     "info": {"GET": info},
     "health": {"GET": health},
-    **{name: {"POST": absent} for name in ("embed_all", "embed_sparse", "tokenize", "decode")},
+    "embed_all": {"POST": embed_all},
+    "tokenize": {"POST": tokenize},
+    "decode": {"POST": decode},
+    "embed_sparse": {"POST": absent},
 }
 
 BODIES: dict[Answering, Any] = {
     by_kind: (EmbedRequest, SimilarityRequest, RerankRequest, PredictRequest), embed: EmbedRequest,
     similarity: SimilarityRequest, rerank: RerankRequest, predict: PredictRequest,
+    embed_all: EmbedAllRequest, tokenize: TokenizeRequest, decode: DecodeRequest,
 }  # fmt: skip
 
 

@@ -17,14 +17,19 @@ from multigpu_gateway.tei.errors import empty
 _UNIT, _UNIT_TOLERANCE = 1.0, 1e-3
 
 
+def check_prompt(name: str | None) -> None:
+    """HttpError: a prompt is named."""
+    if name is not None:
+        message = "prompt_name is not served: put the prompt before the texts, or set it in the model's folder"
+        raise HttpError(BAD_REQUEST, message, param="prompt_name")
+
+
 class Embedded(Truncated, kw_only=True):
     prompt_name: str | None = None
 
     def check(self) -> None:
         Truncated.check(self)
-        if self.prompt_name is not None:
-            message = "prompt_name is not served: put the prompt before the texts, or set it in the model's folder"
-            raise HttpError(BAD_REQUEST, message, param="prompt_name")
+        check_prompt(self.prompt_name)
 
 
 class EmbedRequest(Embedded, kw_only=True):
@@ -51,11 +56,7 @@ async def embed(call: Call) -> Answer:
     """A vector for each input: list[list[float]]."""
     asked = call.read(_embed)
     asked.check()
-    if not asked.inputs:
-        raise empty("inputs")
-    if isinstance(asked.inputs, list) and not all(each or each == 0 for each in asked.inputs):
-        raise empty("inputs")
-    inputs = texts_or_tokens(asked.inputs, "inputs")
+    inputs = inputs_of(asked.inputs)
     vectors, tokens = await _vectors(call, inputs, "inputs")
     if asked.normalize is False and np.allclose(np.linalg.norm(vectors, axis=1), _UNIT, atol=_UNIT_TOLERANCE):
         message = "normalize is false, and the model's own configuration normalises its vectors: leave normalize out"
@@ -68,6 +69,13 @@ async def embed(call: Call) -> Answer:
     if asked.normalize is not False:
         vectors = _normalised(vectors)
     return Answer(vectors.tolist(), characters=sum(map(len, inputs)), tokens=tokens)
+
+
+def inputs_of(given: Input) -> list[Any]:
+    """The texts, or the token ids (list[int]) of each text. HttpError: there are none, or one is empty."""
+    if not given or (isinstance(given, list) and not all(each or each == 0 for each in given)):
+        raise empty("inputs")
+    return texts_or_tokens(given, "inputs")
 
 
 async def similarity(call: Call) -> Answer:
@@ -86,13 +94,22 @@ async def similarity(call: Call) -> Answer:
 
 async def _vectors(call: Call, inputs: list[Any], param: str) -> tuple[NDArray[np.float32], int]:
     """The vectors [inputs, dimension] of texts or of lists of token ids, and the number of tokens."""
-    check_count(len(inputs), param)
     if not all(inputs):
         raise empty(param)
+    results = await run_embed(call, inputs, param, count_tokens=True)
+    rows = [np.frombuffer(result.values, "<f4").reshape(-1, result.dimension) for result in results]
+    return np.concatenate(rows), sum(result.tokens for result in results)
+
+
+async def run_embed(
+    call: Call, inputs: list[Any], param: str, *, task_inputs: int = TASK_INPUTS, **fields: Any
+) -> list[embed_pb2.EmbedResult]:
+    """The results of tasks on texts or on lists of token ids, in order. `fields`: others of the payload."""
+    check_count(len(inputs), param)
     payloads = []
-    for at in range(0, len(inputs), TASK_INPUTS):
-        part = inputs[at : at + TASK_INPUTS]
-        payload = embed_pb2.EmbedPayload(count_tokens=True)
+    for at in range(0, len(inputs), task_inputs):
+        part = inputs[at : at + task_inputs]
+        payload = embed_pb2.EmbedPayload(**fields)
         if isinstance(part[0], str):
             payload.texts.extend(part)
         else:
@@ -101,9 +118,7 @@ async def _vectors(call: Call, inputs: list[Any], param: str) -> tuple[NDArray[n
             except ValueError as error:  # an id that no token has
                 raise HttpError(BAD_REQUEST, f"{param}: {error}", param=param) from None
         payloads.append((payload.SerializeToString(), len(part)))
-    results = [embed_pb2.EmbedResult.FromString(result) for result in await call.run(KIND, payloads)]
-    rows = [np.frombuffer(result.values, "<f4").reshape(-1, result.dimension) for result in results]
-    return np.concatenate(rows), sum(result.tokens for result in results)
+    return [embed_pb2.EmbedResult.FromString(result) for result in await call.run(KIND, payloads)]
 
 
 def _normalised(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -92,6 +92,14 @@ class AheadBackend(EmbedBackend, Protocol):
         """Start on padded inputs, and return a function that waits for the vectors. Both may raise MemoryError."""
 
 
+@runtime_checkable
+class TokenBackend(EmbedBackend, Protocol):
+    """A back end that can also compute the vectors of tokens."""
+
+    def embed_tokens(self, inputs: Inputs) -> Vectors:
+        """The transformer's vectors [rows, width, components] of padded inputs. Raises MemoryError."""
+
+
 def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) -> tuple[EmbedBackend, dict[str, str]]:
     """Load a model, and return it with its facts. For the facts and the errors see common/backends.py."""
     backend: EmbedBackend

@@ -112,6 +112,11 @@ class CudaEmbedModel:
             vectors.record_stream(self.downloads)
         return functools.partial(self._finish, done, fetched)
 
+    def embed_tokens(self, inputs: Inputs) -> Vectors:
+        """Token vectors [rows, width, components] of padded inputs. Raises MemoryError."""
+        with self.lock, torch.cuda.device(self.model.device):
+            return self.model.embed_tokens(inputs)
+
     def _finish(self, done: torch.cuda.Event, fetched: Tensor) -> Vectors:
         """Wait for the vectors. A bound method: it keeps the graphs alive until the device is done with them."""
         done.synchronize()

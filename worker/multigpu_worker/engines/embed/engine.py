@@ -33,6 +33,7 @@ from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, MicroBatch, Vectors, load_backend
 from multigpu_worker.engines.embed.payload import EmbedInput, parse_texts
 from multigpu_worker.engines.embed.text import Text, Tokens
+from multigpu_worker.engines.embed.token_level import TokenLevel
 from multigpu_worker.repository.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Prepared:
     lookup: "Lookup | None" = None
     # The back end's identity at the lookup.
     identity: str = ""
+    token_level: TokenLevel = field(default_factory=TokenLevel)
     # The first micro-batch, if it was started before the previous batch was done.
     begun: UnderWay | None = None
 
@@ -135,18 +137,21 @@ class EmbedEngine:
         owners: list[int] = []
         for index in range(len(batch.items)):
             start = len(texts)
-            if index in asked:
+            if found := asked.get(index):
                 try:
-                    backend.text.check_ids([text for text in asked[index].texts if not isinstance(text, str)])
-                    texts += asked[index].texts
-                    owners += [index] * len(asked[index].texts)
+                    if found.output:
+                        prepared.token_level.prepare(index, found, backend)
+                    else:
+                        backend.text.check_ids([text for text in found.texts if not isinstance(text, str)])
+                        texts += found.texts
+                        owners += [index] * len(found.texts)
                 except BadInputError as error:
                     prepared.failures[index] = bad_input(error)
             prepared.spans.append((start, len(texts)))
         if not texts:
             return prepared
         prepared.model = model
-        counted = [index for index, found in asked.items() if found.count_tokens and index not in prepared.failures]
+        counted = [index for index in dict.fromkeys(owners) if asked[index].count_tokens]
         if self._cache is None:
             tokens = backend.text.tokenise(texts)
             prepared.micro_batches = cut(backend, tokens, np.array(owners))
@@ -170,6 +175,7 @@ class EmbedEngine:
         assert isinstance(prepared, Prepared)
         for index, failure in prepared.failures.items():
             failure.report(batch.items[index], reporter)
+        prepared.token_level.run(batch, reporter)
         if prepared in self._waiting:  # the ValueError of `remove` would describe the whole model
             self._waiting.remove(prepared)
         if prepared.model is not None:
@@ -184,7 +190,7 @@ class EmbedEngine:
         if self._cache is None:
             backend, facts = load_backend(spec, self._settings, variant)
             return LoadedModel(backend=backend), facts
-        from multigpu_worker.engines.embed.model_content import ModelContent  # noqa: PLC0415 (most workers have none)
+        from multigpu_worker.models.model_content import ModelContent  # noqa: PLC0415 (most workers have none)
 
         content = ModelContent.read(spec.folder)
         backend, facts = load_backend(spec, self._settings, variant)

@@ -12,6 +12,7 @@ Importing this module takes seconds (torch, transformers), so only the engine pr
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,14 @@ class EmbedModel:
             vectors: npt.NDArray[np.float32] = self.forward(**tensors).cpu().numpy()
         return vectors
 
+    def embed_tokens(self, inputs: Inputs) -> npt.NDArray[np.float32]:
+        """Token vectors [rows, width, components] of padded inputs. Raises MemoryError, on any device."""
+        bind(self.threads, tf32=self.precision == "tf32")
+        with memory_errors(), torch.inference_mode():
+            tensors = {name: torch.from_numpy(array).to(self.device) for name, array in inputs.items()}
+            vectors: npt.NDArray[np.float32] = self._token_vectors(tensors).cpu().numpy()
+        return vectors
+
     def forward(self, *, pooled_by: Tensor | None = None, **inputs: Tensor | None) -> Tensor:
         """As `embed`, on tensors.
 
@@ -96,12 +105,15 @@ class EmbedModel:
         """
         mask = inputs["attention_mask"] if pooled_by is None else pooled_by
         assert mask is not None
-        if self.first_position is None:
-            tokens = self.transformer(**inputs)[0].float()
-        else:
-            tokens = embed_joined.forward(self.transformer, self.first_position, inputs).float()
-        vectors: Tensor = self.steps(self.pooling(tokens, mask))
+        vectors: Tensor = self.steps(self.pooling(self._token_vectors(inputs), mask))
         return vectors
+
+    def _token_vectors(self, inputs: Mapping[str, Tensor | None]) -> Tensor:
+        if self.first_position is None:
+            tokens: Tensor = self.transformer(**inputs)[0]
+        else:
+            tokens = embed_joined.forward(self.transformer, self.first_position, inputs)
+        return tokens.float()
 
 
 def load_model(

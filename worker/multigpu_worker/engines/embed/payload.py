@@ -1,7 +1,7 @@
 """Payloads of tasks of kind "embed".
 
 Payload and result are `EmbedPayload` and `EmbedResult` (protos/multigpu/v1/embed.proto), or as JSON a list of strings
-(or one string) and a list of lists of numbers. Token ids and counts need protobuf.
+(or one string) and a list of lists of numbers. Token ids, counts and other outputs than vectors need protobuf.
 """
 
 import json
@@ -24,6 +24,8 @@ class EmbedInput:
     # All of them strings, or all of them token ids.
     texts: Sequence[Text]
     count_tokens: bool = False
+    output: embed_pb2.EmbedOutput = embed_pb2.EMBED_OUTPUT_UNSPECIFIED
+    special_tokens: bool = False
 
 
 def parse_texts(payload: bytes, content_type: str) -> EmbedInput:
@@ -44,8 +46,18 @@ def _from_message(payload: bytes) -> EmbedInput:
     message = parse_message(embed_pb2.EmbedPayload, payload)
     if message.texts and message.tokens:
         raise BadInputError("the payload has both texts and tokens: send only one of them")
+    if message.output not in embed_pb2.EmbedOutput.values():
+        raise BadInputError(f"output is {message.output}: this worker does not know it")
+    for output, unfit in ((embed_pb2.EMBED_OUTPUT_TOKENS, "tokens"), (embed_pb2.EMBED_OUTPUT_TEXTS, "texts")):
+        if message.output == output and getattr(message, unfit):
+            raise BadInputError(f"{embed_pb2.EmbedOutput.Name(output)} is not the output of {unfit}: send the other")
     texts: Sequence[Text] = list(message.texts) if message.texts else [list(text.ids) for text in message.tokens]
-    return EmbedInput(texts=texts, count_tokens=message.count_tokens)
+    return EmbedInput(
+        texts=texts,
+        count_tokens=message.count_tokens,
+        output=message.output,
+        special_tokens=message.special_tokens,
+    )
 
 
 def _from_json(payload: bytes) -> list[str]:

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.models.folders import ModelFolderError, read_object
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 # Tokens of the longest text, if neither the tokenizer nor the model names a limit.
 TOKENS_PER_TEXT_MAX = 32_768
@@ -80,6 +83,9 @@ class TextInput:
                 f"the model puts the prompt {self.prompt!r} before every text, and tokens of a text alone may differ "
                 "from its tokens after a prompt: send texts, not tokens"
             )
+        self._check_vocabulary(texts)
+
+    def _check_vocabulary(self, texts: Sequence[list[int]]) -> None:
         for row, ids in enumerate(texts):
             if not self._vocabulary.issuperset(ids):
                 place, unknown = next((i, number) for i, number in enumerate(ids) if number not in self._vocabulary)
@@ -106,6 +112,28 @@ class TextInput:
             by_id.post_processor = self.tokenizer.post_processor
         by_id.enable_truncation(**self.tokenizer.truncation)
         return by_id
+
+    def encode(self, text: str, *, special_tokens: bool) -> "Encoding":
+        """The tokens of a text after the prompt, with places in it, not truncated. BadInputError: the tokenizer is
+        written in Python.
+        """
+        if not self.is_fast:
+            raise BadInputError("this model's tokenizer is written in Python, which has no places of tokens in a text")
+        return self._untruncated.encode(self.prompt + text, add_special_tokens=special_tokens)
+
+    def decode(self, texts: Sequence[list[int]], *, special_tokens: bool) -> list[str]:
+        """The text of each list of token ids. BadInputError: the vocabulary lacks an id."""
+        self._check_vocabulary(texts)
+        return [self.tokenizer.decode(ids, skip_special_tokens=not special_tokens) for ids in texts]
+
+    @cached_property
+    def _untruncated(self) -> Any:
+        """A copy of the tokenizer: another thread may use `tokenizer`, and its truncation is a setting."""
+        from tokenizers import Tokenizer  # noqa: PLC0415  (the agent imports this module and does not need it)
+
+        untruncated = Tokenizer.from_str(self.tokenizer.to_str())
+        untruncated.no_truncation()
+        return untruncated
 
     def _of_ids(self, texts: Sequence[list[int]]) -> Tokens:
         if not self.is_fast:

@@ -1,0 +1,71 @@
+"""POST /embed_all, /tokenize and /decode."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from multigpu.v1 import embed_pb2
+
+from multigpu_gateway.openai.embeddings import texts_or_tokens
+from multigpu_gateway.openai.requests import Input
+from multigpu_gateway.tei.call import Answer, Call
+from multigpu_gateway.tei.embedding import Embedded, check_prompt, inputs_of, run_embed
+from multigpu_gateway.tei.errors import empty
+
+
+class EmbedAllRequest(Embedded, kw_only=True):
+    inputs: Input
+
+
+class TokenizeRequest(msgspec.Struct):
+    inputs: str | list[str]
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+class DecodeRequest(msgspec.Struct):
+    # Of one text, or of several.
+    ids: list[int | list[int]]
+    skip_special_tokens: bool = True
+
+
+_embed_all = msgspec.json.Decoder(EmbedAllRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_decode = msgspec.json.Decoder(DecodeRequest)
+
+
+async def embed_all(call: Call) -> Answer:
+    """A vector for each token of each input, before the pooling: list[list[list[float]]]."""
+    asked = call.read(_embed_all)
+    asked.check()
+    inputs = inputs_of(asked.inputs)
+    # A task for each: its result may have megabytes.
+    results = await run_embed(call, inputs, "inputs", task_inputs=1, output=embed_pb2.EMBED_OUTPUT_TOKEN_VECTORS)
+    rows = [np.frombuffer(each.values, "<f4").reshape(-1, each.dimension).tolist() for each in results]
+    return Answer(rows, characters=sum(map(len, inputs)), tokens=sum(each.tokens for each in results))
+
+
+async def tokenize(call: Call) -> Answer:
+    """The tokens of each input: list[list[{id, text, special, start, stop}]]."""
+    asked = call.read(_tokenize)
+    check_prompt(asked.prompt_name)
+    texts = [asked.inputs] if isinstance(asked.inputs, str) else asked.inputs
+    fields = {"output": embed_pb2.EMBED_OUTPUT_TOKENS, "special_tokens": asked.add_special_tokens}
+    # A task for each: the limit of characters is that of a task.
+    results = await run_embed(call, texts, "inputs", task_inputs=1, **fields)
+    return Answer([[_token(each) for each in text.tokens] for result in results for text in result.tokenised])
+
+
+def _token(token: embed_pb2.TextToken) -> dict[str, Any]:
+    place = (None, None) if token.special else (token.start, token.stop)
+    return {"id": token.id, "text": token.text, "special": token.special, "start": place[0], "stop": place[1]}
+
+
+async def decode(call: Call) -> Answer:
+    """The text of each list of token ids: list[str]."""
+    asked = call.read(_decode)
+    if not asked.ids:
+        raise empty("ids")
+    fields = {"output": embed_pb2.EMBED_OUTPUT_TEXTS, "special_tokens": not asked.skip_special_tokens}
+    results = await run_embed(call, texts_or_tokens(list(asked.ids), "ids"), "ids", **fields)
+    return Answer([text for result in results for text in result.texts])
