@@ -43,7 +43,7 @@ class Gateway:
         self._config = config
         self.clients = Clients(config)
         self.metrics = Metrics()
-        self.inference = Inference()
+        self.inference = Inference(config)
         self.metrics.register(self.inference.statistics)
         self._routes = ROUTES | kserve.routes(self.inference, self.clients)
 
