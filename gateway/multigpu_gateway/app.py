@@ -44,7 +44,7 @@ class Gateway:
         self._config = config
         self.clients = Clients(config)
         self.metrics = Metrics()
-        self.inference = Inference()
+        self.inference = Inference(config)
         self.metrics.register(self.inference.statistics)
         self._routes = ROUTES | inference_routes(self.inference, self.clients)
 

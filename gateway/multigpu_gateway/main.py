@@ -69,7 +69,10 @@ def check_listener(config: GatewayConfig) -> None:
     """ConfigError: the settings would let unauthorized callers in, or contradict each other."""
     if bool(config.http_tls_cert) != bool(config.http_tls_key):
         raise ConfigError("http_tls_cert and http_tls_key go together: give both, or neither")
-    if (reached := _open_address(config)) and not config.insecure and not config.http_tls_cert:
+    reached = _open_address(config)
+    if reached and config.kserve_shared_memory:
+        raise ConfigError(f"kserve_shared_memory is for this host alone, and {reached} can be reached from others")
+    if reached and not config.insecure and not config.http_tls_cert:
         raise ConfigError(
             f"{reached} can be reached from other hosts: tokens and texts would cross the network in the clear. "
             "Give --http-tls-cert and --http-tls-key (`mgpuctl certs` makes them); or listen on 127.0.0.1, behind a "

@@ -261,6 +261,11 @@ class GatewayConfig(Checked):
         600.0, "How long a request may wait for its tasks, or for the next part of a stream.", minimum=1
     )
     stop_timeout_s: float = setting(10.0, "How long requests under way may take after SIGTERM.", minimum=1, maximum=600)
+    kserve_shared_memory: bool = setting(
+        False,
+        "Let Triton's clients put tensors in shared memory: every caller may then read and write what the gateway can "
+        "in /dev/shm. Only on loopback.",
+    )
     webhook_url: str = setting("", "Where every durable outcome is posted. Empty: nowhere.")
     webhook_secret_file: str = setting("", "File of the secret (whsec_…) that signs what is posted.")
     webhook_token_file: str = setting("", "File of the token for reading outcomes. Empty: none.")

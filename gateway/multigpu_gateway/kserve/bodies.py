@@ -13,7 +13,16 @@ from google.protobuf.message import Message
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.http import decode
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.tensors import BYTES, NUMPY_NAMES, TYPED, NamedTensor, data_of, set_contents, wrong
+from multigpu_gateway.kserve.tensors import (
+    BYTES,
+    NUMPY_NAMES,
+    TYPED,
+    NamedTensor,
+    data_of,
+    set_contents,
+    set_parameters,
+    wrong,
+)
 
 Values = dict[str, bool | int | float | str]
 
@@ -56,8 +65,8 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def read_infer(name: str, version: str, body: bytes, json_length: str) -> tuple[pb.ModelInferRequest, list[bytes]]:
-    """The request for a model, and the bytes of each input. `json_length`: the header's value; empty: the whole body is
-    JSON. HttpError: the body contradicts itself.
+    """The request for a model, and the bytes of each input that is not in shared memory. `json_length`: the header's
+    value; empty: the whole body is JSON. HttpError: the body contradicts itself.
     """
     if json_length and not (json_length.isdecimal() and int(json_length) <= len(body)):
         message = f"Inference-Header-Content-Length is {json_length!r}: make it the size of the JSON, in bytes"
@@ -67,13 +76,15 @@ def read_infer(name: str, version: str, body: bytes, json_length: str) -> tuple[
     request = pb.ModelInferRequest(model_name=name, model_version=version, id=asked.id)
     raw = []
     try:
-        _set(request.parameters, asked.parameters)
+        set_parameters(request.parameters, asked.parameters)
         for output in asked.outputs:
-            _set(request.outputs.add(name=output.name).parameters, output.parameters)
+            set_parameters(request.outputs.add(name=output.name).parameters, output.parameters)
         for each in asked.inputs:
             given = request.inputs.add(name=each.name, datatype=each.datatype, shape=each.shape)
             size = each.parameters.pop("binary_data_size", None)
-            _set(given.parameters, each.parameters)
+            set_parameters(given.parameters, each.parameters)
+            if size is None and each.data is None and "shared_memory_region" in each.parameters:
+                continue
             if size is None:
                 set_contents(given, _flat(each, len(each.shape)))
                 raw.append(data_of(given))
@@ -90,14 +101,6 @@ def read_infer(name: str, version: str, body: bytes, json_length: str) -> tuple[
     if at < len(body):
         raise HttpError(BAD_REQUEST, f"{len(body) - at} bytes are of no input: binary_data_size says how many one has")
     return request, raw
-
-
-def _set(parameters: Any, values: Values) -> None:
-    """ValueError: an integer is too large."""
-    fields = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
-    for name, value in values.items():
-        field = "uint64_param" if type(value) is int and value >= 1 << 63 else fields[type(value)]
-        setattr(parameters[name], field, value)
 
 
 def _flat(given: _Input, rank: int) -> list[Any]:
@@ -123,7 +126,9 @@ def write_infer(request: pb.ModelInferRequest, outputs: Sequence[NamedTensor]) -
     parts = []
     for output in outputs:
         row: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
-        if _is_binary(asked.get(output.name, {}), request.parameters):
+        if output.parameters:
+            row["parameters"] = output.parameters
+        elif _is_binary(asked.get(output.name, {}), request.parameters):
             parts.append(output.data)
             row["parameters"] = {"binary_data_size": len(output.data)}
         else:

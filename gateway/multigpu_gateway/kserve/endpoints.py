@@ -1,7 +1,7 @@
 """The protocol over HTTP, as Triton has it: routes, and the statuses of errors."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from multigpu import errors
@@ -13,11 +13,14 @@ from multigpu_gateway.kserve import models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.bodies import plain, read_infer, write_infer
 from multigpu_gateway.kserve.inference import Inference
+from multigpu_gateway.kserve.shared_memory import Regions
 from multigpu_gateway.routes import Route, Serve
 
 MODELS, REPOSITORY = "/v2/models", "/v2/repository/models"
 _MODEL = re.compile(f"{MODELS}/(.+?)(?:/versions/([^/]+))?(?:/(ready|config|stats|infer))?")
 _REPOSITORY_MODEL = re.compile(f"{REPOSITORY}/(.+)/(load|unload)")
+MEMORY, CUDA_MEMORY = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
+_MEMORY = re.compile(f"{MEMORY}(?:/region/(.+))?/(status|register|unregister)")
 _JSON_LENGTH = b"inference-header-content-length"
 _OCTETS = b"application/octet-stream"
 
@@ -30,8 +33,15 @@ class _Change(msgspec.Struct):
     parameters: dict[str, Any] = {}
 
 
+class _Region(msgspec.Struct):
+    key: str
+    byte_size: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    offset: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+
 _index = msgspec.json.Decoder(_Index)
 _change = msgspec.json.Decoder(_Change)
+_region = msgspec.json.Decoder(_Region)
 
 
 def error_body(error: HttpError) -> dict[str, str]:
@@ -45,7 +55,15 @@ def routes(inference: Inference, clients: Clients) -> dict[str, Route]:
     def route(*, tree: bool = False, **methods: Serve) -> Route:
         return Route({name: _with_tritons_statuses(serve) for name, serve in methods.items()}, error_body, tree=tree)
 
-    return {
+    memory: dict[str, Route] = {}
+    if inference.regions is not None:
+        regions = MemoryEndpoints(inference.regions)
+        memory = {
+            MEMORY: route(GET=regions.status, POST=regions.change, tree=True),
+            f"{CUDA_MEMORY}/status": route(GET=regions.cuda_status),
+            f"{CUDA_MEMORY}/unregister": route(POST=regions.cuda_unregister),
+        }
+    return memory | {
         "/v2": route(GET=endpoints.metadata),
         "/v2/health/live": route(GET=endpoints.live),
         "/v2/health/ready": route(GET=endpoints.ready),
@@ -77,7 +95,7 @@ class Endpoints:
 
     async def metadata(self, request: Request, _connected: Connected) -> None:
         """What the gateway is, and its extensions."""
-        await _respond(request, plain(models.server_metadata()))
+        await _respond(request, plain(models.server_metadata(shared_memory=self._inference.regions is not None)))
 
     async def statistics(self, request: Request, connected: Connected) -> None:
         """Of all models."""
@@ -138,6 +156,51 @@ class Endpoints:
             else:
                 await repository.unload(pb.RepositoryModelUnloadRequest(model_name=name), connected)
         await request.respond(200, b"")
+
+
+class MemoryEndpoints:
+    """What serves the routes of shared memory."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+
+    async def status(self, request: Request, connected: Connected) -> None:
+        """A list of all regions, or of the one in the path."""
+        name, operation = _region_of(request)
+        if operation != "status":
+            raise HttpError(NOT_ALLOWED, f"{request.path} takes POST, not GET")
+        found = await self._regions.status(pb.SystemSharedMemoryStatusRequest(name=name), connected)
+        await _respond(request, [plain(each) for each in found.regions.values()])
+
+    async def change(self, request: Request, connected: Connected) -> None:
+        """Registers or unregisters the region in the path, or unregisters all."""
+        name, operation = _region_of(request)
+        if operation == "status":
+            raise HttpError(NOT_ALLOWED, f"{request.path} takes GET, not POST")
+        if operation == "register":
+            asked = await request.json(_region)
+            fields: dict[str, Any] = {"key": asked.key, "offset": asked.offset, "byte_size": asked.byte_size}
+            await self._regions.register(pb.SystemSharedMemoryRegisterRequest(name=name, **fields), connected)
+        else:
+            await self._regions.unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), connected)
+        await request.respond(200, b"")
+
+    async def cuda_status(self, request: Request, _connected: Connected) -> None:
+        """No regions: memory of GPUs is not shared. Clients ask before they begin."""
+        await _respond(request, [])
+
+    async def cuda_unregister(self, request: Request, _connected: Connected) -> None:
+        """Nothing is registered. Clients unregister before they begin."""
+        await request.respond(200, b"")
+
+
+def _region_of(request: Request) -> tuple[str, str]:
+    """The name, empty: all regions, and the operation in a path below MEMORY. HttpError: there is none."""
+    found = _MEMORY.fullmatch(request.path)
+    if found is None:
+        raise HttpError(NOT_FOUND, f"there is no {request.path}: {MEMORY}/region/NAME/register and …/status are served")
+    name, operation = found.groups(default="")
+    return name, operation
 
 
 def _model_of(request: Request) -> tuple[str, str, str]:

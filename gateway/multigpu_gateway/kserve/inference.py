@@ -1,11 +1,12 @@
 """ModelInfer and ModelStreamInfer: a task for each request."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from multigpu import errors
+from multigpu.config.config import GatewayConfig
 from multigpu.outcome import Outcome
 
 from multigpu_gateway.clients import Connected
@@ -13,8 +14,9 @@ from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.kinds import Work, tensors_of, text_output, work_of
 from multigpu_gateway.kserve.models import id_of, versions_of
+from multigpu_gateway.kserve.shared_memory import Place, Regions
 from multigpu_gateway.kserve.statistics import Statistics
-from multigpu_gateway.kserve.tensors import NamedTensor, values_of
+from multigpu_gateway.kserve.tensors import NamedTensor, values_of, wrong
 from multigpu_gateway.tasks import Call, TaskSettings
 
 PRIORITY_MAX = 5
@@ -32,25 +34,31 @@ class Answer:
 class Inference:
     """Runs models, for all callers of a gateway, and counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: GatewayConfig) -> None:
         self.statistics = Statistics()
+        # None: off.
+        self.regions = Regions(config.body_bytes_max) if config.kserve_shared_memory else None
 
     async def run(
         self, request: pb.ModelInferRequest, raw: Sequence[bytes], connected: Connected, call: Call
     ) -> list[NamedTensor]:
-        """The outputs. `raw`: the bytes of the inputs in their order; none: the inputs have contents. Raises HttpError,
-        MultigpuError.
+        """The outputs. `raw`: the bytes of the inputs that are not in shared memory, in their order; none: these have
+        contents. Raises HttpError, MultigpuError.
         """
-        return await self._run(request, work_of(request, raw), connected, call)
+        raw, places = self._fill(request, raw)
+        return await self._run(request, work_of(request, raw), places, connected, call)
 
     async def stream(
         self, request: pb.ModelInferRequest, connected: Connected, call: Call
     ) -> AsyncGenerator[Answer, None]:
         """As `run`, with an answer for each piece of a text as it comes, and a last one without text."""
-        work = work_of(request, request.raw_input_contents, stream=True)
+        raw, places = self._fill(request, request.raw_input_contents)
+        work = work_of(request, raw, stream=True)
         if work.read_chunk is None:
-            yield Answer(outputs=await self._run(request, work, connected, call), final=True)
+            yield Answer(outputs=await self._run(request, work, places, connected, call), final=True)
             return
+        if places:
+            raise wrong(next(iter(places)), "each piece would overwrite the one before in its shared memory")
         options = _options(request, call)
         began_ns = time.perf_counter_ns()
         try:
@@ -66,8 +74,17 @@ class Inference:
         empty = values_of(request.parameters).get(_EMPTY_FINAL) is True
         yield Answer(outputs=[] if empty else text_output(""), final=True)
 
+    def _fill(self, request: pb.ModelInferRequest, raw: Sequence[bytes]) -> tuple[Sequence[bytes], Mapping[str, Place]]:
+        """See Regions.fill."""
+        return (raw, {}) if self.regions is None else self.regions.fill(request, raw)
+
     async def _run(
-        self, request: pb.ModelInferRequest, work: Work, connected: Connected, call: Call
+        self,
+        request: pb.ModelInferRequest,
+        work: Work,
+        places: Mapping[str, Place],
+        connected: Connected,
+        call: Call,
     ) -> list[NamedTensor]:
         options = _options(request, call)
         began_ns = time.perf_counter_ns()
@@ -77,7 +94,8 @@ class Inference:
             await _reject_other_kind(request, connected, work)
             raise
         self._count(request, work, outcome, began_ns)
-        return work.read(outcome)
+        outputs = work.read(outcome)
+        return [places[each.name].put(each) if each.name in places else each for each in outputs]
 
     def _count(self, request: pb.ModelInferRequest, work: Work, outcome: Outcome, began_ns: int) -> None:
         """Raises the error of a task that did not succeed."""

@@ -4,7 +4,7 @@
 - embed: `text` BYTES [-1] in, `embedding` FP32 [-1, -1] out.
 - generate, as Triton's back end for vLLM: `text_input` BYTES [1] in, `text_output` BYTES [1] out, which begins with
   the input unless `exclude_input_in_output` BOOL [1] is true. Sampling: `sampling_parameters` BYTES [1], a JSON object,
-  or, without it, the parameters of the request.
+  or, without it, the parameters of the request. `stream` BOOL [1]: false, in a stream, for one answer.
 """
 
 import json
@@ -73,6 +73,7 @@ _TEXTS: dict[str, Tensors] = {
             TensorInfo(name="text_input", datatype=BYTES, shape=(1,)),
             TensorInfo(name="sampling_parameters", datatype=BYTES, shape=(1,), optional=True),
             TensorInfo(name="exclude_input_in_output", datatype="BOOL", shape=(1,), optional=True),
+            TensorInfo(name="stream", datatype="BOOL", shape=(1,), optional=True),
         ],
         [TensorInfo(name="text_output", datatype=BYTES, shape=(1,))],
     ),
@@ -178,6 +179,11 @@ def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor], 
     except msgspec.ValidationError as error:
         raise wrong("sampling_parameters", str(error)) from None
     (payload,) = completion_payloads(asked)
+    if "stream" in inputs:
+        pieces = inputs["stream"].data != b"\0"
+        if pieces and not stream:
+            raise wrong("stream", "it is true, and ModelInfer answers once: use ModelStreamInfer")
+        stream = pieces
     without = inputs.get("exclude_input_in_output")
     excluded = stream if without is None else without.data != b"\0"
     if stream and not excluded:

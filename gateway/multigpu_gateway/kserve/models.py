@@ -17,9 +17,13 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "
               "statistics")  # fmt: skip
 
 
-def server_metadata() -> pb.ServerMetadataResponse:
-    """What the gateway is."""
-    return pb.ServerMetadataResponse(name="multigpu", version=VERSION, extensions=EXTENSIONS)
+SHARED_MEMORY = "system_shared_memory"
+
+
+def server_metadata(*, shared_memory: bool) -> pb.ServerMetadataResponse:
+    """What the gateway is. `shared_memory`: it is on."""
+    extensions = (*EXTENSIONS, SHARED_MEMORY) if shared_memory else EXTENSIONS
+    return pb.ServerMetadataResponse(name="multigpu", version=VERSION, extensions=extensions)
 
 
 def id_of(name: str, version: str) -> str:

@@ -22,6 +22,7 @@ from multigpu_gateway.errors import INTERNAL, HttpError, http_error
 from multigpu_gateway.http import token_of
 from multigpu_gateway.kserve import inference, models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
+from multigpu_gateway.kserve.shared_memory import cuda_status, cuda_unregister
 from multigpu_gateway.kserve.tensors import response_of
 
 M = TypeVar("M", bound=Message)
@@ -87,7 +88,7 @@ class InferenceService:
         answers: dict[str, tuple[type[Message], Answer]] = {
             "ServerLive": (pb.ServerLiveRequest, of(_live)),
             "ServerReady": (pb.ServerReadyRequest, of(self._ready)),
-            "ServerMetadata": (pb.ServerMetadataRequest, of(_metadata)),
+            "ServerMetadata": (pb.ServerMetadataRequest, of(self._metadata)),
             "ModelReady": (pb.ModelReadyRequest, of(models.ready)),
             "ModelMetadata": (pb.ModelMetadataRequest, of(models.metadata)),
             "ModelConfig": (pb.ModelConfigRequest, of(models.config)),
@@ -97,6 +98,14 @@ class InferenceService:
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, repository.load),
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, of(repository.unload)),
         }
+        if (regions := self._inference.regions) is not None:
+            answers |= {
+                "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, of(regions.status)),
+                "SystemSharedMemoryRegister": (pb.SystemSharedMemoryRegisterRequest, of(regions.register)),
+                "SystemSharedMemoryUnregister": (pb.SystemSharedMemoryUnregisterRequest, of(regions.unregister)),
+                "CudaSharedMemoryStatus": (pb.CudaSharedMemoryStatusRequest, of(cuda_status)),
+                "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, of(cuda_unregister)),
+            }
         handlers = {
             name: grpc.stream_unary_rpc_method_handler(
                 partial(self._serve, name, partial(self._answer, request_type, answer)),
@@ -182,6 +191,9 @@ class InferenceService:
         outputs = await self._inference.run(request, request.raw_input_contents, connected, call)
         return response_of(request, outputs)
 
+    async def _metadata(self, _request: pb.ServerMetadataRequest, _connected: Connected) -> pb.ServerMetadataResponse:
+        return models.server_metadata(shared_memory=self._inference.regions is not None)
+
     async def _ready(self, _request: pb.ServerReadyRequest, _connected: Connected) -> pb.ServerReadyResponse:
         try:
             await self._clients.check_master()
@@ -192,10 +204,6 @@ class InferenceService:
 
 async def _live(_request: pb.ServerLiveRequest, _connected: Connected) -> pb.ServerLiveResponse:
     return pb.ServerLiveResponse(live=True)
-
-
-async def _metadata(_request: pb.ServerMetadataRequest, _connected: Connected) -> pb.ServerMetadataResponse:
-    return models.server_metadata()
 
 
 def _streamed(request: pb.ModelInferRequest, answer: inference.Answer) -> pb.ModelStreamInferResponse:

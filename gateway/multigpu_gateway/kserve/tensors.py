@@ -5,7 +5,7 @@ BYTES with their length before each, as four bytes.
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,9 @@ class NamedTensor:
     # The protocol's name of the type.
     datatype: str
     shape: tuple[int, ...]
+    # Empty: `parameters` say where it is.
     data: bytes
+    parameters: Mapping[str, str | int] = field(default_factory=dict)
 
     def message(self) -> infer_pb2.Tensor:
         """For a task of the kind infer. Not of BYTES."""
@@ -83,16 +85,25 @@ def values_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     return {name: getattr(parameters[name], choice) for name, choice in choices.items() if choice}
 
 
+def set_parameters(parameters: Any, values: Mapping[str, bool | int | float | str]) -> None:
+    """Adds values to a map of InferParameter. ValueError: an integer is too large."""
+    fields = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    for name, value in values.items():
+        field_name = "uint64_param" if type(value) is int and value >= 1 << 63 else fields[type(value)]
+        setattr(parameters[name], field_name, value)
+
+
 def inputs_of(request: pb.ModelInferRequest, raw: Sequence[bytes]) -> dict[str, NamedTensor]:
     """The inputs by name. `raw`: the bytes of each, in their order; empty: they have contents. HttpError: one
     contradicts itself.
     """
+    for given in request.inputs:
+        _reject_parameters(given.name, given.parameters)
     if raw and len(raw) != len(request.inputs):
         message = f"there are {len(request.inputs)} inputs and {len(raw)} raw_input_contents: send one for each"
         raise HttpError(BAD_REQUEST, message, param="raw_input_contents")
     found: dict[str, NamedTensor] = {}
     for index, given in enumerate(request.inputs):
-        _reject_parameters(given.name, given.parameters)
         if given.name in found:
             raise wrong(given.name, "it is there twice")
         if raw and given.HasField("contents"):
@@ -173,6 +184,8 @@ def response_of(request: pb.ModelInferRequest, outputs: Iterable[NamedTensor]) -
     """The response with these outputs."""
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
     for output in outputs:
-        response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+        added = response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+        set_parameters(added.parameters, output.parameters)
+        # Also one that is in shared memory: Triton's C++ client needs an entry for each output.
         response.raw_output_contents.append(output.data)
     return response

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.fleet import Fleet, until
 from tests.gateway.conftest import GatewayProcess
-from tests.gateway.kserve.test_infer import COUNTS, MODEL, X, busy_workers, scale_inputs, tensor, texts
+from tests.gateway.kserve.test_infer import COUNTS, MODEL, X, busy_workers, failure, scale_inputs, tensor, texts
 
 SAMPLING = {"max_tokens": 40, "temperature": 0.0}
 FINAL = "triton_final_response"
@@ -21,6 +21,16 @@ FINAL = "triton_final_response"
 
 def prompt(text: str = "once") -> list[Any]:
     return [tensor("text_input", texts(text))]
+
+
+def message(model: str, inputs: list[Any], **parameters: int) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for each in inputs:
+        request.inputs.add().CopyFrom(each._get_tensor())
+        request.raw_input_contents.append(each._get_content())
+    for name, value in parameters.items():
+        request.parameters[name].int64_param = value
+    return request
 
 
 def texts_of(response: Any) -> str:
@@ -76,6 +86,20 @@ def test_the_pieces_are_the_text_of_the_sdk(stream: Streamed, wanted: str, *, em
     assert "".join(map(texts_of, responses)) == wanted
     assert [each.parameters[FINAL].bool_param for each in responses] == [False] * (len(responses) - 1) + [True]
     assert len(responses[-1].outputs) == (0 if empty_final else 1)
+
+
+def test_the_input_stream_says_whether_a_text_comes_in_pieces(stream: Streamed, client: Any, wanted: str) -> None:
+    for pieces in (True, False):
+        inputs = [*prompt(), tensor("stream", np.array([pieces]))]
+        stream.client.async_stream_infer("tiny", inputs, request_id="r", parameters=SAMPLING)
+        responses = stream.all_of("r")["r"]
+        assert (len(responses) > 2) == pieces
+        assert "".join(map(texts_of, responses)) == (wanted if pieces else "once" + wanted)
+    whole = client.infer("tiny", inputs, parameters=SAMPLING).as_numpy("text_output")[0].decode()
+    assert whole == "once" + wanted
+    inputs = [*prompt(), tensor("stream", np.array([True]))]
+    code, text = failure(client, "tiny", inputs)
+    assert (code, "use ModelStreamInfer" in text) == ("INVALID_ARGUMENT", True)
 
 
 def test_requests_run_together(stream: Streamed, wanted: str) -> None:
@@ -139,10 +163,7 @@ def test_a_closed_stream_cancels_its_tasks(gateway: GatewayProcess, fleet: Fleet
 
 
 def test_a_reader_that_pauses_gets_all(client: Any, gateway: GatewayProcess) -> None:
-    request = service_pb2.ModelInferRequest(model_name="tiny")
-    request.inputs.add().CopyFrom(prompt()[0]._get_tensor())
-    request.raw_input_contents.append(prompt()[0]._get_content())
-    request.parameters["max_tokens"].int64_param = 400
+    request = message("tiny", prompt(), max_tokens=400)
     whole = client.infer(
         "tiny", [*prompt(), tensor("exclude_input_in_output", np.array([True]))],
         parameters={"max_tokens": 400, "temperature": 0.0},

@@ -1,0 +1,212 @@
+"""System shared memory: regions of files in /dev/shm, which clients on this host register, with tensors in them.
+
+A region is read and written as a file and not mapped: if its client makes it smaller, a request fails, and the gateway
+goes on.
+"""
+
+import os
+import stat
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+from google.protobuf.message import Message
+
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import BAD_REQUEST, CONFLICT, NOT_FOUND, TOO_MANY, HttpError
+from multigpu_gateway.kserve import open_inference_pb2 as pb
+from multigpu_gateway.kserve.tensors import NamedTensor, data_of, values_of, wrong
+
+FOLDER = "/dev/shm"  # noqa: S108  where shm_open(3) has its files
+REGIONS_MAX = 1024
+# Of the names and keys that clients choose.
+NAME_CHARS_MAX = 255
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Parameters(msgspec.Struct):
+    """Of an input or output."""
+
+    shared_memory_region: str
+    shared_memory_byte_size: _Size
+    shared_memory_offset: _Size = 0
+
+
+PARAMETERS = _Parameters.__struct_fields__
+
+
+class Region:
+    """A region of a file. The file stays open as long as the region is registered, or a request uses it."""
+
+    def __init__(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
+        """HttpError: there is no such file, or it is smaller."""
+        self.key, self.offset, self.size = request.key, request.offset, request.byte_size
+        try:
+            self._file = os.open(f"{FOLDER}{self.key}", _FLAGS)
+        except (OSError, ValueError) as error:  # ValueError: a NUL
+            raise HttpError(BAD_REQUEST, f"can't open the shared memory {self.key!r}: {error}", param="key") from None
+        weakref.finalize(self, os.close, self._file)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise HttpError(BAD_REQUEST, f"{self.key!r} is no shared memory", param="key")
+        self.check()
+
+    def check(self) -> None:
+        """HttpError: the file ends before the region does."""
+        if self.offset + self.size > (found := os.fstat(self._file).st_size):
+            message = f"the shared memory {self.key!r} has {found} bytes: too few for {self.size} from {self.offset} on"
+            raise HttpError(BAD_REQUEST, message, param="byte_size")
+
+    def read(self, offset: int, size: int) -> bytes:
+        """HttpError: the file has become smaller."""
+        self.check()
+        data = os.pread(self._file, size, self.offset + offset)
+        if len(data) < size:
+            raise HttpError(BAD_REQUEST, f"the shared memory {self.key!r} became smaller while it was read")
+        return data
+
+    def write(self, offset: int, data: bytes) -> None:
+        """HttpError: the file has become smaller, or the host's memory is full."""
+        self.check()
+        try:
+            written = os.pwrite(self._file, data, self.offset + offset)
+        except OSError as error:
+            raise HttpError(BAD_REQUEST, f"can't write to the shared memory {self.key!r}: {error}") from None
+        if written < len(data):
+            raise HttpError(BAD_REQUEST, f"the shared memory {self.key!r} took {written} of {len(data)} bytes")
+
+
+class Place:
+    """The bytes of a region where a tensor is, or is to be."""
+
+    def __init__(self, region: Region, given: _Parameters) -> None:
+        self._region, self._given = region, given
+        self.size = given.shared_memory_byte_size
+
+    def read(self) -> bytes:
+        """HttpError: see Region."""
+        return self._region.read(self._given.shared_memory_offset, self.size)
+
+    def put(self, output: NamedTensor) -> NamedTensor:
+        """Writes an output. Returns it as the response has it. HttpError: it is larger; see Region."""
+        if (size := len(output.data)) > self.size:
+            raise wrong(output.name, f"it has {size} bytes, and its shared memory {self.size}")
+        self._region.write(self._given.shared_memory_offset, output.data)
+        where = msgspec.structs.asdict(self._given) | {"shared_memory_byte_size": size}
+        return replace(output, data=b"", parameters=where)
+
+
+class Regions:
+    """The regions by name, of all callers. `bytes_max`: what the inputs of a request may have together."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._regions: dict[str, Region] = {}
+
+    async def register(
+        self, request: pb.SystemSharedMemoryRegisterRequest, connected: Connected
+    ) -> pb.SystemSharedMemoryRegisterResponse:
+        """HttpError: the name is in use, there are too many, or the file can't be used."""
+        await _check_token(connected)
+        name, key = request.name, request.key
+        if not 1 <= len(name) <= NAME_CHARS_MAX:
+            raise HttpError(BAD_REQUEST, f"a region's name has 1 to {NAME_CHARS_MAX} characters", param="name")
+        if not key.startswith("/") or "/" in key[1:] or len(key) > NAME_CHARS_MAX:
+            raise HttpError(BAD_REQUEST, f"{key!r} is no key: it is to be / and a name without another /", param="key")
+        if name in self._regions:
+            raise HttpError(CONFLICT, f"the shared memory region {name!r} is registered already", param="name")
+        if len(self._regions) >= REGIONS_MAX:
+            raise HttpError(TOO_MANY, f"there are {REGIONS_MAX:,} shared memory regions: unregister one")
+        self._regions[name] = Region(request)
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    async def unregister(
+        self, request: pb.SystemSharedMemoryUnregisterRequest, connected: Connected
+    ) -> pb.SystemSharedMemoryUnregisterResponse:
+        """Requests that use the region keep it until they end. A name that nobody registered is no error."""
+        await _check_token(connected)
+        if request.name:
+            self._regions.pop(request.name, None)
+        else:
+            self._regions.clear()
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    async def status(
+        self, request: pb.SystemSharedMemoryStatusRequest, connected: Connected
+    ) -> pb.SystemSharedMemoryStatusResponse:
+        """HttpError: there is no such region."""
+        await _check_token(connected)
+        response = pb.SystemSharedMemoryStatusResponse()
+        for name in [request.name] if request.name else self._regions:
+            region = self._region(name)
+            found = response.regions[name]
+            found.name, found.key, found.offset, found.byte_size = name, region.key, region.offset, region.size
+        return response
+
+    def fill(self, request: pb.ModelInferRequest, raw: Sequence[bytes]) -> tuple[Sequence[bytes], dict[str, Place]]:
+        """The bytes of each input, and where outputs are to be written. Removes from the request what it says about
+        shared memory. `raw`: the bytes of the other inputs. HttpError: a region or its use is wrong.
+        """
+        inputs = {index: place for index, each in enumerate(request.inputs) if (place := self._take(each))}
+        outputs = {each.name: place for each in request.outputs if (place := self._take(each))}
+        if not inputs:
+            return raw, outputs
+        if raw and len(raw) != len(request.inputs) - len(inputs):
+            message = f"{len(request.inputs) - len(inputs)} inputs are not in shared memory, and {len(raw)} came"
+            raise HttpError(BAD_REQUEST, message, param="raw_input_contents")
+        if (size := sum(each.size for each in inputs.values())) > self._bytes_max:
+            message = f"the inputs in shared memory have {size:,} bytes: the limit is {self._bytes_max:,}"
+            raise HttpError(BAD_REQUEST, message, param="inputs")
+        others, found = iter(raw), []
+        for index, given in enumerate(request.inputs):
+            if index in inputs:
+                found.append(inputs[index].read())
+            elif raw:
+                found.append(next(others))
+            else:
+                found.append(data_of(given))
+                given.ClearField("contents")
+        return found, outputs
+
+    def _take(
+        self, tensor: pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor
+    ) -> Place | None:
+        """Where an input or output is, by its parameters, which are removed; None: not in shared memory. HttpError:
+        they are wrong.
+        """
+        values = {name: value for name, value in values_of(tensor.parameters).items() if name in PARAMETERS}
+        if not values:
+            return None
+        try:
+            given = msgspec.convert(values, _Parameters)
+        except msgspec.ValidationError as error:
+            raise wrong(tensor.name, str(error)) from None
+        region = self._region(given.shared_memory_region)
+        if given.shared_memory_offset + given.shared_memory_byte_size > region.size:
+            why = f"{given.shared_memory_byte_size} bytes from {given.shared_memory_offset} on are not in the region"
+            raise wrong(tensor.name, f"{why} {given.shared_memory_region!r}, which has {region.size}")
+        for name in values:
+            del tensor.parameters[name]
+        return Place(region, given)
+
+    def _region(self, name: str) -> Region:
+        if name not in self._regions:
+            raise HttpError(NOT_FOUND, f"there is no shared memory region {name!r}", param="shared_memory_region")
+        return self._regions[name]
+
+
+async def _check_token(connected: Connected) -> None:
+    """MultigpuError: the master knows no such token, or it may not read."""
+    await connected.client.count()
+
+
+async def cuda_status(_request: pb.CudaSharedMemoryStatusRequest, _connected: Connected) -> Message:
+    """No regions: memory of GPUs is not shared. Clients ask before they begin."""
+    return pb.CudaSharedMemoryStatusResponse()
+
+
+async def cuda_unregister(_request: pb.CudaSharedMemoryUnregisterRequest, _connected: Connected) -> Message:
+    """Nothing is registered. Clients unregister before they begin."""
+    return pb.CudaSharedMemoryUnregisterResponse()
