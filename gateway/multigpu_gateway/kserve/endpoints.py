@@ -168,7 +168,7 @@ class MemoryEndpoints:
         """A list of all regions, or of the one in the path."""
         name, operation = _region_of(request)
         if operation != "status":
-            raise HttpError(NOT_ALLOWED, f"{request.path} takes POST, not GET")
+            raise not_allowed(request.path, "GET", "POST")
         found = await self._regions.status(pb.SystemSharedMemoryStatusRequest(name=name), connected)
         await _respond(request, [plain(each) for each in found.regions.values()])
 
@@ -176,7 +176,7 @@ class MemoryEndpoints:
         """Registers or unregisters the region in the path, or unregisters all."""
         name, operation = _region_of(request)
         if operation == "status":
-            raise HttpError(NOT_ALLOWED, f"{request.path} takes GET, not POST")
+            raise not_allowed(request.path, "POST", "GET")
         if operation == "register":
             asked = await request.json(_region)
             fields: dict[str, Any] = {"key": asked.key, "offset": asked.offset, "byte_size": asked.byte_size}
