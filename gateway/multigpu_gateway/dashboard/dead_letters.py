@@ -45,4 +45,4 @@ async def change(request: Request, connected: Connected) -> Redirect:
     else:
         n = await each_batch(connected, chosen.for_master(), act)
     back = {name: value for name, value in chosen.fields.items() if name != "state"}
-    return Redirect(f"{PATH}?{urlencode({**back, 'done': DONE[action], 'n': f'{n:,}'})}")
+    return Redirect(f"{PATH}?{urlencode(back)}", done=DONE[action], n=n)

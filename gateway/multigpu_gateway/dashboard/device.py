@@ -47,7 +47,7 @@ async def change(request: Request, connected: Connected) -> Redirect:
     action = action_of(form, "cordon", "drain", "uncordon", "forget")
     if action == "forget":
         await admin.forget_worker(worker_id)
-        return Redirect("/?done=forgotten")
+        return Redirect("/", done="forgotten")
     if action == "cordon":
         await admin.cordon_worker(worker_id, reason=form.get("reason", ""))
     elif action == "drain":
@@ -55,4 +55,4 @@ async def change(request: Request, connected: Connected) -> Redirect:
     else:
         await admin.uncordon_worker(worker_id)
     done = {"cordon": "cordoned", "drain": "draining", "uncordon": "uncordoned"}[action]
-    return Redirect(f"{PATH}/{quote(worker_id, safe='')}?done={done}")
+    return Redirect(f"{PATH}/{quote(worker_id, safe='')}", done=done)

@@ -19,7 +19,7 @@ STATES: dict[str, TaskFilter] = {
     "retrying": {"retrying": True},
     "leased": {"states": [TaskState.LEASED]},
     "succeeded": {"outcomes": [OutcomeState.SUCCEEDED]},
-    "unsuccessful": {"outcomes": [each for each in OutcomeState if each and each is not OutcomeState.SUCCEEDED]},
+    "unsuccessful": {"outcomes": [OutcomeState.FAILED, OutcomeState.DEAD_LETTERED, OutcomeState.EXPIRED]},
     "failed": {"outcomes": [OutcomeState.FAILED]},
     "dead-lettered": {"outcomes": [OutcomeState.DEAD_LETTERED]},
     "expired": {"outcomes": [OutcomeState.EXPIRED]},

@@ -89,7 +89,7 @@ async def show(request: Request, connected: Connected) -> Page:
             "stats": stats, "workers": shown[first : first + ROWS], "states": states, "first": first, "rows": ROWS,
             "total": len(shown), "counted": [(state, counted[state]) for state in STATES if counted[state]],
             "products": by_product(workers), "last": summary_of(history),
-            "unsuccessful": lately.failed + lately.dead_lettered + lately.expired + lately.cancelled,
+            "unsuccessful": lately.failed + lately.dead_lettered + lately.expired,
         },
     )  # fmt: skip
 
@@ -130,4 +130,4 @@ async def history(request: Request, connected: Connected) -> None:
 
 async def reset_breaker(_request: Request, connected: Connected) -> Redirect:
     await connected.admin.reset_breaker()
-    return Redirect("/?done=breaker")
+    return Redirect("/", done="breaker")

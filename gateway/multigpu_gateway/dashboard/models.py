@@ -18,6 +18,6 @@ async def change(request: Request, connected: Connected) -> Redirect:
     workers = [worker] if worker else []
     if action_of(form, "load", "unload") == "load":
         await connected.admin.load_model(model, workers)
-        return Redirect("/ui/models?done=loading")
+        return Redirect("/ui/models", done="loading")
     await connected.admin.unload_model(model, workers)
-    return Redirect("/ui/models?done=unloading")
+    return Redirect("/ui/models", done="unloading")

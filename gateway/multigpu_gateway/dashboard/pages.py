@@ -1,5 +1,6 @@
 """What pages have in common: rendering, forms, errors, and the headers that keep other sites out."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import jinja2
 from multigpu_gateway import VERSION
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.dashboard import text
-from multigpu_gateway.errors import BAD_REQUEST, FORBIDDEN, UNAUTHORIZED, HttpError, http_error
+from multigpu_gateway.errors import BAD_REQUEST, FORBIDDEN, UNAUTHORIZED, UNAVAILABLE, HttpError, http_error
 from multigpu_gateway.http import Headers, Request
 from multigpu_gateway.routes import Serve
 
@@ -54,7 +55,10 @@ DONE = {
     "forgotten": "The worker was removed from the list.",
     "breaker": "The circuit breaker was reset.",
 }
+DONE_COOKIE, DONE_S = "mgpu_done", 30
 ROWS = 50
+# How long a page waits for the master. An action waits as long as the client does.
+PAGE_TIMEOUT_S = 4.0
 
 
 @dataclass
@@ -74,6 +78,9 @@ class Redirect:
 
     path: str
     headers: Headers = field(default_factory=list)
+    # What was done: of DONE, with its number.
+    done: str = ""
+    n: int = 0
 
 
 View = Callable[[Request, Connected], Awaitable[Page | Redirect]]
@@ -100,18 +107,31 @@ def page(view: View) -> Serve:
         try:
             if request.method == "POST":
                 check_origin(request)
-            answer = await view(request, connected)
+                answer = await view(request, connected)
+            else:
+                answer = await _in_time(view(request, connected))
         except Exception as error:  # noqa: BLE001  http_error re-raises what is not the caller's or the fleet's
             failure = http_error(error)
             if failure.status == UNAUTHORIZED:
                 target = here(request) if request.method == "GET" else "/"
                 answer = Redirect(f"{SIGN_IN}?{urlencode({'next': target})}")
             else:
-                answer = Page("error.html", {"error": failure}, status=failure.status, headers=failure.headers)
+                values = {"error": failure, "acted": request.method == "POST"}
+                answer = Page("error.html", values, status=failure.status, headers=failure.headers)
                 answer.live = request.method == "GET"
         await _send(request, answer)
 
     return serve
+
+
+async def _in_time(view: Awaitable[Page | Redirect]) -> Page | Redirect:
+    """A client waits longer for a master that restarts than a person for a page. HttpError: it takes too long."""
+    try:
+        async with asyncio.timeout(PAGE_TIMEOUT_S):
+            return await view
+    except TimeoutError:
+        message = f"the master did not answer within {PAGE_TIMEOUT_S:g} s; this page tries again by itself"
+        raise HttpError(UNAVAILABLE, message, retry_s=1.0) from None
 
 
 async def _send(request: Request, answer: Page | Redirect) -> None:
@@ -119,24 +139,36 @@ async def _send(request: Request, answer: Page | Redirect) -> None:
         # htmx would put the target's content into this page.
         fetched = request.header(b"hx-request") == "true"
         name, status = (b"hx-redirect", 200) if fetched else (b"location", SEE_OTHER)
-        await request.respond(status, b"", HTML, [*HEADERS, *answer.headers, (name, answer.path.encode())])
+        headers = [*HEADERS, *answer.headers, (name, answer.path.encode())]
+        if answer.done:
+            headers.append(_done_cookie(f"{answer.done}.{answer.n}", DONE_S))
+        await request.respond(status, b"", HTML, headers)
         return
     query = request.query
+    headers = [*HEADERS, *answer.headers]
+    # Shown once, and not in an address that a person may share.
+    done, _, n = request.cookie(DONE_COOKIE).partition(".")
+    if done and request.header(b"hx-request") != "true":
+        headers.append(_done_cookie("", 0))
     paused = query.get("live") == "off"
     values = {
         "path": request.path, "here": here(request), "query": defaultdict(str, query),
         "token": bool(request.cookie(COOKIE)),
-        "done": DONE.get(query.get("done", ""), "").format(n=query.get("n", "")), "live": answer.live and not paused,
+        "done": DONE.get(done, "").format(n=f"{int(n):,}" if n.isdecimal() else ""), "live": answer.live and not paused,
         "may_pause": answer.live, "paused": paused, "with_query": lambda **fields: with_query(request, **fields),
         **answer.values,
     }  # fmt: skip
     body = _templates.get_template(answer.template).render(values).encode("utf-8", "replace")
-    await request.respond(answer.status, body, HTML, [*HEADERS, *answer.headers])
+    await request.respond(answer.status, body, HTML, headers)
+
+
+def _done_cookie(value: str, age_s: int) -> tuple[bytes, bytes]:
+    return b"set-cookie", f"{DONE_COOKIE}={value}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict".encode()
 
 
 def here(request: Request) -> str:
-    """The path and query of the request, without what only its first answer shows."""
-    return with_query(request, done=None, n=None)
+    """The path and query of the request."""
+    return with_query(request)
 
 
 def with_query(request: Request, **fields: object) -> str:

@@ -16,8 +16,6 @@ SORTS = {
 
 def drain_s(queue: Queue) -> float | None:
     """When the queue will be empty at the last minute's pace. None: it has no pace, or grows."""
-    if not queue.queued + queue.leased:
-        return 0.0
     return (queue.queued + queue.leased) / queue.end_rate if queue.end_rate else None
 
 
@@ -34,6 +32,6 @@ async def change(request: Request, connected: Connected) -> Redirect:
     form = await form_of(request)
     if action_of(form, "pause", "resume") == "pause":
         await connected.admin.pause_queue(form.get("queue", ""))
-        return Redirect("/ui/queues?done=paused")
+        return Redirect("/ui/queues", done="paused")
     await connected.admin.resume_queue(form.get("queue", ""))
-    return Redirect("/ui/queues?done=resumed")
+    return Redirect("/ui/queues", done="resumed")

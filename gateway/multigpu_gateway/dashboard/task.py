@@ -11,6 +11,7 @@ from multigpu.outcome import Outcome
 from multigpu.task import Task, TaskState
 
 from multigpu_gateway.clients import Connected
+from multigpu_gateway.dashboard import text
 from multigpu_gateway.dashboard.pages import Page
 from multigpu_gateway.rest.values import data_fields
 
@@ -53,21 +54,24 @@ async def show(connected: Connected, task_id: int) -> Page:
     values: dict[str, Any] = {
         "task": found, "outcome": outcome, "explanation": explanation, "rows": rows_of(found, worker),
         "candidates": explanation.candidates[:CANDIDATES_MAX], "width": WIDTH,
-        "start_s": await _start_s(connected, explanation), "follow": outcome is None and bool(found.request_id),
+        "start": await _start(connected, explanation), "follow": outcome is None and bool(found.request_id),
         "result": _text(outcome.result, outcome.content_type) if outcome is not None and outcome.succeeded else None,
         "partials": _partials(outcome),
     }  # fmt: skip
     return Page("task.html", values, live=outcome is None)
 
 
-async def _start_s(connected: Connected, explanation: Explanation) -> float | None:
-    """When it will start, from the tasks before it and the pace of its queue in the last minute. None: unknown."""
+async def _start(connected: Connected, explanation: Explanation) -> str:
+    """When it will start, from the tasks before it and the pace of its queue in the last minute."""
     if explanation.ahead is None:
-        return None
-    queue_name = explanation.task.message.spec.queue
-    queues = await connected.admin.list_queues()
-    rate = next((queue.end_rate for queue in queues if queue.queue == queue_name), 0.0)
-    return explanation.ahead / rate if rate else None
+        return ""
+    name = explanation.task.message.spec.queue
+    queue = next((each for each in await connected.admin.list_queues() if each.queue == name), None)
+    if queue is not None and queue.paused:
+        return "when its queue is resumed"
+    if queue is None or not queue.end_rate:
+        return "unknown, because no task of the queue ended in the last minute"
+    return f"in {text.duration(explanation.ahead / queue.end_rate)}, at the queue's pace in the last minute"
 
 
 def rows_of(task: Task, worker: Worker | None) -> list[Row]:
@@ -140,5 +144,7 @@ def _text(data: bytes, content_type: str) -> str:
     (value,) = data_fields("", [data], [content_type], repeated=False).values()
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
-    text = value if isinstance(value, str) else msgspec.json.format(msgspec.json.encode(value)).decode()
-    return text if len(text) <= TEXT_CHARACTERS_MAX else f"{text[:TEXT_CHARACTERS_MAX]} … ({len(text):,} characters)"
+    shown = value if isinstance(value, str) else msgspec.json.format(msgspec.json.encode(value)).decode()
+    return (
+        shown if len(shown) <= TEXT_CHARACTERS_MAX else f"{shown[:TEXT_CHARACTERS_MAX]} … ({len(shown):,} characters)"
+    )

@@ -1,7 +1,6 @@
 """Tasks: a filter and its pages, actions on all that match, and one task."""
 
 from typing import Any
-from urllib.parse import urlencode
 
 import msgspec
 from multigpu.errors import RejectedError
@@ -65,11 +64,11 @@ async def change(request: Request, connected: Connected) -> Page | Redirect:
     if "task_id" in form:
         task_id = task_id_of(form["task_id"])
         n = await cancel([task_id])
-        return Redirect(f"{PATH}/{task_id}?{urlencode({'done': 'cancelled', 'n': n})}")
+        return Redirect(f"{PATH}/{task_id}", done="cancelled", n=n)
     chosen = Filter.of(form)
     wanted = chosen.for_master()
     n = await each_batch(connected, wanted, cancel)
-    return Redirect(f"{PATH}?{urlencode({**chosen.fields, 'done': 'cancelled', 'n': f'{n:,}'})}")
+    return Redirect(f"{PATH}?{chosen.query}", done="cancelled", n=n)
 
 
 async def _submit(form: dict[str, str], connected: Connected) -> Page | Redirect:
@@ -82,7 +81,7 @@ async def _submit(form: dict[str, str], connected: Connected) -> Page | Redirect
         return _form(form, HttpError(BAD_REQUEST, f"the payload is no JSON value: {error}"))
     except RejectedError as error:
         return _form(form, http_error(error))
-    return Redirect(f"{PATH}/{handle.id}?done=submitted")
+    return Redirect(f"{PATH}/{handle.id}", done="submitted")
 
 
 def _form(form: dict[str, str], error: HttpError | None) -> Page:

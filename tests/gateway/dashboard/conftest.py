@@ -51,14 +51,25 @@ def squeezed(text: str) -> str:
 
 
 class Visitor:
-    """A browser without scripts. `cookie`: what it was given."""
+    """A browser without scripts."""
 
     def __init__(self, gateway: GatewayProcess) -> None:
-        self._gateway = gateway
-        self.cookie = ""
+        self.gateway = gateway
+        self._cookies: dict[str, str] = {}
+
+    @property
+    def cookie(self) -> str:
+        """What it was given, as a header."""
+        return "; ".join(f"{name}={value}" for name, value in self._cookies.items() if value)
+
+    def _keep(self, response: HTTPResponse) -> None:
+        for given in response.headers.get_all("set-cookie") or ():
+            name, _, value = given.partition(";")[0].partition("=")
+            self._cookies[name] = value
 
     def get(self, path: str, **headers: str) -> tuple[HTTPResponse, Text]:
-        response, body = self._gateway.call("GET", path, headers={"cookie": self.cookie, **headers})
+        response, body = self.gateway.call("GET", path, headers={"cookie": self.cookie, **headers})
+        self._keep(response)
         return response, Text(body)
 
     def page(self, path: str) -> Text:
@@ -71,9 +82,8 @@ class Visitor:
         headers = {"content-type": "application/x-www-form-urlencoded", "cookie": self.cookie}
         if site:
             headers["sec-fetch-site"] = site
-        response, body = self._gateway.call("POST", path, urlencode(form).encode(), headers)
-        if (given := response.getheader("set-cookie")) is not None:
-            self.cookie = given.partition(";")[0]
+        response, body = self.gateway.call("POST", path, urlencode(form).encode(), headers)
+        self._keep(response)
         return response, Text(body)
 
     def follow(self, path: str, **form: object) -> Text:

@@ -51,7 +51,7 @@ def test_a_page_runs_no_script_but_its_own_and_loads_nothing_from_elsewhere(visi
     assert "http" not in policy
     assert response.headers["cache-control"] == "no-store"
     assert all(link.startswith(("/", "#")) for link in text.links)
-    assert visitor._gateway.call("HEAD", path)[0].status == 200
+    assert visitor.gateway.call("HEAD", path)[0].status == 200
 
 
 def test_the_fleet_is_shown_by_device_and_state(visitor: Visitor, admin: multigpu.AdminClient) -> None:
@@ -98,6 +98,26 @@ def test_queues_are_paused_resumed_and_sorted(
     assert {queue.queue for queue in admin.list_queues() if queue.paused} == {"long"}
     visitor.follow("/ui/queues", queue="long", action="resume")
     assert not any(queue.paused for queue in admin.list_queues())
+
+
+def test_a_paused_queue_has_no_estimate(visitor: Visitor, client: multigpu.Client) -> None:
+    list(client.map("echo", [b"x"] * 50, queue="stopped"))
+    visitor.follow("/ui/queues", queue="stopped", action="pause")
+    handles = client.submit_many("echo", [b"x"] * 3, queue="stopped")
+    (last,) = [handle.id for handle in handles if not isinstance(handle, multigpu.RejectedError)][-1:]
+    assert "Estimated start: when its queue is resumed." in visitor.page(f"/ui/tasks/{last}").text
+    assert next(row for row in visitor.page("/ui/queues").rows if row.startswith("stopped")).endswith("paused Resume")
+    visitor.follow("/ui/queues", queue="stopped", action="resume")
+
+
+def test_what_an_action_did_is_said_once_and_not_by_an_address(visitor: Visitor) -> None:
+    response, _ = visitor.post("/ui/queues", queue="once", action="pause")
+    assert response.headers["location"] == "/ui/queues"
+    visitor.get("/ui/queues", **{"hx-request": "true"})  # an update of another tab
+    assert "The queue is paused." in visitor.page("/ui/queues").text
+    assert "The queue is paused." not in visitor.page("/ui/queues").text
+    assert "The queue is served again." not in visitor.page("/ui/queues?done=resumed").text
+    visitor.follow("/ui/queues", queue="once", action="resume")
 
 
 def test_a_queue_says_when_it_will_be_empty(visitor: Visitor, client: multigpu.Client) -> None:
@@ -231,3 +251,16 @@ def test_the_history_is_json_for_the_charts(gateway: GatewayProcess) -> None:
     assert response.status == 200
     assert len({len(values) for values in history.values()}) == 1
     assert set(history) >= {"time", "succeeded", "wait", "run", "queued", "power"}
+
+
+def test_pages_say_soon_that_the_master_does_not_answer(fleet: Fleet, visitor: Visitor) -> None:
+    """And a form says where one sees whether it took effect. The last test: the master is killed."""
+    fleet.master.kill()
+    response, page = visitor.get("/ui/queues")
+    assert response.status == 503
+    assert "did not answer within" in page.text or "connection refused" in page.text.lower()
+    response, page = visitor.post("/ui/queues", queue="default", action="pause")
+    assert response.status == 503
+    assert "it shows whether the action took effect" in page.text
+    fleet.restart_master()
+    until(lambda: visitor.get("/ui/queues")[0].status == 200)

@@ -17,6 +17,11 @@ function clock(seconds) {
 function draw(element, history) {
   const names = element.dataset.series.split(" ");
   const data = [history.time, ...names.map((name) => history[name])];
+  if (history.time.length < 2) {
+    element.textContent = "No data yet: a point comes every ten seconds.";
+    return;
+  }
+  if (!element.plot) element.textContent = "";
   if (element.plot) {
     element.plot.setData(data);
     return;

@@ -119,7 +119,8 @@ class TextInput:
         """
         if not self.is_fast:
             raise BadInputError("this model's tokenizer is written in Python, which has no places of tokens in a text")
-        return self._untruncated.encode(self.prompt + text, add_special_tokens=special_tokens)
+        found: Encoding = self._untruncated.encode(self.prompt + text, add_special_tokens=special_tokens)
+        return found
 
     def decode(self, texts: Sequence[list[int]], *, special_tokens: bool) -> list[str]:
         """The text of each list of token ids. BadInputError: the vocabulary lacks an id."""
