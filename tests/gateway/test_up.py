@@ -43,7 +43,9 @@ def test_up_serves_http_and_the_pages_examples_run(tmp_path: Path) -> None:
             assert done.returncode == (28 if endless else 0), command
             assert "event: cursor" in done.stdout if endless else done.stdout, command
         codes = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-        for code, begins in zip(codes, ("['all-MiniLM-L6-v2', 'chat']\n", "(2, 384)\n", "1000\n"), strict=True):
+        for code, begins in zip(
+            codes, ("['all-MiniLM-L6-v2', 'chat']\n", "(2, 384)\n", "(2, 384)\n", "1000\n"), strict=True
+        ):
             argv = [sys.executable, "-c", code.replace("localhost:8000", address).replace("localhost:8001", grpc)]
             done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, done.stderr
