@@ -154,7 +154,7 @@ async def _send(request: Request, answer: Page | Redirect) -> None:
     values = {
         "path": request.path, "here": here(request), "query": defaultdict(str, query),
         "token": bool(request.cookie(COOKIE)),
-        "done": DONE.get(done, "").format(n=f"{int(n):,}" if n.isdecimal() else ""), "live": answer.live and not paused,
+        "done": DONE.get(done, "").format(n=text.number(whole_of(n))), "live": answer.live and not paused,
         "may_pause": answer.live, "paused": paused, "with_query": lambda **fields: with_query(request, **fields),
         **answer.values,
     }  # fmt: skip
@@ -214,5 +214,9 @@ def task_id_of(text: str) -> int:
 
 def number_of(request: Request, name: str) -> int:
     """A number of the query string, from 0 on; 0 if it is none."""
-    value = request.query.get(name, "")
+    return whole_of(request.query.get(name, ""))
+
+
+def whole_of(value: str) -> int:
+    """0 if it is no whole number."""
     return int(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 0

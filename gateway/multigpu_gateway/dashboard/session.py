@@ -16,8 +16,9 @@ def token_of(request: Request) -> str:
 
 
 async def show(request: Request, _connected: Connected) -> Page:
+    target = request.query.get("next", "")
     refused = "The master refuses this token: it is unknown, was revoked or has expired."
-    return _page(request.query.get("next", ""), refused if request.cookie(COOKIE) else "")
+    return _page(target, refused if target and request.cookie(COOKIE) else "")
 
 
 async def sign_in(request: Request, _connected: Connected) -> Page | Redirect:

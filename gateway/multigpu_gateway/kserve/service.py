@@ -225,7 +225,7 @@ def _serialized(message: Message) -> bytes:
 
 
 def status_of(error: Exception, name: str) -> tuple[grpc.StatusCode, str]:
-    """The status of a call that failed. An error that is nobody's is logged."""
+    """The status and message of a call that failed. Logs an error that neither the caller nor the fleet caused."""
     try:
         failure = http_error(error)
     except Exception:

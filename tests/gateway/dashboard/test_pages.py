@@ -118,6 +118,8 @@ def test_what_an_action_did_is_said_once_and_not_by_an_address(visitor: Visitor)
     assert "The queue is paused." not in visitor.page("/ui/queues").text
     assert "The queue is served again." not in visitor.page("/ui/queues?done=resumed").text
     visitor.follow("/ui/queues", queue="once", action="resume")
+    visitor.get("/ui/queues")
+    assert visitor.get("/ui/queues", cookie=f"mgpu_done=cancelled.{'9' * 5000}")[0].status == 200
 
 
 def test_a_queue_says_when_it_will_be_empty(visitor: Visitor, client: multigpu.Client) -> None:
@@ -258,7 +260,7 @@ def test_pages_say_soon_that_the_master_does_not_answer(fleet: Fleet, visitor: V
     fleet.master.kill()
     response, page = visitor.get("/ui/queues")
     assert response.status == 503
-    assert "did not answer within" in page.text or "connection refused" in page.text.lower()
+    assert "did not answer within 4 s" in page.text  # the client waits for 10 s
     response, page = visitor.post("/ui/queues", queue="default", action="pause")
     assert response.status == 503
     assert "it shows whether the action took effect" in page.text

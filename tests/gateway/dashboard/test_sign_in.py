@@ -40,6 +40,7 @@ def test_the_token_is_kept_from_scripts_and_other_sites(visitor: Visitor, secure
     response, _ = visitor.post("/ui/sign-in", token=secured.admin_token, next="/ui/queues")
     assert response.headers["set-cookie"].endswith("; Path=/; HttpOnly; SameSite=Strict")
     assert "Sign out" in visitor.page("/ui/queues").text
+    assert "refuses" not in visitor.page("/ui/sign-in").text
     response, _ = visitor.post("/ui/sign-out")
     assert "Max-Age=0" in response.headers["set-cookie"]
     assert visitor.get("/")[0].status == 303
