@@ -35,6 +35,7 @@ def test_the_functions_of_the_page_do_what_it_says(tmp_path: Path) -> None:
         assert not fleet.faults()
 
 
+@pytest.mark.slow
 def test_the_classes_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the extra `worker` is not installed")
     with fleet_of(tmp_path, CLASSES, "--slots", "4") as fleet:

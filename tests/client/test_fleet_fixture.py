@@ -85,6 +85,7 @@ def test_the_fixture_starts_fleets_and_ends_them(tmp_path: Path) -> None:
     assert not Path(f"/proc/{(tmp_path / 'pids').read_text()}").exists()
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_pass(tmp_path: Path) -> None:
     page = (ROOT / "docs/testing.md").read_text("utf-8")
     names = ("my_handlers.py", "test_plain.py", "test_local.py", "test_fleet.py")

@@ -119,6 +119,7 @@ def test_a_host_that_joined_with_tls_is_upgraded(checkout: Path, tmp_path: Path,
     assert "--join needs --credentials DIR" in rejected.stderr
 
 
+@pytest.mark.slow
 @needs_systemd
 def test_an_interrupted_upgrade_goes_on_after_the_switch(checkout: Path, tmp_path: Path, root: Path) -> None:
     """Checks only the order. The second run finds `current` switched; a third has nothing to replace."""

@@ -184,6 +184,7 @@ def test_outcomes_arrive_over_failures_hangs_and_kills(fleet: Fleet, tmp_path: P
         assert "was not taken" in gateway.daemon.log_path.read_text()
 
 
+@pytest.mark.slow
 def test_a_receiver_that_is_away_gets_all_when_it_is_back(fleet: Fleet, tmp_path: Path) -> None:
     receiver, queue = Receiver(), "away"
     with receiver.running():

@@ -6,6 +6,7 @@ The environment is that of tests/deploy/deployment.py: the Python and the multig
 import os
 from pathlib import Path
 
+import pytest
 from multigpu.v1 import task_pb2
 
 from tests.deploy.deployment import checkout, deployed
@@ -16,6 +17,7 @@ from tests.gpu_host.host import HEALTHY, PYTHON_PATH
 __all__ = ["checkout"]  # a fixture
 
 
+@pytest.mark.slow
 def test_one_command_and_eight_gpus_work(checkout: Path, tmp_path: Path) -> None:
     gpus = SimulatedGpus(tmp_path / "gpus", n=8)
     env = {**gpus.env(), "PYTHONPATH": os.pathsep.join([PYTHON_PATH, os.environ.get("PYTHONPATH", "")])}

@@ -31,6 +31,7 @@ def pickles() -> Iterator[None]:
     multigpu.allow_pickle(False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pickles")
 def test_pickles_are_read_where_both_sides_allow_it(tmp_path: Path) -> None:
     (tmp_path / "fractional.py").write_text(SOURCE)

@@ -182,6 +182,7 @@ async def test_no_progress(start_handlers: Start) -> None:
     assert (report.error.type, report.error.retryable) == ("NoProgress", True)
 
 
+@pytest.mark.slow
 async def test_out_of_memory_is_a_clean_failure_of_private_and_shared_memory(start_handlers: Start) -> None:
     process, stream = await start_handlers("--engine-memory-bytes", "600MiB")
     await still_works(stream)
@@ -313,6 +314,7 @@ async def test_revoked_while_it_waits(stream: Stream) -> None:
     assert set(stream.reports) == {1, 50}
 
 
+@pytest.mark.slow
 async def test_broken_handlers_module(start_worker: StartWorker, tmp_path: Path, master: ScriptedMaster) -> None:
     (tmp_path / "broken_handlers.py").write_text("import nothing_of_this_name\n")
     (tmp_path / "empty_handlers.py").write_text("")

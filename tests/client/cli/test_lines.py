@@ -69,6 +69,7 @@ def continuing(stderr: str) -> list[str]:
     return shlex.split(line.partition("this continues: mgpuctl ")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=str
 )
@@ -99,6 +100,7 @@ def test_lines_that_are_interrupted_continue_and_run_once(
     assert runs(tmp_path) == Counter(TEXT.split())
 
 
+@pytest.mark.slow
 def test_lines_continue_on_a_fleet_that_was_stopped_and_started_again(tmp_path: Path) -> None:
     (tmp_path / "lines_handlers.py").write_text(HANDLERS)
     (tmp_path / "repaired").touch()

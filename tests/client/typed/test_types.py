@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_pyright_sees_the_types_of_a_users_program(tmp_path: Path) -> None:
     config = tmp_path / "pyrightconfig.json"
     settings = {

@@ -255,6 +255,7 @@ def test_the_history_is_json_for_the_charts(gateway: GatewayProcess) -> None:
     assert set(history) >= {"time", "succeeded", "wait", "run", "queued", "power"}
 
 
+@pytest.mark.slow
 def test_pages_say_soon_that_the_master_does_not_answer(fleet: Fleet, visitor: Visitor) -> None:
     """And a form says where one sees whether it took effect. The last test: the master is killed."""
     fleet.master.kill()

@@ -70,6 +70,7 @@ def test_models_of_texts_are_described(client: Any) -> None:
     assert rejected(client.is_model_ready, "nobody")[0] == "NOT_FOUND"
 
 
+@pytest.mark.slow
 def test_the_tensors_of_a_model_that_was_never_loaded_are_unknown(scale: Any, tmp_path: Any) -> None:
     flags = ["--models", f"other={scale}", "--artifacts-dir", str(tmp_path / "artifacts")]
     with (

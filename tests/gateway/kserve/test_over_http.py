@@ -225,6 +225,7 @@ def test_a_hang_up_cancels_the_task(gateway: GatewayProcess, fleet: Fleet) -> No
         assert until(lambda: direct.get(task.task_id).outcome, 20).state is OutcomeState.CANCELLED
 
 
+@pytest.mark.slow
 def test_a_request_goes_on_after_its_worker_died(http: Any, fleet: Fleet) -> None:
     inputs = [sent("text_input", texts("once"))]
     sampling = {"max_tokens": 900, "temperature": 0.0}

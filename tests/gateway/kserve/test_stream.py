@@ -191,6 +191,7 @@ async def test_the_asyncio_client(gateway: GatewayProcess, wanted: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_text_goes_on_after_its_worker_died(stream: Streamed, client: Any, fleet: Fleet) -> None:
     sampling = {"max_tokens": 900, "temperature": 0.0}
     without = tensor("exclude_input_in_output", np.array([True]))

@@ -245,6 +245,7 @@ def test_a_call_that_is_left_cancels_its_task(gateway: GatewayProcess, fleet: Fl
     until(lambda: not running(fleet), 10)
 
 
+@pytest.mark.slow
 def test_an_answer_survives_its_worker(client: openai.OpenAI, fleet: Fleet, plain: Plain) -> None:
     options: Any = {"model": "tiny", "messages": TALK, "temperature": 0, "max_tokens": 600}
     wanted = client.chat.completions.create(**options).choices[0].message.content
@@ -268,6 +269,7 @@ def test_a_retry_with_the_same_key_generates_once(client: openai.OpenAI, fleet: 
         client.chat.completions.create(**options | {"max_tokens": 9})
 
 
+@pytest.mark.slow
 def test_an_answer_survives_its_master(client: openai.OpenAI, fleet: Fleet) -> None:
     """Only a durable one does: the key makes it that."""
     options: Any = {"model": "tiny", "messages": TALK, "temperature": 0, "max_tokens": 400}

@@ -89,6 +89,7 @@ def test_a_reader_that_leaves_continues_after_its_last_event(gateway: GatewayPro
         assert [(each.name, each.id) for each in found] == [("partial", "28"), ("partial", "29"), ("outcome", "")]
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_over_a_restart_of_the_master_and_of_the_gateway(fleet: Fleet, tmp_path: Path) -> None:
     with GatewayProcess(tmp_path, fleet.address) as gateway:
         task_id = streaming(gateway, 40, 0.1)

@@ -65,6 +65,7 @@ def test_a_reload_rolls_the_fleet_and_stops_where_the_new_version_cannot_be_impo
         assert mgpuctl("handlers", "reload").exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_first_reload_whose_engine_starts_slowly_is_waited_for(tmp_path: Path) -> None:
     """While the engine starts, the worker reports handlers without a version: they are there all the same."""
     source = "import time, multigpu\ntime.sleep(3)\n@multigpu.handler('k')\ndef k(v: bytes) -> bytes:\n    return v\n"
@@ -74,6 +75,7 @@ def test_a_first_reload_whose_engine_starts_slowly_is_waited_for(tmp_path: Path)
         assert done.exit_code == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_reload_after_a_cancelled_call_was_ended_blames_no_source(tmp_path: Path) -> None:
     """The engine of a call that goes on after it was cancelled is killed; the next engine may still be starting."""
     source = (
@@ -93,6 +95,7 @@ def test_a_reload_after_a_cancelled_call_was_ended_blames_no_source(tmp_path: Pa
             assert done.exit_code == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_traceback_shows_the_lines_that_ran_after_an_edit(tmp_path: Path) -> None:
     source = "import multigpu\n@multigpu.handler('k')\ndef k(value):\n    return value['body']  # {}\n"
     (tmp_path / "edited.py").write_text(source.format("as it was"))

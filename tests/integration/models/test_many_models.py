@@ -21,6 +21,7 @@ def test_twenty_models_share_the_room_of_ten(tmp_path: Path) -> None:
     assert len({model for _, model in run.loads}) > 10, "more than there is room for at once"
 
 
+@pytest.mark.slow
 def test_a_task_that_names_a_version_gets_it_until_its_successor_is_ready(tmp_path: Path) -> None:
     shop = Shop(tmp_path / "models")
     hang = shop.sign("m:2", "hang")

@@ -60,6 +60,7 @@ def test_energy_of_tasks(gpus: SimulatedGpus, tmp_path: Path) -> None:
         assert fleet.outcome(kept.task_id).energy == kept.message.energy
 
 
+@pytest.mark.slow
 def test_power_is_sampled_without_an_energy_counter(gpus: SimulatedGpus, tmp_path: Path) -> None:
     gpus.power(0, 200.0)
     gpus.fail("nvmlDeviceGetTotalEnergyConsumption", 0)

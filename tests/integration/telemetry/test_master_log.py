@@ -42,6 +42,7 @@ def test_a_lost_worker_is_logged_with_the_reason_and_its_leases(fleet: Fleet, si
     assert re.fullmatch(reason, entry["reason"])
 
 
+@pytest.mark.slow
 def test_a_stop_of_worker_or_master_is_no_warning(fleet: Fleet) -> None:
     fleet.workers["w0"].stop()
     assert event(fleet, "worker stopped")["level"] == "info"
@@ -80,6 +81,7 @@ def on_gpus(folder: Path) -> Iterator[tuple[Fleet, SimulatedGpus]]:
         yield fleet, gpus
 
 
+@pytest.mark.slow
 def test_quarantine_and_return_are_logged(tmp_path: Path) -> None:
     with on_gpus(tmp_path) as (fleet, gpus):
         gpus.lose(0)

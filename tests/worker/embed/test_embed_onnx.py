@@ -77,6 +77,7 @@ def test_engine_process_never_imports_torch(settings: EngineSettings) -> None:
     in_process(code, settings)
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_memory_error(settings: EngineSettings) -> None:
     code = """
 import resource

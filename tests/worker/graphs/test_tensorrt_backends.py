@@ -115,6 +115,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 TEXTS = ["One.", "Two words.", "Quite a few more words than in the others, so that these are padded.", "last"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 def test_torch_serves_until_a_plan_does(
     model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event

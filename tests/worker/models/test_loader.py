@@ -26,6 +26,7 @@ def offered(stream: Stream) -> set[str]:
     return {name for capability in latest if capability.kind == "infer" for name in capability.models}
 
 
+@pytest.mark.slow
 async def test_model_sizes_are_known_after_a_restart(start: Start, shop: Shop, tmp_path: Path) -> None:
     for name in "ab":
         shop.add(name, size_bytes=60 * MIB)

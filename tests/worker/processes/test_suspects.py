@@ -131,6 +131,7 @@ async def test_a_crash_of_tasks_that_run_together_is_charged_to_none(start: Star
     assert 1 <= deaths(worker) <= 2 * 4
 
 
+@pytest.mark.slow
 async def test_one_that_holds_up_all_is_found(start: Start, flags: list[str]) -> None:
     worker, stream = await start(*flags, "--progress-timeout-s", "2")
     leases = [(n, payload(fate="stick", at=4) if n == 3 else payload()) for n in range(1, 5)]

@@ -189,6 +189,7 @@ async def test_the_agent_never_imports_torch_and_its_engine_dies_with_it(start_h
     await until(lambda: not status.exists() or "State:\tZ" in status.read_text(), "the end of the engine")
 
 
+@pytest.mark.slow
 async def test_results_pile_up_no_further_than_the_limit(master: ScriptedMaster, start_handlers: Start) -> None:
     """While the stream is down the engine has to wait once 64 MiB of results wait, and goes on after that."""
     worker, stream = await start_handlers("--engine-memory-bytes", "2GiB")

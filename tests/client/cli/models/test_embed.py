@@ -77,6 +77,7 @@ def test_every_line_has_its_vector_though_workers_and_master_are_killed(fleet: t
     assert set(summary["workers"]) <= set(workers)
 
 
+@pytest.mark.slow
 def test_from_a_pipe_as_json_lines(fleet: tuple[Up, str]) -> None:
     _, address = fleet
     texts = ["one", "", "three"]
