@@ -42,6 +42,7 @@ TEXTS = {
     "A synchronous iterable is pulled on the event loop: wrap one that blocks in an asynchronous one.": (
         "Payloads are pulled on the caller's thread."
     ),
+    "asyncio.sleep(": "time.sleep(",
     "Coroutine[Any, Any, str]": "str",
     "(contextlib.aclosing) ": "",
     ", None]:": ", None, None]:",

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from multigpu import AdminClient
+from multigpu.fleet import HealthState
 from multigpu.v1 import device_pb2, task_pb2
 
 from tests.fleet import until
@@ -136,12 +138,26 @@ def test_a_gpu_on_which_different_tasks_fail_is_sick_and_returns_after_a_check(h
         return host.quarantined() == {"gpu6"}
 
     until(quarantined, what="the quarantine of gpu6")
-    assert host.codes("gpu6") in (["tasks_fail"], [])  # the worker may not know yet
+    assert host.codes("gpu6") in (["check_requested"], [])  # the worker may not know yet
     outcomes = host.outcomes(task_ids)
     assert all(o.state == SUCCEEDED for o in outcomes), "they ran elsewhere"
     assert "gpu6" not in {o.worker_id for o in outcomes}
     until(lambda: not host.quarantined(), what="gpu6 to pass its check")
     assert host.fleet.stats().breaker.quarantines == 1
+
+
+def test_a_check_that_an_operator_asks_for_finds_a_sick_gpu_and_blames_no_other(host: Host) -> None:
+    with AdminClient(host.fleet.address) as admin:
+        for name in host.names:
+            assert admin.check_worker(name).health.state is HealthState.HEALTHY
+        assert admin.stats().breaker.quarantines == 0
+        host.gpus.lose(3)
+        try:
+            health = admin.check_worker("gpu3").health
+            assert (health.state, health.unusable, health.reasons[0].code) == (HealthState.SICK, True, "xid_79")
+        finally:
+            host.gpus.return_(3)
+        until(host.all_healthy, what="its return")
 
 
 def test_three_sick_gpus_at_once_trip_the_breaker_and_the_third_works_on(host: Host) -> None:

@@ -41,6 +41,21 @@ def test_workers_are_cordoned_and_drained(admin: multigpu.AdminClient) -> None:
         admin.cordon_worker("nobody")
 
 
+def test_a_worker_checks_its_device_when_asked(fleet: Fleet, admin: multigpu.AdminClient) -> None:
+    for number in (1, 2):
+        checked = admin.check_worker("w0")
+        assert checked.health is not None
+        assert (checked.health.state, checked.health.checks_passed) == (HealthState.HEALTHY, number)
+    assert admin.stats().breaker.quarantines == 0, "a device that is checked is not sick"
+    until(lambda: not any(each.quarantined for each in admin.list_workers()), 10)
+    with pytest.raises(multigpu.NotFoundError, match="nobody"):
+        admin.check_worker("nobody")
+    fleet.workers["w1"].kill()
+    until(lambda: admin.list_workers()[1].state is WorkerState.LOST, 10)
+    with pytest.raises(multigpu.InvalidRequestError, match="'w1' is lost"):
+        admin.check_worker("w1")
+
+
 def test_queues_and_strategies(fleet: Fleet, admin: multigpu.AdminClient) -> None:
     assert admin.pause_queue("nightly").paused
     with fleet.client() as client:

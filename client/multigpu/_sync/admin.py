@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from multigpu.fleet import (
     Breaker,
     DeleteResult,
     Explanation,
+    HealthState,
     HistoryPoint,
     ModelEntry,
     NewToken,
@@ -22,6 +24,7 @@ from multigpu.fleet import (
     Strategy,
     Token,
     Worker,
+    WorkerState,
 )
 from multigpu.options import to_proto_duration
 from multigpu.task import Task
@@ -29,6 +32,10 @@ from multigpu.v1 import admin_service_pb2 as admin
 
 if TYPE_CHECKING:
     from multigpu.outcome import TaskName
+
+
+# A check imports torch at worst, and begins later if the device was sick a short time ago.
+CHECK_TIMEOUT_S, CHECK_POLL_INTERVAL_S = 180.0, 0.2
 
 
 class AdminClient(BaseClient):
@@ -74,6 +81,21 @@ class AdminClient(BaseClient):
     def forget_worker(self, worker_id: str) -> None:
         """Removes a lost worker from the list. InvalidRequestError: it is connected."""
         self._core.admin("ForgetWorker", admin.ForgetWorkerRequest(worker_id=worker_id))
+
+    def check_worker(self, worker_id: str, *, timeout: float = CHECK_TIMEOUT_S) -> Worker:
+        """Has a worker check its device: the driver answers, an engine starts, and the self-test has the right result.
+
+        The worker gets no tasks meanwhile. Returns it when its device has passed (`health.state` is HEALTHY or
+        DEGRADED), when it has not (`health.reasons` say why, and the worker checks it again later), when the worker is
+        lost, or after `timeout` seconds.
+        """
+        request = admin.CheckWorkerRequest(worker_id=worker_id)
+        asked = self._core.admin("CheckWorker", request)
+        worker, end_s = Worker.of(asked.worker), time.monotonic() + timeout
+        while not _checked(worker, asked.check) and time.monotonic() < end_s:
+            time.sleep(CHECK_POLL_INTERVAL_S)
+            worker = next((each for each in self.list_workers() if each.worker_id == worker_id), worker)
+        return worker
 
     def reload_handlers(self, worker_id: str) -> Worker:
         """Makes a worker read its handlers again, once the tasks in its engine are done. Returns at once: `handlers`
@@ -211,3 +233,11 @@ def _some(task_ids: Collection[int], queue: str) -> Collection[int]:
     if bool(task_ids) == bool(queue):
         raise InvalidRequestError("give either task_ids or a queue")
     return task_ids
+
+
+def _checked(worker: Worker, check: int) -> bool:
+    """Whether a check of its device has ended."""
+    health = worker.health
+    if worker.state is WorkerState.LOST or health is None:
+        return worker.state is WorkerState.LOST
+    return health.checks_passed >= check or (health.unusable and health.state is HealthState.SICK)

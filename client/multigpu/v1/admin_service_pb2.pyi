@@ -198,6 +198,20 @@ class ForgetWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CheckWorkerRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class CheckWorkerResponse(_message.Message):
+    __slots__ = ("worker", "check")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    worker: Worker
+    check: int
+    def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ..., check: _Optional[int] = ...) -> None: ...
+
 class ReloadHandlersRequest(_message.Message):
     __slots__ = ("worker_id",)
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

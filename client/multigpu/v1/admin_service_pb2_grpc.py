@@ -64,6 +64,11 @@ class AdminServiceStub(object):
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerRequest.SerializeToString,
                 response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerResponse.FromString,
                 _registered_method=True)
+        self.CheckWorker = channel.unary_unary(
+                '/multigpu.v1.AdminService/CheckWorker',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.CheckWorkerRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.CheckWorkerResponse.FromString,
+                _registered_method=True)
         self.ReloadHandlers = channel.unary_unary(
                 '/multigpu.v1.AdminService/ReloadHandlers',
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ReloadHandlersRequest.SerializeToString,
@@ -205,6 +210,15 @@ class AdminServiceServicer(object):
 
     def ForgetWorker(self, request, context):
         """Removes a lost worker from the registry. FAILED_PRECONDITION: it is connected.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckWorker(self, request, context):
+        """Has a worker check its device: the driver's answer, the start of an engine, and the self-test. The worker gets no
+        leases until its device has passed. Returns immediately; DeviceHealth.checks_passed is then at least `check`.
+        FAILED_PRECONDITION: the worker is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -382,6 +396,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ForgetWorker,
                     request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerRequest.FromString,
                     response_serializer=multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerResponse.SerializeToString,
+            ),
+            'CheckWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckWorker,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.CheckWorkerRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.CheckWorkerResponse.SerializeToString,
             ),
             'ReloadHandlers': grpc.unary_unary_rpc_method_handler(
                     servicer.ReloadHandlers,
@@ -646,6 +665,33 @@ class AdminService(object):
             '/multigpu.v1.AdminService/ForgetWorker',
             multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerRequest.SerializeToString,
             multigpu_dot_v1_dot_admin__service__pb2.ForgetWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/CheckWorker',
+            multigpu_dot_v1_dot_admin__service__pb2.CheckWorkerRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.CheckWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,7 @@ ROUTES = {
     "/multigpu/health": Route({"GET": earlier.health}, error_body),
     "/multigpu/config": Route({"GET": earlier.onyx_config}, error_body),
     earlier.RECOMMENDATIONS: Route({"GET": earlier.recommendations}, error_body),
+    earlier.GPU_TEST: Route({"POST": Operation(earlier.gpu_test, body=earlier.TestRequest)}, error_body),
     "/multigpu/stats": Route({"GET": earlier.onyx_stats}, error_body),
     earlier.GPU: Route({"GET": earlier.gpu_stats}, error_body, tree=True, paths=earlier.GPU_PATHS),
     "/multigpu/resources/status": Route({"GET": earlier.resources}, error_body),

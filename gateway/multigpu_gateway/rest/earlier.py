@@ -9,21 +9,31 @@ from typing import Any
 
 import msgspec
 from multigpu import OutcomeState
-from multigpu.fleet import Stats, Worker, WorkerState
+from multigpu.fleet import HealthState, Stats, Worker, WorkerState
 
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import NOT_FOUND, UNAVAILABLE, HttpError
-from multigpu_gateway.http import Request
+from multigpu_gateway.http import Request, decode
 from multigpu_gateway.rest.requests import wrong
 from multigpu_gateway.routes import Operation, Paths
 
 MIB = 1 << 20
 GPU, GPU_STATS, RECOMMENDATIONS = "/multigpu/gpu", "/stats", "/multigpu/gpu/recommendations"
+GPU_TEST = "/multigpu/gpu/test"
 # Fields of Onyx' GPUConfig for training, which a fleet does not do.
 _TRAINING = (
     "distributed_training", "backend", "batch_size_per_gpu", "gradient_accumulation_steps", "sync_batch_norm",
     "mixed_precision", "memory_fraction",
 )  # fmt: skip
+
+
+class TestRequest(msgspec.Struct):
+    """None: all."""
+
+    gpu_ids: list[int] | None = None
+
+
+_test = msgspec.json.Decoder(TestRequest)
 # Newest tasks from which the time of a batch is averaged.
 SAMPLE_TASKS = 100
 
@@ -92,6 +102,25 @@ async def recommendations(request: Request, connected: Connected) -> None:
         for reason in worker.health.reasons
     ]  # fmt: skip
     await request.respond(200, msgspec.json.encode({"recommendations": found}))
+
+
+async def gpu_test(request: Request, connected: Connected) -> None:
+    """Has GPUs check themselves, one after the other: `gpu_ids` of the body, or all that are connected."""
+    asked = decode(_test, await request.body() or b"{}")
+    workers, _ = await _fleet(connected)
+    found = [index for index, worker in enumerate(workers) if worker.state is not WorkerState.LOST]
+    if unknown := [index for index in asked.gpu_ids or () if index not in found]:
+        raise wrong("gpu_ids", f"{unknown[0]} is no number of a connected GPU; /multigpu/stats lists them")
+    tests = []
+    async with request.while_connected():
+        for index in found if asked.gpu_ids is None else asked.gpu_ids:
+            worker = await connected.admin.check_worker(workers[index].worker_id)
+            reasons = worker.health.reasons if worker.health is not None else ()
+            passed = worker.health is not None and worker.health.state in (HealthState.HEALTHY, HealthState.DEGRADED)
+            faults = [{"code": reason.code, "message": reason.message} for reason in reasons]
+            tests.append({"gpu_id": index, "worker_id": worker.worker_id, "passed": passed, "faults": faults})
+    answer = {"passed": all(test["passed"] for test in tests), "tests": tests}
+    await request.respond(200, msgspec.json.encode(answer))
 
 
 async def gpu_stats(request: Request, connected: Connected) -> None:

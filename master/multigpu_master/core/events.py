@@ -219,6 +219,13 @@ class Forget:
 
 
 @dataclass(slots=True)
+class CheckDevice:
+    """A connected worker is to check its device, and gets no leases until it has."""
+
+    worker_id: str
+
+
+@dataclass(slots=True)
 class RegisterWorker:
     """A worker known from before the restart; it is lost until its hello."""
 
@@ -283,7 +290,7 @@ class Tick:
 Event = (
     StreamOpened | StreamClosed | Submit | Cancel | SubmitFailed | SettlesCommitted | IdsRenewed | Recover
     | Hello | Heartbeat | Reports | Partials | SessionClosed
-    | Cordon | Uncordon | Drain | Forget | RegisterWorker | SetStrategy | ConfigureQueue
+    | Cordon | Uncordon | Drain | Forget | CheckDevice | RegisterWorker | SetStrategy | ConfigureQueue
     | LoadModel | UnloadModel | RestoreBreaker | ResetBreaker | Tick
 )  # fmt: skip
 

@@ -78,6 +78,7 @@ class Core:
             ev.RegisterWorker: operators.register, ev.Cordon: operators.cordon, ev.Uncordon: operators.uncordon,
             ev.Drain: operators.drain, ev.Forget: operators.forget,
             ev.LoadModel: operators.load_model, ev.UnloadModel: operators.unload_model,
+            ev.CheckDevice: self.quarantine.check,
             ev.RestoreBreaker: self.quarantine.restore, ev.ResetBreaker: self.quarantine.reset,
             ev.SetStrategy: operators.set_strategy, ev.ConfigureQueue: operators.configure_queue,
         }  # fmt: skip

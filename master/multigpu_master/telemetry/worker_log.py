@@ -45,7 +45,7 @@ class WorkerLog:
     def _quarantined(self, worker: Worker) -> None:
         reasons = "; ".join(f"{r.code}: {r.message}" for r in worker.health.reasons)
         if worker.quarantined:
-            reasons = reasons or "tasks broke its engine: it is being checked"
+            reasons = reasons or "it is being checked"
             log.warning("device quarantined", worker_id=worker.worker_id, reason=reasons)
         else:
             log.info("device back from quarantine", worker_id=worker.worker_id, reason=reasons or "it passed a check")

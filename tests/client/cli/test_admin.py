@@ -15,7 +15,7 @@ from multigpu.fleet import Worker
 from multigpu.v1 import admin_service_pb2 as admin
 from multigpu.v1 import task_pb2
 from multigpu.v1 import task_service_pb2 as service
-from multigpu.v1.device_pb2 import Device, DeviceTelemetry
+from multigpu.v1.device_pb2 import HEALTH_STATE_HEALTHY, HEALTH_STATE_SICK, Device, DeviceHealth, DeviceTelemetry
 
 from tests.client.cli.fleet.fleet_samples import ago
 from tests.client.cli.unary_master import RejectionError, UnaryMaster
@@ -140,6 +140,21 @@ def test_workers_are_named_by_the_beginning_of_an_id(master: UnaryMaster, run: R
     assert "'nobody'" in unknown.stderr
     # Names are looked up first: an order with a wrong name in it does nothing.
     assert len(master.asked(method)) == 2
+
+
+def test_a_device_that_is_not_fit_fails_the_check(master: UnaryMaster, run: Run) -> None:
+    fit = DeviceHealth(state=HEALTH_STATE_HEALTHY, checks_passed=1)
+    sick = DeviceHealth(state=HEALTH_STATE_SICK, unusable=True)
+    sick.reasons.add(code="canary_wrong", message="a wrong product; have the GPU looked at")
+    known = {"a": worker("a", health=fit), "b": worker("b", health=sick)}
+    knows(master, *known.values(), worker("gone", state=admin.WORKER_STATE_LOST))
+    master.answers["CheckWorker"] = lambda request: admin.CheckWorkerResponse(worker=known[request.worker_id], check=1)
+    assert run("check", "a").exit_code == 0
+    found = run("check", "--all", "--json")
+    assert found.exit_code == 1
+    assert "1 of 2 devices are not fit\nb: a wrong product; have the GPU looked at" in found.stderr
+    assert [each["worker_id"] for each in json.loads(found.stdout)] == ["a", "b"]
+    assert run("check").exit_code == run("check", "a", "--all").exit_code == 2
 
 
 def test_drain_waits_for_the_leases(master: UnaryMaster, run: Run) -> None:

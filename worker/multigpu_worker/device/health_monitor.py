@@ -37,6 +37,7 @@ HUNG_S = 10.0
 SELF_TESTS_MAX = 3
 # An engine's death and the device event that explains it arrive within this time of each other, in any order.
 GRACE_S = 0.25
+CHECK_REQUESTED = "check_requested", "the master asked for a check: different tasks broke engines, or an operator asked"
 # Uncorrectable memory errors are contained if an XID of class CONTAINED arrives within these times before or after.
 CONTAINED_BEFORE_S, CONTAINED_AFTER_S = 1.0, 0.1
 
@@ -123,7 +124,7 @@ class HealthMonitor:
         if checks > self._checks_asked:
             self._checks_asked = checks
             if checks > self.checks_passed:
-                self._happen("tasks_fail", "different tasks broke their engine on it", Gravity.SICK)
+                self._happen(*CHECK_REQUESTED, Gravity.SICK)
 
     def suspects(self, lease_id: int) -> bool:
         """Whether a lease was running when an XID of class APPLICATION was reported."""
@@ -274,7 +275,7 @@ class HealthMonitor:
         else:
             health.fail_check(wrong.code, wrong.message, wrong.gravity, self._now())
         if health.fit and self._checks_asked > asked:  # the master asked again meanwhile
-            health.happen("tasks_fail", "different tasks broke their engine on it", Gravity.SICK, self._now())
+            health.happen(*CHECK_REQUESTED, Gravity.SICK, self._now())
         if health.barred:  # end the engine that was started for the check
             self._park()
         self._follow()

@@ -1,4 +1,4 @@
-"""`mgpuctl status`, `workers`, `drain`, `cordon`, `uncordon` and `forget`."""
+"""`mgpuctl status`, `workers`, `drain`, `cordon`, `uncordon`, `check` and `forget`."""
 
 import time
 from collections import Counter
@@ -10,16 +10,19 @@ import click
 
 from multigpu import AdminClient
 from multigpu.cli import messages, show, tables
-from multigpu.cli.admin import connected, find_worker_id, workers_argument
+from multigpu.cli.admin import complete_worker_id, connected, find_worker_id, workers_argument
 from multigpu.cli.commands import Command
+from multigpu.cli.failures import Failure
 from multigpu.cli.fleet.breaker import breaker_text
 from multigpu.cli.fleet.device_columns import DEVICE
 from multigpu.cli.options import json_option, seconds_option
 from multigpu.cli.tables import Column
-from multigpu.cli.text import format_size, since
-from multigpu.fleet import Worker
+from multigpu.cli.text import clean, format_size, since
+from multigpu.fleet import HealthState, Worker, WorkerState
 
 DRAIN_POLL_INTERVAL_S = 0.2
+# States of a device that takes tasks.
+FIT = (HealthState.HEALTHY, HealthState.DEGRADED)
 T = TypeVar("T")
 SETTLED = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
 
@@ -122,6 +125,34 @@ def uncordon(worker_ids: tuple[str, ...], admin: AdminClient, as_json: bool) -> 
     A WORKER is an id, or the beginning of one.
     """
     show_workers(_for_each(admin, worker_ids, admin.uncordon_worker), as_json=as_json)
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("mgpuctl check --all", "Every GPU of the fleet, one after the other."),
+        ("mgpuctl check box-cuda-0", "One, after a repair."),
+    ),
+)
+@click.argument("worker_ids", metavar="[WORKER]...", nargs=-1, shell_complete=complete_worker_id)
+@click.option("--all", "everywhere", is_flag=True, help="All connected workers.")
+@connected
+@json_option
+def check(worker_ids: tuple[str, ...], everywhere: bool, admin: AdminClient, as_json: bool) -> None:
+    """Have workers check their devices, one after the other: the driver's answer, the start of an engine, and a
+    computation with a known result. A worker gets no tasks while it checks. Fails if a device is not fit.
+
+    A WORKER is an id, or the beginning of one.
+    """
+    if bool(worker_ids) == everywhere:
+        raise click.UsageError("give either WORKERs or --all")
+    if everywhere:
+        worker_ids = tuple(each.worker_id for each in admin.list_workers() if each.state is not WorkerState.LOST)
+    checked = _for_each(admin, worker_ids, admin.check_worker)
+    show_workers(checked, as_json=as_json)
+    if unfit := [each for each in checked if each.health is None or each.health.state not in FIT]:
+        why = (f"{each.worker_id}: {reason.message}" for each in unfit if each.health for reason in each.health.reasons)
+        raise Failure("\n".join([f"{len(unfit)} of {len(checked)} devices are not fit", *map(clean, why)]))
 
 
 @click.command(cls=Command, examples=(("mgpuctl forget oldbox-cpu-0", "Take a lost worker off the list."),))

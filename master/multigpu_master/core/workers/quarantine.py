@@ -62,11 +62,18 @@ class Quarantine:
 
     def heard(self, worker: Worker, health: Health, now: float) -> None:
         """Takes the health in a heartbeat."""
-        own_findings = any(reason.code != "tasks_fail" for reason in health.reasons)
+        own_findings = any(reason.code != "check_requested" for reason in health.reasons)
         worker.health = health
         if not health.fit and own_findings:
             self._forgive(worker.device_key)
         self._judge(worker, now)
+
+    def check(self, event: ev.CheckDevice, now: float) -> None:
+        """An operator wants to know whether a device works. That is no fault: the breaker does not count it."""
+        worker = self._state.fleet.workers[event.worker_id]
+        self._ask_check(worker)
+        if not worker.quarantined:
+            self._set(worker, quarantined=True)
 
     def _judge(self, worker: Worker, now: float) -> None:
         sick = worker.suspected or not worker.health.fit
@@ -163,10 +170,13 @@ class Quarantine:
             extra.forgiven += (device,)  # it stays in extra.broke: one more device, and the task is condemned
         for worker in list(self._state.fleet.sessions.values()):
             if worker.device_key == device:
-                worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
-                self._state.outbox.desire(worker)
-                self._state.outbox.worker_changed(worker, remember=True)
+                self._ask_check(worker)
                 self._judge(worker, now)
+
+    def _ask_check(self, worker: Worker) -> None:
+        worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
+        self._state.outbox.desire(worker)
+        self._state.outbox.worker_changed(worker, remember=True)
 
     def _marked(self, device: str) -> list[Task]:
         """Removes a device's marks. Returns the tasks that made them, as far as the core still has them."""

@@ -114,6 +114,13 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         self._driver.handle(ev.Forget(request.worker_id))
         return pb.ForgetWorkerResponse()
 
+    async def CheckWorker(self, request: Any, _context: Any) -> pb.CheckWorkerResponse:
+        worker = self._known_worker(request.worker_id)
+        if not worker.session:
+            raise PreconditionError(f"worker {request.worker_id!r} is lost: its device can't be checked")
+        message = await self._change_worker(request.worker_id, ev.CheckDevice(request.worker_id))
+        return pb.CheckWorkerResponse(worker=message, check=worker.checks_asked)
+
     async def ReloadHandlers(self, request: Any, _context: Any) -> pb.ReloadHandlersResponse:
         worker = self._known_worker(request.worker_id)
         if not worker.session or worker.engine.handlers is None:
