@@ -12,7 +12,7 @@ from multigpu_gateway.kserve.service import SERVICE, InferenceService
 
 
 class GrpcServer:
-    """Serves InferenceService at config.grpc."""
+    """Serves the services of the gateway at config.grpc."""
 
     def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
         self._config = config
