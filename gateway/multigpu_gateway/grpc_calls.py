@@ -27,14 +27,19 @@ log = structlog.get_logger()
 # A client's deadline may be endless.
 TIMEOUT_MAX_S = 86_400.0
 MESSAGE_CHARS_MAX = 2_000
+# Of one stream that run at once.
+STREAM_REQUESTS_MAX = 64
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     409: grpc.StatusCode.ALREADY_EXISTS,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    424: grpc.StatusCode.FAILED_PRECONDITION,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     500: grpc.StatusCode.INTERNAL,
+    501: grpc.StatusCode.UNIMPLEMENTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
@@ -86,6 +91,10 @@ class GrpcCalls:
         serve = partial(self._serve, name, answer)
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=_serialized)
 
+    def stream(self, name: str, request_type: type[Message], answer: Answer) -> Any:
+        """A method with an answer for each of many requests, in their order. An error ends the stream."""
+        return self.stream_stream(name, partial(self._answer_each, request_type, answer))
+
     def call(self, context: Any) -> GrpcCall:
         """What a call says beside its requests; its timeout is from now on."""
         return GrpcCall(context, self._config.request_timeout_s)
@@ -93,6 +102,42 @@ class GrpcCalls:
     async def _answer(self, request_type: type[Message], answer: Answer, context: Any, connected: Connected) -> Message:
         data = await context.read()
         return await answer(parsed(request_type, data), connected, self.call(context))
+
+    async def _answer_each(
+        self, request_type: type[Message], answer: Answer, context: Any, connected: Connected
+    ) -> None:
+        """The requests run together. The next is not read while STREAM_REQUESTS_MAX have no answer written."""
+        free = asyncio.Semaphore(STREAM_REQUESTS_MAX)
+        running: asyncio.Queue[asyncio.Task[Message | Exception] | None] = asyncio.Queue()
+
+        async def run(data: bytes) -> Message | Exception:
+            """An error is not raised: it has its turn."""
+            try:
+                return await answer(parsed(request_type, data), connected, self.call(context))
+            except Exception as error:  # noqa: BLE001  raised below
+                return error
+
+        async def write() -> None:
+            while (task := await running.get()) is not None:
+                response = await task
+                if isinstance(response, Exception):
+                    raise response
+                await context.write(response)  # waits while the reader is slow
+                del task, response
+                free.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(write())
+                while True:
+                    await free.acquire()
+                    if (data := await context.read()) is grpc.aio.EOF:
+                        break
+                    running.put_nowait(group.create_task(run(data)))
+                    del data
+                running.put_nowait(None)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
 
     async def _serve(self, name: str, answer: StreamAnswer, _requests: object, context: Any) -> Message | None:
         began_s = time.perf_counter()

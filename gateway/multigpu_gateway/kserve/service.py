@@ -13,15 +13,13 @@ from multigpu.config.config import GatewayConfig
 
 from multigpu_gateway.app import Gateway
 from multigpu_gateway.clients import Connected
-from multigpu_gateway.grpc_calls import Answer, GrpcCall, GrpcCalls, parsed, status_of
+from multigpu_gateway.grpc_calls import STREAM_REQUESTS_MAX, Answer, GrpcCall, GrpcCalls, parsed, status_of
 from multigpu_gateway.kserve import inference, models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.shared_memory import cuda_status, cuda_unregister
 from multigpu_gateway.kserve.tensors import response_of
 
 SERVICE = "inference.GRPCInferenceService"
-# Of one ModelStreamInfer.
-STREAM_REQUESTS_MAX = 64
 
 
 class InferenceService:
