@@ -49,7 +49,8 @@ async def by_kind(call: Call, body: msgspec.Raw) -> Answer:
     kind = await kind_of(call) if call.model else default
     if kind == "embed" and bytes(shape.inputs).startswith(b"{"):
         return await _run(similarity, call, bytes(body))
-    return await _run({"embed": embed, "rerank": rerank, "classify": predict}[kind], call, bytes(body))
+    operations: dict[str, Answering] = {"embed": embed, "rerank": rerank, "classify": predict}
+    return await _run(operations[kind], call, bytes(body))
 
 
 async def absent(_call: Call) -> Answer:

@@ -86,8 +86,8 @@ def _predictions(value: Any) -> pb.PredictResponse:
 
 
 def _rerank(request: pb.RerankRequest) -> RerankRequest:
-    asked = {"raw_scores": request.raw_scores, "return_text": request.return_text}
-    return RerankRequest(query=request.query, texts=list(request.texts), **asked, **_truncated(request))
+    flags: dict[str, Any] = {"raw_scores": request.raw_scores, "return_text": request.return_text}
+    return RerankRequest(query=request.query, texts=list(request.texts), **flags, **_truncated(request))
 
 
 def _tokenize(request: pb.EncodeRequest) -> TokenizeRequest:

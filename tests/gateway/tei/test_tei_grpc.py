@@ -14,7 +14,7 @@ from tests.fleet import Fleet, until
 from tests.gateway.conftest import GatewayProcess
 from tests.gateway.tei.test_tei import MODEL, TEXTS
 
-RESPONSES = {
+RESPONSES: dict[str, Any] = {
     "Info/Info": pb.InfoResponse, "Embed/Embed": pb.EmbedResponse, "Embed/EmbedAll": pb.EmbedAllResponse,
     "Embed/EmbedSparse": pb.EmbedResponse, "Predict/Predict": pb.PredictResponse,
     "Predict/PredictPair": pb.PredictResponse, "Rerank/Rerank": pb.RerankResponse,
@@ -70,9 +70,10 @@ def test_vectors_are_those_of_http(gateway: GatewayProcess, channel: grpc.Channe
 
 
 def test_options_of_embed_are_those_of_http(gateway: GatewayProcess, channel: grpc.Channel) -> None:
-    for given in ({"normalize": False}, {"normalize": True, "dimensions": 5}, {"truncate": True}, {}):
+    options: list[dict[str, Any]] = [{"normalize": False}, {"normalize": True, "dimensions": 5}, {"truncate": True}, {}]
+    for given in options:
         (wanted,) = http(gateway, "/tei/plain/embed", {"inputs": TEXTS[0], **given})
-        request = pb.EmbedRequest(inputs=TEXTS[0], **given)  # type: ignore[arg-type]  # of several types
+        request = pb.EmbedRequest(inputs=TEXTS[0], **given)
         answer = method(channel, "Embed/Embed")(request, metadata=metadata("plain"))
         np.testing.assert_allclose(answer.embeddings, wanted, atol=1e-6)
 
