@@ -50,10 +50,12 @@ def test_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
     assert not stale, "run `python tools/generate_stubs.py`"
 
 
-def test_the_gateways_stubs_are_those_of_its_proto(tmp_path: Path) -> None:
+def test_the_gateways_stubs_are_those_of_its_protos(tmp_path: Path) -> None:
     runpy.run_path(str(ROOT / "tools" / "generate_stubs.py"))["generate_gateway"](tmp_path)
     generated = sorted(path for path in tmp_path.rglob("*_pb2.py*"))
-    assert [path.name for path in generated] == ["open_inference_pb2.py", "open_inference_pb2.pyi"]
+    assert [path.name for path in generated] == [
+        "open_inference_pb2.py", "open_inference_pb2.pyi", "tei_pb2.py", "tei_pb2.pyi",
+    ]  # fmt: skip
     for path in generated:
         checked_in = ROOT / "gateway" / path.relative_to(tmp_path)
         assert checked_in.read_text() == path.read_text(), "run `python tools/generate_stubs.py`"

@@ -1,5 +1,5 @@
-"""Generates the Python stubs: under client/multigpu/v1 from protos/, and the gateway's beside its .proto file. Run it
-after every change to a .proto file:
+"""Generates the Python stubs: under client/multigpu/v1 from protos/, and the gateway's beside their .proto files. Run
+it after every change to a .proto file:
 
     python tools/generate_stubs.py
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-# The folder of the gateway's packages, and its .proto file.
+# The folder of the gateway's packages, and their .proto files.
 GATEWAY = ROOT / "gateway"
-KSERVE = GATEWAY / "multigpu_gateway" / "kserve" / "open_inference.proto"
+PROTOS = ("multigpu_gateway/kserve/open_inference.proto", "multigpu_gateway/tei/tei.proto")
 
 
 def generate(out: Path) -> None:
@@ -31,8 +31,8 @@ def generate(out: Path) -> None:
 
 
 def generate_gateway(out: Path) -> None:
-    """Writes <out>/multigpu_gateway/kserve/open_inference_pb2.py and .pyi."""
-    _run(f"-I{GATEWAY}", f"--python_out={out}", f"--pyi_out={out}", str(KSERVE))
+    """Writes *_pb2.py and *_pb2.pyi of PROTOS below <out>/multigpu_gateway."""
+    _run(f"-I{GATEWAY}", f"--python_out={out}", f"--pyi_out={out}", *(str(GATEWAY / each) for each in PROTOS))
 
 
 def _run(*arguments: str) -> None:

@@ -7,7 +7,7 @@ from multigpu.outcome import TaskCancelled, TaskError, TaskExpired, TaskFailed
 
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 400, 401, 403, 404, 405
 TIMED_OUT, CONFLICT, TOO_LARGE, UNSUPPORTED, TOO_MANY = 408, 409, 413, 415, 429
-INTERNAL, UNAVAILABLE, LATE = 500, 503, 504
+INTERNAL, NOT_IMPLEMENTED, UNAVAILABLE, LATE = 500, 501, 503, 504
 
 # The error type of an engine for an input that no worker can run.
 BAD_INPUT = "BadInput"

@@ -31,7 +31,7 @@ from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut
 
 from multigpu_gateway import VERSION
 from multigpu_gateway.app import Gateway
-from multigpu_gateway.kserve.server import GrpcServer
+from multigpu_gateway.grpc_server import GrpcServer
 from multigpu_gateway.server import HttpServer
 from multigpu_gateway.webhooks import webhooks_of
 

@@ -16,6 +16,7 @@ import msgspec
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import Headers, Request
+from multigpu_gateway.http import decode as decode_body
 from multigpu_gateway.routes import Operation, Paths, Route, Serve
 from multigpu_gateway.tasks import TASK_HEADERS
 from multigpu_gateway.tei.call import Answer, Call
@@ -27,8 +28,8 @@ from multigpu_gateway.tei.tokens import DecodeRequest, EmbedAllRequest, Tokenize
 
 TREE = "/tei"
 MODEL = b"x-multigpu-model"
-# What serves a call.
-Answering = Callable[[Call], Awaitable[Answer]]
+# What serves a call: an operation of BODIES takes its body's value too.
+Answering = Callable[..., Awaitable[Answer]]
 
 
 class _Shape(msgspec.Struct):
@@ -41,22 +42,21 @@ class _Shape(msgspec.Struct):
 _shape = msgspec.json.Decoder(_Shape)
 
 
-async def by_kind(call: Call) -> Answer:
+async def by_kind(call: Call, body: msgspec.Raw) -> Answer:
     """POST to a model's own path: what its kind does. InferenceClient sends sentences to compare in an object."""
-    shape = call.read(_shape)
+    shape = decode_body(_shape, bytes(body))
     default = "embed" if bytes(shape.query) == b"null" else "rerank"
     kind = await kind_of(call) if call.model else default
     if kind == "embed" and bytes(shape.inputs).startswith(b"{"):
-        return await similarity(call)
-    return await {"embed": embed, "rerank": rerank, "classify": predict}[kind](call)
+        return await _run(similarity, call, bytes(body))
+    operations: dict[str, Answering] = {"embed": embed, "rerank": rerank, "classify": predict}
+    return await _run(operations[kind], call, bytes(body))
 
 
-async def absent(call: Call) -> Answer:
+async def absent(_call: Call) -> Answer:
     """What TEI has and the kinds of tasks do not."""
-    path = call.request.path
-    raise HttpError(
-        NOT_FOUND, f"{path} is not served: of TEI's API there are {', '.join(SERVED)}; docs/compatibility.md"
-    )
+    message = f"this path is not served: of TEI's API there are {', '.join(SERVED)}; docs/compatibility.md"
+    raise HttpError(NOT_FOUND, message)
 
 
 SERVED = ("/embed", "/embed_all", "/rerank", "/predict", "/similarity", "/tokenize", "/decode", "/info", "/health")
@@ -80,6 +80,14 @@ BODIES: dict[Answering, Any] = {
     similarity: SimilarityRequest, rerank: RerankRequest, predict: PredictRequest,
     embed_all: EmbedAllRequest, tokenize: TokenizeRequest, decode: DecodeRequest,
 }  # fmt: skip
+_decoders = {each: msgspec.json.Decoder(msgspec.Raw if each is by_kind else type_) for each, type_ in BODIES.items()}
+
+
+async def _run(operation: Answering, call: Call, body: bytes) -> Answer:
+    """HttpError: the body is no JSON, or has another shape."""
+    if (decoder := _decoders.get(operation)) is None:
+        return await operation(call)
+    return await operation(call, decode_body(decoder, body))
 
 
 async def _answer(operation: Answering, request: Request, connected: Connected, model: str) -> None:
@@ -87,7 +95,9 @@ async def _answer(operation: Answering, request: Request, connected: Connected, 
     begun_at = time.perf_counter()
     try:
         body = await request.body()
-        answer = await operation(Call(request, connected, request.header(MODEL) or model, body))
+        call = Call(request, connected, request.header(MODEL) or model)
+        async with request.while_connected():
+            answer = await _run(operation, call, body)
     except Exception as error:
         raise as_tei(http_error(error)) from error
     headers: Headers = []

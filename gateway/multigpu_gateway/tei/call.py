@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from multigpu import errors
 from multigpu.fleet import Model
 
+from multigpu_gateway import tasks
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
-from multigpu_gateway.http import Request, decode
-from multigpu_gateway.tasks import TaskSettings, all_of
 from multigpu_gateway.tei.errors import backend_error, empty
 
-T = TypeVar("T")
 # Inputs of one request (TEI's max_client_batch_size), and of one of its tasks: a long list is spread over the workers.
 INPUTS_MAX, TASK_INPUTS = 10_000, 32
 
@@ -46,29 +44,23 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request whose body has arrived. `model`: as its tasks have it; empty: the workers' default."""
+    """A request of HTTP or of gRPC. `model`: as its tasks have it; empty: the workers' default."""
 
-    request: Request
+    request: tasks.Call
     connected: Connected
     model: str
-    body: bytes
-
-    def read(self, decoder: "msgspec.json.Decoder[T]") -> T:
-        """The body as a value. HttpError: it is no JSON, or has another shape."""
-        return decode(decoder, self.body)
 
     async def run(self, kind: str, payloads: Sequence[tuple[bytes, int]]) -> list[bytes]:
         """The results of tasks, each with its payload and its number of inputs, which run together."""
-        options = TaskSettings(self.request, self.model).each()
+        options = tasks.TaskSettings(self.request, self.model).each()
         run = self.connected.client.run
         each = zip(payloads, options, strict=False)
-        async with self.request.while_connected():
-            try:
-                return await all_of(run(kind, payload, units=units, **own) for (payload, units), own in each)
-            except errors.UnplaceableError as error:
-                if (found := await self.find_model()) is not None and found.kind != kind:
-                    raise backend_error(f"model {self.model!r} serves {found.kind}, not {kind}") from error
-                raise
+        try:
+            return await tasks.all_of(run(kind, payload, units=units, **own) for (payload, units), own in each)
+        except errors.UnplaceableError as error:
+            if (found := await self.find_model()) is not None and found.kind != kind:
+                raise backend_error(f"model {self.model!r} serves {found.kind}, not {kind}") from error
+            raise
 
     async def find_model(self) -> Model | None:
         """The model of that name in the fleet, if any worker can serve it."""

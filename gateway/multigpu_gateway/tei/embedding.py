@@ -48,13 +48,8 @@ class SimilarityRequest(msgspec.Struct):
     parameters: Embedded | None = None
 
 
-_embed = msgspec.json.Decoder(EmbedRequest)
-_similarity = msgspec.json.Decoder(SimilarityRequest)
-
-
-async def embed(call: Call) -> Answer:
+async def embed(call: Call, asked: EmbedRequest) -> Answer:
     """A vector for each input: list[list[float]]."""
-    asked = call.read(_embed)
     asked.check()
     inputs = inputs_of(asked.inputs)
     vectors, tokens = await _vectors(call, inputs, "inputs")
@@ -78,9 +73,8 @@ def inputs_of(given: Input) -> list[Any]:
     return texts_or_tokens(given, "inputs")
 
 
-async def similarity(call: Call) -> Answer:
+async def similarity(call: Call, asked: SimilarityRequest) -> Answer:
     """The cosine of each sentence's vector and the source sentence's: list[float]."""
-    asked = call.read(_similarity)
     if asked.parameters is not None:
         asked.parameters.check()
     if not asked.inputs.sentences:

@@ -23,14 +23,12 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "fl
 
 async def kind_of(call: Call) -> str:
     """The kind of the call's model. HttpError: there is no such model, or TEI has nothing like it."""
-    async with call.request.while_connected():
-        return (await _served(call)).kind
+    return (await _served(call)).kind
 
 
 async def info(call: Call) -> Answer:
     """What TEI tells about its model. Without a name, the fleet's only model to embed."""
-    async with call.request.while_connected():
-        model = await _served(call) if call.model else await _only(call)
+    model = await _served(call) if call.model else await _only(call)
     return Answer(_info(model, call.model or model.name))
 
 

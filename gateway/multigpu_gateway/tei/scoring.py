@@ -36,13 +36,8 @@ class PredictRequest(Truncated, kw_only=True):
     parameters: PredictParameters | None = None
 
 
-_rerank = msgspec.json.Decoder(RerankRequest)
-_predict = msgspec.json.Decoder(PredictRequest)
-
-
-async def rerank(call: Call) -> Answer:
+async def rerank(call: Call, asked: RerankRequest) -> Answer:
     """The score of each text for the query, the best first: [{index, score, text?}]."""
-    asked = call.read(_rerank)
     asked.check()
     check_count(len(asked.texts), "texts")
     parts = [asked.texts[at : at + TASK_INPUTS] for at in range(0, len(asked.texts), TASK_INPUTS)]
@@ -58,13 +53,12 @@ async def rerank(call: Call) -> Answer:
     return Answer(rows, characters=characters, tokens=sum(result.tokens for result in results))
 
 
-async def predict(call: Call) -> Answer:
+async def predict(call: Call, asked: PredictRequest) -> Answer:
     """The scores of all classes, the best first: [{score, label}] for one text, a list of these for a batch.
 
     A request with `parameters` gets a list of lists also for one text: Hugging Face's inference API wraps it, and
     InferenceClient takes the first of the list.
     """
-    asked = call.read(_predict)
     asked.check()
     texts, single = _texts(asked.inputs)
     check_count(len(texts), "inputs")

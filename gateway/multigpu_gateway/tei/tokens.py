@@ -29,14 +29,8 @@ class DecodeRequest(msgspec.Struct):
     skip_special_tokens: bool = True
 
 
-_embed_all = msgspec.json.Decoder(EmbedAllRequest)
-_tokenize = msgspec.json.Decoder(TokenizeRequest)
-_decode = msgspec.json.Decoder(DecodeRequest)
-
-
-async def embed_all(call: Call) -> Answer:
+async def embed_all(call: Call, asked: EmbedAllRequest) -> Answer:
     """A vector for each token of each input, before the pooling: list[list[list[float]]]."""
-    asked = call.read(_embed_all)
     asked.check()
     inputs = inputs_of(asked.inputs)
     # A task for each: its result may have megabytes.
@@ -45,9 +39,8 @@ async def embed_all(call: Call) -> Answer:
     return Answer(rows, characters=sum(map(len, inputs)), tokens=sum(each.tokens for each in results))
 
 
-async def tokenize(call: Call) -> Answer:
+async def tokenize(call: Call, asked: TokenizeRequest) -> Answer:
     """The tokens of each input: list[list[{id, text, special, start, stop}]]."""
-    asked = call.read(_tokenize)
     check_prompt(asked.prompt_name)
     texts = [asked.inputs] if isinstance(asked.inputs, str) else asked.inputs
     fields = {"output": embed_pb2.EMBED_OUTPUT_TOKENS, "special_tokens": asked.add_special_tokens}
@@ -61,9 +54,8 @@ def _token(token: embed_pb2.TextToken) -> dict[str, Any]:
     return {"id": token.id, "text": token.text, "special": token.special, "start": place[0], "stop": place[1]}
 
 
-async def decode(call: Call) -> Answer:
+async def decode(call: Call, asked: DecodeRequest) -> Answer:
     """The text of each list of token ids: list[str]."""
-    asked = call.read(_decode)
     if not asked.ids:
         raise empty("ids")
     fields = {"output": embed_pb2.EMBED_OUTPUT_TEXTS, "special_tokens": not asked.skip_special_tokens}

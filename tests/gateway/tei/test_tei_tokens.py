@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
+from multigpu_gateway.tei import tei_pb2 as pb
 
 from tests.gateway.conftest import GatewayProcess
+from tests.gateway.tei.test_tei_grpc import failure, metadata, method
 from tests.security.secured import SecuredFleet
 
 pytestmark = pytest.mark.slow
@@ -55,3 +58,15 @@ def test_health_needs_no_token_and_tells_a_stranger_nothing_of_models(
     _, reader = secured.create("tei-prober", "read")
     status, body = call(gateway, "GET", "/tei/m/health", reader)
     assert (status, body["error_type"]) == (503, "Unhealthy")
+
+
+def test_the_master_decides_about_the_token_of_a_grpc_call(gateway: GatewayProcess, secured: SecuredFleet) -> None:
+    _, reader = secured.create("tei-grpc-reader", "read")
+    request = pb.EmbedRequest(inputs="x")
+    with grpc.insecure_channel(gateway.grpc) as channel:
+        for token, code in (("", "UNAUTHENTICATED"), ("mgpu_x", "UNAUTHENTICATED"), (reader, "PERMISSION_DENIED")):
+            headers = metadata("m") + ([("authorization", f"Bearer {token}")] if token else [])
+            assert failure(method(channel, "Embed/Embed"), request, metadata=headers)[0] == code
+            stream = method(channel, "Embed/EmbedStream")
+            assert failure(stream, iter([request]), metadata=headers)[0] == code
+        assert failure(method(channel, "Info/Info"), pb.InfoRequest(), metadata=headers)[0] == "NOT_FOUND"

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 from multigpu.config.config import GatewayConfig
 from multigpu_gateway.app import Gateway
+from multigpu_gateway.grpc_server import GrpcServer
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.server import GrpcServer
 from multigpu_gateway.kserve.service import SERVICE
 
 from tests.hostile.targets.base import Crash, Target

@@ -9,16 +9,19 @@ from multigpu.daemon.grpc_server import Server
 
 from multigpu_gateway.app import Gateway
 from multigpu_gateway.kserve.service import SERVICE, InferenceService
+from multigpu_gateway.tei import service as tei
 
 
 class GrpcServer:
-    """Serves InferenceService at config.grpc."""
+    """Serves the services of the gateway at config.grpc."""
 
     def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
         self._config = config
         self._stopping = asyncio.Event()
         self._server = Server(config.connections_max, config.body_bytes_max)
         self._server.add_registered_method_handlers(SERVICE, InferenceService(config, gateway).handlers())
+        for service, handlers in tei.services(config, gateway).items():
+            self._server.add_registered_method_handlers(service, handlers)
 
     async def start(self) -> str:
         """Begins to serve. Returns the address. ConfigError: the address or the certificate can't be used."""

@@ -1,0 +1,185 @@
+"""Calls over gRPC, of any service of the gateway: their callers, their errors, how they are counted.
+
+To gRPC every method takes a stream of requests (see multigpu/daemon/grpc_server.py): they are read here, or by the
+method.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError, Message
+from multigpu.config.config import GatewayConfig
+
+from multigpu_gateway.app import Gateway
+from multigpu_gateway.clients import Connected
+from multigpu_gateway.errors import INTERNAL, HttpError, http_error
+from multigpu_gateway.http import token_of
+
+M = TypeVar("M", bound=Message)
+
+log = structlog.get_logger()
+
+# A client's deadline may be endless.
+TIMEOUT_MAX_S = 86_400.0
+MESSAGE_CHARS_MAX = 2_000
+# Of one stream that run at once.
+STREAM_REQUESTS_MAX = 64
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.ALREADY_EXISTS,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    424: grpc.StatusCode.FAILED_PRECONDITION,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+class GrpcCall:
+    """What a call says beside its request: a Call of tasks.py."""
+
+    def __init__(self, context: Any, timeout_s: float) -> None:
+        """`timeout_s`: for a call without a deadline."""
+        self._metadata = dict(context.invocation_metadata() or ())
+        left_s = context.time_remaining()
+        self.timeout_s = timeout_s if left_s is None else min(left_s, TIMEOUT_MAX_S)
+
+    def header(self, name: bytes) -> str:
+        value = self._metadata.get(name.decode(), "")
+        return value if isinstance(value, str) else ""
+
+    @property
+    def token(self) -> str:
+        """The caller's token; empty: none. HttpError: it can't be read."""
+        return token_of(self.header(b"authorization"))
+
+
+Answer = Callable[[Any, Connected, GrpcCall], Awaitable[Message]]
+# Reads its requests from the call's context. None: it has written its answers there.
+StreamAnswer = Callable[[Any, Connected], Awaitable[Message | None]]
+
+
+class GrpcCalls:
+    """Makes the handlers of one service, for add_registered_method_handlers."""
+
+    def __init__(self, service: str, config: GatewayConfig, gateway: Gateway) -> None:
+        """`service`: its name with the package."""
+        self._service, self._config = service, config
+        self._clients, self._metrics = gateway.clients, gateway.metrics
+
+    def unary(self, name: str, request_type: type[Message], answer: Answer) -> Any:
+        """A method with one request and one answer."""
+        return self.stream_unary(name, partial(self._answer, request_type, answer))
+
+    def stream_unary(self, name: str, answer: StreamAnswer) -> Any:
+        """A method with many requests and one answer."""
+        serve = partial(self._serve, name, answer)
+        return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_serialized)
+
+    def stream_stream(self, name: str, answer: StreamAnswer) -> Any:
+        """A method with many requests and many answers, which `answer` writes to its context."""
+        serve = partial(self._serve, name, answer)
+        return grpc.stream_stream_rpc_method_handler(serve, response_serializer=_serialized)
+
+    def stream(self, name: str, request_type: type[Message], answer: Answer) -> Any:
+        """A method with an answer for each of many requests, in their order. An error ends the stream."""
+        return self.stream_stream(name, partial(self._answer_each, request_type, answer))
+
+    def call(self, context: Any) -> GrpcCall:
+        """What a call says beside its requests; its timeout is from now on."""
+        return GrpcCall(context, self._config.request_timeout_s)
+
+    async def _answer(self, request_type: type[Message], answer: Answer, context: Any, connected: Connected) -> Message:
+        data = await context.read()
+        return await answer(parsed(request_type, data), connected, self.call(context))
+
+    async def _answer_each(
+        self, request_type: type[Message], answer: Answer, context: Any, connected: Connected
+    ) -> None:
+        """The requests run together. The next is not read while STREAM_REQUESTS_MAX have no answer written."""
+        free = asyncio.Semaphore(STREAM_REQUESTS_MAX)
+        running: asyncio.Queue[asyncio.Task[Message | Exception] | None] = asyncio.Queue()
+
+        async def run(data: bytes) -> Message | Exception:
+            """An error is not raised: it has its turn."""
+            try:
+                return await answer(parsed(request_type, data), connected, self.call(context))
+            except Exception as error:  # noqa: BLE001  raised below
+                return error
+
+        async def write() -> None:
+            while (task := await running.get()) is not None:
+                response = await task
+                if isinstance(response, Exception):
+                    raise response
+                await context.write(response)  # waits while the reader is slow
+                del task, response
+                free.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(write())
+                while True:
+                    await free.acquire()
+                    if (data := await context.read()) is grpc.aio.EOF:
+                        break
+                    running.put_nowait(group.create_task(run(data)))
+                    del data
+                running.put_nowait(None)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _serve(self, name: str, answer: StreamAnswer, _requests: object, context: Any) -> Message | None:
+        began_s = time.perf_counter()
+        self._metrics.begun()
+        code = grpc.StatusCode.CANCELLED
+        try:
+            try:
+                async with self._clients.of(self.call(context).token) as connected:
+                    response = await answer(context, connected)
+            except grpc.aio.InternalError as error:  # gRPC could not send: the peer is gone
+                raise asyncio.CancelledError from error
+            except Exception as error:  # noqa: BLE001  the caller gets a status, and the log the reason
+                code, text = status_of(error, name)
+                # The frames of the traceback keep the request.
+                error.__traceback__ = error.__context__ = error.__cause__ = None
+            else:
+                code = grpc.StatusCode.OK
+                return response
+            await context.abort(code, text)
+        finally:
+            self._metrics.ended(f"/{self._service}/{name}", code.name, time.perf_counter() - began_s)
+        return None
+
+
+def parsed(request_type: type[M], data: Any) -> M:
+    """HttpError: it is no such message."""
+    try:
+        return request_type.FromString(b"" if data is grpc.aio.EOF else data)
+    except DecodeError as error:
+        raise HttpError(400, f"the request is no {request_type.DESCRIPTOR.name}: {error}") from None
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def status_of(error: Exception, name: str) -> tuple[grpc.StatusCode, str]:
+    """The status and message of a call that failed. Logs an error that neither the caller nor the fleet caused."""
+    try:
+        failure = http_error(error)
+    except Exception:
+        log.exception("a call failed", method=name)
+        failure = HttpError(INTERNAL, "the gateway failed: its log says why")
+    code = grpc.StatusCode.CANCELLED if failure.code == "cancelled" else CODES[failure.status]
+    return code, failure.message[:MESSAGE_CHARS_MAX]
