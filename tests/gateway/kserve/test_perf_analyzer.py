@@ -1,11 +1,11 @@
-"""NVIDIA's perf_analyzer, unchanged, gets its table from a gateway: see benchmarks/perf_analyzer.py."""
+"""NVIDIA's perf_analyzer, unchanged, gets its table from a gateway: see benchmarks/perf_analyzer."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.perf_analyzer import CASES, Bench
+from benchmarks.perf_analyzer.cases import CASES, Bench
 from tests.fleet import Fleet
 from tests.gateway.conftest import GatewayProcess
 
