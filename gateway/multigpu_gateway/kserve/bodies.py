@@ -126,14 +126,15 @@ def write_infer(request: pb.ModelInferRequest, outputs: Sequence[NamedTensor]) -
     parts = []
     for output in outputs:
         row: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
+        rows.append(row)
         if output.parameters:
-            row["parameters"] = output.parameters
-        elif _is_binary(asked.get(output.name, {}), request.parameters):
+            # In shared memory. Triton's C++ client takes parameters only with a binary_data_size.
+            continue
+        if _is_binary(asked.get(output.name, {}), request.parameters):
             parts.append(output.data)
             row["parameters"] = {"binary_data_size": len(output.data)}
         else:
             row["data"] = _json_of(output)
-        rows.append(row)
     answer = {"id": request.id} if request.id else {}
     answer |= {"model_name": request.model_name, "model_version": request.model_version}
     head = msgspec.json.encode(answer | {"outputs": rows})

@@ -15,9 +15,9 @@ from multigpu_gateway.kserve.tensors import BYTES
 # Triton's names of what there is beyond the protocol.
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy",
               "statistics")  # fmt: skip
-
-
 SHARED_MEMORY = "system_shared_memory"
+# In statistics, of a model without versions: perf_analyzer ends if a version is no number there.
+ONLY_VERSION = "1"
 
 
 def server_metadata(*, shared_memory: bool) -> pb.ServerMetadataResponse:
@@ -100,4 +100,6 @@ async def statistics(
         entries = await served(connected)
     current = {(entry.model.name, entry.model.version): entry.model.current for entry in entries}
     found = [counted.of(name, version, current=current[name, version]) for name, version in current]
+    for each in found:
+        each.version = each.version or ONLY_VERSION
     return pb.ModelStatisticsResponse(model_stats=found)

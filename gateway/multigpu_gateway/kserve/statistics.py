@@ -9,7 +9,7 @@ from prometheus_client.core import Metric, UnknownMetricFamily
 
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 
-DURATIONS = ("success", "fail", "queue", "compute_infer")
+DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
 # Triton's metrics, without the common beginning of their names. A counter's name would end with _total here.
 _METRICS: dict[str, tuple[str, Callable[[pb.ModelStatistics], int]]] = {
     "request_success": ("Requests that succeeded.", lambda each: each.inference_stats.success.count),
@@ -55,6 +55,9 @@ class Statistics:
         _add(stats.success, ns)
         _add(stats.queue, _ns(outcome.submit_time, outcome.start_time))
         _add(stats.compute_infer, _ns(outcome.start_time, outcome.finish_time))
+        # Part of compute_infer: perf_analyzer ends if their counts differ from its count.
+        _add(stats.compute_input, 0)
+        _add(stats.compute_output, 0)
 
     def of(self, name: str, version: str, *, current: bool) -> pb.ModelStatistics:
         """Of a version. `current`: requests without a version were for it."""

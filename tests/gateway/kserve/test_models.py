@@ -127,6 +127,8 @@ def test_statistics_count_requests_and_examples(client: Any) -> None:
     stats, earlier = after.inference_stats, before.inference_stats
     assert (stats.success.count - earlier.success.count, stats.fail.count - earlier.fail.count) == (2, 1)
     assert stats.queue.count == stats.compute_infer.count == stats.success.count
+    assert stats.compute_input.count == stats.compute_output.count == stats.success.count
+    assert after.version == "1"
     assert stats.success.ns > stats.queue.ns + stats.compute_infer.ns - earlier.queue.ns - earlier.compute_infer.ns > 0
     assert after.last_inference > 1_700_000_000_000
     names = {each.name for each in client.get_inference_statistics().model_stats}

@@ -104,12 +104,11 @@ def test_inputs_and_outputs_in_a_region(form: Any, client: Any, key: str) -> Non
             where = {
                 name: getattr(each, each.WhichOneof("parameter_choice")) for name, each in output.parameters.items()
             }
+            assert where == {
+                "shared_memory_region": "r", "shared_memory_byte_size": X.nbytes, "shared_memory_offset": OUT
+            }  # fmt: skip
         else:
-            assert "data" not in output
-            where = output["parameters"]
-        assert where == {
-            "shared_memory_region": "r", "shared_memory_byte_size": X.nbytes, "shared_memory_offset": OUT
-        }  # fmt: skip
+            assert output == {"name": "y", "datatype": "FP32", "shape": [2, 3]}
 
 
 def test_regions_are_registered_listed_and_removed(form: Any, client: Any, key: str) -> None:
