@@ -149,11 +149,13 @@ def test_a_gpu_on_which_different_tasks_fail_is_sick_and_returns_after_a_check(h
 def test_a_check_that_an_operator_asks_for_finds_a_sick_gpu_and_blames_no_other(host: Host) -> None:
     with AdminClient(host.fleet.address) as admin:
         for name in host.names:
-            assert admin.check_worker(name).health.state is HealthState.HEALTHY
+            fit = admin.check_worker(name).health
+            assert fit is not None and fit.state is HealthState.HEALTHY
         assert admin.stats().breaker.quarantines == 0
         host.gpus.lose(3)
         try:
             health = admin.check_worker("gpu3").health
+            assert health is not None
             assert (health.state, health.unusable, health.reasons[0].code) == (HealthState.SICK, True, "xid_79")
         finally:
             host.gpus.return_(3)

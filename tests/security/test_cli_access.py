@@ -51,6 +51,7 @@ CALLS: dict[str, str] = {
     "workers": "",
     "gpus": "",
     "top": "",
+    "check": "--all",
     "drain": "w1",
     "uncordon": "w1",
     "cordon": "w2",

@@ -33,7 +33,7 @@ COMMANDS = {
     "drain": ("multigpu.cli.fleet.workers:drain", "Give workers no new tasks and let theirs finish."),
     "cordon": ("multigpu.cli.fleet.workers:cordon", "Give workers no new tasks."),
     "uncordon": ("multigpu.cli.fleet.workers:uncordon", "End a cordon or a drain: the workers take tasks again."),
-    "check": ("multigpu.cli.fleet.workers:check", "Have workers check their devices: are they fit?"),
+    "check": ("multigpu.cli.fleet.workers:check", "Have workers check their devices."),
     "forget": ("multigpu.cli.fleet.workers:forget", "Remove lost workers from the master's list."),
     "breaker": ("multigpu.cli.fleet.breaker:breaker", "See and reset the circuit breaker of sick devices."),
     "models": ("multigpu.cli.models.models:models", "See, load and unload models: what is loaded where."),

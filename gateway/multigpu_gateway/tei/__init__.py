@@ -17,6 +17,8 @@ from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import Headers, Request
 from multigpu_gateway.http import decode as decode_body
+from multigpu_gateway.openai.embeddings import embeddings
+from multigpu_gateway.openai.requests import EmbeddingsRequest
 from multigpu_gateway.routes import Operation, Paths, Route, Serve
 from multigpu_gateway.tasks import TASK_HEADERS
 from multigpu_gateway.tei.call import Answer, Call
@@ -27,6 +29,8 @@ from multigpu_gateway.tei.scoring import PredictRequest, RerankRequest, predict,
 from multigpu_gateway.tei.tokens import DecodeRequest, EmbedAllRequest, TokenizeRequest, decode, embed_all, tokenize
 
 TREE = "/tei"
+# Below a model's own path: OpenAI's API, which TEI has too.
+OPENAI_PATH = "/v1/embeddings"
 MODEL = b"x-multigpu-model"
 # What serves a call: an operation of BODIES takes its body's value too.
 Answering = Callable[..., Awaitable[Answer]]
@@ -115,6 +119,11 @@ async def _below(request: Request, connected: Connected) -> None:
     path = request.path.removeprefix(TREE).strip("/")
     if not path:
         raise HttpError(NOT_FOUND, f"name a model in the path: {TREE}/MODEL, or {TREE}/MODEL/embed")
+    if (model := path.removesuffix(OPENAI_PATH)) != path:
+        if request.method != "POST":
+            raise not_allowed(request.path, request.method, "POST")
+        await embeddings(request, connected, model)
+        return
     model, _, name = path.rpartition("/")
     if not model or name not in OPERATIONS:
         model, name = path, ""
@@ -153,4 +162,6 @@ def _root_routes() -> dict[str, Route]:
 _below_paths: dict[str, Mapping[str, Operation]] = {}
 for _name, _methods in OPERATIONS.items():
     _below_paths |= _described(f"{TREE}/{{model}}/{_name}".rstrip("/"), _methods)
+_openai_operation = Operation(embeddings, body=EmbeddingsRequest, headers=TASK_HEADERS)
+_below_paths[f"{TREE}/{{model}}{OPENAI_PATH}"] = {"POST": _openai_operation}
 ROUTES = {**_root_routes(), TREE: Route({"GET": _below, "POST": _below}, error_body, tree=True, paths=_below_paths)}

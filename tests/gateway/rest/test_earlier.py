@@ -97,13 +97,14 @@ def test_a_wrong_request_is_rejected(gateway: GatewayProcess, path: str, status:
 def test_gpus_are_tested(gateway: GatewayProcess, fleet: Fleet) -> None:
     response, body = gateway.call("POST", "/multigpu/gpu/test")
     assert (response.status, body["passed"]) == (200, True), body
-    passed = [{"gpu_id": i, "worker_id": f"w{i}", "passed": True, "faults": []} for i in (0, 1)]
+    passed: list[Any] = [{"gpu_id": i, "worker_id": f"w{i}", "passed": True, "faults": []} for i in (0, 1)]
     assert body["tests"] == passed
     assert gateway.call("POST", "/multigpu/gpu/test", {"gpu_ids": [1]})[1]["tests"] == passed[1:]
     response, body = gateway.call("POST", "/multigpu/gpu/test", {"gpu_ids": [1, 2]})
     assert (response.status, "2 is no number" in str(body)) == (400, True), body
     with AdminClient(fleet.address) as admin:
-        assert [each.health.checks_passed for each in admin.list_workers()] == [1, 2], "the wrong request tested none"
+        checked = [each.health.checks_passed for each in admin.list_workers() if each.health is not None]
+        assert checked == [1, 2], "the wrong request tested none"
 
 
 def test_health_says_how_many_gpus_take_tasks(gateway: GatewayProcess, fleet: Fleet) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import huggingface_hub
 import multigpu
 import numpy as np
+import openai
 import pytest
 import sentence_transformers
 import transformers
@@ -54,6 +55,14 @@ def test_feature_extraction_equals_sentence_transformers(gateway: GatewayProcess
     one = client.feature_extraction(TEXTS[0], normalize=True, truncate=True, truncation_direction="right")
     assert one.shape == (1, 384)
     assert np.abs(one[0] - expected[0]).max() < 1e-5
+
+
+def test_openai_s_client_at_the_address_of_a_model(gateway: GatewayProcess, expected: Any) -> None:
+    with openai.OpenAI(base_url=f"{gateway.url}/tei/{MODEL}/v1", api_key="none", timeout=120) as client:
+        found = client.embeddings.create(model="tei", input=TEXTS)
+    assert np.abs(np.array([each.embedding for each in found.data]) - expected).max() < 1e-5
+    response, body = gateway.call("GET", f"/tei/{MODEL}/v1/embeddings")
+    assert (response.status, response.getheader("allow")) == (405, "POST"), body
 
 
 def test_dimensions_cut_and_normalise(gateway: GatewayProcess, expected: Any) -> None:

@@ -139,8 +139,10 @@ def uncordon(worker_ids: tuple[str, ...], admin: AdminClient, as_json: bool) -> 
 @connected
 @json_option
 def check(worker_ids: tuple[str, ...], everywhere: bool, admin: AdminClient, as_json: bool) -> None:
-    """Have workers check their devices, one after the other: the driver's answer, the start of an engine, and a
-    computation with a known result. A worker gets no tasks while it checks. Fails if a device is not fit.
+    """Have workers check their devices.
+
+    One after the other: the driver answers, an engine starts, and a computation with a known result is right. A worker
+    gets no tasks meanwhile. The exit code is 1 if a device is not fit.
 
     A WORKER is an id, or the beginning of one.
     """
