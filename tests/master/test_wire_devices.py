@@ -43,7 +43,7 @@ def test_a_lost_workers_device_has_no_metrics(state: HealthState, device_id: str
     worker = Worker(info, session=1, telemetry=wire_devices.telemetry(message), health=Health(state=state))
 
     def samples() -> list[Sample]:
-        every = device_metrics(snapshots([worker]), hardware=True)
+        every = device_metrics(snapshots([worker]))
         return [sample for metric in every for sample in metric.samples]
 
     assert len(samples()) > 10

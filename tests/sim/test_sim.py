@@ -21,7 +21,7 @@ from tests.sim.run import silence_log
 from tests.sim.sim import Simulation
 from tests.sim.world import ViolationError, World
 
-SEEDS = 1000
+SEEDS = 500
 SEEDS_ALL = 20000
 COVERAGE_SEEDS = 1500
 BUSY = 891  # a seed with more tasks than its workers can soon run

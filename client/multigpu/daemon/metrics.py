@@ -44,14 +44,12 @@ class Sample(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A named family of samples. `kind`: an `updowncounter` can be summed over labels, a `gauge` cannot. `unit`: for
-    OTLP, if the name does not end in it.
-    """
+    """A named family of samples. `unit`: for OTLP, if the name does not end in it."""
 
     name: str
     help: str
     samples: Sequence[Sample]
-    kind: Literal["counter", "gauge", "updowncounter", "histogram"]
+    kind: Literal["counter", "gauge", "histogram"]
     unit: str = ""
 
 
@@ -177,7 +175,7 @@ def _data(export: Any, each: Metric, times: dict[str, int]) -> Any:
         return export.Gauge(data_points=points)
     if each.kind == "histogram":
         return export.Histogram(data_points=points, aggregation_temporality=cumulative)
-    return export.Sum(data_points=points, aggregation_temporality=cumulative, is_monotonic=each.kind == "counter")
+    return export.Sum(data_points=points, aggregation_temporality=cumulative, is_monotonic=True)
 
 
 def _point(export: Any, value: float | Histogram, common: dict[str, Any]) -> Any:

@@ -23,11 +23,6 @@ def load_strategies() -> dict[str, Strategy]:
             ) from error
         needed = ("name", "summary", "score_meaning", "score", "excludes", "min_backlog")
         missing = [a for a in needed if not hasattr(strategy, a)]
-        if hasattr(strategy, "worth"):
-            raise StrategyError(
-                f"strategy {point.name!r} ({point.value}) has the method worth, which is not called any more; "
-                "replace it by min_backlog (docs/strategies.md)"
-            )
         if missing or strategy.name != point.name:
             raise StrategyError(
                 f"strategy {point.name!r} ({point.value}) lacks {missing or 'its own name'}; "

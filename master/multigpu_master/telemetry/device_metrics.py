@@ -1,4 +1,4 @@
-"""Metrics of devices: `mgpu_device_*`, and for OTLP also `hw.*` by OpenTelemetry's conventions.
+"""Metrics of devices: `mgpu_device_*`.
 
 A value that a device does not report has no sample. A lost worker's device has one sample: that it is lost.
 """
@@ -28,9 +28,8 @@ def snapshots(workers: Iterable[Worker]) -> list[DeviceSnapshot]:
 class Device:
     """A device of a connected worker."""
 
-    def __init__(self, info: WorkerInfo, telemetry: Telemetry, health: Health) -> None:
+    def __init__(self, info: WorkerInfo, telemetry: Telemetry) -> None:
         self.info = info
-        self.health = health
         self.message = device_message(info)
         self.telemetry = telemetry_message(telemetry)
         self.is_gpu = info.device_id != "cpu"
@@ -40,19 +39,16 @@ class Device:
         return [sample(float(getattr(self.telemetry, name)), **labels)] if self.telemetry.HasField(name) else []
 
 
-def device_metrics(devices: list[DeviceSnapshot], *, hardware: bool = False) -> Iterator[Metric]:
-    """`hardware`: with hw.*."""
+def device_metrics(devices: list[DeviceSnapshot]) -> Iterator[Metric]:
     yield metric(
         "mgpu_device_health",
         "1 for the state that it is in; lost: its worker is not connected.",
         *[_labelled(each, d.info) for d in devices for each in _health(d.health)],
     )
-    connected = [Device(d.info, d.telemetry, d.health) for d in devices if d.health is not None]
+    connected = [Device(d.info, d.telemetry) for d in devices if d.health is not None]
     for name, text, samples in _METRICS:
         values = [_labelled(each, device.info) for device in connected for each in samples(device)]
         yield metric(f"mgpu_device_{name}", text, *values)
-    if hardware:
-        yield from _hardware_metrics(connected)
 
 
 def _labelled(each: Sample, info: WorkerInfo) -> Sample:
@@ -102,8 +98,8 @@ def _info(device: Device) -> list[Sample]:
     return [sample(1.0, host=device.info.host, **texts, **{name: str(flag).lower() for name, flag in flags.items()})]
 
 
-def _of(field: str, **labels: str) -> Callable[[Device], list[Sample]]:
-    return lambda device: device.field(field, **labels)
+def _of(field: str) -> Callable[[Device], list[Sample]]:
+    return lambda device: device.field(field)
 
 
 _METRICS: tuple[tuple[str, str, Callable[[Device], list[Sample]]], ...] = (
@@ -133,78 +129,4 @@ _METRICS: tuple[tuple[str, str, Callable[[Device], list[Sample]]], ...] = (
     ),
     ("processes", "Compute processes on it.", _processes),
     ("info", "Description.", _info),
-)
-
-# --- hw.* ------------------------------------------------------------------------------------------------------------
-
-
-def _hardware_metrics(devices: list[Device]) -> Iterator[Metric]:
-    """By https://opentelemetry.io/docs/specs/semconv/hardware/. The resource is the master, so each sample has its
-    device's host. Bytes over PCIe are missing: NVML reports a rate, `hw.gpu.io` is a sum. Devices of lost workers have
-    no samples: the conventions have no state for them.
-    """
-    for name, kind, unit, text, samples in _HARDWARE:
-        gpu_only = name.startswith("hw.gpu.")
-        values = [
-            Sample(each.value, {**_attributes(device, typed=not gpu_only), **each.labels})
-            for device in devices
-            if device.is_gpu or not gpu_only
-            for each in samples(device)
-        ]
-        yield Metric(name, text, values, kind, unit)  # type: ignore[arg-type]  # mypy widens the table's literals
-
-
-def _attributes(device: Device, *, typed: bool) -> dict[str, str]:
-    message, info = device.message, device.info
-    attributes = {
-        "hw.id": info.device_id,
-        "hw.name": message.name,
-        "hw.model": message.product,
-        "host.name": info.host,
-        "multigpu.worker_id": info.worker_id,
-    }
-    if typed:
-        attributes["hw.type"] = "gpu" if device.is_gpu else "cpu"
-    elif message.driver_version:
-        attributes |= {"hw.vendor": "NVIDIA", "hw.driver_version": message.driver_version}
-    return attributes
-
-
-def _memory_fraction(device: Device) -> list[Sample]:
-    told = device.telemetry
-    known = told.HasField("memory_used_bytes") and told.memory_total_bytes
-    return [sample(told.memory_used_bytes / told.memory_total_bytes)] if known else []
-
-
-def _errors(device: Device) -> list[Sample]:
-    return [sample(value, **{"error.type": labels["severity"]}) for value, labels in _ecc(device)]
-
-
-def _status(device: Device) -> list[Sample]:
-    current = _STATES[device.health.state]
-    return [sample(float(current == state), **{"hw.state": state}) for state in ("ok", "degraded", "failed")]
-
-
-_STATES = {
-    HealthState.HEALTHY: "ok",
-    HealthState.DEGRADED: "degraded",
-    HealthState.SICK: "failed",
-    HealthState.RECOVERING: "failed",
-}
-_HARDWARE = (
-    (
-        "hw.gpu.utilization",
-        "gauge",
-        "1",
-        "Fraction of time spent in a specific task.",
-        _of("utilization", **{"hw.gpu.task": "general"}),
-    ),
-    ("hw.gpu.memory.usage", "updowncounter", "By", "GPU memory used.", _of("memory_used_bytes")),
-    ("hw.gpu.memory.limit", "updowncounter", "By", "Size of the GPU memory.", _of("memory_total_bytes")),
-    ("hw.gpu.memory.utilization", "gauge", "1", "Fraction of GPU memory used.", _memory_fraction),
-    ("hw.temperature", "gauge", "Cel", "Temperature.", _of("temperature_celsius")),
-    ("hw.power", "gauge", "W", "Instantaneous power consumed by the component.", _of("power_watts")),
-    ("hw.energy", "counter", "J", "Energy consumed by the component.", _of("energy_joules")),
-    ("hw.errors", "counter", "{error}", "Number of errors encountered by the component.", _errors),
-    ("hw.status", "updowncounter", "1", "Operational status: 1 (true) or 0 (false) for each state.", _status),
 )

@@ -54,7 +54,7 @@ class MasterMetrics:
     def start(self) -> None:
         """ConfigError: the address is not available, or the exporter is not installed."""
         resource = {"service.name": "mgpu-master", "service.version": VERSION}
-        self._otlp = configure_metrics(self._telemetry, resource, lambda: self._collect(hardware=True))
+        self._otlp = configure_metrics(self._telemetry, resource, self._collect)
         if self._listen:
             self._prometheus = serve_prometheus(self._listen, self._collect, self._tls)
             log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
@@ -93,10 +93,10 @@ class MasterMetrics:
         certificate = self._certificate.metrics() if self._certificate is not None else ()
         self._last = (*_metrics(self._driver, self._oldest), *certificate)
 
-    def _collect(self, *, hardware: bool = False) -> Iterator[Metric]:
+    def _collect(self) -> Iterator[Metric]:
         """Runs on the scraper's thread, because a thousand devices have tens of thousands of samples."""
         yield from self._last
-        yield from device_metrics(self._devices, hardware=hardware)
+        yield from device_metrics(self._devices)
 
 
 class _Certificate:

@@ -25,13 +25,6 @@ tasks = [Task(spec, "", b"") for _ in range(2)]
 core.handle(ev.Submit(spec, tasks), 1.0)
 print(name, *[t.lease.worker.worker_id for t in tasks])
 """
-WORTH = """
-from multigpu_master.strategies.auto import Auto
-class Coolest(Auto):
-    name = "coolest"
-    def worth(self, shape, worker, fleet, queued):
-        return True
-"""
 
 
 def install(site: Path, source: str, entry: str) -> None:
@@ -59,7 +52,6 @@ def test_the_strategy_that_the_docs_show_works(tmp_path: Path) -> None:
     ("source", "entry", "says"),
     [
         ("raise RuntimeError('oh')", "coolest = coolest:Coolest", "can't be loaded: RuntimeError('oh')"),
-        (WORTH, "coolest = coolest:Coolest", "replace it by min_backlog"),
         ("class Coolest: pass", "coolest = coolest:Coolest", "lacks ['name', 'summary'"),
         ("", "coolest = coolest:Coolest", "can't be loaded: AttributeError"),
     ],

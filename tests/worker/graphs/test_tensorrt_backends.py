@@ -32,6 +32,7 @@ from multigpu_worker.repository.model import BatchRules, Gate, ModelSpec
 from tests.worker.graphs import small_graphs
 from tests.worker.graphs.test_tensorrt_run import MODULE, PROFILES, HostMemory, fake_plan
 
+pytestmark = pytest.mark.slow
 CPU = EngineSettings(device="cpu", slots=1, threads=1, artifacts="never made")
 FP32 = Variant(engine="tensorrt", precision="fp32")
 
@@ -115,7 +116,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 TEXTS = ["One.", "Two words.", "Quite a few more words than in the others, so that these are padded.", "last"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 def test_torch_serves_until_a_plan_does(
     model_folder: Path, settings: EngineSettings, fake_gpu: threading.Event
@@ -188,7 +188,6 @@ def test_onnx_runtime_serves_until_the_plan_does(tmp_path: Path, fake_gpu: threa
     assert (forward.per_example, forward.switch.current.per_example) == (True, None)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # modelopt takes seconds, and a minute on a busy machine
 def test_gate_judges_the_int8_plan(tmp_path: Path, fake_gpu: threading.Event) -> None:
     pytest.importorskip("modelopt.onnx.quantization", reason="the extra `int8` is not installed")

@@ -16,6 +16,7 @@ from tests.client.cli.fleet_up import MGPUCTL, children_of, ok, running
 from tests.client.cli.models.test_infer import ENGINE
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
 STUCK = (
     ENGINE
     + """
@@ -161,7 +162,6 @@ def test_an_interrupt_before_the_first_row_still_prints_json(address: str, tmp_p
     assert "ended early, with 0 of 1 rows measured" in remarks
 
 
-@pytest.mark.slow
 def test_a_baseline_that_dies_ends_it_with_the_complete_rows(address: str, folder: Path) -> None:
     flags = ["--texts", str(folder / "lines.txt"), "--items", "64", "--rounds", "50", "--concurrency", "1,2"]
     with started(address, "letters", *flags, "--json") as process:
