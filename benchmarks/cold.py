@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from multigpu import Client
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 
 from benchmarks.measure import median
 from tests.fleet import Fleet

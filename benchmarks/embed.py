@@ -37,7 +37,7 @@ import numpy as np, torch
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 from benchmarks.engines.embed_engine import sentences
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 
 threads, share, shares, n = map(int, sys.argv[1:5])
 path, batches = sys.argv[5], [int(b) for b in sys.argv[6:]]

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Self
 from unittest import mock
 
-from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import multigpu
 import numpy as np
 import pytest
-from multigpu._transport.encoding import MSGPACK, decode
+from multigpu._encoding import MSGPACK, decode
 from safetensors.numpy import save_file
 
 from tests.docs.pages import DOCS, blocks, fleet_of, printed, start, stated

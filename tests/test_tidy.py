@@ -21,6 +21,7 @@ PACKAGES = {
     "multigpu_worker": ROOT / "worker" / "multigpu_worker",
 }
 GENERATED = PACKAGES["multigpu"] / "v1"
+CHILDREN = {name: {path.stem for path in root.iterdir()} - {"__init__", "v1"} for name, root in PACKAGES.items()}
 
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 60
@@ -149,6 +150,17 @@ def test_no_modules_import_each_other() -> None:
         return {module_of(name) for name in names} & modules.keys() - {module}
 
     TopologicalSorter({module: product_imports(module) for module in modules}).prepare()  # CycleError names the modules
+
+
+def test_no_packages_import_each_other() -> None:
+    """Nor in a longer circle. A package is what lies directly in one of PACKAGES: a folder, or a module."""
+    found: dict[str, set[str]] = {}
+    for path in product_sources():
+        package = module_name(path).split(".")[:2]
+        names = [name.split(".") for name in imports(path)]
+        inner = {name[1] for name in names if name[0] == package[0] and len(name) > 1} & CHILDREN[package[0]]
+        found.setdefault(".".join(package), set()).update(f"{package[0]}.{each}" for each in inner - {*package[1:]})
+    TopologicalSorter({name: needed for name, needed in found.items() if "." in name}).prepare()
 
 
 def test_every_module_has_a_docstring() -> None:

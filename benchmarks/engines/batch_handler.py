@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Embedder:
     def __init__(self) -> None:
         import torch
-        from multigpu_worker.models.folders import packaged_model
+        from multigpu_worker.repository.folders import packaged_model
         from sentence_transformers import SentenceTransformer
 
         torch.set_num_threads(1)

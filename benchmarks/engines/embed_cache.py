@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from multigpu_worker.engines.base import EmbeddingCacheSettings
 from multigpu_worker.engines.embed.engine import EmbedEngine
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 
 from benchmarks.engines.embed_engine import engine_encode, engine_settings, sentences, timed
 

@@ -22,7 +22,7 @@ from multigpu.cli.bench.sentences import sentences as sentences  # noqa: PLC0414
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, EngineSettings, Item
 from multigpu_worker.engines.embed.engine import EmbedEngine
-from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 BATCH_TASKS = 256

@@ -24,7 +24,7 @@ from multigpu_worker.engines.embed import engine as embed
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.embed.text import Inputs, TextInput
-from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 from benchmarks.engines.embed_engine import Collector, sentences

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import model_pb2
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 
 from tests.fleet import Fleet, until
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 from multigpu_worker.repository.model import Gate, ModelSpec
 
 from benchmarks.engines.embed_engine import engine_encode, sentences

@@ -29,7 +29,7 @@ from multigpu_worker.engines.onnx.export import MODEL_FILE
 from multigpu_worker.engines.tensorrt.build import PLAN_FILE, PlanOrder, artifacts_of, get_plan
 from multigpu_worker.engines.tensorrt.module import Gpu, installed
 from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from multigpu_worker.repository.model import Gate, ModelSpec
 
 from benchmarks.measure import table

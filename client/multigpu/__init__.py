@@ -12,8 +12,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from multigpu._transport.encoding import Arguments as Arguments
-from multigpu._transport.encoding import allow_pickle as allow_pickle
+from multigpu._encoding import Arguments as Arguments
+from multigpu._encoding import allow_pickle as allow_pickle
 from multigpu.contexts import Context as Context
 from multigpu.contexts import context as context
 from multigpu.errors import AccessError as AccessError

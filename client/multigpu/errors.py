@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from multigpu._transport.times import seconds_of
+from multigpu._times import seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

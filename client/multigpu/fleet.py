@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from multigpu._transport.times import instant, seconds_of
+from multigpu._times import instant, seconds_of
 from multigpu.outcome import OpenEnum
 from multigpu.task import Task
 

@@ -40,8 +40,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
-from multigpu._handling.targets import call_of, check_parameters, module_of
-from multigpu._transport.encoding import Arguments
+from multigpu._encoding import Arguments
+from multigpu._targets import call_of, check_parameters, module_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine, Generator

@@ -12,8 +12,8 @@ import sys
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from multigpu._transport.encoding import decode
-from multigpu._transport.times import instant
+from multigpu._encoding import decode
+from multigpu._times import instant
 from multigpu.errors import MultigpuError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from multigpu._transport.times import instant
+from multigpu._times import instant
 from multigpu.outcome import OpenEnum, Outcome
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway.app import Gateway
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import Clients, Connected
 from multigpu_gateway.errors import INTERNAL, HttpError, http_error
 from multigpu_gateway.http import token_of
+from multigpu_gateway.metrics import Metrics
 
 M = TypeVar("M", bound=Message)
 
@@ -72,10 +72,10 @@ StreamAnswer = Callable[[Any, Connected], Awaitable[Message | None]]
 class GrpcCalls:
     """Makes the handlers of one service, for add_registered_method_handlers."""
 
-    def __init__(self, service: str, config: GatewayConfig, gateway: Gateway) -> None:
+    def __init__(self, service: str, config: GatewayConfig, clients: Clients, metrics: Metrics) -> None:
         """`service`: its name with the package."""
         self._service, self._config = service, config
-        self._clients, self._metrics = gateway.clients, gateway.metrics
+        self._clients, self._metrics = clients, metrics
 
     def unary(self, name: str, request_type: type[Message], answer: Answer) -> Any:
         """A method with one request and one answer."""

@@ -19,8 +19,9 @@ class GrpcServer:
         self._config = config
         self._stopping = asyncio.Event()
         self._server = Server(config.connections_max, config.body_bytes_max)
-        self._server.add_registered_method_handlers(SERVICE, InferenceService(config, gateway).handlers())
-        for service, handlers in tei.services(config, gateway).items():
+        inference = InferenceService(config, gateway.clients, gateway.metrics, gateway.inference)
+        self._server.add_registered_method_handlers(SERVICE, inference.handlers())
+        for service, handlers in tei.services(config, gateway.clients, gateway.metrics).items():
             self._server.add_registered_method_handlers(service, handlers)
 
     async def start(self) -> str:

@@ -1,7 +1,7 @@
 """The driver owns the core: it feeds events in, and carries out the commands that come back.
 
 Everything here runs on the event loop, in one thread, and never waits. Entries for the journal go to
-journal/write_buffer.py; dispatch and delivery don't wait for them. Time is the master's clock (clock.py).
+write_buffer.py; dispatch and delivery don't wait for them. Time is the master's clock (clock.py).
 """
 
 import asyncio
@@ -21,19 +21,19 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.identity import FREE
 from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core
+from multigpu_master.errors import CallError, ExhaustedError, JournalError, JournalFullError
 from multigpu_master.ids import Incarnations, LeaseProofs
-from multigpu_master.journal.protocol import JournalError, JournalFullError, LargeBody, Recovered, SettledTask
+from multigpu_master.journal.protocol import LargeBody, Recovered, SettledTask
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.write_buffer import DURABLE_S, Journaling, tell
-from multigpu_master.payloads import messages as wire_large
-from multigpu_master.rpc.errors import CallError, ExhaustedError
-from multigpu_master.rpc.outbox import Outbox
+from multigpu_master.outbox import Outbox
 from multigpu_master.telemetry.history import History
 from multigpu_master.telemetry.tracing import record_spans
+from multigpu_master.wire import payloads as wire_large
 from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.times import duration
 from multigpu_master.worker_streams import WorkerStreams
+from multigpu_master.write_buffer import DURABLE_S, Journaling, tell
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from multigpu_master.core.model import EPOCH_IDS
-from multigpu_master.journal.errors import JournalError
+from multigpu_master.errors import JournalError
 
 EPOCHS_END = (1 << 53) // EPOCH_IDS
 # Epochs are seconds since 2025-01-01T00:00:00Z, and so last until January 2042.

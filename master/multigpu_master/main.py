@@ -32,7 +32,7 @@ from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut
 
 from multigpu_master import VERSION
 from multigpu_master.clock import Clock
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.server import Master, SettingError, StartError

@@ -17,9 +17,12 @@ from multigpu_master import VERSION, settings
 from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.strategy import Strategy
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import Entry, JournalError, Recovered
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry, Recovered
 from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.metrics.master import MasterMetrics
 from multigpu_master.rpc import health_service
 from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
@@ -31,12 +34,10 @@ from multigpu_master.security import listeners
 from multigpu_master.security.audit import Audit
 from multigpu_master.security.auth import Auth
 from multigpu_master.security.setup import load_auth
-from multigpu_master.strategies.base import Strategy
 from multigpu_master.strategies.registry import StrategyError, canonical_name, load_strategies
-from multigpu_master.telemetry.metrics import MasterMetrics
-from multigpu_master.telemetry.worker_log import WorkerLog
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.tasks import restored_task
+from multigpu_master.worker_log import WorkerLog
 
 log = structlog.get_logger()
 

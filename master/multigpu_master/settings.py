@@ -15,7 +15,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Queue, Worker
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import Capability, WorkerInfo
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import JournalError
 from multigpu_master.wire.devices import device_message
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
 

@@ -10,11 +10,11 @@ from multigpu.v1.admin_service_pb2 import WorkerRejection
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease
 from multigpu_master.core.workers.fleet import Fleet
+from multigpu_master.errors import CallError
 from multigpu_master.ids import LeaseProofs
-from multigpu_master.payloads import messages as wire_large
-from multigpu_master.payloads.shared_files import Payloads
-from multigpu_master.rpc.errors import CallError
-from multigpu_master.rpc.outbox import FRAME_BYTES, Outbox
+from multigpu_master.journal.payload_files import Payloads
+from multigpu_master.outbox import FRAME_BYTES, Outbox
+from multigpu_master.wire import payloads as wire_large
 from multigpu_master.wire.leases import fill_leases
 from multigpu_master.wire.models import fill_desired
 from multigpu_master.wire.specs import SpecReader

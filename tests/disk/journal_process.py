@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from multigpu_master.errors import JournalError, JournalFullError
 from multigpu_master.ids import first_id
-from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import segments as journal_segments

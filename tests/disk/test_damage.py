@@ -6,7 +6,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from multigpu_master.journal.protocol import JournalDamagedError
+from multigpu_master.errors import JournalDamagedError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PAGE_BYTES
 

@@ -8,7 +8,7 @@ from multigpu.v1 import embed_pb2
 from multigpu_worker.baselines.loading import load_model
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, require
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 pytestmark = [

@@ -22,7 +22,7 @@ from multigpu_worker.engines.tensorrt.device_memory import DeviceMemory, PycudaM
 from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, Gpu, TensorRT, require
 from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
 from multigpu_worker.engines.tensorrt.run import PlanRunner
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.graphs import small_graphs

@@ -30,8 +30,8 @@ from multigpu_master.core.identity import fingerprint
 from multigpu_master.core.model import Task
 from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.payloads.messages import outcome_body
 from multigpu_master.server import Master
+from multigpu_master.wire.payloads import outcome_body
 from multigpu_master.wire.specs import SpecReader
 
 from tests.hostile.targets.base import mute

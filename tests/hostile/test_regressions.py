@@ -30,7 +30,7 @@ from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.fleet import LOST_WORKERS_MAX, LOST_WORKERS_TOKEN_MAX, Fleet
 from multigpu_master.core.workers.info import WorkerInfo
 from multigpu_master.core.workers.pace import PACES_MAX
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import InvalidMessageError, JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.worker_service import PROTOCOL_VERSION
@@ -124,7 +124,7 @@ def test_a_held_lease_is_limited() -> None:
 def test_a_large_hello_is_rejected() -> None:
     held = [worker_pb.HeldLease(checkpoint=bytes(1 << 20))] * 2  # not part of its description
     assert wire_workers.worker_info(hello(leases=held).hello).worker_id == "a"
-    with pytest.raises(wire_validation.InvalidMessageError, match="at most 131072"):
+    with pytest.raises(InvalidMessageError, match="at most 131072"):
         wire_workers.worker_info(hello(labels={"l": "x" * (1 << 20)}).hello)
     found = [model_pb2.ModelResidency(model=f"m{n}" * 999) for n in range(2000)]
     beat = worker_pb.Heartbeat(models=found)

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from multigpu.v1 import task_pb2, task_service_pb2
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.write_buffer import Journaling, tell
+from multigpu_master.write_buffer import Journaling, tell
 
 from tests.fleet import Fleet
 

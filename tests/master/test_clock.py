@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from multigpu_master import settings
 from multigpu_master.clock import AHEAD_S, SLEW, Clock, SavedSkew
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import JournalError
 
 NOW_S = 1.8e9
 DAY_S = 86400.0

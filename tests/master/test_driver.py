@@ -19,12 +19,12 @@ from multigpu_master.core.model import Lease, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
+from multigpu_master.errors import ExhaustedError, JournalError
 from multigpu_master.ids import first_id
-from multigpu_master.journal.protocol import Entry, JournalError, OutcomeFilter
+from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
-from multigpu_master.rpc.errors import ExhaustedError
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.task_service import TaskService
 from multigpu_master.strategies.registry import load_strategies

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from grpc_health.v1 import health_pb2
-from multigpu_master.rpc.errors import ExhaustedError
+from multigpu_master.errors import ExhaustedError
 from multigpu_master.rpc.health_service import ALL_CALLS_MAX, CALLS_MAX, Health
 
 

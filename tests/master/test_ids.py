@@ -3,7 +3,7 @@
 import pytest
 from multigpu_master import ids
 from multigpu_master.core.model import EPOCH_IDS
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import JournalError
 
 NOW_S = ids.FIRST_EPOCH_S + 60_000_000.0
 TEN_YEARS_S = 10 * 365.25 * 86_400

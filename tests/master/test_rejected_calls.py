@@ -9,7 +9,7 @@ import grpc
 import pytest
 from multigpu.daemon.grpc_server import Server
 from multigpu.v1 import task_service_pb2
-from multigpu_master.rpc.errors import NotFoundError
+from multigpu_master.errors import NotFoundError
 from multigpu_master.rpc.registration import add_service
 
 SERVICE = task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]

@@ -4,8 +4,8 @@ from typing import Any
 
 import grpc
 import pytest
-from multigpu_master.rpc.errors import CallError, InvalidArgumentError
-from multigpu_master.rpc.outbox import Outbox, serve_stream
+from multigpu_master.errors import CallError, InvalidArgumentError
+from multigpu_master.outbox import Outbox, serve_stream
 
 
 class _Context:

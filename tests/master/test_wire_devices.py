@@ -10,11 +10,11 @@ from multigpu.v1 import device_pb2, worker_service_pb2
 from multigpu_master import settings
 from multigpu_master.core.model import Energy, Worker
 from multigpu_master.core.workers.info import Health, HealthState, WorkerInfo
-from multigpu_master.telemetry.device_metrics import device_metrics, snapshots
+from multigpu_master.errors import InvalidMessageError
+from multigpu_master.metrics.devices import device_metrics, snapshots
 from multigpu_master.wire import devices as wire_devices
 from multigpu_master.wire import leases as wire_leases
 from multigpu_master.wire import workers as wire_workers
-from multigpu_master.wire.validation import InvalidMessageError
 
 
 def test_fields_that_the_core_does_not_read_are_kept() -> None:

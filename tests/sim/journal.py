@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from multigpu_master import ids
 from multigpu_master.core.identity import FREE
+from multigpu_master.errors import JournalFullError
 from multigpu_master.journal import request_filter as known_requests
-from multigpu_master.journal.protocol import CommitCallback, Entry, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.journal.protocol import CommitCallback, Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite.room import frees
 
 from tests.sim.world import Link, World

@@ -12,7 +12,8 @@ from random import Random
 
 import pytest
 from multigpu_master.core.model import OutcomeState
-from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.errors import JournalError, JournalFullError
+from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import failures
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite.journal import SqliteJournal

@@ -9,7 +9,7 @@ from multigpu_master.core import attempts
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.write_buffer import Journaling
+from multigpu_master.write_buffer import Journaling
 
 from tests.commands import run_module
 from tests.sim import sim

@@ -15,7 +15,7 @@ from multigpu.v1 import embed_pb2
 from multigpu_worker.baselines.loading import load_model
 from multigpu_worker.baselines.loops import BATCHES, EngineLoop
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.graphs import small_graphs

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from multigpu._transport.encoding import MSGPACK, decode
+from multigpu._encoding import MSGPACK, decode
 from multigpu.v1 import worker_service_pb2 as pb
 
 from tests.worker.conftest import Start, StartWorker

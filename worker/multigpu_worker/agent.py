@@ -10,9 +10,9 @@ from typing import Any
 import structlog
 from multigpu.config.config import WorkerConfig
 
-from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
+from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.master_stream import MasterStream
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.processes.default_host import EngineStartError

@@ -12,27 +12,27 @@ from multigpu.config.config import WorkerConfig
 
 from multigpu_worker.agent import Agent
 from multigpu_worker.device.cpu import host_memory_bytes
-from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.interface import Device
 from multigpu_worker.device.sampler import Sampler
-from multigpu_worker.device.stats_file import StatsFile, record
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
+from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.master_stream import MasterStream
 from multigpu_worker.models.catalog import installed
-from multigpu_worker.models.folders import find_models
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.mps.engines import Mps
 from multigpu_worker.processes.host import ProcessSettings
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
+from multigpu_worker.repository.folders import find_models
 from multigpu_worker.repository.model import Scan
 from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.link import Link
 from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.session.session import Session, SessionLimits
 from multigpu_worker.session.wire import Identity
+from multigpu_worker.stats_file import StatsFile, record
 
 # The share of the host's memory for a CPU worker's engine where the config doesn't say; and of a GPU's memory or the
 # host's for the loaded models of all workers that share it.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from multigpu.daemon.telemetry import span_from
 
 from multigpu_worker.device.energy import Energy
-from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
+from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.blame.evidence import Judgement

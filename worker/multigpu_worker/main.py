@@ -36,14 +36,14 @@ from multigpu_worker.composition import (
 )
 from multigpu_worker.device.interface import Device, DeviceError
 from multigpu_worker.device.open import open_device
-from multigpu_worker.device.stats_file import BYTES_MAX, append
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.folders import ModelFolderError
 from multigpu_worker.mps.control import MpsError
 from multigpu_worker.mps.setup import open_mps
 from multigpu_worker.processes.default_host import EngineStartError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import Scan
 from multigpu_worker.session.link import ProtocolMismatchError, TakenOverError
+from multigpu_worker.stats_file import BYTES_MAX, append
 from multigpu_worker.supervision import supervised
 from multigpu_worker.waiting import until
 

@@ -8,9 +8,9 @@ import structlog
 from multigpu.v1 import model_pb2
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
+from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.models.messages import LEFT_OUT, Offers, fitting, model_messages, residency_messages
 from multigpu_worker.models.model_sizes import slots_max

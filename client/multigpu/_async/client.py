@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 from multigpu._async.base import AsyncBaseClient
 from multigpu._async.handles import AsyncTaskHandle
 from multigpu._async.streams import AsyncGeneration, AsyncStream
-from multigpu._calls.documentation import document_options
 from multigpu._calls.progress import ProgressBar, progress_bar
 from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
+from multigpu._kinds.documentation import document_options
 from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks, Stack, check_texts
 from multigpu._transport.traceparent import current_traceparent
 from multigpu.options import (

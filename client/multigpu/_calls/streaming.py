@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from multigpu._transport.encoding import decode
+from multigpu._encoding import decode
 from multigpu.errors import MultigpuError
 
 if TYPE_CHECKING:

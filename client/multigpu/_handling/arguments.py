@@ -5,8 +5,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from multigpu._handling.targets import hints_of
-from multigpu._transport.encoding import CALL, JSON, MSGPACK, PICKLE, RAW, Arguments, decode
+from multigpu._encoding import CALL, JSON, MSGPACK, PICKLE, RAW, Arguments, decode
+from multigpu._targets import hints_of
 
 _NOT_JSON = f": send a JSON value, with content type {JSON} (`mgpuctl submit --parse-json`)"
 

@@ -14,9 +14,9 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from multigpu._encoding import encode
 from multigpu._handling.arguments import ArgumentsError, Parameters
 from multigpu._handling.attempts import Batch, Item, Reporter
-from multigpu._transport.encoding import encode
 from multigpu.contexts import LocalContext, current_context, task_log
 from multigpu.handlers import Handler
 

@@ -14,10 +14,10 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
-from multigpu._calls.documentation import document_options
 from multigpu._calls.progress import ProgressBar, progress_bar
 from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
+from multigpu._kinds.documentation import document_options
 from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks, Stack, check_texts
 from multigpu._sync.base import BaseClient
 from multigpu._sync.handles import TaskHandle

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from multigpu._transport.times import instant
+from multigpu._times import instant
 from multigpu.fleet import Explanation, ModelState, Worker
 from multigpu.outcome import Outcome
 from multigpu.task import Task, TaskState

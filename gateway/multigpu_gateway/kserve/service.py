@@ -11,13 +11,13 @@ from google.protobuf.message import Message
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway.app import Gateway
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import Clients, Connected
 from multigpu_gateway.grpc_calls import STREAM_REQUESTS_MAX, Answer, GrpcCall, GrpcCalls, parsed, status_of
 from multigpu_gateway.kserve import inference, models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.shared_memory import cuda_status, cuda_unregister
 from multigpu_gateway.kserve.tensors import response_of
+from multigpu_gateway.metrics import Metrics
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -25,10 +25,12 @@ SERVICE = "inference.GRPCInferenceService"
 class InferenceService:
     """The methods of the service. Methods that are not here are UNIMPLEMENTED."""
 
-    def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
-        self._calls = GrpcCalls(SERVICE, config, gateway)
-        self._clients = gateway.clients
-        self._inference = gateway.inference
+    def __init__(
+        self, config: GatewayConfig, clients: Clients, metrics: Metrics, inference: inference.Inference
+    ) -> None:
+        self._calls = GrpcCalls(SERVICE, config, clients, metrics)
+        self._clients = clients
+        self._inference = inference
 
     def handlers(self) -> dict[str, Any]:
         """By name, for add_registered_method_handlers."""

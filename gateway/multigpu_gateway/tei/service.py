@@ -10,10 +10,10 @@ import grpc
 from google.protobuf.message import Message
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway.app import Gateway
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import Clients, Connected
 from multigpu_gateway.errors import BAD_REQUEST, NOT_IMPLEMENTED, TOO_LARGE, HttpError
 from multigpu_gateway.grpc_calls import GrpcCall, GrpcCalls, parsed
+from multigpu_gateway.metrics import Metrics
 from multigpu_gateway.tei import MODEL
 from multigpu_gateway.tei import tei_pb2 as pb
 from multigpu_gateway.tei.call import Answer, Call, check_count
@@ -124,12 +124,13 @@ STREAMED = {
 }
 
 
-def services(config: GatewayConfig, gateway: Gateway) -> dict[str, dict[str, Any]]:
+def services(config: GatewayConfig, clients: Clients, metrics: Metrics) -> dict[str, dict[str, Any]]:
     """The handlers of each service, for add_registered_method_handlers."""
     found: dict[str, dict[str, Any]] = {}
 
     def calls_of(service: str) -> tuple[GrpcCalls, dict[str, Any]]:
-        return GrpcCalls(f"{PACKAGE}.{service}", config, gateway), found.setdefault(f"{PACKAGE}.{service}", {})
+        name = f"{PACKAGE}.{service}"
+        return GrpcCalls(name, config, clients, metrics), found.setdefault(name, {})
 
     for service, methods in STREAMED.items():
         calls, handlers = calls_of(service)

@@ -13,11 +13,11 @@ from multigpu_master.core.model import Lease, Outcome, OutcomeState, Queue, Task
 from multigpu_master.core.outbox import Outbox
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.placement.wait_lists import ResourceClasses
+from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.task_table import TaskTable
 from multigpu_master.core.timers import Due, Expiries, Timers
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.pace import Key
-from multigpu_master.strategies.base import Strategy
 
 # How long after an attempt's run_timeout the master waits for the worker to have ended it.
 RUN_GRACE_S = 10.0

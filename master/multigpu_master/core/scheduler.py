@@ -21,12 +21,12 @@ from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.placement.wait_lists import ResourceClasses
 from multigpu_master.core.restart import IdRange, RecoveryHold
 from multigpu_master.core.state import State
+from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.quarantine import Quarantine
 from multigpu_master.core.workers.sessions import Sessions
-from multigpu_master.strategies.base import Strategy
 
 __all__ = ["Core", "Counters", "Limits"]
 

@@ -10,23 +10,8 @@ from dataclasses import dataclass, field
 
 from multigpu._transport.payloads import Reference
 
+from multigpu_master.errors import JournalError
 from multigpu_master.ids import Incarnation
-from multigpu_master.journal.errors import JournalDamagedError, JournalError, JournalFullError
-
-__all__ = [
-    "CommitCallback",
-    "Entry",
-    "JournalDamagedError",
-    "JournalError",
-    "JournalFullError",
-    "LargeBody",
-    "OutcomeFilter",
-    "Recovered",
-    "SettleRecord",
-    "SettledTask",
-    "StoredOutcome",
-    "SubmitRecord",
-]
 
 
 @dataclass(slots=True)

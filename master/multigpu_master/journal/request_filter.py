@@ -12,7 +12,7 @@ from itertools import combinations
 
 import structlog
 
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 # 1.5 bytes for each request_id. A full filter takes 4.0 % of new request_ids for known.

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from multigpu_master.rpc.errors import CallError, ExhaustedError, NotFoundError
+from multigpu_master.errors import CallError, ExhaustedError, NotFoundError
 
 NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 RESPONSE = health_pb2.HealthCheckResponse

@@ -10,14 +10,14 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.identity import conflict
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import JournalError, SettledTask, StoredOutcome
-from multigpu_master.payloads.messages import Peer
+from multigpu_master.errors import InvalidMessageError, JournalError
+from multigpu_master.journal.protocol import SettledTask, StoredOutcome
 from multigpu_master.security.auth import current_caller
 from multigpu_master.security.tokens import Token
+from multigpu_master.wire.payloads import Peer
 from multigpu_master.wire.specs import SpecsFullError
 from multigpu_master.wire.tasks import tasks_of
 from multigpu_master.wire.times import duration
-from multigpu_master.wire.validation import InvalidMessageError
 
 log = structlog.get_logger()
 

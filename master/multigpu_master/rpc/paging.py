@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from multigpu_master.rpc.errors import InvalidArgumentError
+from multigpu_master.errors import InvalidArgumentError
 
 T = TypeVar("T")
 

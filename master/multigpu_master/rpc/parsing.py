@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from multigpu_master.rpc.errors import InvalidArgumentError
+from multigpu_master.errors import InvalidArgumentError
 
 # Requests without payloads. Those with payloads are limited by transport.MESSAGE_BYTES_MAX.
 REQUEST_BYTES_MAX = 2 << 20

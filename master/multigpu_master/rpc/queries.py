@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from multigpu.v1 import task_pb2, task_service_pb2
@@ -12,10 +14,10 @@ from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome
-from multigpu_master.payloads.messages import outcome_lost
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
 from multigpu_master.rpc.paging import make_token, read_page_size, read_token
 from multigpu_master.security.auth import caller_queues
+from multigpu_master.wire.payloads import outcome_lost
 from multigpu_master.wire.tasks import task_message, task_state
 from multigpu_master.wire.times import seconds_of, set_time
 
@@ -216,3 +218,8 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     for counted_state, n in counts.items():
         setattr(response, counted_state.name.lower(), n)
     return response
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (proc(5): the second field of statm, in pages)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -9,18 +9,18 @@ from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import NOT_DURABLE, Driver, RunOutbox
-from multigpu_master.journal.protocol import JournalError, JournalFullError, SettledTask
+from multigpu_master.errors import InvalidArgumentError, JournalError, JournalFullError
+from multigpu_master.journal.payload_files import WRONG_KEY
+from multigpu_master.journal.protocol import SettledTask
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.write_buffer import DURABLE_S
-from multigpu_master.payloads.messages import NOT_READABLE
-from multigpu_master.payloads.shared_files import WRONG_KEY
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.errors import InvalidArgumentError
 from multigpu_master.rpc.intake import DISK_FULL, RESOURCE_EXHAUSTED, Intake, count_tasks, fill_rejection, stored_body
 from multigpu_master.rpc.paging import check_count
 from multigpu_master.rpc.parsing import parse
 from multigpu_master.security.auth import caller_queues
+from multigpu_master.wire.payloads import NOT_READABLE
 from multigpu_master.wire.tasks import request_ids_of
+from multigpu_master.write_buffer import DURABLE_S
 
 log = structlog.get_logger()
 

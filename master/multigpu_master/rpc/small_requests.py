@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError
+from multigpu_master.errors import ExhaustedError, InvalidArgumentError
 
 # While one is read, gRPC receives a message of up to 64 MiB, at about a millisecond of CPU
 # time for 1 MiB.

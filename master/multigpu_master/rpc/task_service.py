@@ -9,19 +9,26 @@ from multigpu.v1 import task_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.driver import NOT_DURABLE, Driver
-from multigpu_master.journal.protocol import JournalError, JournalFullError, StoredOutcome
-from multigpu_master.journal.write_buffer import DURABLE_S, tell
-from multigpu_master.payloads.shared_files import Offer
+from multigpu_master.errors import (
+    CallError,
+    ExhaustedError,
+    InvalidArgumentError,
+    JournalError,
+    JournalFullError,
+    NotFoundError,
+)
+from multigpu_master.journal.payload_files import Offer
+from multigpu_master.journal.protocol import StoredOutcome
+from multigpu_master.outbox import serve_stream
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.errors import CallError, ExhaustedError, InvalidArgumentError, NotFoundError
 from multigpu_master.rpc.intake import DISK_FULL, Answer, Intake, count_tasks, fill_rejection, fill_stored
-from multigpu_master.rpc.outbox import serve_stream
 from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
 from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, READ_BYTES, READ_OUTCOMES, RunStream
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.outcomes import RunFrame
 from multigpu_master.wire.tasks import request_ids_of
 from multigpu_master.wire.times import seconds_of
+from multigpu_master.write_buffer import DURABLE_S, tell
 
 WATCHES_MAX = 1000
 REASON_CHARS_MAX = 1024

@@ -14,16 +14,23 @@ from multigpu.v1.admin_service_pb2 import WorkerRejection
 from multigpu_master.core import events as ev
 from multigpu_master.core.workers.info import WorkerInfo
 from multigpu_master.driver import Driver
-from multigpu_master.payloads.shared_files import WRONG_KEY, Offer
+from multigpu_master.errors import (
+    CallError,
+    DeniedError,
+    InvalidArgumentError,
+    InvalidMessageError,
+    PreconditionError,
+    call_error,
+)
+from multigpu_master.journal.payload_files import WRONG_KEY, Offer
+from multigpu_master.outbox import serve_stream
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.errors import CallError, DeniedError, InvalidArgumentError, PreconditionError, call_error
-from multigpu_master.rpc.outbox import serve_stream
 from multigpu_master.rpc.paging import check_count
 from multigpu_master.rpc.parsing import parse
 from multigpu_master.security.auth import current_caller
 from multigpu_master.wire.leases import held_leases, partial_outputs, reports_of
 from multigpu_master.wire.times import duration, seconds_of, timestamp
-from multigpu_master.wire.validation import NAME_BYTES_MAX, InvalidMessageError
+from multigpu_master.wire.validation import NAME_BYTES_MAX
 from multigpu_master.wire.workers import heartbeat, worker_info
 from multigpu_master.worker_streams import SessionOutbox
 

@@ -16,8 +16,8 @@ from google.protobuf import json_format
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
+from multigpu_master.errors import PreconditionError, call_error
 from multigpu_master.journal.sqlite.files import sync_directory
-from multigpu_master.rpc.errors import PreconditionError, call_error
 from multigpu_master.security.auth import ROLES_OF, Serve, current_caller
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from multigpu_master.rpc.errors import CallError, DeniedError, ExhaustedError, UnauthenticatedError
+from multigpu_master.errors import CallError, DeniedError, ExhaustedError, UnauthenticatedError
 from multigpu_master.security.tokens import ADMIN, READ, SUBMIT, WORKER, Token, Tokens, token_id_of
 
 log = structlog.get_logger()

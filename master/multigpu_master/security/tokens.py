@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import JournalError
 
 SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
 ROLES = (SUBMIT, READ, WORKER, ADMIN)

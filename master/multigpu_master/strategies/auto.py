@@ -11,7 +11,8 @@ keep those others busy for longer than the loading takes.
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.strategies.base import Base, FleetView
+from multigpu_master.core.strategy import FleetView
+from multigpu_master.strategies.base import Base
 
 
 class Auto(Base):

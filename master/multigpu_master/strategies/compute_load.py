@@ -7,7 +7,8 @@ slot count too, as far as they make a difference of a tenth of a percent each.
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.strategies.base import Base, FleetView
+from multigpu_master.core.strategy import FleetView
+from multigpu_master.strategies.base import Base
 
 
 class ComputeLoad(Base):

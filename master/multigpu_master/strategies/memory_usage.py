@@ -7,7 +7,8 @@ used.
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.strategies.base import Base, FleetView
+from multigpu_master.core.strategy import FleetView
+from multigpu_master.strategies.base import Base
 
 
 class MemoryUsage(Base):

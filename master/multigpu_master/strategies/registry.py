@@ -2,7 +2,7 @@
 
 from importlib.metadata import entry_points
 
-from multigpu_master.strategies.base import Strategy
+from multigpu_master.core.strategy import Strategy
 
 GROUP = "multigpu.strategies"
 

@@ -3,7 +3,8 @@
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.strategies.base import Base, FleetView
+from multigpu_master.core.strategy import FleetView
+from multigpu_master.strategies.base import Base
 
 
 class RoundRobin(Base):

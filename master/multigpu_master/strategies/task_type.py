@@ -7,7 +7,8 @@ the fallback for every kind, used when no worker kept for the kind has room.
 from typing import ClassVar
 
 from multigpu_master.core.model import Shape, Worker
-from multigpu_master.strategies.base import Base, FleetView
+from multigpu_master.core.strategy import FleetView
+from multigpu_master.strategies.base import Base
 
 LABEL = "task_type"
 FALLBACK = 1e6

@@ -8,10 +8,10 @@ from multigpu.v1 import worker_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Energy, Lease, TaskError
 from multigpu_master.ids import LeaseProofs
-from multigpu_master.payloads import messages as payload_messages
-from multigpu_master.payloads.messages import Peer
+from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.devices import energies
 from multigpu_master.wire.outcomes import error_of
+from multigpu_master.wire.payloads import Peer
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.validation import ATTEMPTS_MAX
 

@@ -9,13 +9,9 @@ from multigpu.v1 import model_pb2, worker_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Worker
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident
+from multigpu_master.errors import InvalidMessageError
 from multigpu_master.wire.times import seconds_of, set_time
-from multigpu_master.wire.validation import (
-    HELLO_BYTES_MAX,
-    MODEL_BYTES_MAX,
-    InvalidMessageError,
-    check_printable,
-)
+from multigpu_master.wire.validation import HELLO_BYTES_MAX, MODEL_BYTES_MAX, check_printable
 
 # Limit of the tasks that a slot runs together.
 CONCURRENCY_MAX = 1 << 20

@@ -7,7 +7,7 @@ from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core.model import Attempt, Outcome, Task, TaskError
 from multigpu_master.journal.protocol import LargeBody
-from multigpu_master.payloads import messages as payload_messages
+from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.protobuf import tag, varint
 from multigpu_master.wire.times import set_time
 from multigpu_master.wire.validation import MESSAGE_CHARS_MAX

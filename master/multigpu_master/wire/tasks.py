@@ -8,11 +8,11 @@ from multigpu.v1 import task_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
 from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.journal.payload_files import BadReferenceError
 from multigpu_master.journal.protocol import LargeBody, SettleRecord, SubmitRecord
-from multigpu_master.payloads import messages as payload_messages
-from multigpu_master.payloads.messages import Peer
-from multigpu_master.payloads.shared_files import BadReferenceError
+from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.outcomes import fill_attempts, fill_error, fill_stages
+from multigpu_master.wire.payloads import Peer
 from multigpu_master.wire.times import set_time, timestamp
 from multigpu_master.wire.validation import KEY_BYTES_MAX, NAME_BYTES_MAX
 

@@ -4,13 +4,11 @@ from multigpu._transport.names import HELLO_BYTES_MAX as HELLO_BYTES_MAX  # noqa
 from multigpu._transport.names import MODEL_BYTES_MAX as MODEL_BYTES_MAX  # noqa: PLC0414
 from multigpu._transport.names import UNPRINTABLE
 
+from multigpu_master.errors import InvalidMessageError
+
 ATTEMPTS_MAX = 100
 NAME_BYTES_MAX, KEY_BYTES_MAX = 128, 256
 MESSAGE_CHARS_MAX = 8 << 10
-
-
-class InvalidMessageError(Exception):
-    """A task or a worker's message is invalid; the text says why and what is allowed."""
 
 
 def check_printable(field: str, value: str) -> None:

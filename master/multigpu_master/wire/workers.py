@@ -5,10 +5,11 @@ from multigpu.v1 import admin_service_pb2, worker_service_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Worker
 from multigpu_master.core.workers.info import HEALTHY, EngineReport, WorkerInfo
+from multigpu_master.errors import InvalidMessageError
 from multigpu_master.wire import devices, models
 from multigpu_master.wire.leases import held_lease
 from multigpu_master.wire.times import set_time
-from multigpu_master.wire.validation import HELLO_BYTES_MAX, NAME_BYTES_MAX, InvalidMessageError, check_printable
+from multigpu_master.wire.validation import HELLO_BYTES_MAX, NAME_BYTES_MAX, check_printable
 
 # Fields with the same name in a hello, in WorkerInfo and in what operators see.
 _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "slots")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from multigpu._transport.encoding import ARRAY, JSON, MSGPACK, RAW, decode, encode
+from multigpu._encoding import ARRAY, JSON, MSGPACK, RAW, decode, encode
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -6,10 +6,10 @@ import pytest
 from multigpu_master.core.model import Cordon, Lease, Shape, Spec, Task, Worker
 from multigpu_master.core.placement.placement import Placement
 from multigpu_master.core.placement.ranking import Ranking
+from multigpu_master.core.strategy import FleetView
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Capability, Resident, WorkerInfo
 from multigpu_master.strategies.auto import Auto
-from multigpu_master.strategies.base import FleetView
 from multigpu_master.strategies.static_partition import StaticPartition
 
 EMBED = Shape("embed", "m", (), 0, -1)

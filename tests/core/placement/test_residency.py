@@ -12,13 +12,12 @@ from multigpu_master.core.model import Lease, Spec, Task
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
+from multigpu_master.errors import InvalidMessageError, JournalError
 from multigpu_master.ids import LeaseProofs
-from multigpu_master.journal.protocol import JournalError
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import leases as wire_leases
 from multigpu_master.wire import models as wire_models
 from multigpu_master.wire import specs as wire_specs
-from multigpu_master.wire import validation as wire_validation
 
 from tests.core.stage import Stage, lease_of
 from tests.sim.models import check
@@ -256,17 +255,17 @@ def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None
 
 
 def test_invalid_reports_are_rejected_or_truncated() -> None:
-    with pytest.raises(wire_validation.InvalidMessageError, match="no name"):
+    with pytest.raises(InvalidMessageError, match="no name"):
         wire_models.models_of([model_pb2.Model()])
-    with pytest.raises(wire_validation.InvalidMessageError, match="rename"):
+    with pytest.raises(InvalidMessageError, match="rename"):
         wire_models.models_of([model_pb2.Model(name="m" * 300)])
-    with pytest.raises(wire_validation.InvalidMessageError, match="capabilities are missing"):
+    with pytest.raises(InvalidMessageError, match="capabilities are missing"):
         wire_models.catalog(worker_service_pb2.Catalog())
     many = wire_models.models_of(model_pb2.Model(name=f"m{n}") for n in range(2000))
     assert len(many) == MODELS_MAX
     large = worker_service_pb2.Catalog(models=[model_pb2.Model(name="m", facts={"f": "x" * (1 << 18)})])
     large.capabilities.add(kind="k")
-    with pytest.raises(wire_validation.InvalidMessageError, match="at most 131072"):
+    with pytest.raises(InvalidMessageError, match="at most 131072"):
         wire_models.catalog(large)
     odd = worker_service_pb2.Heartbeat()
     odd.models.add(model="m", state=cast("Any", 99))  # of some later version

@@ -19,10 +19,9 @@ from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2, task_service_pb2
 from multigpu_master import settings
 from multigpu_master.core.scheduler import Core, Limits
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import InvalidArgumentError, JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.errors import InvalidArgumentError
 from multigpu_master.rpc.paging import read_page_size, read_token
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import specs as wire_specs

@@ -16,7 +16,7 @@ import pytest
 from multigpu._calls.core import ADMIN_TIMEOUT_S
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_pb2, task_service_pb2
-from multigpu_master.journal.write_buffer import DURABLE_S
+from multigpu_master.write_buffer import DURABLE_S
 
 from tests.fleet import Daemon, Fleet, rejected, until
 from tests.integration.streams import Feed, collect, run_frame

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SettleRecord, SubmitRecord
+from multigpu_master.errors import JournalError, JournalFullError
+from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 from tests.waiting import until

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.backup import backup, salvage
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME

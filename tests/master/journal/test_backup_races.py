@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from multigpu._transport.payloads import SEGMENT_BYTES, Reference, Writer
-from multigpu_master.journal.protocol import Entry, JournalError, LargeBody
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry, LargeBody
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import segments as journal_segments

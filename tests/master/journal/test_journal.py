@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalError, OutcomeFilter, Recovered, StoredOutcome, SubmitRecord
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry, OutcomeFilter, Recovered, StoredOutcome, SubmitRecord
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, SEGMENT_BYTES
 
 from tests.master.journal.journals import DEAD_LETTERED, SUCCEEDED, settle, submit

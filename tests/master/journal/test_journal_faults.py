@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.directory import LOCK_NAME
@@ -108,7 +109,8 @@ def test_a_directory_that_can_not_be_used_is_named(tmp_path: Path) -> None:
 BROKEN_DISK = """
 import resource, sys, time
 from pathlib import Path
-from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, SubmitRecord
+from multigpu_master.journal.protocol import (Entry, SubmitRecord)
+from multigpu_master.errors import (JournalError, JournalFullError)
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 commits = []
 journal = SqliteJournal(Path(sys.argv[1]), size_max_bytes=1 << 30)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu_master.journal.protocol import Entry, JournalFullError
+from multigpu_master.errors import JournalFullError
+from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES

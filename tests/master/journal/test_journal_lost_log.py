@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from multigpu_master.journal.protocol import JournalDamagedError, JournalError
+from multigpu_master.errors import JournalDamagedError, JournalError
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.backup import backup, salvage
 

@@ -8,11 +8,12 @@ import pytest
 from multigpu.v1 import task_pb2
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Outcome, OutcomeState, Task
-from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.write_buffer import DEFER_S, Journaling
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import specs as wire_specs
+from multigpu_master.write_buffer import DEFER_S, Journaling
 
 SPEC = wire_specs.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import pytest
+from multigpu_master.errors import JournalError
 from multigpu_master.journal import request_filter as known_requests
-from multigpu_master.journal.protocol import JournalError
 from multigpu_master.journal.request_filter import CAPACITY_MIN, RequestFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 

@@ -14,17 +14,11 @@ from typing import Any
 import pytest
 from multigpu._transport import payloads
 from multigpu._transport.payloads import FREE_NAMES, LARGE_BYTES, SEGMENT_BYTES, Directory, Reference, Writer
-from multigpu_master.journal.protocol import (
-    Entry,
-    JournalError,
-    JournalFullError,
-    LargeBody,
-    SettleRecord,
-    SubmitRecord,
-)
+from multigpu_master.errors import JournalError, JournalFullError
+from multigpu_master.journal import payload_files as product
+from multigpu_master.journal.payload_files import Payloads
+from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.payloads import shared_files as product
-from multigpu_master.payloads.shared_files import Payloads
 
 from tests.waiting import until
 

@@ -5,9 +5,9 @@ import gc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from multigpu.v1 import task_pb2
+from multigpu_master.errors import InvalidMessageError
 from multigpu_master.wire import specs as wire_specs
 from multigpu_master.wire.specs import SpecReader, SpecsFullError
-from multigpu_master.wire.validation import InvalidMessageError
 
 
 def large(n: int) -> task_pb2.TaskSpec:

@@ -1,4 +1,4 @@
-"""Mutations of the journal's rules: journal/write_buffer.py (what is on its way, who is told),
+"""Mutations of the journal's rules: write_buffer.py (what is on its way, who is told),
 journal/sqlite/journal.py (what is written), journal/request_filter.py.
 """
 
@@ -6,7 +6,7 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-journaling = partial(Mutation, module="multigpu_master.journal.write_buffer")
+journaling = partial(Mutation, module="multigpu_master.write_buffer")
 sqlite = partial(Mutation, module="multigpu_master.journal.sqlite.journal", checker="journal", seeds=100)
 room = partial(Mutation, module="multigpu_master.journal.sqlite.room", checker="journal", seeds=100)
 log = partial(Mutation, module="multigpu_master.journal.sqlite.wal")

@@ -106,7 +106,7 @@ QUARANTINE = (
         "a lost worker's device keeps its health",
         "w.health if w.session else None",
         "w.health",
-        module="multigpu_master.telemetry.device_metrics",
+        module="multigpu_master.metrics.devices",
     ),
     by_pytest(
         "a lost worker's telemetry is shown", "if worker.session:", "if True:", module="multigpu_master.wire.workers"

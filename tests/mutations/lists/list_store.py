@@ -67,7 +67,7 @@ IDS = (
         "new ids are used before their epoch is synced",
         "self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)",
         "self._append(_Pending(Entry(epoch=epoch), 0), urgent=True)\n        done(None)",
-        module="multigpu_master.journal.write_buffer",
+        module="multigpu_master.write_buffer",
         seeds=20000,
     ),
     Mutation(
@@ -86,7 +86,7 @@ IDS = (
 )
 
 store = partial(Mutation, checker="store")
-payloads = partial(store, module="multigpu_master.payloads.shared_files")
+payloads = partial(store, module="multigpu_master.journal.payload_files")
 driver = partial(store, module="multigpu_master.driver")
 clock = partial(store, module="multigpu_master.clock")
 segments = partial(store, module="multigpu_master.journal.sqlite.segments")
@@ -108,7 +108,7 @@ STORE = (
         "a lost result is delivered as an empty value",
         "    return body.head[:-result_head_bytes] + lost.SerializeToString()\n",
         "    return body.head[:-result_head_bytes]\n",
-        module="multigpu_master.payloads.messages",
+        module="multigpu_master.wire.payloads",
     ),
     segments("a damaged result is delivered as a value", "if zlib.crc32(data) != crc:"),
     segments("P1: payloads of queued tasks are lost", "if used:\n            return False\n        (self", "(self"),
@@ -138,6 +138,6 @@ STORE = (
         "a device that is gone looks healthy",
         "w.health if w.session else None)",
         "w.health)",
-        module="multigpu_master.telemetry.device_metrics",
+        module="multigpu_master.metrics.devices",
     ),
 )

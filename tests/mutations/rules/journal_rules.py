@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multigpu_master.journal.protocol import Entry, JournalError, SettleRecord, SubmitRecord
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite import schema as journal_schema

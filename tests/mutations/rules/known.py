@@ -12,10 +12,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
+from multigpu_master.errors import JournalError
 from multigpu_master.journal import request_filter as known_requests
-from multigpu_master.journal.protocol import Entry, JournalError
+from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.write_buffer import Journaling
+from multigpu_master.write_buffer import Journaling
 
 SPEC = Spec(kind="k")
 

@@ -1,7 +1,7 @@
 """What operators do with dead letters: see rpc/admin/dead_letters.py."""
 
 from multigpu_master.core.model import Task
-from multigpu_master.journal.protocol import JournalError
+from multigpu_master.errors import JournalError
 
 from tests.sim.actors.master import Master
 

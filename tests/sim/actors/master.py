@@ -17,11 +17,12 @@ from multigpu_master.core import identity
 from multigpu_master.core.model import EPOCH_IDS, OutcomeState, Spec, Task
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.driver import is_cancelled
-from multigpu_master.journal.protocol import JournalError, LargeBody, SettleRecord
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import LargeBody, SettleRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.write_buffer import Journaling
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import tasks as wire_tasks
+from multigpu_master.write_buffer import Journaling
 
 from tests.sim.actors.grant import Grant, stored_outcome
 from tests.sim.actors.restoring import STRATEGIES, Restoring

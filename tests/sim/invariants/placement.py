@@ -7,7 +7,7 @@ from multigpu_master.core.model import Lease, Shape, Task, Worker, partition_of,
 from multigpu_master.core.placement.obstacles import obstacles
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.scheduler import Core
-from multigpu_master.strategies.base import Strategy
+from multigpu_master.core.strategy import Strategy
 
 from tests.sim.world import ViolationError, check
 

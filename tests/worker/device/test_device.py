@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from multigpu.v1 import device_pb2
-from multigpu_worker.device import stats_file
+from multigpu_worker import stats_file
 from multigpu_worker.device.cpu import CpuDevice
 from multigpu_worker.device.energy import EnergyMeter, EnergyMethod
 from multigpu_worker.device.interface import DeviceError, DeviceGoneError, DeviceInfo, DeviceProcess, Telemetry

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from multigpu_worker.device import reset_watch
 from multigpu_worker.device.health import CHECK_MAX_S, CHECK_MIN_S, NOTICE_S, STEADY_S, Gravity, Health, Reason, State
-from multigpu_worker.device.health_monitor import HealthMonitor
 from multigpu_worker.device.interface import Telemetry
 from multigpu_worker.device.reset_watch import ResetNote, ResetWatch
 from multigpu_worker.device.sampler import Sample
 from multigpu_worker.device.xids import REMEDIES, XIDS, XidClass, xid_of
+from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.processes.start import KILLS_MAX, READY_S, EngineStart
 
 LOST = Reason("gpu_is_lost", "it is gone", Gravity.UNUSABLE)

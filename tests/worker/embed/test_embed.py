@@ -23,7 +23,7 @@ from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, Engine, EngineSettings, Item
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.payload import TEXTS_MAX
-from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 FOLDER = packaged_model() or Path("not installed")

@@ -18,8 +18,8 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 from multigpu_worker.engines.base import EmbeddingCacheSettings
 from multigpu_worker.engines.embed.cache import ENTRY_BYTES, EmbedCache
 from multigpu_worker.engines.embed.engine import EmbedEngine
-from multigpu_worker.models.folders import PACKAGED_MODEL, ModelFolderError, packaged_model
-from multigpu_worker.models.model_content import ModelContent
+from multigpu_worker.repository.content import ModelContent
+from multigpu_worker.repository.folders import PACKAGED_MODEL, ModelFolderError, packaged_model
 
 from tests.worker.embed.test_embed import FOLDER, Recorder, batch_of, engine_of, payload, run
 

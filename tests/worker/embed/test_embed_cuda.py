@@ -23,7 +23,7 @@ from multigpu_worker.engines.embed.backend import Vectors
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import EmbedModel, load_model
 from multigpu_worker.engines.embed.text import Inputs
-from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import FOLDER, VARIED, Recorder, batch_of, payload, run

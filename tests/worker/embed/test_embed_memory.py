@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 from multigpu_worker.engines.common.limits import FITTED_MIN
 from multigpu_worker.engines.embed.engine import EmbedEngine
-from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
 
 from tests.worker.embed.test_embed import FOLDER, batch_of, engine, engine_of, payload, run
 

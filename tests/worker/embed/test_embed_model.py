@@ -17,7 +17,7 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 import torch
 from multigpu_worker.engines.embed.model import EmbedModel, PackedLinear, load_model
 from multigpu_worker.engines.embed.steps import POOLING_MODES
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as st_modules
 from structlog.testing import capture_logs

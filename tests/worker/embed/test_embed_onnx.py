@@ -20,7 +20,7 @@ from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
 from multigpu_worker.engines.onnx import session as onnx_session
 from multigpu_worker.engines.onnx.export import MODEL_FILE
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import VARIED, batch_of, payload, run

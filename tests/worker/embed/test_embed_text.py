@@ -13,7 +13,7 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 
 from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.embed.text import CHARACTERS_PER_TOKEN_MAX
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from sentence_transformers.sentence_transformer import modules as st_modules
 
 from tests.worker.embed.test_embed_model import TEXTS

@@ -19,7 +19,7 @@ from multigpu_worker.engines.embed.model import EmbedModel, load_model
 from multigpu_worker.engines.embed.onnx_backend import OnnxEmbedModel
 from multigpu_worker.engines.embed.payload import EmbedInput
 from multigpu_worker.engines.embed.token_level import CHARACTERS_MAX, TokenLevel
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 
 from tests.worker.embed.test_embed import Recorder, batch_of, engine_of, payload, run
 from tests.worker.embed.tiny_models import PACKAGED, byt5_slow_tokenizer

@@ -15,7 +15,7 @@ from multigpu_worker.engines.base import EmbeddingCacheSettings
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.embed.text import TextInput
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 from sentence_transformers.sentence_transformer import modules as st_modules
 
 from tests.worker.embed.test_embed import VARIED, batch_of, engine_of, payload, run

@@ -6,7 +6,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 import numpy as np
 from multigpu.v1 import embed_pb2
-from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
 
 from tests.worker.asking import models
 from tests.worker.conftest import Start

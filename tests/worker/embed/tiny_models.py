@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from multigpu_worker.engines.embed.model import load_model
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as st_modules
 

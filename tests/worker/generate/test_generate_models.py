@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="the extra `worker` is not installed"
 import transformers
 from multigpu_worker.engines.generate import model as under_test
 from multigpu_worker.engines.generate.engine import GenerateEngine
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 from tests.worker.generate.generating import Plain, ask, run_all, settings_of
 from tests.worker.generate.test_generate import check, folder

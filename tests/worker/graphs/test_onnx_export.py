@@ -17,7 +17,7 @@ from multigpu_worker.engines.embed.model import load_model
 from multigpu_worker.engines.embed.steps import POOLING_MODES
 from multigpu_worker.engines.embed.text import TextInput
 from multigpu_worker.engines.onnx import export as onnx_export
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from sentence_transformers.sentence_transformer import modules as st_modules
 
 from tests.worker.embed import tiny_models

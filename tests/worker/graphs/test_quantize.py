@@ -17,7 +17,7 @@ from multigpu_worker.engines.embed import onnx_backend as embed_onnx
 from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
 from multigpu_worker.engines.onnx import quantize
 from multigpu_worker.engines.onnx.export import MODEL_FILE
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from multigpu_worker.repository.model import Gate, ModelSpec
 
 FOLDER = packaged_model() or Path("not installed")

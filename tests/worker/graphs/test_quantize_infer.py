@@ -21,7 +21,7 @@ from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.engines.onnx import artifacts as onnx_artifacts
 from multigpu_worker.engines.onnx.export import MODEL_FILE
 from multigpu_worker.engines.onnx.session import Session
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import Gate, ModelSpec
 from onnx import TensorProto, helper
 

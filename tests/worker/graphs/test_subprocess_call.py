@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from multigpu_worker.engines.common.subprocess_call import subprocess_call
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 
 def test_errors_of_the_subprocess_are_raised() -> None:

@@ -26,7 +26,7 @@ from multigpu_worker.engines.tensorrt import build as tensorrt_build
 from multigpu_worker.engines.tensorrt import plans
 from multigpu_worker.engines.tensorrt.build import PlanOrder
 from multigpu_worker.engines.tensorrt.module import EngineUnavailableError, Gpu, TensorRT
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from multigpu_worker.repository.model import BatchRules, Gate, ModelSpec
 
 from tests.worker.graphs import small_graphs

@@ -32,7 +32,7 @@ from multigpu_worker.engines.tensorrt.module import (
     require,
 )
 from multigpu_worker.engines.tensorrt.profiles import Limits, profiles_for
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.graphs import small_graphs

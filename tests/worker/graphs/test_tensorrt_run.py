@@ -26,7 +26,7 @@ from multigpu_worker.engines.tensorrt import run as tensorrt_run
 from multigpu_worker.engines.tensorrt.device_memory import DeviceMemory
 from multigpu_worker.engines.tensorrt.profiles import Limits, Profile, profiles_for
 from multigpu_worker.engines.tensorrt.run import PlanRunner
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 from tests.worker.graphs import fake_tensorrt, small_graphs
 

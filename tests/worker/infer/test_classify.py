@@ -20,7 +20,7 @@ from multigpu_worker.engines.classify.engine import ClassifyEngine
 from multigpu_worker.engines.classify.payload import PIXELS_MAX, parse, picture
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.common.limits import Limit
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 from PIL import Image
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from multigpu_worker.engines.common import accuracy_gate as gate
 from multigpu_worker.engines.common.tensors import Arrays
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import Gate, ModelSpec
 
 TEXTS = [f"text {number}" for number in range(20)]

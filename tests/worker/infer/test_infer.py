@@ -17,7 +17,7 @@ from multigpu._kinds.inference import arrays_of, tensor_of
 from multigpu.v1 import infer_pb2
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.infer.engine import InferEngine
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 from tests.worker.embed.test_embed import Recorder, run

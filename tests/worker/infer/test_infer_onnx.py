@@ -13,7 +13,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.infer import onnx_backend as infer_onnx
 from multigpu_worker.engines.infer.engine import InferEngine
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 from onnx import TensorProto, helper
 

@@ -22,9 +22,9 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.tensors import TensorSpec
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.engines.infer.torch_backend import TorchForward, load
-from multigpu_worker.models.folders import ModelFolderError
-from multigpu_worker.models.signature import NamedTensor, Signature
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.signature import NamedTensor, Signature
 
 from tests.worker.embed.test_embed import run
 from tests.worker.infer.test_infer import answer, batch_of, payload, rows

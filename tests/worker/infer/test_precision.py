@@ -6,7 +6,7 @@ import pytest
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import precision
 from multigpu_worker.engines.common.precision import PrecisionError, Variant, auto_precision, choose, spec_of
-from multigpu_worker.models.folders import UnknownModelError
+from multigpu_worker.repository.folders import UnknownModelError
 from multigpu_worker.repository.model import ModelSpec
 
 Names = dict[str, str]

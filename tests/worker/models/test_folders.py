@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from multigpu.config.config import ConfigError, WorkerConfig
-from multigpu_worker.models.folders import (
+from multigpu_worker.repository.folders import (
     PACKAGED_MODEL,
     ModelFolderError,
     UnknownModelError,
@@ -42,7 +42,7 @@ def copy(packaged: Path, tmp_path: Path) -> Path:
 def test_finding_and_checking_models_does_not_import_torch(packaged: Path) -> None:
     code = (
         "import sys\n"
-        "from multigpu_worker.models import folders as models\n"
+        "from multigpu_worker.repository import folders as models\n"
         "from multigpu.config.config import WorkerConfig\n"
         "found = models.find_models(WorkerConfig())\n"
         "assert list(found.models) == [models.PACKAGED_MODEL], found\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
-from multigpu_worker.models.folders import PACKAGED_MODEL, packaged_model
 from multigpu_worker.models.measured_sizes import FOLDER
+from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
 
 from tests.worker.asking import READY, ask, models, ready, resident, until
 from tests.worker.conftest import Start, StartWorker

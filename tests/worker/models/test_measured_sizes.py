@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from multigpu_worker.models import measured_sizes
 from multigpu_worker.models.measured_sizes import FOLDER, MeasuredSizes, ModelSize
-from multigpu_worker.models.signature import NamedTensor, Signature
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.signature import NamedTensor, Signature
 from structlog.testing import capture_logs
 
 SIZE = ModelSize(measured=True, memory_bytes=123 << 20, load_s=1.5)

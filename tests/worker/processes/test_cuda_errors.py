@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from multigpu_worker.processes.blame.cuda_errors import (
+from multigpu_worker.engines.common.cuda_errors import (
     caused_elsewhere,
     context_is_lost,
     device_is_occupied,

@@ -17,7 +17,7 @@ from multigpu_worker.engines.base import Batch, EngineSettings, Item
 from multigpu_worker.engines.registry import build_model_engine
 from multigpu_worker.engines.rerank.engine import RerankEngine, sigmoid
 from multigpu_worker.engines.rerank.payload import DOCUMENTS_MAX
-from multigpu_worker.models.folders import ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 from multigpu_worker.repository.model import ModelSpec
 from multigpu_worker.repository.scan import scan
 from sentence_transformers import CrossEncoder

@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("sentence_transformers", reason="the dependency group `dev` is not installed")
 
 from multigpu.v1 import rerank_pb2
-from multigpu_worker.models.folders import packaged_model
+from multigpu_worker.repository.folders import packaged_model
 
 from tests.worker.conftest import Start
 from tests.worker.rerank.test_rerank import DOCUMENTS, cross_encoder, payload

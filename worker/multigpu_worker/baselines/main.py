@@ -20,7 +20,7 @@ from multigpu_worker.baselines.loops import Loop
 from multigpu_worker.composition import artifacts_folder
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.main import main as worker_main
-from multigpu_worker.models.folders import find_models
+from multigpu_worker.repository.folders import find_models
 
 # The reader's lines have a limit.
 ERROR_CHARS_MAX = 2000

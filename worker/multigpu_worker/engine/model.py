@@ -8,9 +8,9 @@ from multigpu._handling.attempts import MESSAGE_BYTES_MAX, TYPE_BYTES_MAX, text_
 from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engines.base import EngineSettings, HasSignature, ModelEngine
 from multigpu_worker.engines.registry import build_model_engine
-from multigpu_worker.models.signature import UNKNOWN
 from multigpu_worker.repository.files import require_hashes
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.signature import UNKNOWN
 
 # Estimated memory of a CUDA context, which torch does not count.
 CUDA_CONTEXT_BYTES = 400 << 20

@@ -15,8 +15,8 @@ from multigpu._handling.attempts import Batch as Batch  # noqa: PLC0414  engines
 from multigpu._handling.attempts import Item as Item  # noqa: PLC0414  engines import it from here
 from multigpu._handling.attempts import Reporter as Reporter  # noqa: PLC0414  engines import it from here
 
-from multigpu_worker.models.signature import Signature
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.signature import Signature
 
 
 class Engine(Protocol):

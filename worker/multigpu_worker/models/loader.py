@@ -15,11 +15,11 @@ import structlog
 
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.load_watch import LoadWatch
 from multigpu_worker.models.model_sizes import ModelSizes, slots_of
 from multigpu_worker.models.residency import ModelState, Resident, plan
 from multigpu_worker.models.routes import ModelRoutes
 from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.load_watch import LoadWatch
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.process import EngineProcess, ModelProcess
 from multigpu_worker.processes.reports import ModelLoaded

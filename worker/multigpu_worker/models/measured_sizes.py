@@ -15,8 +15,8 @@ from pathlib import Path
 
 import structlog
 
-from multigpu_worker.models.signature import UNKNOWN, Signature
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.signature import UNKNOWN, Signature
 
 FOLDER = "models.measured"
 FORMAT = 1

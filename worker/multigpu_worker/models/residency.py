@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from multigpu_worker.models.signature import UNKNOWN, Signature
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.signature import UNKNOWN, Signature
 
 PATIENCE_S = 0.5
 # Concurrent loads: one that hangs does not delay all others.

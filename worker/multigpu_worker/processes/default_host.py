@@ -9,10 +9,10 @@ import structlog
 
 from multigpu_worker.engines.handlers.sources import Sources, sources_of
 from multigpu_worker.engines.registry import KindInfo
-from multigpu_worker.models.load_watch import LoadWatch
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, ProcessSettings
 from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.load_watch import LoadWatch
 from multigpu_worker.processes.start import READY_S, SLOW_START_S, EngineStart
 from multigpu_worker.waiting import until
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker.models.signature import UNKNOWN, Signature
 from multigpu_worker.processes.ipc import frames
+from multigpu_worker.repository.signature import UNKNOWN, Signature
 from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.session.session import Lease, Report, ReportState, TaskError
 

@@ -9,10 +9,10 @@ from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.state import State
+from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import FIRE_MAX
 from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.pace import Key
-from multigpu_master.strategies.base import Strategy
 
 # Classes that find no worker in one event. The next event, which is due at once, goes on with the rest.
 PARKS_MAX = 1000

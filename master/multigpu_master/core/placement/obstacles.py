@@ -1,9 +1,9 @@
 """What keeps an eligible worker from taking a task now: the same questions for dispatch, recall and explain."""
 
 from multigpu_master.core.model import Shape, Worker
+from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.residency import Block
-from multigpu_master.strategies.base import Strategy
 
 # How many models that take up the room are named in an explanation.
 NAMED_MAX = 8

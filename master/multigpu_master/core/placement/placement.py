@@ -10,9 +10,9 @@ from multigpu_master.core.model import Shape, Worker
 from multigpu_master.core.placement.obstacles import is_one_of, obstructed, short_of_memory
 from multigpu_master.core.placement.ranking import Ranking
 from multigpu_master.core.placement.resource_classes import Backlog, ResourceClass
+from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import WorkerInfo
-from multigpu_master.strategies.base import Strategy
 
 RANKINGS_MAX = 1024
 PINS_MAX = 16_384

@@ -9,8 +9,8 @@ from heapq import heapify, heappop, heappush
 
 from multigpu_master.core.model import Shape, Worker
 from multigpu_master.core.placement.obstacles import short_of_memory
+from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.workers.fleet import Fleet
-from multigpu_master.strategies.base import Strategy
 
 # (score, last dispatch, version, tie, worker)
 Entry = tuple[float, int, int, int, Worker]

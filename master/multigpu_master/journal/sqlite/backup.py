@@ -16,14 +16,14 @@ from pathlib import Path
 
 from multigpu._transport.payloads import NAME, Directory, Segment
 
-from multigpu_master.journal.errors import JournalDamagedError, JournalError
+from multigpu_master.errors import JournalDamagedError, JournalError
+from multigpu_master.journal import payload_files as payloads
 from multigpu_master.journal.sqlite import connections, directory, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
 from multigpu_master.journal.sqlite.files import copy_file, sync_directory, sync_file
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PART_NAME
-from multigpu_master.payloads import shared_files as payloads
 
 # The first part of each reference is the segment's name. SQLite finds references by small indexes.
 _SEGMENTS = " UNION ".join(

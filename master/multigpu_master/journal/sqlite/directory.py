@@ -12,7 +12,7 @@ import socket
 import sqlite3
 from pathlib import Path
 
-from multigpu_master.journal.errors import JournalError
+from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite import wal
 from multigpu_master.journal.sqlite.connections import has_log, keep_log
 from multigpu_master.journal.sqlite.failures import NO_DATABASE, damaged, damaged_log, explain, gone, missing_log

@@ -4,7 +4,7 @@ import errno
 import sqlite3
 from pathlib import Path
 
-from multigpu_master.journal.errors import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.errors import JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from multigpu_master.errors import JournalError, JournalFullError
 from multigpu_master.ids import Incarnation
-from multigpu_master.journal.errors import JournalError, JournalFullError
 from multigpu_master.journal.protocol import CommitCallback, Entry, Recovered
 from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite.reads import JournalReads

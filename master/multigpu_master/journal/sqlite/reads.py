@@ -21,20 +21,13 @@ from multigpu._transport.payloads import Reference, is_transient
 from multigpu.v1 import task_pb2
 
 from multigpu_master.core.identity import FREE
-from multigpu_master.journal.protocol import (
-    JournalDamagedError,
-    JournalError,
-    JournalFullError,
-    OutcomeFilter,
-    SettledTask,
-    StoredOutcome,
-    SubmitRecord,
-)
+from multigpu_master.errors import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.journal.payload_files import Payloads
+from multigpu_master.journal.protocol import OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord
 from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import connections, failures, schema
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.segments import IN_USE, LargeObjects, bounds
-from multigpu_master.payloads.shared_files import Payloads
 
 # As in StoredOutcome.
 _SETTLED_COLUMNS = (

@@ -2,7 +2,7 @@
 
 SQLite would write each byte twice: for 1 MiB in and out, an append takes a fifth of the time. A row has the bytes (a
 BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC), or to a file of shared payloads, whose name
-has a dash (payloads/shared_files.py). The bytes are synced before the transaction that refers to them. Segments without
+has a dash (journal/payload_files.py). The bytes are synced before the transaction that refers to them. Segments without
 references are deleted. Payloads and bodies have separate segments, because they are deleted at different times.
 
 On a full disk, holes are punched into segments where no row refers to them.
@@ -21,9 +21,9 @@ from pathlib import Path
 
 from multigpu._transport.payloads import Reference, read_file
 
+from multigpu_master.journal.payload_files import Payloads, is_shared, parse_reference, reference_text
 from multigpu_master.journal.protocol import LargeBody
 from multigpu_master.journal.sqlite.files import sync_directory
-from multigpu_master.payloads.shared_files import Payloads, is_shared, parse_reference, reference_text
 
 LARGE_BYTES = 128 << 10  # what is as large goes into a segment
 SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun

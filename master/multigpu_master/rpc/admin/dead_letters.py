@@ -9,13 +9,13 @@ from multigpu.v1 import admin_service_pb2 as pb
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
+from multigpu_master.errors import PreconditionError
 from multigpu_master.journal.protocol import SubmitRecord
-from multigpu_master.journal.write_buffer import DURABLE_S
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.saving import save
-from multigpu_master.rpc.errors import PreconditionError
 from multigpu_master.rpc.paging import check_count, make_token, read_page_size, read_token
 from multigpu_master.security.auth import caller_queues
+from multigpu_master.write_buffer import DURABLE_S
 
 LETTERS_MAX = 10_000  # named in one request
 QUEUE_LETTERS_MAX = 1000  # of a queue in one call

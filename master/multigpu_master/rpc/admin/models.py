@@ -10,8 +10,8 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Worker
 from multigpu_master.core.workers.residency import is_version
 from multigpu_master.driver import Driver
+from multigpu_master.errors import ExhaustedError, NotFoundError
 from multigpu_master.rpc.admin.saving import save
-from multigpu_master.rpc.errors import ExhaustedError, NotFoundError
 from multigpu_master.rpc.paging import check_count, page_of
 from multigpu_master.settings import worker_setting
 from multigpu_master.wire.models import resident_message

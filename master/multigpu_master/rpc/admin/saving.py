@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from multigpu_master.driver import Driver
-from multigpu_master.journal.protocol import JournalError
-from multigpu_master.rpc.errors import ExhaustedError
+from multigpu_master.errors import ExhaustedError, JournalError
 
 
 async def save(driver: Driver, settings: Mapping[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:

@@ -12,18 +12,17 @@ from multigpu_master.core.admission import QUEUES_MAX
 from multigpu_master.core.model import Queue, Task, Worker
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.driver import Driver
+from multigpu_master.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
 from multigpu_master.journal.protocol import OutcomeFilter, StoredOutcome
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
 from multigpu_master.rpc.paging import make_token, page_of, read_page_size, read_token
 from multigpu_master.security.auth import Auth, caller_queues
 from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
-from multigpu_master.telemetry.metrics import resident_bytes
 from multigpu_master.wire.times import duration, seconds_of, set_time, timestamp
 from multigpu_master.wire.validation import NAME_BYTES_MAX, check_printable, check_size
 from multigpu_master.wire.workers import worker_message
@@ -250,7 +249,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             workers_lost=len(core.fleet.workers) - active,
             journal_bytes=self._driver.journal.size_bytes(),
             journal_writable=self._driver.journaling.writable,
-            memory_bytes=resident_bytes(),
+            memory_bytes=queries.resident_bytes(),
             strategy=core.strategy,
             outcomes_retained=sum(
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, OutcomeFilter())).values()

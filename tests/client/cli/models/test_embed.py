@@ -32,7 +32,7 @@ def some_lines(count: int) -> list[str]:
 
 def direct(texts: list[str]) -> Any:
     """What the model says when nothing is between it and us."""
-    from multigpu_worker.models.folders import packaged_model
+    from multigpu_worker.repository.folders import packaged_model
     from sentence_transformers import SentenceTransformer
 
     return SentenceTransformer(str(packaged_model()), device="cpu").encode(texts, batch_size=32)

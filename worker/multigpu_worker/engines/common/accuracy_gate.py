@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multigpu_worker.engines.common.tensors import Arrays
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 Vectors = npt.NDArray[np.float32]

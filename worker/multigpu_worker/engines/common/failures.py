@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from multigpu_worker.engines.base import Item, Reporter
 from multigpu_worker.engines.common.precision import PrecisionError
-from multigpu_worker.models.folders import ModelFolderError, UnknownModelError
+from multigpu_worker.repository.folders import ModelFolderError, UnknownModelError
 
 
 class BadInputError(ValueError):

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.failures import LOADING_ERRORS, Failure, of_loading
 from multigpu_worker.engines.common.precision import Variant, choose, spec_of
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 M = TypeVar("M")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.models.folders import ModelFolderError, resolve_name
+from multigpu_worker.repository.folders import ModelFolderError, resolve_name
 from multigpu_worker.repository.model import ENGINES, PRECISIONS, ModelSpec
 
 # Engines by source. All other sources are run by torch.

@@ -18,7 +18,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import transformers
 
 from multigpu_worker.engines.common.torch_runtime import memory_errors
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 __all__ = ["LOCAL", "load_weights", "loading", "transformers"]
 

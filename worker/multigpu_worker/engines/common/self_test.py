@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from multigpu_worker.engines.common.cuda_errors import caused_elsewhere, device_is_occupied
 from multigpu_worker.engines.common.subprocess_call import subprocess_call
-from multigpu_worker.models.folders import ModelFolderError
-from multigpu_worker.processes.blame.cuda_errors import caused_elsewhere, device_is_occupied
+from multigpu_worker.repository.folders import ModelFolderError
 
 CPU_SIZE, GPU_SIZE = 256, 2048
 CHECKSUMS = {CPU_SIZE: 0xD74D3C83, GPU_SIZE: 0x30BC3C98}

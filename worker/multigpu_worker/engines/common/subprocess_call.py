@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 _PR_SET_PDEATHSIG = 1
 # How much of the end of a dead subprocess's standard error goes into the message.

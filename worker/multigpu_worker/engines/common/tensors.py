@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from multigpu_worker.models.signature import NamedTensor
+from multigpu_worker.repository.signature import NamedTensor
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -190,7 +190,7 @@ class EmbedEngine:
         if self._cache is None:
             backend, facts = load_backend(spec, self._settings, variant)
             return LoadedModel(backend=backend), facts
-        from multigpu_worker.models.model_content import ModelContent  # noqa: PLC0415 (most workers have none)
+        from multigpu_worker.repository.content import ModelContent  # noqa: PLC0415 (most workers have none)
 
         content = ModelContent.read(spec.folder)
         backend, facts = load_backend(spec, self._settings, variant)

@@ -29,7 +29,7 @@ from multigpu_worker.engines.embed import joined as embed_joined
 from multigpu_worker.engines.embed.backend import identity_of
 from multigpu_worker.engines.embed.steps import Pooling, build_steps
 from multigpu_worker.engines.embed.text import Inputs, TextInput, default_prompt, load_text_input
-from multigpu_worker.models.folders import ModelLayout, check_model_folder, read_layout
+from multigpu_worker.repository.folders import ModelLayout, check_model_folder, read_layout
 
 # Tokens in one forward pass. On an AMD core 250 tokens reach full speed. On an Intel core a pass costs as much as 40
 # tokens, and 1,024 keep the time between two beats short. A GPU needs enough to fill it.

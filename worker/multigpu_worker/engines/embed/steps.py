@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from multigpu_worker.models.folders import ModelFolderError, ModelLayout, read_object
+from multigpu_worker.repository.folders import ModelFolderError, ModelLayout, read_object
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # The flags of the older configuration format, in the order of the concatenated vectors.

@@ -30,7 +30,7 @@ from multigpu_worker.engines.tensorrt.build import PlanOrder, artifacts_of, plan
 from multigpu_worker.engines.tensorrt.plans import SETTLE_S, PlanSite
 from multigpu_worker.engines.tensorrt.profiles import Limits
 from multigpu_worker.engines.tensorrt.run import PlanRunner
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 # Texts in one forward pass, and their padded tokens.

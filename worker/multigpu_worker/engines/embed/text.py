@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multigpu_worker.engines.common.failures import BadInputError
-from multigpu_worker.models.folders import ModelFolderError, read_object
+from multigpu_worker.repository.folders import ModelFolderError, read_object
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

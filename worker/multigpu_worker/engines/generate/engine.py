@@ -17,7 +17,7 @@ from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.common.failures import BadInputError, bad_input
 from multigpu_worker.engines.common.precision import PrecisionError, choose
 from multigpu_worker.engines.generate.payload import Request, read_before, read_request
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.generate.model import GenerateModel

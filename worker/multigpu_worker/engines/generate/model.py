@@ -34,8 +34,8 @@ from multigpu_worker.engines.generate.cache import (
 )
 from multigpu_worker.engines.generate.json_schema import Schemas
 from multigpu_worker.engines.generate.token_bytes import TokenBytes
-from multigpu_worker.models.folders import ModelFolderError, check_model_folder
 from multigpu_worker.repository.files import digest
+from multigpu_worker.repository.folders import ModelFolderError, check_model_folder
 from multigpu_worker.repository.model import ModelSpec
 
 # Context of models that name no limit.

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from multigpu_worker.engines.common.cuda_errors import context_is_lost
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.torch_runtime import memory_errors
@@ -28,7 +29,6 @@ from multigpu_worker.engines.generate.json_schema import masks_of
 from multigpu_worker.engines.generate.model import GenerateModel
 from multigpu_worker.engines.generate.sample import Choice, choose
 from multigpu_worker.engines.generate.sequence import Sequence
-from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 
 # Tokens of a step, at most: about as many as the device computes while it reads the weights once.
 CPU_STEP_TOKENS = 64

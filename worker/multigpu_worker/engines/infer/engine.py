@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
+from multigpu_worker.engines.common.cuda_errors import context_is_lost
 from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
 from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.models import LoadedModels
@@ -24,9 +25,8 @@ from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.engines.infer.backend import Forward, load_backend
 from multigpu_worker.engines.infer.payload import Request, parse, result
-from multigpu_worker.models.signature import Signature
-from multigpu_worker.processes.blame.cuda_errors import context_is_lost
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.signature import Signature
 
 # The fact "tasks" of models whose tasks are neither joined nor split.
 AS_CONFIGURED = "one by one, as [batch] tasks_max = 1 says"

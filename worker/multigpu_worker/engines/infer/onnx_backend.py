@@ -15,7 +15,7 @@ from multigpu_worker.engines.infer.backend import examples_max, is_per_example
 from multigpu_worker.engines.onnx.artifacts import quantised
 from multigpu_worker.engines.onnx.export import MODEL_FILE
 from multigpu_worker.engines.onnx.session import Session, check_precision, tensor_spec
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 

@@ -29,7 +29,7 @@ from multigpu_worker.engines.tensorrt.build import artifacts_of, hash_folder
 from multigpu_worker.engines.tensorrt.plans import SETTLE_S, PlanSite
 from multigpu_worker.engines.tensorrt.profiles import Limits
 from multigpu_worker.engines.tensorrt.run import PlanRunner
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 # Default of `width_max`.

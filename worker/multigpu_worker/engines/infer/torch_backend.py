@@ -27,8 +27,8 @@ from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
 from multigpu_worker.engines.common.torch_runtime import bind, dtype_of, memory_errors
 from multigpu_worker.engines.infer.backend import examples_max, is_per_example
-from multigpu_worker.models.folders import ModelFolderError, read_layout, read_object
 from multigpu_worker.repository.files import pickle_rejection, weight_files
+from multigpu_worker.repository.folders import ModelFolderError, read_layout, read_object
 from multigpu_worker.repository.model import ModelSpec
 
 # Inputs of transformers' models, by parameter of `forward`: type and number of dimensions.

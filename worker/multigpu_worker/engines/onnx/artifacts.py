@@ -13,9 +13,9 @@ from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.onnx.export import export_embed
 from multigpu_worker.engines.onnx.quantize import quantise_embed, quantise_infer, recipe_of
-from multigpu_worker.models.folders import ModelFolderError
-from multigpu_worker.models.model_content import ModelContent
+from multigpu_worker.repository.content import ModelContent
 from multigpu_worker.repository.files import file_hash, loaded_files
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 from multigpu_worker.repository.model_toml import FILE_NAME
 

@@ -13,7 +13,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from multigpu_worker.engines.onnx.export import MODEL_FILE, SINGLE_FILE_BYTES_MAX
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 
 def quantise_dynamic(old: Path, new: Path) -> None:

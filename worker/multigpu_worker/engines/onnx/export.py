@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multigpu_worker.engines.common.subprocess_call import subprocess_call
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 if TYPE_CHECKING:

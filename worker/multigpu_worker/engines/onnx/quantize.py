@@ -34,7 +34,7 @@ from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.engines.embed.text import TextInput
 from multigpu_worker.engines.onnx.export import MODEL_FILE, OUTPUT
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 # int8 recipes by kind and engine, the default first (model.toml: int8_recipe under [parameters]).

@@ -22,7 +22,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as errors
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 CPU_OPTIMIZERS_OFF = ["SkipLayerNormFusion"]
 # log_severity_level: errors only. Warnings are about graph optimisation.

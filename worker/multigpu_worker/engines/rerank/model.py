@@ -16,7 +16,7 @@ from multigpu_worker.engines.common import torch_runtime
 from multigpu_worker.engines.common.limits import Limit
 from multigpu_worker.engines.common.pretrained import LOCAL, load_weights, loading, transformers
 from multigpu_worker.engines.embed.text import TextInput, Tokens, load_text_input
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 # Padded tokens in one forward pass: enough for full speed, and short between two beats.

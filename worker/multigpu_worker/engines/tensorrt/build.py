@@ -21,8 +21,8 @@ from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
 from multigpu_worker.engines.common.subprocess_call import subprocess_call
 from multigpu_worker.engines.tensorrt.module import Gpu, TensorRT, family_of, is_out_of_memory, make_logger
 from multigpu_worker.engines.tensorrt.profiles import Profile
-from multigpu_worker.models.folders import ModelFolderError
 from multigpu_worker.repository.files import file_hash
+from multigpu_worker.repository.folders import ModelFolderError
 
 KIND = "tensorrt-plan"
 PLAN_FILE = "model.plan"

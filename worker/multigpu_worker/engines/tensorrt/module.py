@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from multigpu_worker.engines.common.precision import compute_capability
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 # In order of preference: the first supports every data centre GPU.
 MODULES = ("tensorrt", "tensorrt_rtx")

@@ -20,7 +20,7 @@ from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
 from multigpu_worker.engines.tensorrt.device_memory import DeviceMemory
 from multigpu_worker.engines.tensorrt.module import is_out_of_memory, make_logger
 from multigpu_worker.engines.tensorrt.profiles import ShapeRange, choose
-from multigpu_worker.models.folders import ModelFolderError
+from multigpu_worker.repository.folders import ModelFolderError
 
 # Alignment of a context's scratch memory.
 ALIGNMENT_BYTES = 256

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from multigpu_worker.engines.common.cuda_errors import caused_elsewhere, context_is_lost, hardware_failed
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.blame.charge import (
     DEATHS_MAX,
@@ -18,7 +19,6 @@ from multigpu_worker.processes.blame.charge import (
     suspects_of_lost_context,
     suspects_of_slots,
 )
-from multigpu_worker.processes.blame.cuda_errors import caused_elsewhere, context_is_lost, hardware_failed
 from multigpu_worker.processes.blame.limits import Violation
 from multigpu_worker.processes.death import Death
 from multigpu_worker.session.session import Lease, Report, ReportState, TaskError

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from multigpu_master.payloads.messages import Peer
-from multigpu_master.rpc.errors import CallError
+from multigpu_master.errors import CallError
+from multigpu_master.wire.payloads import Peer
 
 FRAME_BYTES = 4 << 20
 FRAME_ITEMS = 2048

@@ -22,9 +22,9 @@ from multigpu_worker.device.health import Gravity, Health, Reason
 from multigpu_worker.device.interface import Device
 from multigpu_worker.device.reset_watch import ResetNote, ResetWatch
 from multigpu_worker.device.sampler import Sample, Sampler
-from multigpu_worker.device.self_test import SelfTest
 from multigpu_worker.device.xids import REMEDIES, XidClass, xid_of
 from multigpu_worker.processes.pool import EnginePool
+from multigpu_worker.self_test import SelfTest
 
 log = structlog.get_logger()
 

@@ -1,16 +1,31 @@
-"""Errors that end a call with a status. Methods raise them; `registration` sends the status."""
+"""The master's errors: of its journal, of messages, and those that end a call with a status, which methods raise and
+`rpc.registration` sends.
+"""
 
 import grpc
 import structlog
 from multigpu._transport.payloads import is_transient
 
-from multigpu_master.journal.protocol import JournalDamagedError, JournalError
-from multigpu_master.wire.validation import InvalidMessageError
-
 log = structlog.get_logger()
 
 # Clients reject a status as a whole if its header is too long.
 DETAILS_CHARS_MAX = 2000
+
+
+class JournalError(Exception):
+    """The journal can't be opened or used; the message says what to do."""
+
+
+class JournalDamagedError(JournalError):
+    """The journal does not hold what was written. Trying again does not help."""
+
+
+class JournalFullError(JournalError):
+    """There is no room on the disk, or no file descriptor: nothing was written. Try again later."""
+
+
+class InvalidMessageError(Exception):
+    """A task or a worker's message is invalid; the text says why and what is allowed."""
 
 
 class CallError(Exception):

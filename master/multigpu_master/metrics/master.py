@@ -5,7 +5,6 @@ search for the oldest task of each queue pauses for other calls: a snapshot has 
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
-from multigpu_master.rpc.queries import oldest_submits
-from multigpu_master.telemetry.device_metrics import DeviceSnapshot, device_metrics, snapshots
+from multigpu_master.metrics.devices import DeviceSnapshot, device_metrics, snapshots
+from multigpu_master.rpc.queries import oldest_submits, resident_bytes
 from multigpu_master.telemetry.latencies import Latencies
 
 log = structlog.get_logger()
@@ -145,11 +144,6 @@ def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
     yield from _of_workers(workers)
     yield from _of_models([w for w in workers if w.residency.reported])
     yield from _of_caches(workers)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process (proc(5): the second field of statm, in pages)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _of_tasks(core: Core) -> Iterator[Metric]:

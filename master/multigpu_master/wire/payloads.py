@@ -11,8 +11,8 @@ from multigpu.v1 import task_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, TaskError
+from multigpu_master.journal.payload_files import BadReferenceError, Payloads
 from multigpu_master.journal.protocol import LargeBody
-from multigpu_master.payloads.shared_files import BadReferenceError, Payloads
 from multigpu_master.wire.protobuf import tag, varint
 
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)

@@ -17,10 +17,11 @@ import structlog
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
-from multigpu_master.journal.protocol import Entry, JournalError, JournalFullError, LargeBody
+from multigpu_master.errors import JournalError, JournalFullError
+from multigpu_master.journal.protocol import Entry, LargeBody
 from multigpu_master.journal.request_filter import RequestFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.payloads import messages as wire_large
+from multigpu_master.wire import payloads as wire_large
 from multigpu_master.wire.tasks import settle_record, submit_record
 
 log = structlog.get_logger()

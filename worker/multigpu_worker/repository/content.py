@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from multigpu_worker.models.folders import ModelFolderError, read_layout
+from multigpu_worker.repository.folders import ModelFolderError, read_layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from multigpu._transport.payloads import (
     read_at,
 )
 
-from multigpu_master.journal.errors import JournalError
+from multigpu_master.errors import JournalError
 
 log = structlog.get_logger()
 

@@ -1,0 +1,59 @@
+"""The protocol of strategies: policies that choose the worker for the next task of a shape.
+
+The core calls a strategy only for workers that can run the shape and whose window is not full. The strategy excludes
+further workers, and gives each of the others a score; the lowest score gets the task. Both depend on their arguments
+alone (no I/O, no clock, no state), so that the rpc Explain gets the same answer as the dispatch. A score may change
+only when the worker changes (a lease granted or ended, a heartbeat) or the fleet's averages do: the core keeps scores
+in a heap, and computes them again only then.
+
+A strategy is a class behind an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
+"""
+
+from typing import ClassVar, Protocol
+
+from multigpu_master.core.model import Shape, Worker
+
+
+class FleetView(Protocol):
+    """The information about the whole fleet that a strategy may use."""
+
+    memory_threshold: float
+    """The share of device memory in use above which memory_usage gives a device nothing new, 0 to 1."""
+
+    def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
+        """Expected run time of a task of this shape on this worker.
+
+        Measured seconds per unit of work, on this worker or else on the fleet, times `units`. 0 units: the average of
+        such tasks.
+        """
+
+    def load_s(self, worker: Worker, shape: Shape) -> float:
+        """Time to load the shape's model on the worker; 0.0 if it is resident or none is needed."""
+
+    def resident_workers(self, shape: Shape) -> int:
+        """How many workers that accept work have the shape's model loaded."""
+
+
+class Strategy(Protocol):
+    """A policy that chooses workers."""
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]]
+    summary: ClassVar[str]
+    score_meaning: ClassVar[str]
+    pinned: ClassVar[bool]
+    """True: a task waits for the worker that ranks first, even while that one has no room. Scores and
+    exclusions must then depend on nothing but the shape and the worker's id and info."""
+
+    def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
+        """Why this worker must not get tasks of this shape now, as a text for people. None: it may get them."""
+
+    def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
+        """The worker's score. Of the workers not excluded, the lowest gets the task; on a tie, the oldest dispatch."""
+
+    def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
+        """How many tasks of this shape must be queued before the worker gets one.
+
+        With fewer queued tasks the worker is skipped; if every other window is full, the tasks wait. The value may
+        change when a score may, and when the number of workers with the model changes.
+        """
