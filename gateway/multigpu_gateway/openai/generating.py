@@ -205,51 +205,48 @@ def _usage(shape: Shape, results: list[pb.GenerateResult]) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
 
-async def _events(client: AsyncClient, tasks: Tasks, shape: Shape) -> AsyncGenerator[bytes, None]:
+def _events(client: AsyncClient, tasks: Tasks, shape: Shape) -> AsyncGenerator[bytes, None]:
     """The events of all choices, as they come."""
     results: dict[int, pb.GenerateResult] = {}
-    if len(tasks) == 1:
-        async with aclosing(_choice(client, tasks[0], 0, shape, results)) as events:
-            async for data in events:
-                yield data
-    else:
-        ready: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_AHEAD)
+    choices = [_choice(client, tasks, index, shape, results) for index in range(len(tasks))]
+    return choices[0] if len(choices) == 1 else _together(choices)
 
-        async def forward(index: int) -> None:
-            try:
-                async with aclosing(_choice(client, tasks[index], index, shape, results)) as events:
-                    async for data in events:
-                        await ready.put(data)
-            except Exception as error:  # noqa: BLE001  raised where the queue is read
-                await ready.put(error)
-            else:
-                await ready.put(None)
 
-        runs = [asyncio.create_task(forward(index)) for index in range(len(tasks))]
+async def _together(choices: list[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+    ready: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_AHEAD)
+
+    async def forward(choice: AsyncGenerator[bytes, None]) -> None:
         try:
-            left = len(runs)
-            while left:
-                item = await ready.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item
-        finally:
-            for run in runs:
-                run.cancel()
-            await asyncio.gather(*runs, return_exceptions=True)
-    if shape.with_usage:
-        yield shape.chunk([], usage=_usage(shape, [results[index] for index in range(len(tasks))]))
+            async with aclosing(choice) as events:
+                async for data in events:
+                    await ready.put(data)
+        except Exception as error:  # noqa: BLE001  raised where the queue is read
+            await ready.put(error)
+        else:
+            await ready.put(None)
+
+    runs = [asyncio.create_task(forward(choice)) for choice in choices]
+    try:
+        left = len(runs)
+        while left:
+            item = await ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
 
 
 async def _choice(
-    client: AsyncClient, task: tuple[bytes, dict[str, Any]], index: int, shape: Shape,
-    results: dict[int, pb.GenerateResult],
-) -> AsyncGenerator[bytes, None]:  # fmt: skip
-    """The events of one choice."""
-    payload, options = task
+    client: AsyncClient, tasks: Tasks, index: int, shape: Shape, results: dict[int, pb.GenerateResult]
+) -> AsyncGenerator[bytes, None]:
+    """The events of one choice. The usage follows the last choice that ends: `results` has those of all, by index."""
+    payload, options = tasks[index]
     begun = False
     async with client.stream(KIND, payload, **options) as parts:
         async for data in parts:
@@ -260,7 +257,10 @@ async def _choice(
             chunk = pb.GenerateChunk.FromString(data)
             if chunk.text or chunk.logprobs:
                 yield shape.chunk([shape.piece(index, chunk)])
-        result = results[index] = _result(parts.outcome)
+        result = _result(parts.outcome)
     if not begun and (first := shape.first(index)):
         yield first
     yield shape.chunk([shape.last(index, _REASONS.get(result.finish_reason, "stop"))])
+    results[index] = result  # not sooner: the usage comes after the last event of every choice
+    if shape.with_usage and len(results) == len(tasks):
+        yield shape.chunk([], usage=_usage(shape, [results[each] for each in range(len(tasks))]))
