@@ -34,8 +34,8 @@ class Operation:
     headers: tuple[bytes, ...] = ()
     errors: tuple[int, ...] = ()
 
-    async def __call__(self, request: Request, connected: Connected) -> None:
-        await self.serve(request, connected)
+    def __call__(self, request: Request, connected: Connected) -> Awaitable[Any]:
+        return self.serve(request, connected)
 
 
 # Operations by path, whose variable parts are in braces, and by method.

@@ -18,6 +18,9 @@ KEEP_ALIVE_S = 75
 class LimitedProtocol(HttpToolsProtocol):
     """A connection that is closed if the headers of a request are too large or too slow."""
 
+    # Beside the attributes of HttpToolsProtocol: with more of those, CPython makes a larger dict for each connection.
+    __slots__ = ("_header_bytes", "_header_timer")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Bytes of the next request's headers, which may come while a request is served; None: a body is coming.

@@ -5,6 +5,7 @@ import base64
 import itertools
 import secrets
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -93,26 +94,38 @@ def followed(answer: Answer) -> Answer:
 class StreamCall(Call):
     """A call whose partial outputs one coroutine awaits, one after the other."""
 
-    __slots__ = ("_items",)
+    __slots__ = ("_arrived", "_items")
 
     def __init__(self, *fields: Any) -> None:
         super().__init__(*fields)
-        self._items: asyncio.Queue[Part | Answer] = asyncio.Queue()
+        self._items: deque[Part | Answer] = deque()
+        # What next_item waits for; None: it never waited. An asyncio.Queue takes 2.6 KiB more.
+        self._arrived: asyncio.Future[None] | None = None
 
     def receive_partial(self, data: bytes, content_type: str) -> None:
-        self._items.put_nowait(Part(data, content_type))
+        self._add(Part(data, content_type))
 
     def settle(self, answer: Answer) -> None:
         if isinstance(answer, Outcome):  # it has all partial outputs, also those that the stream did not bring
             missing = answer.message.partials[self.partials_received :]
             types = answer.message.partial_content_types[self.partials_received :]
-            for part in map(Part, missing, types or [RAW] * len(missing)):
-                self._items.put_nowait(part)
-        self._items.put_nowait(answer)
+            self._add(*map(Part, missing, types or [RAW] * len(missing)))
+        self._add(answer)
+
+    def _add(self, *items: Part | Answer) -> None:
+        self._items.extend(items)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     async def next_item(self) -> Part | Outcome:
         """The next partial output, and after the last one the outcome of a task that SUCCEEDED. Else its error."""
-        item = await self._items.get()
+        while not self._items:
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        return self._checked(self._items.popleft())
+
+    def _checked(self, item: Part | Answer) -> Part | Outcome:
+        """What next_item returns for an item, or raises."""
         if isinstance(item, Part):
             return item
         if isinstance(item, Outcome) and item.succeeded:
@@ -133,9 +146,8 @@ class FollowStreamCall(StreamCall):
     def settle(self, answer: Answer) -> None:
         super().settle(followed(answer))
 
-    async def next_item(self) -> Part | Outcome:
-        """The next partial output, and after the last one the outcome, whatever it is. Raises an error in its place."""
-        item = await self._items.get()
+    def _checked(self, item: Part | Answer) -> Part | Outcome:
+        """The outcome is returned, whatever it is."""
         if isinstance(item, Part | Outcome):
             return item
         raise item

@@ -21,6 +21,9 @@ from multigpu_gateway.openai.requests import ChatRequest, CompletionRequest, Sam
 from multigpu_gateway.openai.sampling import chat_payloads, completion_payloads
 from multigpu_gateway.tasks import TaskSettings, all_of
 
+# The payload and the options of each choice.
+Tasks = list[tuple[bytes, dict[str, Any]]]
+
 KIND = "generate"
 DONE = b"data: [DONE]\n\n"
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
@@ -31,11 +34,16 @@ _completion = msgspec.json.Decoder(CompletionRequest)
 
 
 class Shape(ABC):
-    """How an answer is written: what differs between the two routes."""
+    """How an answer is written: what differs between the two routes, and what the request says of it."""
 
-    def __init__(self, model: str, prefix: str) -> None:
+    def __init__(self, asked: Sampled, prefix: str, type_: str) -> None:
+        self.stream = bool(asked.stream)
+        # Whether a stream ends with the usage.
+        self.with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        # Of each prompt.
+        self.choices = asked.n or 1
         self.head: dict[str, Any] = {
-            "id": f"{prefix}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": model
+            "id": f"{prefix}-{uuid.uuid4().hex}", "object": type_, "created": int(time.time()), "model": asked.model
         }  # fmt: skip
 
     @abstractmethod
@@ -59,9 +67,8 @@ class Shape(ABC):
 
 
 class ChatShape(Shape):
-    def __init__(self, model: str, *, stream: bool) -> None:
-        super().__init__(model, "chatcmpl")
-        self.head["object"] = "chat.completion.chunk" if stream else "chat.completion"
+    def __init__(self, asked: ChatRequest) -> None:
+        super().__init__(asked, "chatcmpl", "chat.completion.chunk" if asked.stream else "chat.completion")
 
     def first(self, index: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -86,9 +93,8 @@ class ChatShape(Shape):
 
 
 class CompletionShape(Shape):
-    def __init__(self, model: str) -> None:
-        super().__init__(model, "cmpl")
-        self.head["object"] = "text_completion"
+    def __init__(self, asked: CompletionRequest) -> None:
+        super().__init__(asked, "cmpl", "text_completion")
         # Of each choice: the characters so far, which is where its next token begins.
         self._offsets: dict[int, int] = {}
 
@@ -142,26 +148,31 @@ def _chat_logprobs(found: Any) -> dict[str, Any] | None:
 async def chat_completions(request: Request, connected: Connected) -> None:
     """Answers a conversation."""
     asked = await request.json(_chat)
-    shape = ChatShape(asked.model, stream=bool(asked.stream))
-    await _answer(request, connected, asked, chat_payloads(asked), shape)
+    shape, tasks = ChatShape(asked), _tasks(request, asked.model, chat_payloads(asked))
+    del asked  # the payloads have its texts, and a task may wait long
+    await _answer(request, connected, shape, tasks)
 
 
 async def completions(request: Request, connected: Connected) -> None:
     """Continues texts."""
     asked = await request.json(_completion)
-    await _answer(request, connected, asked, completion_payloads(asked), CompletionShape(asked.model))
+    shape, tasks = CompletionShape(asked), _tasks(request, asked.model, completion_payloads(asked))
+    del asked  # as above
+    await _answer(request, connected, shape, tasks)
 
 
-async def _answer(request: Request, connected: Connected, asked: Sampled, payloads: list[bytes], shape: Shape) -> None:
-    options = TaskSettings(request, asked.model).each()
-    tasks = list(zip(payloads, options, strict=False))
+def _tasks(request: Request, model: str, payloads: list[bytes]) -> Tasks:
+    return list(zip(payloads, TaskSettings(request, model).each(), strict=False))
+
+
+async def _answer(request: Request, connected: Connected, shape: Shape, tasks: Tasks) -> None:
     client = connected.client
-    if asked.stream:
-        await send_events(request, _events(client, tasks, shape, asked), error_event, DONE)
+    if shape.stream:
+        await send_events(request, _events(client, tasks, shape), error_event, DONE)
         return
     async with request.while_connected():
         outcomes = await all_of(client.run_outcome(KIND, payload, **own) for payload, own in tasks)
-    await request.respond(200, msgspec.json.encode(_whole(shape, asked, outcomes)))
+    await request.respond(200, msgspec.json.encode(_whole(shape, outcomes)))
 
 
 def payloads(asked: ChatRequest | CompletionRequest) -> list[tuple[bytes, int]]:
@@ -172,14 +183,13 @@ def payloads(asked: ChatRequest | CompletionRequest) -> list[tuple[bytes, int]]:
 
 def answer(asked: ChatRequest | CompletionRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The whole answer. Raises the error of a task that did not succeed."""
-    chat = isinstance(asked, ChatRequest)
-    return _whole(ChatShape(asked.model, stream=False) if chat else CompletionShape(asked.model), asked, outcomes)
+    return _whole(ChatShape(asked) if isinstance(asked, ChatRequest) else CompletionShape(asked), outcomes)
 
 
-def _whole(shape: Shape, asked: Sampled, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _whole(shape: Shape, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     results = [_result(outcome) for outcome in outcomes]
     choices = [shape.whole(index, result) for index, result in enumerate(results)]
-    return {**shape.head, "choices": choices, "usage": _usage(results, asked)}
+    return {**shape.head, "choices": choices, "usage": _usage(shape, results)}
 
 
 def _result(outcome: Outcome) -> pb.GenerateResult:
@@ -188,61 +198,55 @@ def _result(outcome: Outcome) -> pb.GenerateResult:
     return pb.GenerateResult.FromString(outcome.result)
 
 
-def _usage(results: list[pb.GenerateResult], asked: Sampled) -> dict[str, int]:
+def _usage(shape: Shape, results: list[pb.GenerateResult]) -> dict[str, int]:
     """Tokens. The choices of a prompt share it."""
-    prompts = sum(result.prompt_tokens for result in results[:: asked.n or 1])
+    prompts = sum(result.prompt_tokens for result in results[:: shape.choices])
     generated = sum(len(result.token_ids) for result in results)
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
 
-Tasks = list[tuple[bytes, dict[str, Any]]]
-
-
-async def _events(client: AsyncClient, tasks: Tasks, shape: Shape, asked: Sampled) -> AsyncGenerator[bytes, None]:
+def _events(client: AsyncClient, tasks: Tasks, shape: Shape) -> AsyncGenerator[bytes, None]:
     """The events of all choices, as they come."""
     results: dict[int, pb.GenerateResult] = {}
-    if len(tasks) == 1:
-        async with aclosing(_choice(client, tasks[0], 0, shape, results)) as events:
-            async for data in events:
-                yield data
-    else:
-        ready: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_AHEAD)
+    choices = [_choice(client, tasks, index, shape, results) for index in range(len(tasks))]
+    return choices[0] if len(choices) == 1 else _together(choices)
 
-        async def forward(index: int) -> None:
-            try:
-                async with aclosing(_choice(client, tasks[index], index, shape, results)) as events:
-                    async for data in events:
-                        await ready.put(data)
-            except Exception as error:  # noqa: BLE001  raised where the queue is read
-                await ready.put(error)
-            else:
-                await ready.put(None)
 
-        runs = [asyncio.create_task(forward(index)) for index in range(len(tasks))]
+async def _together(choices: list[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+    ready: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_AHEAD)
+
+    async def forward(choice: AsyncGenerator[bytes, None]) -> None:
         try:
-            left = len(runs)
-            while left:
-                item = await ready.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item
-        finally:
-            for run in runs:
-                run.cancel()
-            await asyncio.gather(*runs, return_exceptions=True)
-    if asked.stream_options and asked.stream_options.include_usage:
-        yield shape.chunk([], usage=_usage([results[index] for index in range(len(tasks))], asked))
+            async with aclosing(choice) as events:
+                async for data in events:
+                    await ready.put(data)
+        except Exception as error:  # noqa: BLE001  raised where the queue is read
+            await ready.put(error)
+        else:
+            await ready.put(None)
+
+    runs = [asyncio.create_task(forward(choice)) for choice in choices]
+    try:
+        left = len(runs)
+        while left:
+            item = await ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
 
 
 async def _choice(
-    client: AsyncClient, task: tuple[bytes, dict[str, Any]], index: int, shape: Shape,
-    results: dict[int, pb.GenerateResult],
-) -> AsyncGenerator[bytes, None]:  # fmt: skip
-    """The events of one choice."""
-    payload, options = task
+    client: AsyncClient, tasks: Tasks, index: int, shape: Shape, results: dict[int, pb.GenerateResult]
+) -> AsyncGenerator[bytes, None]:
+    """The events of one choice. The usage follows the last choice that ends: `results` has those of all, by index."""
+    payload, options = tasks[index]
     begun = False
     async with client.stream(KIND, payload, **options) as parts:
         async for data in parts:
@@ -253,7 +257,10 @@ async def _choice(
             chunk = pb.GenerateChunk.FromString(data)
             if chunk.text or chunk.logprobs:
                 yield shape.chunk([shape.piece(index, chunk)])
-        result = results[index] = _result(parts.outcome)
+        result = _result(parts.outcome)
     if not begun and (first := shape.first(index)):
         yield first
     yield shape.chunk([shape.last(index, _REASONS.get(result.finish_reason, "stop"))])
+    results[index] = result  # not sooner: the usage comes after the last event of every choice
+    if shape.with_usage and len(results) == len(tasks):
+        yield shape.chunk([], usage=_usage(shape, [results[each] for each in range(len(tasks))]))

@@ -1,7 +1,10 @@
 """Text by OpenAI's own client, unmodified, against a real fleet."""
 
 import asyncio
+import contextlib
 import json
+import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,14 @@ def test_a_seed_repeats_the_answers_and_n_differs(client: openai.OpenAI) -> None
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == first
+
+
+def test_the_usage_ends_a_stream_of_several_choices(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": TALK, "max_tokens": 6, "n": 3, "temperature": 0}
+    whole = client.chat.completions.create(**options).usage
+    *chunks, last = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    assert (last.choices, last.usage) == ([], whole)
+    assert sum(chunk.choices[0].finish_reason == "length" for chunk in chunks) == 3
 
 
 def test_a_stop_string_ends_the_answer(client: openai.OpenAI, plain: Plain) -> None:
@@ -312,3 +323,24 @@ def test_headers_choose_queue_and_priority(client: openai.OpenAI, fleet: Fleet) 
     ):
         with pytest.raises(openai.BadRequestError, match="is to"):
             client.embeddings.create(input="x", model=MODEL, extra_headers={name: value})
+
+
+def test_a_stream_that_waits_takes_little_memory(client: openai.OpenAI, gateway: GatewayProcess, fleet: Fleet) -> None:
+    streams, name, talk = 1000, "waiting", [{"role": "user", "content": "x" * 1000}]
+    body = json.dumps({"model": "tiny", "messages": talk, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Multigpu-Queue: {name}\r\nContent-Length: {len(body)}"
+    client.chat.completions.create(model="tiny", messages=TALK, max_tokens=1)  # what is imported late
+
+    def resident_kib() -> int:
+        pages = int(Path(f"/proc/{gateway.daemon.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") // 1024
+
+    with multigpu.AdminClient(fleet.address) as admin, fleet.client() as tasks, contextlib.ExitStack() as stack:
+        admin.pause_queue(name)
+        before = resident_kib()
+        host, _, port = gateway.address.rpartition(":")
+        for _ in range(streams):
+            connection = stack.enter_context(socket.create_connection((host, int(port))))
+            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: tasks.count(queue=name).queued == streams, 30)
+        assert (resident_kib() - before) / streams < 23
