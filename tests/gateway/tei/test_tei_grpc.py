@@ -54,8 +54,8 @@ def both(channel: grpc.Channel, name: str, requests: list[Any], model: str) -> l
     assert len(streamed) == len(answers)
     for one, other in zip(streamed, answers, strict=True):  # tasks that run together differ in the last digits
         assert NUMBER.sub("", str(one)) == NUMBER.sub("", str(other))
-        numbers = ([float(text) for text in NUMBER.findall(str(each))] for each in (one, other))
-        np.testing.assert_allclose(*numbers, atol=1e-6)
+        found, wanted = ([float(text) for text in NUMBER.findall(str(each))] for each in (one, other))
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
     return answers
 
 
