@@ -343,4 +343,4 @@ def test_a_stream_that_waits_takes_little_memory(client: openai.OpenAI, gateway:
             connection = stack.enter_context(socket.create_connection((host, int(port))))
             connection.sendall(head.encode() + b"\r\n\r\n" + body)
         until(lambda: tasks.count(queue=name).queued == streams, 30)
-        assert (resident_kib() - before) / streams < 23
+        assert (resident_kib() - before) / streams < 23  # 27 with the request kept beside its payload, and a queue
