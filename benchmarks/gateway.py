@@ -1,15 +1,18 @@
-"""python -m benchmarks.gateway [--rounds N]: embeddings over HTTP beside AsyncClient, in turns, on one fleet.
+"""python -m benchmarks.gateway [--rounds N] [--peer URL]: HTTP beside AsyncClient, in turns, on one fleet.
 
 one      one caller, one sentence at a time: the difference of the medians, ms (aim: at most 1.0)
 many     64 callers, one sentence each: HTTP's rate divided by AsyncClient's (aim: 0.85)
 stream   a streamed answer of 256 tokens by a model of random weights: tokens/s over HTTP divided by `generate`'s (0.95)
 idle     1,000 streams that wait for a model: share of a core and memory that each takes (aims: 1 % in all, 20 KiB)
+peer     64 callers, one sentence each: the gateway's rate divided by that of the server at --peer, which has the same
+         model and OpenAI's protocol (aim: 1.0); one caller: the medians of both, ms
 
-Printed is the median of the rounds' values.
+Printed is the median of the rounds' values. A server is idle while the other one is measured.
 """
 
 import argparse
 import asyncio
+import base64
 import json
 import os
 import re
@@ -19,40 +22,47 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import numpy as np
+import numpy.typing as npt
 from multigpu import AsyncAdminClient, AsyncClient
 
 from benchmarks.engines.embed_engine import sentences
 from benchmarks.fleet import Fleet
 from benchmarks.relay import loop_runner
 
-CALLERS, ONE, MANY, TOKENS, STREAMS, IDLE_S = 64, 100, 512, 256, 1000, 20.0
+CALLERS, ONE, MANY, TOKENS, STREAMS, IDLE_S, SETTLE_S = 64, 100, 512, 256, 1000, 20.0, 0.5
 MODEL, PAUSED = "all-MiniLM-L6-v2", "paused"
+Embed = Callable[[str], Awaitable[Any]]
 
 
 class Http:
     """One connection, kept alive."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, host: str = "127.0.0.1", model: str = MODEL) -> None:
+        self._port, self._host, self._model = port, host, model
 
     async def open(self) -> None:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
 
     def send(self, path: str, body: dict[str, Any], queue: str = "default") -> None:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Multigpu-Queue: {queue}\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Multigpu-Queue: {queue}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         self._writer.write(head.encode() + data)
 
-    async def embed(self, text: str) -> None:
-        self.send("/v1/embeddings", {"input": text, "model": MODEL, "encoding_format": "base64"})
+    async def embed(self, text: str) -> bytes:
+        """The answer, JSON."""
+        self.send("/v1/embeddings", {"input": text, "model": self._model, "encoding_format": "base64"})
         head = await self._reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
         length = re.search(rb"content-length: (\d+)", head)
         assert length is not None
-        await self._reader.readexactly(int(length[1]))
+        return await self._reader.readexactly(int(length[1]))
 
     async def stream(self, body: dict[str, Any]) -> int:
         """How many events there were."""
@@ -69,11 +79,11 @@ class Http:
         self._writer.close()
 
 
-async def _each(texts: list[str], callers: list[Callable[[str], Awaitable[Any]]]) -> list[float]:
+async def _each(texts: list[str], callers: list[Embed]) -> list[float]:
     """The seconds of each call, from callers that run together."""
     todo, taken = iter(texts), []
 
-    async def run(call: Callable[[str], Awaitable[Any]]) -> None:
+    async def run(call: Embed) -> None:
         for text in todo:
             begun = time.perf_counter()
             await call(text)
@@ -81,6 +91,48 @@ async def _each(texts: list[str], callers: list[Callable[[str], Awaitable[Any]]]
 
     await asyncio.gather(*(run(call) for call in callers))
     return taken
+
+
+async def _embeddings(texts: list[str], callers: list[Embed]) -> tuple[float, float]:
+    """Of one caller, the median of the seconds; of all, the embeddings a second."""
+    one = statistics.median(await _each(texts[:ONE], callers[:1]))
+    begun = time.perf_counter()
+    await _each(texts[ONE:], callers)
+    return one, MANY / (time.perf_counter() - begun)
+
+
+def _part(texts: list[str], number: int) -> list[str]:
+    """The texts of a round."""
+    return texts[number * 700 % 3300 :][: ONE + MANY]
+
+
+def _vector(answer: bytes) -> npt.NDArray[np.float32]:
+    return np.frombuffer(base64.b64decode(json.loads(answer)["data"][0]["embedding"]), "<f4")
+
+
+async def _compare(servers: tuple[Callable[[], Http], Callable[[], Http]], rounds: int) -> None:
+    """The gateway and its peer, in turns. Each turn has new connections, because servers close idle ones."""
+    texts, ratios, vectors = sentences(4000), [], {}
+    ones: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds + 1):
+        rate = [0.0, 0.0]
+        for side in (0, 1) if number % 2 else (1, 0):
+            connections = [servers[side]() for _ in range(CALLERS)]
+            for connection in connections:
+                await connection.open()
+            await asyncio.sleep(SETTLE_S)
+            one, rate[side] = await _embeddings(_part(texts, number), [each.embed for each in connections])
+            ones[side].append(1000 * one)
+            if not number:
+                vectors[side] = np.array([_vector(await connections[0].embed(text)) for text in texts[:CALLERS]])
+            for connection in connections:
+                connection.close()
+        ratios.append(rate[0] / rate[1])
+        print(f"{number}: {rate[0]:.0f} and {rate[1]:.0f}/s, {ones[0][-1]:.2f} and {ones[1][-1]:.2f} ms", flush=True)
+    del ratios[0], ones[0][0], ones[1][0]  # the first warms up
+    print(f"peer     {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})", end="; ")
+    print(f"one caller {statistics.median(ones[0]):.2f} and {statistics.median(ones[1]):.2f} ms", end="; ")
+    print(f"largest difference of vectors {np.abs(vectors[0] - vectors[1]).max():.1e}")
 
 
 async def _measure(fleet: Fleet, port: int, gateway: int, rounds: int) -> None:
@@ -108,19 +160,15 @@ async def _measure(fleet: Fleet, port: int, gateway: int, rounds: int) -> None:
             await connections[0].stream({"model": "tiny", "messages": talk, **options})
             return TOKENS / (time.perf_counter() - begun)
 
-        by_client: list[Callable[[str], Awaitable[Any]]] = [embed] * CALLERS
-        by_http: list[Callable[[str], Awaitable[Any]]] = [each.embed for each in connections]
+        by_client: list[Embed] = [embed] * CALLERS
+        by_http: list[Embed] = [each.embed for each in connections]
         for number in range(rounds + 1):
             sides = [(by_client, generate), (by_http, stream)]
             order = (0, 1) if number % 2 else (1, 0)
             one, rate, tokens = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
             for side in order:
                 callers, streamed = sides[side]
-                part = texts[number * 700 % 3300 :][: ONE + MANY]
-                one[side] = statistics.median(await _each(part[:ONE], callers[:1]))
-                begun = time.perf_counter()
-                await _each(part[ONE:], callers)
-                rate[side] = MANY / (time.perf_counter() - begun)
+                one[side], rate[side] = await _embeddings(_part(texts, number), callers)
                 tokens[side] = await streamed()
             if number:  # the first warms up
                 found["one"].append(1000 * (one[1] - one[0]))
@@ -163,7 +211,11 @@ def _rss(pid: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    rounds = parser.parse_args().rounds
+    parser.add_argument(
+        "--peer", type=urlsplit, metavar="URL", help="a server of OpenAI's embeddings, http://HOST:PORT"
+    )
+    parser.add_argument("--peer-model", default=MODEL, metavar="NAME", help=f"what the peer calls {MODEL}")
+    options = parser.parse_args()
     from tests.worker.generate.tiny_llama import save_tiny_llama
 
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +227,10 @@ def main() -> None:
             try:
                 assert gateway.stderr is not None
                 port = int(json.loads(gateway.stderr.readline())["http"].rpartition(":")[2])
-                loop_runner("uvloop")(_measure(fleet, port, gateway.pid, rounds))
+                if peer := options.peer:
+                    servers = partial(Http, port), partial(Http, peer.port, peer.hostname, options.peer_model)
+                    loop_runner("uvloop")(_compare(servers, options.rounds))
+                loop_runner("uvloop")(_measure(fleet, port, gateway.pid, options.rounds))
             finally:
                 gateway.terminate()
                 gateway.wait()
