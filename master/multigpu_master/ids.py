@@ -26,6 +26,7 @@ from multigpu_master.errors import JournalError
 EPOCHS_END = (1 << 53) // EPOCH_IDS
 # Epochs are seconds since 2025-01-01T00:00:00Z, and so last until January 2042.
 FIRST_EPOCH_S = 1_735_689_600
+TIME_END_S = FIRST_EPOCH_S + EPOCHS_END
 CURSORS_END = 1 << 63
 LEASE_KEY_BYTES = 32
 _WORD = (1 << 64) - 1

@@ -43,8 +43,6 @@ log = structlog.get_logger()
 
 # File descriptors that connections leave to the journal, audit.log and the metrics.
 DESCRIPTORS_KEPT = 256
-# Interval of checks whether the host's clock was set.
-CLOCK_CHECK_S = 1.0
 # A difference between the clock and the journal's last time that is logged at the start.
 CLOCK_DIFFERS_S = 60.0
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
@@ -82,7 +80,6 @@ class Master:
         self._audit = Audit(config.data_dir)
         self._health = health_service.Health()
         self._serving: asyncio.Task[None] | None = None
-        self._saving_skew: asyncio.Task[None] | None = None
         self._intake: Intake
         self._metrics: MasterMetrics
         self._worker_log: WorkerLog
@@ -98,7 +95,7 @@ class Master:
             raise SettingError(str(error)) from error
         strategies, strategy = self._load_strategies()
         try:
-            recovered = self.journal.open(self._on_commit, self._resume_clock)
+            recovered = self.journal.open(self._on_commit, self._clock.begin)
             self._warn_of_downtime(recovered.downtime_s)
             core = Core(strategies, self._limits(), recovered.incarnations[-1].first_id, random.random, strategy)
             driver = self._make_driver(core, recovered)
@@ -114,7 +111,6 @@ class Master:
             self.auth = await load_auth(config, recovered.settings, driver.now, driver.journaling.save)
         except (JournalError, OSError) as error:
             raise StartError(f"the tokens can't be read or written: {error}") from error
-        self._saving_skew = asyncio.create_task(self._save_skew())
         await self._serve(driver)
         log.info(
             "master ready", address=self.address, epoch=recovered.epoch,
@@ -167,11 +163,6 @@ class Master:
         driver.handle(ev.Recover(tasks, now + self.config.reconnect_grace_s if expected else now))
         return len(tasks), expected
 
-    def _resume_clock(self, saved_settings: dict[str, bytes]) -> None:
-        if (saved := settings.saved_skew(saved_settings)) is not None:
-            self._clock.resume(saved)
-            log.warning("the host's clock was set: the master's follows slowly", ahead_s=round(self._clock.skew(), 3))
-
     def _warn_of_downtime(self, downtime_s: float) -> None:
         if abs(downtime_s) > CLOCK_DIFFERS_S:
             log.warning(
@@ -179,13 +170,6 @@ class Master:
                 "is wrong (set it). Results do not age by the difference",
                 ahead_s=round(downtime_s), host_time=datetime.now(UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
-
-    async def _save_skew(self) -> None:
-        """Saves the clock's skew: without it the next master's times would jump by it."""
-        while True:
-            if (saved := self._clock.unsaved()) is not None:
-                self.driver.journaling.remember(settings.clock_setting(saved))
-            await asyncio.sleep(CLOCK_CHECK_S)
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         """Runs on the journal's thread. Nothing is appended before there is a driver."""
@@ -285,8 +269,6 @@ class Master:
         """Ends all calls, writes settled tasks and closes the journal, within stop_timeout_s."""
         timeout_s = self.config.stop_timeout_s
         self._intake.stopping = True
-        if self._saving_skew is not None:
-            self._saving_skew.cancel()
         self._health.stop()
         if self.fatal is None:
             await asyncio.wait([asyncio.ensure_future(self.driver.journaling.all_durable())], timeout=timeout_s / 3)

@@ -1,8 +1,6 @@
-"""What survives a restart besides tasks: the strategy, queue rules, workers with their cordons, the circuit breaker and
-the difference between the master's clock and the host's.
+"""What survives a restart besides tasks: the strategy, queue rules, workers with their cordons, the circuit breaker.
 
-Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>", "breaker" and "clock" hold
-JSON.
+Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "worker/<id>" and "breaker" hold JSON.
 """
 
 import base64
@@ -10,7 +8,6 @@ import dataclasses
 import json
 from typing import Any, TypeVar
 
-from multigpu_master.clock import SavedSkew
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Queue, Worker
 from multigpu_master.core.scheduler import Core
@@ -19,7 +16,7 @@ from multigpu_master.errors import JournalError
 from multigpu_master.wire.devices import device_message
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
 
-STRATEGY, QUEUE, WORKER, BREAKER, CLOCK = "strategy", "queue/", "worker/", "breaker", "clock"
+STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
 # Workers list their models again when they reconnect.
 _INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name != "models")
 # Exceptions that a damaged setting raises.
@@ -59,23 +56,6 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
 def breaker_setting(tripped_s: float) -> dict[str, bytes | None]:
     """The setting of the circuit breaker; None removes it, unless the breaker has tripped."""
     return {BREAKER: json.dumps({"tripped_s": tripped_s}).encode() if tripped_s else None}
-
-
-def clock_setting(saved: SavedSkew) -> dict[str, bytes | None]:
-    """The setting of the clock; None removes it, while the clock equals the host's."""
-    return {CLOCK: json.dumps(dataclasses.asdict(saved)).encode() if saved.skew_s else None}
-
-
-def saved_skew(settings: dict[str, bytes]) -> SavedSkew | None:
-    """The saved clock. Read before everything else: nothing may expire by a clock without it."""
-    if CLOCK not in settings:
-        return None
-    try:
-        fields = json.loads(settings[CLOCK])
-        time_s = _seconds(fields["time_s"])
-        return SavedSkew(time_s - _seconds(fields["time_s"] - fields["skew_s"]), time_s)
-    except _DAMAGE as error:
-        raise _damaged(CLOCK, error) from error
 
 
 def restore(core: Core, settings: dict[str, bytes], now: float) -> int:

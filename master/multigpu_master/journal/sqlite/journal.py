@@ -83,9 +83,9 @@ class SqliteJournal(JournalReads):
         return self._thread is not None and self._thread.is_alive() and not late
 
     def open(
-        self, on_commit: CommitCallback, resume_clock: Callable[[dict[str, bytes]], None] = lambda _settings: None
+        self, on_commit: CommitCallback, begin_clock: Callable[[float], None] = lambda _newest_s: None
     ) -> Recovered:
-        """`resume_clock` makes the clock right, with the settings, before anything expires."""
+        """`begin_clock` gets the newest time in the journal, before anything expires; 0.0: there is none."""
         assert self._thread is None, "a journal is opened once"
         try:
             epoch, incarnations, lease_key = self._open()
@@ -94,7 +94,7 @@ class SqliteJournal(JournalReads):
                 raise
             epoch, incarnations, lease_key = self._open()
         settings = self.settings()
-        resume_clock(settings)
+        begin_clock(self.newest_time_s())
         downtime_s = self._retention.resume(self._last_cursor + 1)
         try:
             connections.empty_log(self._writer)  # so that the database says that the journal is open

@@ -22,6 +22,7 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master.core.identity import FREE
 from multigpu_master.errors import JournalDamagedError, JournalError, JournalFullError
+from multigpu_master.ids import TIME_END_S
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.journal.protocol import OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord
 from multigpu_master.journal.retention import Retention
@@ -308,6 +309,17 @@ class JournalReads:
     def newest_cursor(self) -> int:
         ((cursor,),) = self._rows("SELECT max(cursor) FROM outcome", ())
         return int(cursor or 0)
+
+    def newest_time_s(self) -> float:
+        """When the newest task was submitted, or the newest outcome settled; 0.0: there is none. JournalDamagedError:
+        that makes no sense.
+        """
+        task = "SELECT submit_time_s FROM task ORDER BY task_id DESC LIMIT 1"
+        outcome = "SELECT settle_time_s FROM outcome ORDER BY cursor DESC LIMIT 1"
+        newest_s = max((time_s for sql in (task, outcome) for (time_s,) in self._rows(sql, ())), default=0.0)
+        if not 0 <= newest_s < TIME_END_S:
+            raise JournalDamagedError(f"the newest time in the journal is {newest_s:g} s: restore a backup")
+        return float(newest_s)
 
     def settings(self) -> dict[str, bytes]:
         with self._connection() as connection:
