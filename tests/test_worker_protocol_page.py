@@ -12,6 +12,8 @@ from multigpu.v1 import task_pb2
 
 from tests.fleet import Daemon, Fleet, until
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "worker-protocol.md").read_text("utf-8")
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SUCCEEDED, FAILED = task_pb2.OUTCOME_STATE_SUCCEEDED, task_pb2.OUTCOME_STATE_FAILED

@@ -6,6 +6,8 @@ import pytest
 
 from tests.docs.pages import blocks, fleet_of, printed, start, stated
 
+pytestmark = pytest.mark.slow
+
 # Each page, and how many lines its programs print.
 PAGES = {"index.md": 1, "errors.md": 16, "from-celery.md": 4, "from-ray.md": 4, "from-triton.md": 4, "from-slurm.md": 4}
 

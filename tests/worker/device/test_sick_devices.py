@@ -17,6 +17,8 @@ from tests.worker.device.conftest import ON_GPU_0, Begin
 from tests.worker.device.reports import DEGRADED, FAILED, HEALTHY, RECOVERING, RETURNED, SICK, codes, health, is_
 from tests.worker.scripted_master import SUCCEEDED, ScriptedMaster, Stream
 
+pytestmark = pytest.mark.slow
+
 Strike = Callable[[SimulatedGpus], None]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -80,7 +82,6 @@ def reload_driver(gpus: SimulatedGpus) -> None:
         kind[0] = 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strike",
     [lambda gpus: gpus.xid(0, 48), lambda gpus: gpus.xid(0, 95), lambda gpus: gpus.ecc(0, uncorrected=1)],
@@ -130,7 +131,6 @@ async def test_an_unusable_gpu_can_be_reset_while_workers_run(gpus: SimulatedGpu
     await stream.until(lambda: "xid_119" in codes(stream))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "strike", "reset"),
     [

