@@ -1,4 +1,4 @@
-"""The gateway's gRPC service, over a real connection, with a real master and no worker behind: messages with extreme
+"""The gateway's gRPC services, over a real connection, with a real master and no worker behind: messages with extreme
 values, and damaged ones.
 """
 
@@ -11,20 +11,33 @@ from multigpu_gateway.app import Gateway
 from multigpu_gateway.grpc_server import GrpcServer
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.service import SERVICE
+from multigpu_gateway.tei import tei_pb2 as tei_pb
 
 from tests.hostile.targets.base import Crash, Target
 from tests.hostile.targets.inputs import Maker
 from tests.hostile.targets.master import LocalMaster
 
-# Requests by method; a task waits for a worker that never comes.
-REQUESTS = {
-    "ServerLive": pb.ServerLiveRequest, "ServerReady": pb.ServerReadyRequest, "ModelReady": pb.ModelReadyRequest,
-    "ServerMetadata": pb.ServerMetadataRequest, "ModelMetadata": pb.ModelMetadataRequest,
-    "ModelConfig": pb.ModelConfigRequest, "ModelStatistics": pb.ModelStatisticsRequest,
-    "RepositoryIndex": pb.RepositoryIndexRequest, "RepositoryModelLoad": pb.RepositoryModelLoadRequest,
-    "RepositoryModelUnload": pb.RepositoryModelUnloadRequest, "ModelInfer": pb.ModelInferRequest,
-}  # fmt: skip
-METHODS = sorted(REQUESTS)
+# By the name of the service and the method: a request and its answer. A task waits for a worker that never comes.
+_INFERENCE = (
+    "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics",
+    "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", "ModelInfer",
+)  # fmt: skip
+CALLS: dict[str, tuple[Any, Any]] = {
+    f"{SERVICE}/{name}": (getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")) for name in _INFERENCE
+} | {
+    "tei.v1.Info/Info": (tei_pb.InfoRequest, tei_pb.InfoResponse),
+    "tei.v1.Embed/Embed": (tei_pb.EmbedRequest, tei_pb.EmbedResponse),
+    "tei.v1.Embed/EmbedAll": (tei_pb.EmbedAllRequest, tei_pb.EmbedAllResponse),
+    "tei.v1.Embed/EmbedSparse": (tei_pb.EmbedSparseRequest, tei_pb.EmbedResponse),
+    "tei.v1.Predict/Predict": (tei_pb.PredictRequest, tei_pb.PredictResponse),
+    "tei.v1.Predict/PredictPair": (tei_pb.PredictPairRequest, tei_pb.PredictResponse),
+    "tei.v1.Rerank/Rerank": (tei_pb.RerankRequest, tei_pb.RerankResponse),
+    "tei.v1.Rerank/RerankStream": (tei_pb.RerankStreamRequest, tei_pb.RerankResponse),
+    "tei.v1.Tokenize/Tokenize": (tei_pb.EncodeRequest, tei_pb.EncodeResponse),
+    "tei.v1.Tokenize/Decode": (tei_pb.DecodeRequest, tei_pb.DecodeResponse),
+}
+METHODS = sorted(CALLS)
+INFER = METHODS.index(f"{SERVICE}/ModelInfer")
 DEADLINE_S = 0.05
 BLAMES_THE_GATEWAY = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
@@ -53,24 +66,24 @@ class LocalInference:
         await self._gateway.close()
 
     def feed(self, data: bytes) -> None:
-        name = METHODS[data[0] % len(METHODS)] if data else "ModelInfer"
+        name = METHODS[data[0] % len(METHODS) if data else INFER]
         self._loop.run_until_complete(self._call(name, data[1:]))
 
     async def _call(self, name: str, data: bytes) -> None:
-        call: Any = self._channel.unary_unary(f"/{SERVICE}/{name}")
+        call: Any = self._channel.unary_unary(f"/{name}")
         try:
             answer = await call(data, timeout=DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             if error.code() in BLAMES_THE_GATEWAY or "Traceback" in (error.details() or ""):
                 raise Crash(f"{name}: {error.code().name}: {error.details()}") from None
         else:
-            getattr(pb, f"{name}Response").FromString(answer)
+            CALLS[name][1].FromString(answer)
 
 
 def _make(maker: Maker) -> bytes:
-    number = maker.rng.choice((METHODS.index("ModelInfer"), maker.rng.randrange(len(METHODS))))
-    return bytes([number]) + maker.wire(REQUESTS[METHODS[number]].DESCRIPTOR)
+    number = maker.rng.choice((INFER, maker.rng.randrange(len(METHODS))))
+    return bytes([number]) + maker.wire(CALLS[METHODS[number]][0].DESCRIPTOR)
 
 
 def targets(local: LocalInference) -> list[Target]:
-    return [Target(name="a call of KServe's protocol", make=_make, feed=local.feed)]
+    return [Target(name="a call of the gateway over gRPC", make=_make, feed=local.feed)]
