@@ -280,7 +280,7 @@ class HealthReason:
     """A fault of a device."""
 
     # One of: "xid_79", "gpu_is_lost", "ecc_uncorrected", "row_remap_pending", "thermal_throttle", "cuda_sticky_error",
-    # "no_progress", "canary_wrong", "engine_fails", "check_requested", "mps_fault".
+    # "no_progress", "canary_wrong", "engine_fails", "tasks_fail", "check_requested", "mps_fault".
     code: str
     # For display: what happened, and the remedy.
     message: str

@@ -13,6 +13,7 @@ from multigpu.config.config import GatewayConfig
 from multigpu_gateway import apidocs, dashboard, openai, rerank, rest, tei
 from multigpu_gateway.clients import Clients
 from multigpu_gateway.errors import (
+    FORBIDDEN,
     INTERNAL,
     NOT_FOUND,
     UNAVAILABLE,
@@ -82,6 +83,7 @@ class Gateway:
                 name, route = _route_of(request, self._routes)
                 error_body = route.error_body
                 serve = _method_of(route, request)
+                _check_site(request)
                 async with self.clients.of(route.token_of(request)) as connected:
                     await serve(request, connected)
         except DisconnectedError:
@@ -122,6 +124,14 @@ def _route_of(request: Request, routes: Mapping[str, Route]) -> tuple[str, Route
             raise HttpError(NOT_FOUND, f"there is no {request.path}; docs/compatibility.md lists what there is")
         route = routes[path]
     return path, route
+
+
+def _check_site(request: Request) -> None:
+    """HttpError: a page of another site sent it, by a browser that reaches the gateway. Other clients send no such
+    header: https://www.w3.org/TR/fetch-metadata/
+    """
+    if request.method not in ("GET", "HEAD") and request.header(b"sec-fetch-site") in ("cross-site", "same-site"):
+        raise HttpError(FORBIDDEN, "pages of other sites may change nothing here")
 
 
 def _method_of(route: Route, request: Request) -> Serve:

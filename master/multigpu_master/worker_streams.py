@@ -122,8 +122,8 @@ class WorkerStreams:
         else:
             desired.mode = worker_service_pb2.WORKER_MODE_ACTIVE
         worker = self._fleet.sessions.get(command.session)
-        desired.check = worker.checks_asked if worker is not None else 0
         if worker is not None:
+            desired.check, desired.check_at_once = worker.checks_asked, worker.check_at_once
             fill_desired(desired, worker)
 
     def end(self, command: ev.EndSession) -> None:

@@ -138,7 +138,7 @@ def test_a_gpu_on_which_different_tasks_fail_is_sick_and_returns_after_a_check(h
         return host.quarantined() == {"gpu6"}
 
     until(quarantined, what="the quarantine of gpu6")
-    assert host.codes("gpu6") in (["check_requested"], [])  # the worker may not know yet
+    assert host.codes("gpu6") in (["tasks_fail"], [])  # the worker may not know yet
     outcomes = host.outcomes(task_ids)
     assert all(o.state == SUCCEEDED for o in outcomes), "they ran elsewhere"
     assert "gpu6" not in {o.worker_id for o in outcomes}

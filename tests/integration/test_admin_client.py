@@ -1,5 +1,6 @@
 """AdminClient against a real fleet: every call changes or shows what its name says, and errors say what is wrong."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,6 +158,26 @@ def test_no_master_is_an_error_at_once() -> None:
         pytest.raises(multigpu.UnavailableError, match="connection refused"),
     ):
         admin.stats()
+
+
+def test_a_worker_that_restarts_after_a_check_is_not_checked_again(fleet: Fleet, admin: multigpu.AdminClient) -> None:
+    admin.check_worker("w0")
+    fleet.workers["w0"].kill()
+    fleet.start_worker("w0")
+    until(lambda: (w := admin.list_workers()[0]).state is WorkerState.ACTIVE and w.health is not None, 20)
+    time.sleep(1)  # a check would begin at once
+    worker = admin.list_workers()[0]
+    assert worker.health is not None
+    assert (worker.health.state, worker.health.checks_passed, worker.quarantined) == (HealthState.HEALTHY, 0, False)
+    assert admin.stats().breaker.quarantines == 0
+    assert admin.check_worker("w0").health is not None
+
+
+def test_checks_in_a_row_begin_at_once(admin: multigpu.AdminClient) -> None:
+    begun_s = time.monotonic()
+    for _ in range(6):  # with the delays of a device that is sick again and again: 1 + 2 + 4 + 8 + 16 + 32 s
+        admin.check_worker("w0")
+    assert time.monotonic() - begun_s < 45
 
 
 def test_a_lost_worker_is_not_checked(fleet: Fleet, admin: multigpu.AdminClient) -> None:

@@ -52,6 +52,11 @@ class Faults:
             self._world.after(copied_s, lambda: backup.restore(self._master.journal))
         self._world.after(lost_s, lambda: self._lose_data(backup))
 
+    def check_device(self, dice: Random) -> None:
+        """At some time an operator has a device checked. Drawn with a generator of its own."""
+        event = ev.CheckDevice(dice.choice(self._sim.workers).info.worker_id)
+        self._world.after(dice.random() * self._sim.size.faults_s, lambda: self._operate(event))
+
     def _worker(self) -> SimWorker:
         return self._random.choice(self._sim.workers)
 
@@ -95,10 +100,14 @@ class Faults:
 
     def _knows(self, core: Core, event: ev.Event) -> bool:
         """The check of the admin service before it passes the event to the core."""
-        if not isinstance(event, ev.Cordon | ev.Uncordon | ev.Drain | ev.Forget | ev.LoadModel | ev.UnloadModel):
+        if not isinstance(
+            event, ev.Cordon | ev.Uncordon | ev.Drain | ev.Forget | ev.CheckDevice | ev.LoadModel | ev.UnloadModel
+        ):
             return True
         worker = core.fleet.workers.get(event.worker_id)
-        return worker is not None and not (isinstance(event, ev.Forget) and worker.session)
+        if worker is None or isinstance(event, ev.CheckDevice):
+            return worker is not None and bool(worker.session)
+        return not (isinstance(event, ev.Forget) and worker.session)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -300,5 +309,5 @@ class Faults:
 Faults.names = tuple(
     n.replace("_", " ")
     for n, f in vars(Faults).items()
-    if not n.startswith("_") and n not in {"happen", "lose_data"} and callable(f)
+    if not n.startswith("_") and n not in {"happen", "lose_data", "check_device"} and callable(f)
 )

@@ -90,6 +90,7 @@ class Simulation:
         self.sickening = self._sicken_dice.random() < 0.04
         self.heartbeat_s = size.heartbeat_s
         self.ids_dice = Random(f"ids {seed}")
+        self._check_dice = Random(f"checks {seed}")
         limits = Limits(
             session_timeout_s=size.timeout_s, ephemeral_bytes_max=random.choice((1_000, 20_000)),
             tasks_max=random.choice((2 * size.batch[-1] + 2, 400, 400, 400)),
@@ -216,6 +217,8 @@ class Simulation:
             world.coverage["fault: worker begins nothing"] += 1
         if self.ids_dice.random() < 0.15 and not self.sickening:
             self._faults.lose_data(self.ids_dice)
+        if self._check_dice.random() < 0.05 and not self.sickening:
+            self._faults.check_device(self._check_dice)
         world.after(size.faults_s + 0.01, self._heal)
         while not self._at_rest():
             if not world.step() or world.now > world.start + REST_S or self._stuck():

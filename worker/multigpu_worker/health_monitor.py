@@ -37,7 +37,9 @@ HUNG_S = 10.0
 SELF_TESTS_MAX = 3
 # An engine's death and the device event that explains it arrive within this time of each other, in any order.
 GRACE_S = 0.25
-CHECK_REQUESTED = "check_requested", "the master asked for a check: different tasks broke engines, or an operator asked"
+# Codes and texts of the reasons for a check that the master asks for.
+TASKS_FAIL = "tasks_fail", "different tasks broke their engine on it"
+CHECK_REQUESTED = "check_requested", "an operator asked for a check"
 # Uncorrectable memory errors are contained if an XID of class CONTAINED arrives within these times before or after.
 CONTAINED_BEFORE_S, CONTAINED_AFTER_S = 1.0, 0.1
 
@@ -72,6 +74,7 @@ class HealthMonitor:
         self.self_test = SelfTest(pool)
         self.checks_passed = 0
         self._checks_asked = 0
+        self._check_at_once = False
         self._events: DeviceEvents | None = None
         if device.info.device_id != "cpu":
             self._events = DeviceEvents(device.info, self._received)
@@ -119,12 +122,17 @@ class HealthMonitor:
             if self._events is not None:
                 self._events.stop()
 
-    def asked(self, checks: int) -> None:
-        """`checks`: how many checks the master has requested in total."""
+    def asked(self, checks: int, *, at_once: bool) -> None:
+        """`checks`: how many checks the master has requested in total. `at_once`: nothing speaks against the device."""
         if checks > self._checks_asked:
-            self._checks_asked = checks
+            self._checks_asked, self._check_at_once = checks, at_once
             if checks > self.checks_passed:
-                self._happen(*CHECK_REQUESTED, Gravity.SICK)
+                self._check_requested()
+                self._follow()
+
+    def _check_requested(self) -> None:
+        code, message = CHECK_REQUESTED if self._check_at_once else TASKS_FAIL
+        self.health.happen(code, message, Gravity.SICK, self._now(), at_once=self._check_at_once)
 
     def suspects(self, lease_id: int) -> bool:
         """Whether a lease was running when an XID of class APPLICATION was reported."""
@@ -275,7 +283,7 @@ class HealthMonitor:
         else:
             health.fail_check(wrong.code, wrong.message, wrong.gravity, self._now())
         if health.fit and self._checks_asked > asked:  # the master asked again meanwhile
-            health.happen(*CHECK_REQUESTED, Gravity.SICK, self._now())
+            self._check_requested()
         if health.barred:  # end the engine that was started for the check
             self._park()
         self._follow()

@@ -97,7 +97,7 @@ class MasterStream:
         if response.reload_handlers:
             self.handlers.want()
         if response.HasField("desired"):
-            self.health_monitor.asked(response.desired.check)
+            self.health_monitor.asked(response.desired.check, at_once=response.desired.check_at_once)
             self.loader.desire(response.desired.pinned_models, response.desired.unwanted_models)
         if response.lease_batches and self.health_monitor.health.unusable:  # sent before the master knew
             self.dispatcher.give_back("the device can't be used", running=self.health_monitor.health.barred)

@@ -314,15 +314,17 @@ class Revocation(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DesiredState(_message.Message):
-    __slots__ = ("mode", "drain_deadline", "check", "pinned_models", "unwanted_models")
+    __slots__ = ("mode", "drain_deadline", "check", "check_at_once", "pinned_models", "unwanted_models")
     MODE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_DEADLINE_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
+    CHECK_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
     PINNED_MODELS_FIELD_NUMBER: _ClassVar[int]
     UNWANTED_MODELS_FIELD_NUMBER: _ClassVar[int]
     mode: WorkerMode
     drain_deadline: _timestamp_pb2.Timestamp
     check: int
+    check_at_once: bool
     pinned_models: _containers.RepeatedScalarFieldContainer[str]
     unwanted_models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, mode: _Optional[_Union[WorkerMode, str]] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., check: _Optional[int] = ..., pinned_models: _Optional[_Iterable[str]] = ..., unwanted_models: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, mode: _Optional[_Union[WorkerMode, str]] = ..., drain_deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., check: _Optional[int] = ..., check_at_once: bool = ..., pinned_models: _Optional[_Iterable[str]] = ..., unwanted_models: _Optional[_Iterable[str]] = ...) -> None: ...

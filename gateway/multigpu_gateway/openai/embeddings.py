@@ -22,11 +22,14 @@ INPUTS_MAX, TASK_INPUTS = 10_000, 32
 _request = msgspec.json.Decoder(EmbeddingsRequest)
 
 
-async def embeddings(request: Request, connected: Connected, model: str = "") -> None:
-    """Answers with a vector for each input. `model`: in place of the request's."""
-    asked = await request.json(_request)
+async def embeddings(request: Request, connected: Connected) -> None:
+    """Answers with a vector for each input."""
+    await embed(request, connected, await request.json(_request))
+
+
+async def embed(request: Request, connected: Connected, asked: EmbeddingsRequest) -> None:
     payloads = _payloads(texts_or_tokens(asked.input, "input"))
-    options = TaskSettings(request, model or asked.model).each()
+    options = TaskSettings(request, asked.model).each()
     run = connected.client.run_outcome
     async with request.while_connected():
         if len(payloads) == 1:

@@ -27,7 +27,7 @@ _TRAINING = (
 )  # fmt: skip
 
 
-class TestRequest(msgspec.Struct):
+class TestRequest(msgspec.Struct, forbid_unknown_fields=True):
     """None: all."""
 
     gpu_ids: list[int] | None = None
@@ -105,20 +105,26 @@ async def recommendations(request: Request, connected: Connected) -> None:
 
 
 async def gpu_test(request: Request, connected: Connected) -> None:
-    """Has GPUs check themselves, one after the other: `gpu_ids` of the body, or all that are connected."""
+    """Has GPUs check themselves, one after the other: `gpu_ids` of the body, or all. One that is lost fails."""
     asked = decode(_test, await request.body() or b"{}")
     workers, _ = await _fleet(connected)
-    found = [index for index, worker in enumerate(workers) if worker.state is not WorkerState.LOST]
+    found = range(len(workers))
     if unknown := [index for index in asked.gpu_ids or () if index not in found]:
-        raise wrong("gpu_ids", f"{unknown[0]} is no number of a connected GPU; /multigpu/stats lists them")
+        raise wrong("gpu_ids", f"{unknown[0]} is no number of a GPU; /multigpu/stats lists them")
     tests = []
     async with request.while_connected():
-        for index in found if asked.gpu_ids is None else asked.gpu_ids:
-            worker = await connected.admin.check_worker(workers[index].worker_id)
+        for index in dict.fromkeys(found if asked.gpu_ids is None else asked.gpu_ids):
+            worker = workers[index]
+            if worker.state is not WorkerState.LOST:
+                worker = await connected.admin.check_worker(worker.worker_id)
             reasons = worker.health.reasons if worker.health is not None else ()
             passed = worker.health is not None and worker.health.state in (HealthState.HEALTHY, HealthState.DEGRADED)
             faults = [{"code": reason.code, "message": reason.message} for reason in reasons]
+            if worker.state is WorkerState.LOST:
+                passed, faults = False, [{"code": "lost", "message": "its worker is not connected"}]
             tests.append({"gpu_id": index, "worker_id": worker.worker_id, "passed": passed, "faults": faults})
+    if not tests:
+        raise HttpError(UNAVAILABLE, "there is no GPU to test: no worker has connected, or gpu_ids is empty")
     answer = {"passed": all(test["passed"] for test in tests), "tests": tests}
     await request.respond(200, msgspec.json.encode(answer))
 

@@ -17,13 +17,13 @@ from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import Headers, Request
 from multigpu_gateway.http import decode as decode_body
-from multigpu_gateway.openai.embeddings import embeddings
+from multigpu_gateway.openai.embeddings import embed as openai_embed
 from multigpu_gateway.openai.requests import EmbeddingsRequest
 from multigpu_gateway.routes import Operation, Paths, Route, Serve
 from multigpu_gateway.tasks import TASK_HEADERS
 from multigpu_gateway.tei.call import Answer, Call
 from multigpu_gateway.tei.embedding import EmbedRequest, SimilarityRequest, embed, similarity
-from multigpu_gateway.tei.errors import BACKEND_FAILED, UNPROCESSABLE, as_tei, error_body
+from multigpu_gateway.tei.errors import BACKEND_FAILED, UNPROCESSABLE, as_tei, error_body, openai_error_body
 from multigpu_gateway.tei.models import health, info, kind_of
 from multigpu_gateway.tei.scoring import PredictRequest, RerankRequest, predict, rerank
 from multigpu_gateway.tei.tokens import DecodeRequest, EmbedAllRequest, TokenizeRequest, decode, embed_all, tokenize
@@ -34,6 +34,15 @@ OPENAI_PATH = "/v1/embeddings"
 MODEL = b"x-multigpu-model"
 # What serves a call: an operation of BODIES takes its body's value too.
 Answering = Callable[..., Awaitable[Answer]]
+
+
+class OpenAiRequest(EmbeddingsRequest, kw_only=True):
+    """Of OPENAI_PATH. The path names the model."""
+
+    model: str = ""
+
+
+_openai_request = msgspec.json.Decoder(OpenAiRequest)
 
 
 class _Shape(msgspec.Struct):
@@ -122,7 +131,7 @@ async def _below(request: Request, connected: Connected) -> None:
     if (model := path.removesuffix(OPENAI_PATH)) != path:
         if request.method != "POST":
             raise not_allowed(request.path, request.method, "POST")
-        await embeddings(request, connected, model)
+        await _openai_embeddings(request, connected, model)
         return
     model, _, name = path.rpartition("/")
     if not model or name not in OPERATIONS:
@@ -132,6 +141,20 @@ async def _below(request: Request, connected: Connected) -> None:
     if operation is None:
         raise not_allowed(request.path, request.method, *methods)
     await _answer(operation, request, connected, model)
+
+
+async def _openai_embeddings(request: Request, connected: Connected, model: str) -> None:
+    """POST /tei/MODEL/v1/embeddings: the path names the model."""
+    try:
+        asked = await request.json(_openai_request)
+        asked.model = model
+        await openai_embed(request, connected, asked)
+    except Exception as error:
+        failure = as_tei(http_error(error))
+        if request.responded:
+            raise failure from error
+        body = msgspec.json.encode(openai_error_body(failure))
+        await request.respond(failure.status, body, headers=failure.headers)
 
 
 def _at_root(operation: Answering) -> Serve:
@@ -162,6 +185,6 @@ def _root_routes() -> dict[str, Route]:
 _below_paths: dict[str, Mapping[str, Operation]] = {}
 for _name, _methods in OPERATIONS.items():
     _below_paths |= _described(f"{TREE}/{{model}}/{_name}".rstrip("/"), _methods)
-_openai_operation = Operation(embeddings, body=EmbeddingsRequest, headers=TASK_HEADERS)
+_openai_operation = Operation(_openai_embeddings, body=OpenAiRequest, headers=TASK_HEADERS)
 _below_paths[f"{TREE}/{{model}}{OPENAI_PATH}"] = {"POST": _openai_operation}
 ROUTES = {**_root_routes(), TREE: Route({"GET": _below, "POST": _below}, error_body, tree=True, paths=_below_paths)}

@@ -1,5 +1,7 @@
 """Errors in TEI's form: `error`, and `error_type`, which has a status each (router/src/http/server.rs)."""
 
+from typing import Any
+
 from multigpu_gateway.errors import BAD_REQUEST, INTERNAL, TOO_MANY, UNAVAILABLE, HttpError
 
 UNPROCESSABLE, BACKEND_FAILED = 422, 424
@@ -28,6 +30,14 @@ def as_tei(error: HttpError) -> HttpError:
 
 
 def error_body(error: HttpError) -> dict[str, str]:
+    return {"error": error.message, "error_type": _type_of(error)}
+
+
+def openai_error_body(error: HttpError) -> dict[str, Any]:
+    """TEI's form for the routes that it has from OpenAI."""
+    return {"message": error.message, "code": error.status, "type": _type_of(error)}
+
+
+def _type_of(error: HttpError) -> str:
     other = "Validation" if error.status < INTERNAL else "Backend"
-    type_ = "Empty" if error.code == EMPTY else _TYPES.get(error.status, other)
-    return {"error": error.message, "error_type": type_}
+    return "Empty" if error.code == EMPTY else _TYPES.get(error.status, other)

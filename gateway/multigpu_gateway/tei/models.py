@@ -66,6 +66,8 @@ async def health(call: Call) -> Answer:
         return Answer({"status": "ok"})
     except TimeoutError:
         raise HttpError(UNAVAILABLE, f"the master did not answer within {HEALTH_TIMEOUT_S:g} s", retry_s=1.0) from None
+    if not entries:
+        raise _unknown(call.model)
     connected = {worker.worker_id for worker in workers if worker.state is not WorkerState.LOST}
     if not any(connected.intersection(entry.worker_ids) for entry in entries if not entry.model.error):
         raise HttpError(UNAVAILABLE, f"no connected worker has model {call.model!r}", retry_s=1.0)
@@ -75,11 +77,15 @@ async def health(call: Call) -> Answer:
 async def _served(call: Call) -> Model:
     model = await call.find_model()
     if model is None:
-        message = f"there is no model {call.model!r}: GET /v1/models lists what there is"
-        raise HttpError(NOT_FOUND, message, code="model_not_found", param="model")
+        raise _unknown(call.model)
     if model.kind not in TYPES:
         raise backend_error(f"model {call.model!r} serves {model.kind}: TEI's API is for {', '.join(TYPES)}")
     return model
+
+
+def _unknown(model: str) -> HttpError:
+    message = f"there is no model {model!r}: GET /v1/models lists what there is"
+    return HttpError(NOT_FOUND, message, code="model_not_found", param="model")
 
 
 async def _only(call: Call) -> Model:

@@ -277,7 +277,8 @@ class Worker:
     # Reasons to grant it no leases.
     cordon: Cordon | None = None
     quarantined: bool = False  # it gets no leases because of its health
-    checks_asked: int = 0  # see multigpu.v1.DesiredState.check
+    checks_asked: int = 0  # see multigpu.v1.DesiredState.check; 0: no check that it has not passed
+    check_at_once: bool = False  # an operator asked for the check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_bytes: int = 0

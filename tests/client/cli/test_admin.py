@@ -152,8 +152,11 @@ def test_a_device_that_is_not_fit_fails_the_check(master: UnaryMaster, run: Run)
     assert run("check", "a").exit_code == 0
     found = run("check", "--all", "--json")
     assert found.exit_code == 1
-    assert "1 of 2 devices are not fit\nb: a wrong product; have the GPU looked at" in found.stderr
-    assert [each["worker_id"] for each in json.loads(found.stdout)] == ["a", "b"]
+    assert (
+        "2 of 3 devices are not fit\nb: a wrong product; have the GPU looked at\ngone: its worker is lost"
+        in found.stderr
+    )
+    assert [each["worker_id"] for each in json.loads(found.stdout)] == ["a", "b", "gone"]
     assert run("check").exit_code == run("check", "a", "--all").exit_code == 2
 
 

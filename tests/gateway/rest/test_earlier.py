@@ -100,11 +100,13 @@ def test_gpus_are_tested(gateway: GatewayProcess, fleet: Fleet) -> None:
     passed: list[Any] = [{"gpu_id": i, "worker_id": f"w{i}", "passed": True, "faults": []} for i in (0, 1)]
     assert body["tests"] == passed
     assert gateway.call("POST", "/multigpu/gpu/test", {"gpu_ids": [1]})[1]["tests"] == passed[1:]
-    response, body = gateway.call("POST", "/multigpu/gpu/test", {"gpu_ids": [1, 2]})
-    assert (response.status, "2 is no number" in str(body)) == (400, True), body
+    for wrong, says in (({"gpu_ids": [1, 2]}, "2 is no number"), ({"gpus": [1]}, "unknown field `gpus`")):
+        response, body = gateway.call("POST", "/multigpu/gpu/test", wrong)
+        assert (response.status, says in str(body)) == (400, True), body
+    assert gateway.call("POST", "/multigpu/gpu/test", {"gpu_ids": []})[0].status == 503
     with AdminClient(fleet.address) as admin:
         checked = [each.health.checks_passed for each in admin.list_workers() if each.health is not None]
-        assert checked == [1, 2], "the wrong request tested none"
+        assert checked == [1, 2], "the wrong requests tested none"
 
 
 def test_health_says_how_many_gpus_take_tasks(gateway: GatewayProcess, fleet: Fleet) -> None:

@@ -60,9 +60,18 @@ def test_feature_extraction_equals_sentence_transformers(gateway: GatewayProcess
 def test_openai_s_client_at_the_address_of_a_model(gateway: GatewayProcess, expected: Any) -> None:
     with openai.OpenAI(base_url=f"{gateway.url}/tei/{MODEL}/v1", api_key="none", timeout=120) as client:
         found = client.embeddings.create(model="tei", input=TEXTS)
+        with pytest.raises(openai.NotFoundError, match="nosuch"):
+            client.with_options(base_url=f"{gateway.url}/tei/nosuch/v1").embeddings.create(model="tei", input=TEXTS)
+        with pytest.raises(openai.UnprocessableEntityError, match="dimensions is 9999"):
+            client.embeddings.create(model="tei", input=TEXTS, dimensions=9999)
     assert np.abs(np.array([each.embedding for each in found.data]) - expected).max() < 1e-5
+    assert found.model == MODEL
+    response, body = gateway.call("POST", f"/tei/{MODEL}/v1/embeddings", {"input": "x"})
+    assert response.status == 200, "the path names the model"
     response, body = gateway.call("GET", f"/tei/{MODEL}/v1/embeddings")
     assert (response.status, response.getheader("allow")) == (405, "POST"), body
+    response, body = gateway.call("GET", f"/tei/{MODEL}/v1/models")
+    assert (response.status, body["error_type"]) == (404, "Validation"), body
 
 
 def test_dimensions_cut_and_normalise(gateway: GatewayProcess, expected: Any) -> None:
@@ -216,11 +225,11 @@ def test_health_is_that_of_the_model(gateway: GatewayProcess, tmp_path: Path) ->
         response, body = gateway.call("GET", path)
         assert (response.status, body) == (200, {"status": "ok"})
     response, body = gateway.call("GET", "/tei/nobody/health")
-    assert (response.status, body["error_type"]) == (503, "Unhealthy")
+    assert (response.status, body["error_type"]) == (404, "Validation")
     assert "no connected worker has model 'nobody'" in body["error"]
     with GatewayProcess(tmp_path, "127.0.0.1:1") as alone:
         response, body = alone.call("GET", f"/tei/{MODEL}/health")
-        assert (response.status, body["error_type"]) == (503, "Unhealthy")
+        assert (response.status, body["error_type"]) == (404, "Validation")
 
 
 PROMPT = {"prompt_name": "query"}

@@ -377,7 +377,7 @@ class Master:
                 setting = settings.queue_setting(core.queue(event.queue))
             case ev.SetStrategy():
                 setting = {settings.STRATEGY: event.name.encode()}
-            case ev.Cordon() | ev.Uncordon() | ev.Drain() | ev.LoadModel() | ev.UnloadModel():
+            case ev.Cordon() | ev.Uncordon() | ev.Drain() | ev.CheckDevice() | ev.LoadModel() | ev.UnloadModel():
                 setting = settings.worker_setting(core.fleet.workers[event.worker_id])
             case _:
                 answered()

@@ -9,6 +9,8 @@ device sick.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import TaskError
 from multigpu_master.core.workers.info import (
@@ -110,7 +112,10 @@ class SimWorker:
         if self.health.fit:
             self.world.trace("%s falls sick", self.info.worker_id)
             code = "gpu_is_lost" if unusable else "driver_hung"
-            self.health = Health(state=HealthState.SICK, reasons=(HealthReason(code),), unusable=unusable)
+            self.health = Health(
+                state=HealthState.SICK, reasons=(HealthReason(code),), unusable=unusable,
+                checks_passed=self.health.checks_passed,
+            )  # fmt: skip
             self.heartbeat()
             self._return_for_health()
             life = self.life
@@ -125,7 +130,13 @@ class SimWorker:
     def _get_well(self) -> None:
         if self.awake(self._get_well):
             self.world.trace("%s is well again", self.info.worker_id)
-            self.health = HEALTHY
+            self.health = replace(HEALTHY, checks_passed=self.health.checks_passed)
+            self.heartbeat()
+
+    def _check(self, asked: int) -> None:
+        """A check that an operator asked for has ended."""
+        if self.awake(lambda: self._check(asked)):
+            self.health = replace(self.health, checks_passed=max(asked, self.health.checks_passed))
             self.heartbeat()
 
     def stall(self) -> None:
@@ -292,6 +303,11 @@ class SimWorker:
                 leases = [self.held.leases.get(x) for x in command.lease_ids if x not in self.engine.running]
                 self.held.give_back([x for x in leases if x is not None], "recalled", 0, error_type="Recalled")
                 self.flush()
+            case ev.Desire() if (core := self._master.core) is not None:
+                asked = core.fleet.workers[self.info.worker_id].checks_asked
+                if asked > self.health.checks_passed:
+                    life = self.life
+                    self.world.after(0.3, lambda: self._check(asked) if self.life == life else None)
             case ev.EndSession() if command.taken_over and self.held.connected:
                 self.world.coverage["worker: taken over"] += 1
                 self.world.trace("%s ends: another has its id", self.info.worker_id)

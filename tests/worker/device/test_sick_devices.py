@@ -170,7 +170,7 @@ async def test_a_check_that_the_master_requests(begin: Begin) -> None:
     await stream.running(1)
     stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, check=3))
     await stream.until(lambda: is_(stream, SICK))
-    assert codes(stream) == ["check_requested"]
+    assert codes(stream) == ["tasks_fail"]
     assert not health(stream).unusable
     assert health(stream).checks_passed == 0
     await stream.until(lambda: is_(stream, HEALTHY))

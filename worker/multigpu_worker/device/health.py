@@ -116,8 +116,9 @@ class Health:
             self._set_back(now_s)
         self._derive(now_s)
 
-    def happen(self, code: str, message: str, gravity: Gravity, now_s: float) -> None:
-        """Add a fault."""
+    def happen(self, code: str, message: str, gravity: Gravity, now_s: float, *, at_once: bool = False) -> None:
+        """Add a fault. `at_once`: a fit device is checked without delay, and the next checks are not delayed by it."""
+        setbacks = self._setbacks if at_once and self.fit else None
         old = self._faults.get(code)
         if old is not None:
             gravity = max(gravity, old.gravity)
@@ -125,6 +126,8 @@ class Health:
         if self._checking and gravity >= Gravity.SICK:
             self._set_back(now_s)
         self._derive(now_s)
+        if setbacks is not None:
+            self._setbacks, self.next_check_s = setbacks, now_s
 
     def check_due(self, now_s: float) -> bool:
         return self.state is State.SICK and not self._blocked() and now_s >= self.next_check_s

@@ -12,7 +12,7 @@ from multigpu import AdminClient
 from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import complete_worker_id, connected, find_worker_id, workers_argument
 from multigpu.cli.commands import Command
-from multigpu.cli.failures import Failure
+from multigpu.cli.failures import Failure, NotFound
 from multigpu.cli.fleet.breaker import breaker_text
 from multigpu.cli.fleet.device_columns import DEVICE
 from multigpu.cli.options import json_option, seconds_option
@@ -135,26 +135,37 @@ def uncordon(worker_ids: tuple[str, ...], admin: AdminClient, as_json: bool) -> 
     ),
 )
 @click.argument("worker_ids", metavar="[WORKER]...", nargs=-1, shell_complete=complete_worker_id)
-@click.option("--all", "everywhere", is_flag=True, help="All connected workers.")
+@click.option("--all", "everywhere", is_flag=True, help="All workers. A lost one is not fit.")
 @connected
 @json_option
 def check(worker_ids: tuple[str, ...], everywhere: bool, admin: AdminClient, as_json: bool) -> None:
     """Have workers check their devices.
 
-    One after the other: the driver answers, an engine starts, and a computation with a known result is right. A worker
-    gets no tasks meanwhile. The exit code is 1 if a device is not fit.
+    One after the other: the driver answers, an engine starts, and, if it uses torch, a computation with a known result
+    is right. A worker gets no tasks meanwhile; its running ones go on. The exit code is 1 if a device is not fit.
 
     A WORKER is an id, or the beginning of one.
     """
     if bool(worker_ids) == everywhere:
         raise click.UsageError("give either WORKERs or --all")
+    lost: list[Worker] = []
     if everywhere:
-        worker_ids = tuple(each.worker_id for each in admin.list_workers() if each.state is not WorkerState.LOST)
-    checked = _for_each(admin, worker_ids, admin.check_worker)
+        known = admin.list_workers()
+        lost = [each for each in known if each.state is WorkerState.LOST]
+        worker_ids = tuple(each.worker_id for each in known if each not in lost)
+    checked = [*_for_each(admin, tuple(dict.fromkeys(worker_ids)), admin.check_worker), *lost]
+    if not checked:
+        raise NotFound("no worker has connected yet; start some with `mgpuctl up` or `mgpu-worker`")
     show_workers(checked, as_json=as_json)
     if unfit := [each for each in checked if each.health is None or each.health.state not in FIT]:
-        why = (f"{each.worker_id}: {reason.message}" for each in unfit if each.health for reason in each.health.reasons)
+        why = [f"{each.worker_id}: {text}" for each in unfit for text in _faults(each)]
         raise Failure("\n".join([f"{len(unfit)} of {len(checked)} devices are not fit", *map(clean, why)]))
+
+
+def _faults(worker: Worker) -> list[str]:
+    if worker.state is WorkerState.LOST or worker.health is None:
+        return ["its worker is lost"]
+    return [reason.message for reason in worker.health.reasons]
 
 
 @click.command(cls=Command, examples=(("mgpuctl forget oldbox-cpu-0", "Take a lost worker off the list."),))

@@ -26,6 +26,8 @@ from multigpu_master.core.workers.info import Health
 SUSPECTS = 3
 # A task is condemned when it broke engines on this many different devices.
 DEVICES = 2
+# Codes of reasons that only repeat that the master has asked for a check.
+ASKED = ("tasks_fail", "check_requested")
 # Limit of kinds that are remembered as having a condemned task.
 KINDS_MAX = 1024
 
@@ -62,8 +64,11 @@ class Quarantine:
 
     def heard(self, worker: Worker, health: Health, now: float) -> None:
         """Takes the health in a heartbeat."""
-        own_findings = any(reason.code != "check_requested" for reason in health.reasons)
+        own_findings = any(reason.code not in ASKED for reason in health.reasons)
         worker.health = health
+        if worker.checks_asked and not worker.suspected:  # a later process of the worker counts from zero
+            worker.checks_asked = 0
+            self._state.outbox.worker_changed(worker, remember=True)
         if not health.fit and own_findings:
             self._forgive(worker.device_key)
         self._judge(worker, now)
@@ -71,7 +76,7 @@ class Quarantine:
     def check(self, event: ev.CheckDevice, now: float) -> None:
         """An operator wants to know whether a device works. That is no fault: the breaker does not count it."""
         worker = self._state.fleet.workers[event.worker_id]
-        self._ask_check(worker)
+        self._ask_check(worker, at_once=True)
         if not worker.quarantined:
             self._set(worker, quarantined=True)
 
@@ -170,10 +175,11 @@ class Quarantine:
             extra.forgiven += (device,)  # it stays in extra.broke: one more device, and the task is condemned
         for worker in list(self._state.fleet.sessions.values()):
             if worker.device_key == device:
-                self._ask_check(worker)
+                self._ask_check(worker, at_once=False)
                 self._judge(worker, now)
 
-    def _ask_check(self, worker: Worker) -> None:
+    def _ask_check(self, worker: Worker, *, at_once: bool) -> None:
+        worker.check_at_once = at_once
         worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
         self._state.outbox.desire(worker)
         self._state.outbox.worker_changed(worker, remember=True)
