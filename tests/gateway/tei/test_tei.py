@@ -226,10 +226,10 @@ def test_health_is_that_of_the_model(gateway: GatewayProcess, tmp_path: Path) ->
         assert (response.status, body) == (200, {"status": "ok"})
     response, body = gateway.call("GET", "/tei/nobody/health")
     assert (response.status, body["error_type"]) == (404, "Validation")
-    assert "no connected worker has model 'nobody'" in body["error"]
+    assert "there is no model 'nobody'" in body["error"]
     with GatewayProcess(tmp_path, "127.0.0.1:1") as alone:
         response, body = alone.call("GET", f"/tei/{MODEL}/health")
-        assert (response.status, body["error_type"]) == (404, "Validation")
+        assert (response.status, body["error_type"]) == (503, "Unhealthy")
 
 
 PROMPT = {"prompt_name": "query"}
