@@ -53,7 +53,7 @@ def test_a_token_is_for_its_queues(gateway: GatewayProcess, secured: SecuredFlee
     _, token = secured.create("gateway-night", "submit", queues=["night"])
     found, body = status(gateway, "POST", "/v1/embeddings", token, EMBED)
     assert found == 403
-    assert "the token is not valid for queue 'default'" in body["error"]["message"]
+    assert "the token is not for the queue 'default'" in body["error"]["message"]
 
 
 def test_a_revoked_token_is_rejected_at_once(gateway: GatewayProcess, secured: SecuredFleet) -> None:

@@ -243,7 +243,7 @@ async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_mo
 
     monkeypatch.setattr(stage.outbox, "room_for", fail)
     reports = ev.Reports(1, [x.lease_id for x in leases_of(tasks)], [b"1", b"2"])
-    with pytest.raises(BrokenError, match="ends after a fault"):
+    with pytest.raises(BrokenError, match="ends after an internal error"):
         stage.driver.handle(reports)
     (reason,) = stage.fatal
     assert "Reports" in reason

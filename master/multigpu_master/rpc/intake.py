@@ -119,7 +119,7 @@ class Intake:
 def _check_token(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
     """Why the caller may not submit these tasks; None if it may."""
     if not caller.may_see(queue):
-        return ev.Rejection(PERMISSION_DENIED, f"the token is not valid for queue {queue!r}; ask for one that is")
+        return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
     if (delay_s := caller.charge(count, now)) is not None:
         return ev.Rejection(
             RESOURCE_EXHAUSTED, f"the token's limit is {caller.tasks_per_s:g} tasks a second; send fewer", delay_s
