@@ -1,7 +1,7 @@
-"""The driver owns the core: it feeds events in, and carries out the commands that come back.
+"""The driver owns the core: it feeds events to the core, and executes the commands that the core returns.
 
-Everything here runs on the event loop, in one thread, and never waits. Entries for the journal go to
-write_buffer.py; dispatch and delivery don't wait for them. Time is the master's clock (clock.py).
+All of it runs in the event loop's thread and never blocks. Entries for the journal go to write_buffer.py; dispatch and
+delivery don't wait for them. Time is the master's clock (clock.py).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.outbox import Outbox
 from multigpu_master.telemetry.history import History
 from multigpu_master.telemetry.tracing import record_spans
-from multigpu_master.wire import payloads as wire_large
+from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.times import duration
@@ -45,15 +45,15 @@ Ended = tuple[Task, bytes | LargeBody]
 
 
 def is_cancelled(task: Task) -> bool:
-    """CANCELLED promises that the task does not run, so Run streams get it once it is on the disk. They get other
+    """Run streams get CANCELLED, which promises that the task does not run, once it is on the disk. They get other
     outcomes at once, unless the disk is full.
     """
     return task.outcome is not None and task.outcome.state is OutcomeState.CANCELLED
 
 
 _NOT_CANCELLED = (
-    "{cancelled} tasks were cancelled, {rest} were not and go on: the master's disk is full. Free space on it, and "
-    "cancel once more"
+    "{cancelled} tasks were cancelled, {rest} were not: the master's disk is full. Free space on it, and cancel once "
+    "more"
 )
 NOT_DURABLE = (
     "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
@@ -113,10 +113,10 @@ class Driver:
         self.now = now
         self._streams: dict[int, RunOutbox] = {}
         self.workers = WorkerStreams(self.handle, core.fleet, specs, self.proofs, journal.payloads)
-        self.requeued_before = 0  # leases taken back before the event under way
+        self.requeued_before = 0  # the core's count of requeued leases before the current event
         self._last_stream = 0
-        # Ended tasks on their way to the disk, and the streams to tell when they are there.
-        self._told_later: dict[int, list[int]] = {}
+        # By task_id: the streams that get the outcome once it is on the disk.
+        self._deferred_streams: dict[int, list[int]] = {}
         self.history = History(core, now)
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self.outcomes = OutcomeWriter()
@@ -130,8 +130,8 @@ class Driver:
         }  # fmt: skip
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Feeds one event to the core and carries out what follows. Returns the commands: some are answers.
-        BrokenError: this event or an earlier one failed half way, and the master ends.
+        """Feeds one event to the core, executes the commands and returns them: some are answers. BrokenError: this
+        event or an earlier one failed half way, and the master ends.
         """
         if not self._broken:
             try:
@@ -146,7 +146,7 @@ class Driver:
                         self._wake(task)
                 self._arm_timer()
             except Exception as error:
-                # Half of the event has happened. Only the journal holds a whole state: the next master reads it.
+                # The core's state is inconsistent. The journal's is not: the next master starts from that.
                 self._broken = True
                 log.critical("an event failed half way", event_type=type(event).__name__, exc_info=error)
                 self._on_fatal(f"an event ({type(event).__name__}) failed half way: {error!r}")
@@ -154,7 +154,7 @@ class Driver:
                 return commands
         if isinstance(event, _UNANSWERED):
             return []
-        raise BrokenError("the master ends after a fault of its own, which its log tells; try again in a moment")
+        raise BrokenError("the master ends after an internal error, which is in its log; try again in a moment")
 
     def _arm_timer(self) -> None:
         due_s = self.core.next_timer_s()
@@ -174,8 +174,8 @@ class Driver:
     def open_stream(self) -> tuple[int, RunOutbox]:
         """A new Run stream."""
         self._last_stream += 1
-        outbox = RunOutbox(RunFrame, wire_large.Peer(self.journal.payloads))
-        outbox.peer_id = f"stream {self._last_stream}"  # unless it says which client it is of
+        outbox = RunOutbox(RunFrame, payload_messages.Peer(self.journal.payloads))
+        outbox.peer_id = f"stream {self._last_stream}"  # until a message of the stream names its client
         self._streams[self._last_stream] = outbox
         self.handle(ev.StreamOpened(self._last_stream))
         return self._last_stream, outbox
@@ -184,10 +184,10 @@ class Driver:
         if (outbox := self._streams.pop(stream, None)) is not None:
             outbox.peer.gone()
             self.handle(ev.StreamClosed(stream))
-        self.journaling.flush()  # no client will submit its tasks again
+        self.journaling.flush()  # no client will resubmit the stream's deferred tasks
 
     def known(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        """The requests among these that have settled and that the core has forgotten."""
+        """The settled tasks of these requests that the core has forgotten, by request_id."""
         requests = self.core.requests
         unknown = self.journaling.perhaps_known([r for r in request_ids if r and r not in requests])
         found = self.journal.find_requests(unknown) if unknown else {}
@@ -197,9 +197,9 @@ class Driver:
         self, spec: Spec, tasks: Sequence[Task], stream: int, done: Callable[[JournalError | None], None],
         replaces: Mapping[str, int] = MappingProxyType({}), *, deferred: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
-        """Hands tasks to the core. `done` is called when the accepted ones are durable, or with an error, and then they
-        are gone. The caller must not acknowledge them before that, and with `deferred` not at all. `replaces`: the dead
-        letters, by request_id, that are deleted when their tasks are durable.
+        """Submits tasks to the core. `done` is called when the accepted tasks are durable, or with an error when they
+        are lost. The caller must not acknowledge tasks before that, and with `deferred` never. `replaces`: dead letters
+        by request_id, deleted when the task with the same request_id is durable.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -208,7 +208,7 @@ class Driver:
             for task in submitted.fresh:
                 task.client_id = outbox.peer_id
         if spec.durable:
-            # Not before the leases of these tasks are on their way.
+            # Later in the loop: this event's leases go to the workers first.
             fresh = submitted.fresh
             letters = [(task.task_id, replaces[task.request_id]) for task in fresh if task.request_id in replaces]
             if deferred and not letters:
@@ -220,18 +220,18 @@ class Driver:
         return submitted.results
 
     async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
-        """Submits one task in place of a dead letter, and returns when both are on the disk."""
+        """Submits one task in place of a dead letter, and returns when the journal has written both changes."""
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
         answer = self.submit(spec, [task], 0, tell(future), {task.request_id: replaces})[0]
         error = await future
         return answer if error is None else ev.Rejection(8, str(error), 1.0)
 
     def soon(self, done: Callable[[JournalError | None], None]) -> None:
-        """Calls back without a write to the journal."""
+        """Calls `done` without an error, in the loop's next round: there is nothing to write to the journal."""
         self._loop.call_soon(done, None)
 
     async def settled(self, task_id: int, timeout_s: float) -> None:
-        """Waits for the task's outcome to be final (Task.told)."""
+        """Waits until the task's outcome is final: committed, or of an ephemeral task."""
         future: asyncio.Future[None] = self._loop.create_future()
         waiters = self._waiters[task_id]
         waiters.append(future)
@@ -265,31 +265,31 @@ class Driver:
                 durable.append(ended)
                 if not writable or is_cancelled(task):
                     later.append(ended)
-                    self._told_later[task.task_id] = list(task.streams)
+                    self._deferred_streams[task.task_id] = list(task.streams)
                     continue
             now.append((task, task.streams, ended[1]))
         try:
-            self._tell(now)
-        finally:  # outcomes go to the journal even if a peer can't be told
+            self._send_outcomes(now)
+        finally:  # outcomes go to the journal even if sending them fails
             if durable:
-                done = functools.partial(self._tell_later, later) if later else None
+                done = functools.partial(self._send_deferred, later) if later else None
                 self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit
 
-    def _tell_later(self, ended: Sequence[Ended], error: JournalError | None) -> None:
+    def _send_deferred(self, ended: Sequence[Ended], error: JournalError | None) -> None:
         if error is None:
-            self._tell([(task, self._told_later.pop(task.task_id), body) for task, body in ended])
+            self._send_outcomes([(task, self._deferred_streams.pop(task.task_id), body) for task, body in ended])
 
-    def tells_later(self, task: Task, stream: int) -> bool:
-        """Whether a stream that has joined a task is told of its end once that is on the disk."""
-        streams = self._told_later.get(task.task_id)
+    def defer_outcome(self, task: Task, stream: int) -> bool:
+        """If the outcome of a task is sent once it is on the disk: adds the stream to its receivers, returns True."""
+        streams = self._deferred_streams.get(task.task_id)
         if streams is not None and stream not in streams:
             streams.append(stream)
             self._streams[stream].add_pending(1)
         return streams is not None
 
     async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
-        """Cancels the unsettled ones of these tasks, and returns them. On a full disk it cancels no more tasks than the
-        journal has room for. JournalFullError: the other tasks go on.
+        """Cancels the unsettled tasks among these, and returns them. On a full disk it cancels no more tasks than the
+        journal has room for. JournalFullError: the other tasks are not cancelled.
         """
         waiting, cancelled = deque(tasks), list[Task]()
         while waiting:
@@ -299,26 +299,26 @@ class Driver:
             part = [task for _ in range(count) if (task := waiting.popleft()).outcome is None and task.task_id]
             self.handle(ev.Cancel(part, reason, withdrawn))
             cancelled += part
-            await asyncio.sleep(0)  # the scheduler goes on meanwhile
+            await asyncio.sleep(0)  # other calls run meanwhile
             if not self.journaling.writable and not await self.withdrawn(part, DURABLE_S):
                 raise JournalFullError(NOT_DURABLE)  # another program has taken the room
         return cancelled
 
     async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
-        """Waits until the cancellations of these tasks are on the disk; False: they are not by then."""
+        """Waits until the cancellations of these tasks are on the disk. False: the timeout came first."""
         end_s = time.monotonic() + timeout_s
         for task in tasks:
-            while task.task_id in self._told_later:
+            while task.task_id in self._deferred_streams:
                 if (left_s := end_s - time.monotonic()) <= 0:
                     return False
                 await self.settled(task.task_id, left_s)
         return True
 
-    def _tell(self, ended: Iterable[tuple[Task, Sequence[int], bytes | LargeBody]]) -> None:
+    def _send_outcomes(self, ended: Iterable[tuple[Task, Sequence[int], bytes | LargeBody]]) -> None:
         """Sends the outcomes to the streams."""
         streams = self._streams
-        for task, wanted_by, body in ended:
-            for stream in wanted_by:
+        for task, receivers, body in ended:
+            for stream in receivers:
                 outbox = streams.get(stream)
                 if outbox is not None:
                     if type(body) is bytes:
@@ -346,11 +346,11 @@ class Driver:
                 future.set_result(None)
 
     def _too_much_unread(self, outbox: RunOutbox) -> None:
-        outbox.abort(ExhaustedError("outcomes pile up unread; read faster, or submit less at once"))
+        outbox.abort(ExhaustedError("too many outcomes are unread; read faster, or submit less at once"))
 
     def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
-        """Sends an outcome with a large result: a reference if the client shares the directory, else the bytes, or a
-        rejection if they cannot be read now.
+        """Sends an outcome that may have a large result: as a reference if the client shares the directory, else as
+        bytes, or a rejection if the bytes cannot be read now.
         """
         if isinstance(body, LargeBody):
             tail = body.tail
@@ -359,16 +359,16 @@ class Driver:
                     outbox.room_for(len(body)).add_large_outcome(body)
                 except (OSError, MemoryError) as error:
                     if is_transient(error):
-                        code, message, delay_s = wire_large.NOT_READABLE
-                        told = outbox.room_for(256).message.rejected.add(
+                        code, message, delay_s = payload_messages.NOT_READABLE
+                        rejected = outbox.room_for(256).message.rejected.add(
                             request_id=request_id, code=code, message=message
                         )
-                        told.retry_delay.CopyFrom(duration(delay_s))
+                        rejected.retry_delay.CopyFrom(duration(delay_s))
                         return
-                    lost = wire_large.outcome_lost(body, error)
+                    lost = payload_messages.outcome_lost(body, error)
                     outbox.room_for(len(lost)).add_outcome(lost)
                 return
-            body = wire_large.outcome_at(body, tail)
+            body = payload_messages.outcome_at(body, tail)
         outbox.room_for(len(body)).add_outcome(body)
 
     def _forward(self, command: ev.Forward) -> None:

@@ -1,5 +1,5 @@
-"""The master's errors: of its journal, of messages, and those that end a call with a status, which methods raise and
-`rpc.registration` sends.
+"""The master's errors: of the journal, of messages, and CallErrors, which end a call: methods raise them, and
+`rpc.registration` sends their status.
 """
 
 import grpc
@@ -17,7 +17,7 @@ class JournalError(Exception):
 
 
 class JournalDamagedError(JournalError):
-    """The journal does not hold what was written. Trying again does not help."""
+    """The journal's data is damaged. Trying again does not help."""
 
 
 class JournalFullError(JournalError):

@@ -1,13 +1,13 @@
-"""The ids that a master gives out, and how later masters recognise them.
+"""The ids that a master issues, and how later masters recognise them.
 
 An id of a task or a lease has 29 bits of epoch above 24 bits of counter, and so is below 2**53, where JavaScript's
-numbers end. An epoch is on the disk before its first id is used. It is the second of the wall clock, and the counter
-begins at the fraction of that second, so that a master on an empty journal or on an older copy repeats no id, even if
-it starts in the same second as its predecessor. An epoch is above the journal's last one, whatever the clock says.
+numbers end. An epoch is on the disk before its first id is used. The epoch is the wall clock in whole seconds since
+2025, and the counter starts at the fraction of the second times 2**23: a master on an empty journal or on an older copy
+repeats no id, even if it starts in the same second as its predecessor. An epoch is always above the journal's last one.
 
 Each start of a master is an incarnation with a random name, which the journal keeps. A lease or a cursor that a peer
-holds is valid only if the journal knows the incarnation that gave it out, and that it had come that far: else the
-journal is another one, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
+holds is valid only if the journal knows the incarnation that issued it, and its number is below that incarnation's end:
+else the journal is another one, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
 """
 
 import secrets
@@ -44,7 +44,7 @@ class Incarnation:
 
 
 def first_id(epoch: int, now_s: float = 0.0) -> int:
-    """The first id that a master gives out in an epoch that it begins at `now_s`. At least half of the ids are left."""
+    """The first id that a master issues in an epoch that it begins at `now_s`. At least half of the ids are left."""
     return epoch * EPOCH_IDS + int(now_s % 1.0 * (EPOCH_IDS // 2))
 
 
@@ -65,8 +65,8 @@ def next_epoch(last: int, now_s: float) -> int:
 
 
 class LeaseProofs:
-    """Proves to a later master which worker a lease was granted to: leases are not journaled. A proof is half a block
-    of AES: lease, task and attempt make one block, the journal's key and the worker_id the key.
+    """Proves to a later master which worker a lease was granted to: leases are not journaled. A proof is the first 8
+    bytes of AES(key=blake2b(worker_id, journal key), block=(task_id, lease_id ^ attempt << 53)).
     """
 
     def __init__(self, key: bytes) -> None:
@@ -80,7 +80,7 @@ class LeaseProofs:
         words = [0] * (2 * len(lease_ids))
         words[::2] = task_ids
         # Ids are below 2**53.
-        words[1::2] = [lease_id ^ attempt << 53 & _WORD for lease_id, attempt in zip(lease_ids, attempts, strict=True)]
+        words[1::2] = [lease ^ (attempt << 53 & _WORD) for lease, attempt in zip(lease_ids, attempts, strict=True)]
         layout = f"<{len(words)}Q"
         return struct.unpack(layout, self._encryptor(worker_id).update(struct.pack(layout, *words)))[::2]
 
@@ -98,9 +98,9 @@ class Incarnations:
         self._ends[self.current] = EPOCHS_END * EPOCH_IDS, CURSORS_END
 
     def ids_end(self, name: str) -> int:
-        """The incarnation's ids are all below this one; 0 if it is unknown."""
+        """Exclusive upper bound of the incarnation's ids; 0 if it is unknown."""
         return self._ends.get(name, (0, 0))[0]
 
     def cursors_end(self, name: str) -> int:
-        """As ids_end, of its cursors."""
+        """Exclusive upper bound of the incarnation's cursors; 0 if it is unknown."""
         return self._ends.get(name, (0, 0))[1]

@@ -263,7 +263,7 @@ class Master:
     def reload(self) -> None:
         """Checks the certificate's files again. ListenError: they are invalid, and the previous ones stay in use."""
         if self.certificates is not None:
-            self.certificates.reload()
+            self.certificates.check_files()
 
     async def stop(self) -> None:
         """Ends all calls, writes settled tasks and closes the journal, within stop_timeout_s."""

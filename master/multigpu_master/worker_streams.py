@@ -1,4 +1,4 @@
-"""The streams to workers: what the core commands goes into the outbox of a worker's session."""
+"""Puts the core's commands for workers into the outboxes of their sessions."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from multigpu_master.errors import CallError
 from multigpu_master.ids import LeaseProofs
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.outbox import FRAME_BYTES, Outbox
-from multigpu_master.wire import payloads as wire_large
+from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.leases import fill_leases
 from multigpu_master.wire.models import fill_desired
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.times import set_time
 
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
-# What a lease takes on the wire, beside its payload.
+# Size of a lease on the wire, without its payload.
 LEASE_BYTES = 40
 
 
@@ -48,8 +48,8 @@ class WorkerStreams:
         return len(self._outboxes)
 
     def open(self, session: int, process: str) -> SessionOutbox:
-        """`process`: the worker's, of its hello."""
-        outbox = SessionOutbox(worker_service_pb2.SessionResponse, wire_large.Peer(self._payloads))
+        """`process`: the name of the worker's process, from its hello."""
+        outbox = SessionOutbox(worker_service_pb2.SessionResponse, payload_messages.Peer(self._payloads))
         outbox.peer_id = process
         self._outboxes[session] = outbox
         return outbox
@@ -66,12 +66,12 @@ class WorkerStreams:
         self.end_reasons.pop(session, None)
 
     def _frame(self, session: int, size: int) -> worker_service_pb2.SessionResponse:
-        """The frame to fill with this many bytes; one that is not sent if the stream has ended."""
+        """The frame to which the caller adds `size` bytes; a frame that is never sent if the session has no stream."""
         outbox = self._outboxes.get(session)
         return outbox.room_for(size) if outbox is not None else worker_service_pb2.SessionResponse()
 
     def reload_handlers(self, session: int) -> None:
-        """Has a worker read its handlers again, unless the session has ended."""
+        """Tells a worker to reload its handlers; does nothing if the session has ended."""
         self._frame(session, 8).reload_handlers = True
 
     def dispatch(self, command: ev.Dispatch) -> None:
@@ -84,7 +84,7 @@ class WorkerStreams:
         for lease in command.leases:
             task = lease.task
             if task.spec is not spec or part_bytes > FRAME_BYTES:
-                # What goes before is not all of this frame's leases: only the last part may carry its number.
+                # Only the last part of a dispatch carries its number; the parts before it carry the number before.
                 self._put_leases(command.session, outbox, part, part_bytes, command.frame - 1)
                 part, part_bytes, spec = [], 0, task.spec
             part.append(lease)
@@ -92,15 +92,15 @@ class WorkerStreams:
         self._put_leases(command.session, outbox, part, part_bytes, command.frame)
 
     def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
-        read: dict[int, bytes] | None = None
-        if wire_large.is_large(size):
-            leases, read, lost = wire_large.readable(leases, outbox.peer)
+        inlined: dict[int, bytes] | None = None
+        if payload_messages.is_large(size):
+            leases, inlined, lost = payload_messages.readable(leases, outbox.peer)
             if lost:
                 self._loop.call_soon(self._handle, ev.Reports(session, failures=lost))
         frame = outbox.room_for(size, len(leases))
         frame.frame = number
         if leases:
-            fill_leases(frame.lease_batches.add(), self._specs, self._proofs, leases, read)
+            fill_leases(frame.lease_batches.add(), self._specs, self._proofs, leases, inlined)
 
     def welcome(self, command: ev.Welcome) -> None:
         self._frame(command.session, 64).welcome.adopted_lease_ids.extend(command.adopted)

@@ -1,8 +1,8 @@
-"""Entries that wait for the journal's thread, and the callbacks for when they are durable.
+"""Buffers entries for the journal's thread, and calls back when they are durable.
 
-An entry that no call waits for stays here for LINGER_S, so that others share its transaction. Tasks on a stream that
-asks for outcomes only are deferred for up to DEFER_S, in memory: most settle meanwhile and are written once, as their
-outcome. An entry that is reported as durable is written after everything that was accepted before it.
+An entry that no call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks on a stream
+that asks for outcomes only are deferred for up to DEFER_S, in memory: most of them settle meanwhile, and only their
+outcome is written. An entry that is reported as durable is written after all entries that were accepted before it.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ from multigpu_master.errors import JournalError, JournalFullError
 from multigpu_master.journal.protocol import Entry, LargeBody
 from multigpu_master.journal.request_filter import RequestFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.wire import payloads as wire_large
+from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.tasks import settle_record, submit_record
 
 log = structlog.get_logger()
 
-# Streams are not read while more than this waits for the journal's thread.
+# Streams are not read while more bytes than this wait for the journal's thread.
 JOURNAL_BACKLOG_BYTES = 64 << 20
 # Entries larger than this are written at once: the disk should not idle while there is much to write.
 LINGER_BYTES_MAX = 256 << 10
-# Larger outcomes go to the journal in several entries: on a full disk, some of them may fit.
+# A larger batch of outcomes becomes several entries: on a full disk, some of them may fit.
 ENTRY_BYTES_MAX = 256 << 10
-# The journal's thread is not woken, to wait for the interpreter, while a task is on its way.
+# During this time the journal's thread does not compete with the event loop for the interpreter.
 LINGER_S = 0.02
 # Deferred tasks are written after half of this time at the earliest, so that one transaction takes many of them.
 DEFER_S = 0.5
 DEFERRED_BYTES_MAX = 64 << 20
-# How long a call waits for its changes to be on the disk, which may be full.
+# A call waits for at most this long until its changes are on the disk, which may be full.
 DURABLE_S = 10.0
 
-# What the journal writes for any transaction, and for each cancellation in it: a page of tasks and one of an index.
+# Space for any transaction, and for each cancellation in it: a page of tasks and a page of an index.
 TRANSACTION_ROOM_BYTES, CANCELLATION_ROOM_BYTES = 64 << 10, 16 << 10
 
 Done = Callable[[JournalError | None], None]
@@ -56,7 +56,7 @@ class _Deferral:
 
 
 def tell(future: asyncio.Future[JournalError | None]) -> Done:
-    """A callback for a call that awaits the future, unless its client has broken it off by then."""
+    """A callback that sets the future's result, unless the call that awaits it was cancelled."""
 
     def done(error: JournalError | None) -> None:
         if not future.done():
@@ -67,10 +67,10 @@ def tell(future: asyncio.Future[JournalError | None]) -> Done:
 
 @dataclass(slots=True)
 class _Pending:
-    """An entry on its way to the disk, and its callback."""
+    """An entry that is not committed yet, and its callback."""
 
     entry: Entry
-    size: int  # of payloads and results in memory; what is in shared files is not written
+    size: int  # bytes of payloads and results in memory; shared files are not written
     submitted: Sequence[Task] = ()
     replaced: Sequence[tuple[int, int]] = ()  # submitted task_ids, and the dead letters that they replace
     settled: Sequence[Task] = ()
@@ -112,15 +112,15 @@ class Journaling:
         self._backlog_fell = asyncio.Event()
 
     def submits(self, fresh: Sequence[Task], done: Done, replaced: Sequence[tuple[int, int]], urgent: bool) -> None:
-        """Tasks the core has taken; `replaced` has the task_ids of some, and the dead letters that are deleted with
-        them. `done` is called when they are durable or rejected.
+        """Writes tasks that the core has accepted. `replaced`: pairs of a task_id and the dead letter that is deleted
+        in the same transaction. `done` is called when the tasks are durable or rejected.
         """
         pending = _Pending(Entry(), _own_bytes(fresh), submitted=fresh, replaced=replaced, done=done)
         self._append(pending, urgent=urgent)
 
     def submits_deferred(self, fresh: Sequence[Task], failed: Done) -> None:
-        """Tasks the core has taken, which are not reported to any client before they end. `failed` is called if they
-        can't be made durable, and may be called without an error.
+        """Writes tasks that the core has accepted, but that are not reported to any client before they end. `failed` is
+        called if they can't be made durable, and may be called without an error.
         """
         task_ids = [task.task_id for task in fresh]
         self._deferrals.append(_Deferral(self._loop.time() + DEFER_S, task_ids, failed))
@@ -132,20 +132,20 @@ class Journaling:
             self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)
 
     def flush(self) -> None:
-        """Hands everything to the journal, deferred tasks too."""
+        """Passes all entries to the journal, with the deferred tasks."""
         self._end_deferrals(math.inf)
         self._hand_over()
 
     def _write_due(self) -> None:
-        """Hands the deferrals over that would be due before this is called again."""
+        """Passes the deferred tasks to the journal that are due before the next call."""
         self._end_deferrals(self._loop.time() + DEFER_S / 2)
         self._hand_over()
         again = self._loop.call_later(DEFER_S / 2, self._write_due) if self._deferrals else None
         self._deferral_timer = again
 
     def _end_deferrals(self, until_s: float) -> None:
-        """Puts deferred tasks before all entries that linger, which may depend on them. Their callbacks come behind all
-        those: a submit that has joined the task of another call is answered once that task is written or rejected.
+        """Puts deferred tasks before all lingering entries, which may depend on them, and their callbacks behind those
+        entries: a submit that has joined another call's task is answered once that task is written or rejected.
         """
         tasks: list[Task] = []
         failed: list[Done] = []
@@ -168,7 +168,7 @@ class Journaling:
         self._lingering = [first, *self._lingering, last]
 
     def settles(self, settled: Sequence[tuple[Task, bytes | LargeBody]], done: Done | None = None) -> None:
-        """Tasks that ended, each with its serialized Outcome. `done` is called when they are durable."""
+        """Writes the outcomes of tasks: (task, serialized Outcome). `done` is called when they are durable."""
         bodies = [body for _, body in settled]
         if len(settled) > 1 and sum(map(len, bodies)) > ENTRY_BYTES_MAX:
             half = len(settled) // 2
@@ -179,17 +179,17 @@ class Journaling:
         unwritten = self._forget_deferred(tasks)
         records = [settle_record(task, body, submitted=task.task_id not in unwritten) for task, body in settled]
         if self._request_filter.full and (self._learning is None or self._learning.done()):
-            self.learn_requests()  # before these are added: they are not in the journal yet
+            self.learn_requests()  # before `add`: the journal does not have these request_ids yet
         self._request_filter.add([task.request_id for task in tasks if task.request_id])
-        pending = _Pending(Entry(settles=records), wire_large.own_bytes(bodies), settled=tasks, done=done)
+        pending = _Pending(Entry(settles=records), payload_messages.own_bytes(bodies), settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
-        """Writes settings, and returns when they are on the disk. JournalError: they are not there by DURABLE_S."""
+        """Writes settings, and returns when they are on the disk. JournalError: they are not after DURABLE_S."""
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
         self.remember(settings, tell(future), deleted_dead_letters)
         await asyncio.wait([future], timeout=DURABLE_S)
-        error = future.result() if future.done() else JournalFullError("the disk takes nothing now; free space on it")
+        error = future.result() if future.done() else JournalFullError("the disk may be full; free space on it")
         if error is not None:
             raise error
 
@@ -201,13 +201,13 @@ class Journaling:
         self._append(_Pending(entry, 0, done=done), urgent=True)
 
     def cancellations_max(self) -> int:
-        """How many cancellations surely find room on the disk now."""
+        """How many cancellations certainly fit on the disk now."""
         if self.writable:
             return sys.maxsize
         return max(0, self._journal.room_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
 
     def begin_epoch(self, epoch: int, done: Done) -> None:
-        """Writes the epoch of the ids that are given out next."""
+        """Writes the epoch of the ids that are issued next."""
         self._append(_Pending(Entry(epoch=epoch), 0, done=done), urgent=True)
 
     def perhaps_known(self, request_ids: Sequence[str]) -> list[str]:
@@ -215,7 +215,7 @@ class Journaling:
         return self._request_filter.sift(request_ids)
 
     def learn_requests(self) -> None:
-        """Reads, in the background, the request_ids that the journal knows, so that new ones need no look-up."""
+        """Loads the journal's request_ids into the filter, in the background: new request_ids then need no look-up."""
         settled = [t.request_id for p in self._pending.values() for t in p.settled]
         self._learning = asyncio.ensure_future(self._request_filter.load(self._journal, settled))
 
@@ -227,34 +227,34 @@ class Journaling:
         if self._lingering_bytes > LINGER_BYTES_MAX:
             self._hand_over()
         elif urgent:
-            self._loop.call_soon(self._hand_over)  # with what the same call appends besides
+            self._loop.call_soon(self._hand_over)  # with further entries of the same call
         elif self._linger_timer is None:
             self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)
 
     def _hand_over(self) -> None:
-        """Hands the entries that lingered to the journal."""
+        """Passes the lingering entries to the journal."""
         if self._linger_timer is not None:
             self._linger_timer.cancel()
             self._linger_timer = None
         if not self._lingering:
             return
         if any(pending.done is not None and pending.reports for pending in self._lingering):
-            self._end_deferrals(math.inf)  # clients may know of deferred tasks by what is reported: those come first
+            self._end_deferrals(math.inf)  # clients may learn of deferred tasks from the reports: write those first
         lingering, self._lingering = self._lingering, []
         self._lingering_bytes = 0
         settles = {task.task_id: pending.entry for pending in lingering for task in pending.settled}
         for pending in lingering:
-            if pending.submitted:  # what has settled meanwhile is written as its outcome only
+            if pending.submitted:  # of a task that settled meanwhile, only the outcome is written
                 unsettled = [task for task in pending.submitted if task.task_id not in settles]
                 pending.entry.submits = [submit_record(task) for task in unsettled]
-            for task_id, letter in pending.replaced:  # it goes with what replaces it, or not at all
+            for task_id, letter in pending.replaced:  # deleted by the transaction that writes the new task
                 entry = settles.get(task_id, pending.entry)
                 entry.deleted_dead_letters = [*entry.deleted_dead_letters, letter]
-        with contextlib.suppress(JournalError):  # it has failed, and has told `on_fatal`
+        with contextlib.suppress(JournalError):  # the journal has failed: `_on_fatal` was or will be called
             self._journal.append(*[pending.entry for pending in lingering])
 
     def _forget_deferred(self, settled: Iterable[Task]) -> set[int]:
-        """Settled tasks need not be written as submitted any more. Returns the task_ids that were not written yet."""
+        """Drops settled tasks from the deferred ones. Returns the task_ids of those, which the journal never had."""
         deferred, unwritten = self._deferred, set[int]()
         if deferred:
             for task in settled:
@@ -264,8 +264,8 @@ class Journaling:
         return unwritten
 
     async def all_durable(self) -> None:
-        """Waits until nothing is on its way to the disk."""
-        await asyncio.sleep(0)  # what runs soon comes first
+        """Waits until every entry is committed or rejected."""
+        await asyncio.sleep(0)  # lets scheduled callbacks append their entries
         self.flush()
         while self._pending:
             self._hand_over()
@@ -273,7 +273,7 @@ class Journaling:
             await self._backlog_fell.wait()
 
     async def room(self) -> None:
-        """Waits until the journal has caught up enough to take more."""
+        """Waits until at most JOURNAL_BACKLOG_BYTES wait for the journal."""
         while self._pending_bytes > JOURNAL_BACKLOG_BYTES and self.writable:  # else durable tasks are rejected
             self._backlog_fell.clear()
             await self._backlog_fell.wait()
@@ -284,9 +284,9 @@ class Journaling:
 
     def _committed(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         if error is not None and not isinstance(error, JournalFullError):
-            self._on_fatal(f"the journal failed and can't be trusted until it is read again: {error}")
+            self._on_fatal(f"the journal failed, and must be read again by a new master: {error}")
             return
-        if error is not None or not entries:  # what empties a full journal is committed all the while
+        if error is not None or not entries:  # entries are also committed while the journal is full
             self._set_writable(error)
         settled: list[Task] = []
         for entry in entries:
@@ -306,12 +306,12 @@ class Journaling:
 
     def _set_writable(self, error: JournalError | None) -> None:
         if error is None and not self.writable:
-            log.info("journal can be written again: durable tasks are taken")
+            log.info("journal can be written again: durable tasks are accepted")
         elif error is not None and self.writable:
-            log.error("journal can't be written: durable tasks are rejected, running work goes on", error=str(error))
+            log.error("journal can't be written: durable tasks are rejected, running tasks continue", error=str(error))
         self.writable = error is None
 
 
 def _own_bytes(tasks: Iterable[Task]) -> int:
-    """The bytes of payloads that are in memory, and not in files."""
+    """The bytes of the payloads in memory, without those in shared files."""
     return sum([len(task.payload) for task in tasks if type(task.payload) is bytes])

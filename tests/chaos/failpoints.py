@@ -72,9 +72,9 @@ FAILPOINTS = [
     *_around(MASTER, "the core takes reports", f"{_M}.core.workers.sessions", "Sessions.reports"),
     # Settle: the outcome into the client's frame, then to the journal.
     *_around(MASTER, "an outcome is delivered", f"{_M}.driver", "Driver._settled"),
-    *_around(MASTER, "a cancellation is delivered", f"{_M}.driver", "Driver._tell_later"),
+    *_around(MASTER, "a cancellation is delivered", f"{_M}.driver", "Driver._send_deferred"),
     # An event of which only half is carried out.
-    *_around(MASTER, "an outcome is sent", f"{_M}.driver", "Driver._tell", FAILS),
+    *_around(MASTER, "an outcome is sent", f"{_M}.driver", "Driver._send_outcomes", FAILS),
     *_around(MASTER, "leases are put into frames", f"{_M}.worker_streams", "WorkerStreams._put_leases", FAILS),
     *_around(MASTER, "leases end in the core", f"{_M}.core.ledger", "Ledger.succeed", FAILS),
     *_around(MASTER, "settles go to the journal", f"{_M}.write_buffer", "Journaling.settles", AFTER),

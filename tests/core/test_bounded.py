@@ -7,7 +7,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.core.placement import explain as explaining
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
-from multigpu_master.core.timers import FIRE_MAX, SWEEP_MIN, Due, Expiries
+from multigpu_master.core.timers import FIRE_MAX, SWEEP_MIN, Expiries, TimeLimit
 
 from tests.core.stage import Stage, lease_of, state_of
 
@@ -57,7 +57,7 @@ def test_instants_of_tasks_that_have_ended_are_swept_a_few_at_a_time_and_the_res
         each = task(task_id)
         tasks.add(each)
         when_s = rng.random()
-        expiries.at(when_s, each, Due.DEADLINE)
+        expiries.at(when_s, each, TimeLimit.DEADLINE)
         if rng.random() < 0.95:
             tasks.discard(task_id)
         else:

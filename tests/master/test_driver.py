@@ -224,12 +224,12 @@ async def test_a_stream_that_joins_a_withdrawn_task_gets_the_durable_cancellatio
     (task,) = stage.submit("withdrawn")
     stage.driver.handle(ev.Cancel([task]))
     stream, outbox = stage.driver.open_stream()
-    assert stage.driver.tells_later(task, stream)
+    assert stage.driver.defer_outcome(task, stream)
     assert (outbox.bytes, outbox.pending_outcomes) == (0, 1)
     received = await outcomes(outbox)
     assert (received["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
     assert stage.journal.get_outcome(task.task_id) is not None
-    assert not stage.driver.tells_later(task, stream), "the next is told at once"
+    assert not stage.driver.defer_outcome(task, stream), "the next is told at once"
 
 
 async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_more(
@@ -243,7 +243,7 @@ async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_mo
 
     monkeypatch.setattr(stage.outbox, "room_for", fail)
     reports = ev.Reports(1, [x.lease_id for x in leases_of(tasks)], [b"1", b"2"])
-    with pytest.raises(BrokenError, match="ends after a fault"):
+    with pytest.raises(BrokenError, match="ends after an internal error"):
         stage.driver.handle(reports)
     (reason,) = stage.fatal
     assert "Reports" in reason

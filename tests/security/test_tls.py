@@ -269,12 +269,12 @@ def test_a_key_readable_by_others_is_rejected(tmp_path: Path) -> None:
     authority.init(ca)
     authority.issue(ca, "master", "master", ["localhost"])
     settings: dict[str, Any] = {"tls_cert": str(ca / "master.crt"), "tls_key": str(ca / "master.key")}
-    listeners.Certificates(MasterConfig(**settings)).reload()
+    listeners.Certificates(MasterConfig(**settings)).check_files()
     shown = Credentials(tls_ca=str(ca / "ca.crt"), **settings)
     shown.channel("localhost:1", ()).close()
     (ca / "master.key").chmod(0o604)
     with pytest.raises(listeners.ListenError, match="chmod o-rwx"):
-        listeners.Certificates(MasterConfig(**settings)).reload()
+        listeners.Certificates(MasterConfig(**settings)).check_files()
     with pytest.raises(ConfigError, match="chmod o-rwx"):
         shown.channel("localhost:1", ())
 

@@ -20,18 +20,18 @@ def test_a_rate_holds_on_average() -> None:
     token, _ = Tokens({}, lambda: now).make("x", ["submit"], tasks_per_s=100)
     taken, rejected = 0, 0
     for step in range(2000):
-        delay = token.take(3, now + step * 0.01)  # three times the rate
+        delay = token.charge(3, now + step * 0.01)  # three times the rate
         taken += 3 if delay is None else 0
         rejected += delay is not None
         assert delay is None or 0 < delay < 1
     assert 2000 <= taken <= 2000 + 100 + 6  # 20 s; what it may do at once; a batch more
     assert rejected
     # A batch of any size gets through, and is paid for afterwards.
-    assert token.take(10_000, now + 100) is None
-    assert token.take(1, now + 150) == pytest.approx(49.01, abs=0.02)
-    assert token.take(1, now + 200) is None
+    assert token.charge(10_000, now + 100) is None
+    assert token.charge(1, now + 150) == pytest.approx(49.01, abs=0.02)
+    assert token.charge(1, now + 200) is None
     free, _ = Tokens({}, lambda: now).make("x", ["submit"])
-    assert all(free.take(10_000, now) is None for _ in range(100))
+    assert all(free.charge(10_000, now) is None for _ in range(100))
 
 
 def test_tasks_beyond_the_rate_are_rejected_with_a_delay(secured: SecuredFleet) -> None:

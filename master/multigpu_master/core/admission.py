@@ -9,17 +9,16 @@ from multigpu_master.core.workers.fleet import Fleet
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000
-# Shapes of a queue's waiting tasks: each for which no worker has room costs some microseconds whenever one of its
-# workers is freed.
+# Limit of shapes in a queue: each shape without a worker costs some microseconds whenever an eligible worker is freed.
 SHAPES_MAX = 1_000
 # Names that a rejection lists.
 NAMED_MAX = 20
-# With more models, or a longer name, no similar name is searched: that would hold up all other clients.
+# With more names, or a longer one, no similar name is searched: that would delay all other clients.
 NEAR_NAMES_MAX, NEAR_NAME_MAX = 64, 64
 
 
 def rejection(state: State, spec: Spec, now: float) -> ev.Rejection | None:
-    """Why no task of this spec can be taken."""
+    """Why no task of this spec is accepted; None if tasks are."""
     if spec.deadline_s is not None and spec.deadline_s <= now:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
     queues = state.ledger.queues
@@ -39,7 +38,7 @@ def rejection(state: State, spec: Spec, now: float) -> ev.Rejection | None:
 
 
 def full(state: State, queue: Queue, size: int) -> ev.Rejection | None:
-    """Why there is no room for another task with a payload of `size` bytes."""
+    """Why there is no room for another task with a payload of `size` bytes; None if there is."""
     limits, ledger, ids = state.limits, state.ledger, state.ids
     if ids.next_id >= ids.end:
         what = "the master waits for its journal to begin new task ids; try again in a moment"
@@ -58,7 +57,7 @@ def full(state: State, queue: Queue, size: int) -> ev.Rejection | None:
 
 
 def unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
-    """Why no known worker could ever take a task of this spec. `queued`: it waits for one already."""
+    """Why no known worker could ever take a task of this spec. `queued`: the task is already in a queue."""
     workers = list(fleet.workers.values())
     if not workers:
         return "no worker has joined this master yet; start one"
@@ -80,7 +79,7 @@ def unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
 
 
 def _near(name: str, names: list[str]) -> str:
-    """The nearest name as a question; empty where none is near, or the search would take long."""
+    """The nearest name as a question; empty if no name is near, or the search would take long."""
     search = len(names) <= NEAR_NAMES_MAX and len(name) <= NEAR_NAME_MAX
     near = difflib.get_close_matches(name, names, n=1) if search else []
     return f", did you mean {near[0]!r}?" if near else ""

@@ -1,10 +1,10 @@
-"""What happens to a task when a lease ends without success: another attempt, or the end.
+"""Decides what follows a lease that ends without success: another attempt, or the task's end.
 
-- An attempt that failed, or ran when its worker was lost, is charged to the task. The next one comes after a pause, on
-  another device if one is free then; after attempts_max the task is a dead letter.
-- A lease that only waited in a window is not charged. But a task that is lost too often that way is suspected of
-  killing its workers before they can report that it runs: each loss after the first lengthens its pause, which
-  separates it from the innocent tasks that were lost with it, and in the end it is a dead letter too.
+- An attempt that failed, or ran when its worker was lost, is charged to the task. The next attempt begins after a
+  pause, on another device if one is free then; after attempts_max the task becomes a dead letter.
+- A lease that only waited in a window is not charged. But a task may kill its workers before they can report that it
+  runs. So each loss of such a lease after the first lengthens the task's pause, which separates the task from others
+  that were lost with it; after LOSSES_MAX losses the task becomes a dead letter.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,20 @@ from multigpu_master.core.model import (
     Worker,
 )
 from multigpu_master.core.state import State
-from multigpu_master.core.timers import Due
+from multigpu_master.core.timers import TimeLimit
 
-# Times a task may be in the window of a lost worker without having run, before it is suspected of killing workers.
+# A task becomes a dead letter when more than this many workers were lost while it waited in their windows.
 LOSSES_MAX = 16
-# Times that a device may fall sick while it runs a task, before the task is suspected of it.
+# Times that a device may fall sick while it runs a task; each further time is charged to the task.
 SICK_RETURNS_MAX = 2
-# Of the reason that is kept of an attempt.
+# Limit of the reason that Task.extra keeps for each attempt.
 REASON_CHARS_MAX = 200
-# Why a lease is revoked that its worker did not begin within the run_timeout.
+# The reason for revoking a lease that its worker did not begin within the run_timeout.
 NOT_BEGUN = "it was not begun in time"
 
 
 class Attempts:
-    """See the module. `random` yields 0.0 <= x < 1.0."""
+    """See the module. `random` returns 0.0 <= x < 1.0."""
 
     def __init__(self, state: State, random: Callable[[], float]) -> None:
         self._state = state
@@ -46,9 +46,9 @@ class Attempts:
     def failed(
         self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float, *, condemned: bool = False
     ) -> None:
-        """The attempt failed: the next one follows after a pause, unless none is left or the task is `condemned`."""
+        """Charges a failed attempt. Requeues the task after a pause, unless no attempt is left or it is `condemned`."""
         task, worker = lease.task, lease.worker
-        extra = task.more()
+        extra = task.ensure_extra()
         extra.last_error, extra.avoids = error, worker.device_key
         if error.retryable and task.attempts < task.spec.attempts_max + len(extra.forgiven) and not condemned:
             self._record(lease, start_s, finish_s, f"{error.type}: {error.message}")
@@ -62,13 +62,13 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
-        """The lease is not charged: its task is requeued, up to LOSSES_MAX times. A `sick` device's returns don't
-        count, unless more than SICK_RETURNS_MAX devices fell sick while they ran the task.
+        """Requeues the task without charge, up to LOSSES_MAX times. Returns by a `sick` device are not counted, unless
+        devices fell sick more than SICK_RETURNS_MAX times while they ran the task.
         """
         task, worker = lease.task, lease.worker
         self._ledger.counters.requeued += 1
         if sick and lease.running:
-            extra = task.more()
+            extra = task.ensure_extra()
             extra.sick_returns += 1
             if extra.sick_returns > SICK_RETURNS_MAX:
                 what = f"devices fell sick {extra.sick_returns} times while they ran this task"
@@ -80,7 +80,7 @@ class Attempts:
         if sick:
             self._requeue(task, now, 0.0)
             return
-        extra = task.more()
+        extra = task.ensure_extra()
         extra.losses += 1
         if extra.losses <= LOSSES_MAX:
             self._requeue(task, now, 0.0 if extra.losses == 1 else self._backoff_s(task, extra.losses - 1))
@@ -102,21 +102,19 @@ class Attempts:
             self.lost(lease, f"worker {worker_id} was lost", now)
 
     def spare(self, lease: Lease, now: float, after_s: float) -> None:
-        """The lease is not charged, however often that happens: its worker had no room for it, or was asked to return
-        it.
-        """
+        """Requeues the task uncharged, any number of times: its worker had no room, or returned a recalled lease."""
         self._uncharge(lease)
         if lease.recalled:
-            lease.task.more().avoids = lease.worker.worker_id
+            lease.task.ensure_extra().avoids = lease.worker.worker_id
         self._requeue(lease.task, now, after_s)
         self.overdue(lease.task, now)
 
     @staticmethod
     def _record(lease: Lease, start_s: float, end_s: float, reason: str) -> None:
-        """Keeps the attempt, for display."""
+        """Keeps the attempt, for display only."""
         dispatch_s, start_s = lease.stages(start_s, end_s)
         attempt = Attempt(lease.worker.worker_id, dispatch_s, start_s, end_s, reason[:REASON_CHARS_MAX])
-        extra = lease.task.more()
+        extra = lease.task.ensure_extra()
         extra.attempts = (*extra.attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _uncharge(self, lease: Lease) -> None:
@@ -127,7 +125,7 @@ class Attempts:
     # --- live leases -------------------------------------------------------------------------------------------------
 
     def take_back(self, lease: Lease, error: TaskError | None, now: float) -> None:
-        """Takes a lease from its worker. With an error the attempt counts."""
+        """Revokes a lease and requeues its task. With an error the attempt is charged."""
         self._withdraw(lease, "taken back by the master" if error is None else error.message)
         if error is not None:
             self._ledger.counters.requeued += 1
@@ -136,7 +134,7 @@ class Attempts:
             self.lost(lease, f"worker {lease.worker.worker_id} lost or gave up the lease", now)
 
     def take_back_all(self, worker: Worker, now: float) -> None:
-        """The deadline of the worker's drain has come."""
+        """Takes back the leases of a worker whose drain deadline has passed."""
         for lease in sorted(worker.leases.values(), key=lambda x: -x.task.task_id):
             self.take_back(lease, None, now)
 
@@ -150,7 +148,7 @@ class Attempts:
     # --- tasks that end without a report -----------------------------------------------------------------------------
 
     def end(self, task: Task, state: OutcomeState, error: TaskError, now: float) -> None:
-        """Settles a task wherever it is."""
+        """Settles a task, whether it waits, pauses or is leased."""
         outcome = Outcome(state, now, error=error)
         lease = task.lease
         if lease is not None:
@@ -160,21 +158,21 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def leave(self, task: Task, why: str) -> None:
-        """Takes a task from its worker or out of its resource class."""
+        """Revokes a task's lease, or removes the task from its resource class."""
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:
             self._state.classes.leave(self._ledger.class_of(task), task)
 
-    def due(self, task: Task, what: Due, now: float) -> None:
-        """An instant of an unsettled task has come."""
-        if what is Due.DEADLINE:
+    def due(self, task: Task, what: TimeLimit, now: float) -> None:
+        """Applies a time limit of an unsettled task that has passed."""
+        if what is TimeLimit.DEADLINE:
             error = TaskError("DeadlineExceeded", "the deadline passed before the task ended", retryable=False)
             self.end(task, OutcomeState.EXPIRED, error, now)
-        elif what is Due.RUN_TIMEOUT:
+        elif what is TimeLimit.RUN_TIMEOUT:
             self._run_timeout(task, now)
         elif self._state.hold.active(now):
-            # A worker that is still to come back may have it.
+            # A worker that has not reconnected yet may hold the task.
             self._ledger.expiries.at(self._state.hold.until_s, task, what)
         else:
             self._queue_timeout(task, now)
@@ -183,32 +181,32 @@ class Attempts:
         """Ends a task that waits past its deadline or its queue_timeout. Returns whether it has ended."""
         spec = task.spec
         if spec.deadline_s is not None and spec.deadline_s <= now:
-            self.due(task, Due.DEADLINE, now)
+            self.due(task, TimeLimit.DEADLINE, now)
         elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:
             self._queue_timeout(task, now)
         return task.outcome is not None
 
     def _queue_timeout(self, task: Task, now: float) -> None:
-        """A lease of the first attempt is recalled; its worker has a session_timeout to return it, or to report that it
-        began in time.
+        """Ends a task that waits for its first attempt. If it is leased, recalls the lease first: its worker has a
+        session_timeout to return it, or to report that the task began in time.
         """
         lease, timeout_s = task.lease, task.spec.queue_timeout_s
         if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
             return
         if now < task.submit_s + timeout_s:
-            return  # the instant is of the task's first life: it was a dead letter since
+            return  # this expiry is older than the task's requeueing from the dead letters
         due_s = task.submit_s + timeout_s + self._state.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:
                 self._state.outbox.recall(lease.worker, [lease])
-            self._ledger.expiries.at(due_s, task, Due.QUEUE_TIMEOUT)
+            self._ledger.expiries.at(due_s, task, TimeLimit.QUEUE_TIMEOUT)
             return
         error = TaskError("QueueTimeout", "no worker began the task within its queue_timeout", retryable=False)
         self.end(task, OutcomeState.EXPIRED, error, now)
 
     def _run_timeout(self, task: Task, now: float) -> None:
-        """Takes back an attempt that its worker failed to end in time; uncharged, if the worker did not begin it in
-        that time and is not loading its model.
+        """Takes back an attempt that its worker did not end in time. The attempt is not charged if the worker did not
+        begin it in that time; while the worker loads the task's model, the timeout starts anew.
         """
         lease, timeout_s = task.lease, task.spec.run_timeout_s
         if lease is None or timeout_s is None:
@@ -219,25 +217,25 @@ class Attempts:
             since_s = now
         due_s = since_s + timeout_s + RUN_GRACE_S
         if now < due_s:
-            self._ledger.expiries.at(due_s, task, Due.RUN_TIMEOUT)
+            self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)
         elif lease.running:
             error = TaskError("RunTimeout", "the attempt ran too long and its worker did not end it")
             self.take_back(lease, error, now)
         else:
             self._withdraw(lease, NOT_BEGUN)
             self._ledger.counters.requeued += 1
-            task.more().avoids = worker.device_key
+            task.ensure_extra().avoids = worker.device_key
             self.spare(lease, now, 0.0)
 
     # --- back to the queue -------------------------------------------------------------------------------------------
 
     def pause(self, task: Task, now: float, after_s: float) -> None:
-        """Requeues a task that was taken out of its class, after a while."""
-        not_before_s = task.more().not_before_s = now + after_s
+        """Requeues a task, which is in no class, in after_s seconds."""
+        not_before_s = task.ensure_extra().not_before_s = now + after_s
 
         def due(_now: float) -> None:
             extra = task.extra
-            assert extra is not None, "a task that paused has one"
+            assert extra is not None, "pause() has created it"
             if task.task_id and task.outcome is None and extra.not_before_s == not_before_s:
                 extra.not_before_s = 0.0
                 self._state.classes.put_back(self._ledger.class_of(task), task)
@@ -252,7 +250,7 @@ class Attempts:
             self._state.classes.put_back(self._ledger.class_of(task), task)
 
     def _backoff_s(self, task: Task, tries: int) -> float:
-        """Doubles with each try, jittered by up to half, so that tasks that failed together don't return together."""
+        """Doubles with each try, less up to half at random: tasks that failed together don't return together."""
         spec = task.spec
         pause_s = min(spec.backoff_initial_s * 2.0 ** max(0, tries - 1), spec.backoff_max_s)
         return pause_s * (1.0 - 0.5 * self._random())

@@ -1,4 +1,4 @@
-"""What happens to the core (events), and what the core wants done (commands). Both are batches wherever the wire is."""
+"""Events, which the core handles, and commands, which it returns. Both are batches where the wire has batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from multigpu_master.core.workers.info import (
 
 @dataclass(slots=True)
 class Rejection:
-    """Why a task was not taken. `code` is a google.rpc.Code."""
+    """Why a task was not accepted. `code` is a google.rpc.Code."""
 
     code: int
     message: str
@@ -30,7 +30,7 @@ class Rejection:
 
 @dataclass(slots=True)
 class StreamOpened:
-    """A Run stream began. Streams have numbers above zero, none twice."""
+    """A Run stream began. Its number is above zero and unique."""
 
     stream: int
 
@@ -42,7 +42,7 @@ class StreamClosed:
 
 @dataclass(slots=True)
 class Submit:
-    """New tasks of one spec. Answered by `Submitted`. `stream` follows their outcomes; 0: none does."""
+    """New tasks of one spec. Answered by `Submitted`. `stream` gets their outcomes; 0: no stream does."""
 
     spec: Spec
     tasks: Sequence[Task]
@@ -63,8 +63,8 @@ class Cancel:
 
 @dataclass(slots=True)
 class SubmitFailed:
-    """The journal could not write these tasks: they were never submitted. Those that had not ended lose their task_id,
-    by which the caller that waits for it knows.
+    """The journal could not write these tasks: they were never submitted. The core sets the task_id of each unsettled
+    task to 0, which tells the caller that waits for the write.
     """
 
     tasks: Sequence[Task]
@@ -79,15 +79,15 @@ class SettlesCommitted:
 
 @dataclass(slots=True)
 class IdsRenewed:
-    """The answer to RenewIds: ids from this one on were never given out, and the journal will not begin here again."""
+    """The answer to RenewIds: no id from `first_id` on was issued before, and the journal has reserved their range."""
 
     first_id: int
 
 
 @dataclass(slots=True)
 class Recover:
-    """What the journal holds, at the start. Nothing is dispatched before hold_until_s, so that workers that outlived
-    the last master can bring back their leases.
+    """The unsettled tasks of the journal, at the start. Nothing is dispatched before hold_until_s, so that workers that
+    held leases of the last master can report them.
     """
 
     tasks: Sequence[Task]
@@ -127,7 +127,7 @@ class Hello:
 
 @dataclass(slots=True)
 class Catalog:
-    """What a worker offers, in place of what its hello listed."""
+    """The capabilities and models that a worker offers now; they replace those of its hello."""
 
     capabilities: tuple[Capability, ...]
     models: tuple[Model, ...]
@@ -149,7 +149,7 @@ class Heartbeat:
 
 @dataclass(slots=True)
 class Failure:
-    """A lease whose task did not succeed: the attempt failed, or it was none and the task was returned."""
+    """A lease whose task did not succeed: its attempt failed, or the worker returned the task."""
 
     lease_id: int
     error: TaskError
@@ -159,8 +159,8 @@ class Failure:
 
 @dataclass(slots=True)
 class Reports:
-    """A worker's report on leases that ran together: those that succeeded, with a result each, and the others. Times
-    since the epoch, by the worker's clock; 0.0: unknown.
+    """A worker's report on leases that ran together: the successes, with a result each, and the failures. Times in
+    seconds since the epoch, by the worker's clock; 0.0: unknown.
     """
 
     session: int
@@ -170,7 +170,7 @@ class Reports:
     failures: Sequence[Failure] = ()
     start_s: float = 0.0
     finish_s: float = 0.0
-    energy: Sequence[Energy] = ()  # of each that succeeded; empty: not measured
+    energy: Sequence[Energy] = ()  # for each of `succeeded`; empty: not measured
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class PartialOutput:
     index: int
     data: bytes
     content_type: str = ""
-    checkpoint: bytes = b""  # saved before it
+    checkpoint: bytes = b""  # that the task saved before this output
 
 
 @dataclass(slots=True)
@@ -220,14 +220,14 @@ class Forget:
 
 @dataclass(slots=True)
 class CheckDevice:
-    """A connected worker is to check its device, and gets no leases until it has."""
+    """A connected worker must check its device, and gets no leases until the check has passed."""
 
     worker_id: str
 
 
 @dataclass(slots=True)
 class RegisterWorker:
-    """A worker known from before the restart; it is lost until its hello."""
+    """A worker that the last master knew; it is lost until its hello."""
 
     info: WorkerInfo
     cordoned: bool = False
@@ -240,7 +240,7 @@ class RegisterWorker:
 
 @dataclass(slots=True)
 class LoadModel:
-    """A connected worker is to load a model that it offers, and to keep it loaded."""
+    """A connected worker must load a model that it offers, and keep it loaded."""
 
     worker_id: str
     model: str
@@ -248,7 +248,7 @@ class LoadModel:
 
 @dataclass(slots=True)
 class UnloadModel:
-    """A worker is to unload a model, once its leases are done. A name without version: all its versions."""
+    """A worker must unload a model, once its leases have ended. A name without version: all its versions."""
 
     worker_id: str
     model: str
@@ -300,9 +300,9 @@ Event = (
 
 @dataclass(slots=True)
 class Submitted:
-    """The answer to Submit: for each task, in order, the task that now stands for it (another one, if its request_id
-    was known) or why it was not taken. `fresh` are the new ones: durable ones go to the journal before they are
-    acknowledged. `pending` is how many more outcomes the stream waits for now.
+    """The answer to Submit: for each task, in order, the task itself, the known task with its request_id, or why it was
+    rejected. `fresh`: the new tasks; durable ones go to the journal before they are acknowledged. `pending`: how many
+    outcomes the stream waits for in addition.
     """
 
     results: list[Task | Rejection]
@@ -326,7 +326,7 @@ class Settled:
 
 @dataclass(slots=True)
 class RenewIds:
-    """Half of the ids are used: have the journal begin another range. Answered, once it has, by IdsRenewed."""
+    """Half of the ids are used: reserve another range in the journal. Answered by IdsRenewed."""
 
 
 @dataclass(slots=True)
@@ -361,7 +361,7 @@ class Recall:
 
 @dataclass(slots=True)
 class Desire:
-    """Send the worker what is wanted of it: this, the checks asked for, which models are to stay or go."""
+    """Send the worker its desired state: drain or not, the requested checks, and the models to load or unload."""
 
     session: int
     draining: bool
@@ -377,7 +377,7 @@ class EndSession:
 
 @dataclass(slots=True)
 class Forward:
-    """New partial outputs of a task: (index, data, content_type), for the streams that follow it."""
+    """New partial outputs of a task: (index, data, content_type), for the task's streams."""
 
     task: Task
     partials: list[tuple[int, bytes, str]] = field(default_factory=list)
@@ -385,7 +385,7 @@ class Forward:
 
 @dataclass(slots=True)
 class WorkerChanged:
-    """Something that operators may watch. `remember`: what survives a restart changed too. `gone`: it was forgotten."""
+    """A worker's visible state changed. `remember`: its setting in the journal too. `gone`: it was forgotten."""
 
     worker: Worker
     remember: bool = False
@@ -394,7 +394,7 @@ class WorkerChanged:
 
 @dataclass(slots=True)
 class BreakerChanged:
-    """The circuit breaker tripped, with a message for a person; or it was reset. Survives a restart."""
+    """The circuit breaker tripped, with a message for the operator, or was reset. The journal keeps it."""
 
     tripped_s: float  # 0.0: it was reset
     message: str = ""

@@ -1,6 +1,6 @@
-"""Whether two tasks with one request_id are the same: of one kind, model, content type, parameters and payload. All
-else (queue, priority, labels, limits, timeouts) may differ; what the first submit said counts. A durable task can't be
-one with an ephemeral task, which the next master does not know.
+"""Whether two tasks with one request_id are the same: of the same kind, model, content type, parameters and payload.
+Queue, priority, labels, limits and timeouts may differ: those of the first submit apply. A durable submit never joins
+an ephemeral task, because that would not survive a restart of the master.
 
 The journal keeps a fingerprint of each task that had a request_id: the CRC-32 of its payload and 31 bits of its spec's.
 """
@@ -13,12 +13,12 @@ from multigpu_master.core.model import OutcomeState, Task
 ALREADY_EXISTS = 6
 
 SPEC_BITS = 31
-# In the place of a fingerprint: the task was withdrawn, and its request_id is free.
+# Stands for the fingerprint of a withdrawn task: its request_id is free.
 FREE = -1
 
 
 def payload_crc(task: Task) -> int:
-    """The CRC-32 of a task's payload; below zero if it is not known, as the payload lies in a file."""
+    """The CRC-32 of a task's payload; below zero if the payload is in a shared file without a known CRC."""
     if task.payload_crc < 0:
         payload = task.payload
         task.payload_crc = zlib.crc32(payload) if isinstance(payload, bytes) else payload.crc
@@ -26,7 +26,7 @@ def payload_crc(task: Task) -> int:
 
 
 def fingerprint(task: Task) -> int | None:
-    """What the journal keeps of a task's identity. None: nothing; it has no request_id, or its payload is not known."""
+    """A task's fingerprint for the journal. None: the task has no request_id, or the CRC of its payload is unknown."""
     if not task.request_id:
         return None
     outcome = task.outcome
@@ -39,7 +39,7 @@ def fingerprint(task: Task) -> int | None:
 def conflict(
     task_id: int, kind: str, model: str, known: int | None, again: Task, state: int | None, *, durable: bool = True
 ) -> ev.Rejection | None:
-    """Why `again` can't stand for the task with its request_id, which has these; `state`: of its outcome, if any."""
+    """Why `again` differs from task `task_id` with the same request_id. `state`: of that task's outcome, if any."""
     other = _difference(kind, model, known, again)
     if again.spec.durable and not durable:
         other = "durability EPHEMERAL, not DURABLE"
@@ -47,9 +47,9 @@ def conflict(
         return None
     advice = "use another request_id"
     if state not in (None, OutcomeState.SUCCEEDED):
-        advice = f"that one did not succeed, so retry_failed runs this one in its place; or {advice}"
+        advice = f"set retry_failed to run this task in place of task {task_id}, which did not succeed; or {advice}"
     name = f"request_id {again.request_id!r} is that of task {task_id}"
-    return ev.Rejection(ALREADY_EXISTS, f"{name}, which has {other}: it stands for one task; {advice}")
+    return ev.Rejection(ALREADY_EXISTS, f"{name}, which has {other}; {advice}")
 
 
 def _difference(kind: str, model: str, known: int | None, again: Task) -> str:
@@ -63,4 +63,4 @@ def _difference(kind: str, model: str, known: int | None, again: Task) -> str:
     if known & (1 << SPEC_BITS) - 1 != spec.identity:
         return "other parameters or another content_type"
     crc = payload_crc(again)
-    return "another payload" if 0 <= crc != known >> SPEC_BITS else ""
+    return "another payload" if crc >= 0 and crc != known >> SPEC_BITS else ""

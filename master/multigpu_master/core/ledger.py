@@ -1,8 +1,8 @@
-"""The accounts: which tasks and queues there are, and how much is in each.
+"""The ledger: all tasks and queues, with the number and bytes of the tasks in each state.
 
-Every task is in exactly one account: queued (in its resource class, or in a pause), leased, or settled. Only the
-methods here move a task from one account to another, so the sums can't drift. A settled task stays until the journal
-has its outcome; after that the journal answers for it.
+Every task is in exactly one state: queued (in its resource class, or in a pause), leased, or settled. Only the methods
+here move a task from one state to another, so the sums can't drift. The core forgets a settled task once the journal
+has its outcome; after that, queries read the journal.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.placement.wait_lists import ResourceClasses
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.task_table import TaskTable
-from multigpu_master.core.timers import Due, Expiries, Timers
+from multigpu_master.core.timers import Expiries, TimeLimit, Timers
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.pace import Key
 
-# How long after an attempt's run_timeout the master waits for the worker to have ended it.
+# After an attempt's run_timeout the master waits for this long until the worker reports its end.
 RUN_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the core holds at most. Times in seconds."""
+    """Limits of the core. Times in seconds."""
 
     tasks_max: int = 10_000_000  # unsettled
     bytes_max: int = 4 << 30  # payloads and partial outputs of unsettled tasks
@@ -35,7 +35,7 @@ class Limits:
     memory_threshold: float = 0.8
     breaker_share: float = 0.3  # of the connected devices; beyond it quarantines need an operator
     breaker_window_s: float = 600.0
-    retry_delay_s: float = 1.0  # what a rejected client is told to wait
+    retry_delay_s: float = 1.0  # rejected clients should wait for this long
 
 
 @dataclass(slots=True)
@@ -75,13 +75,13 @@ class Ledger:
         self._outbox = outbox
 
     def clogged(self) -> bool:
-        """Whether nothing is dispatched, because the journal can't write the outcomes that there are."""
+        """Whether too many bytes of outcomes wait for the journal: nothing is dispatched meanwhile."""
         return self.uncommitted_bytes > self.limits.uncommitted_bytes_max
 
     # --- queues ------------------------------------------------------------------------------------------------------
 
     def queue(self, name: str) -> Queue:
-        """The queue of that name, made if it is new."""
+        """The queue of that name; creates it if it is new."""
         queue = self.queues.get(name)
         if queue is None:
             queue = self.queues[name] = Queue(name)
@@ -102,10 +102,10 @@ class Ledger:
         """The resource class of a task, whether it waits or not."""
         return self._classes.get(self.queue(task.spec.queue), task.spec, partition_of(task.partition_key))
 
-    # --- from account to account -------------------------------------------------------------------------------------
+    # --- from state to state -----------------------------------------------------------------------------------------
 
     def enter(self, task: Task, resource_class: ResourceClass, requeued: int = 0) -> None:
-        """`requeued`: not 0 if the task has the id of a dead letter, and so its place of age."""
+        """Adds a queued task. `requeued`: not 0 if it has the id of a dead letter, and so an earlier place by id."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
@@ -120,9 +120,9 @@ class Ledger:
             self._classes.add(resource_class, task)
         spec = task.spec
         if spec.deadline_s is not None:
-            self.expiries.at(spec.deadline_s, task, Due.DEADLINE)
+            self.expiries.at(spec.deadline_s, task, TimeLimit.DEADLINE)
         if spec.queue_timeout_s is not None:
-            self.expiries.at(task.submit_s + spec.queue_timeout_s, task, Due.QUEUE_TIMEOUT)
+            self.expiries.at(task.submit_s + spec.queue_timeout_s, task, TimeLimit.QUEUE_TIMEOUT)
 
     def book(self, lease: Lease, now: float) -> Key | None:
         """From queued to leased; the task has left its class. Returns the (kind, model) that the worker has to load."""
@@ -135,7 +135,7 @@ class Ledger:
         queue.leased_bytes += size
         self.leased += 1
         if task.spec.run_timeout_s is not None:
-            self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, Due.RUN_TIMEOUT)
+            self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, TimeLimit.RUN_TIMEOUT)
         return loads
 
     def release(self, lease: Lease) -> None:
@@ -153,7 +153,7 @@ class Ledger:
 
     def add_partial(self, task: Task, data: bytes, content_type: str, size: int) -> None:
         """Adds a partial output that takes `size` bytes."""
-        extra = task.more()
+        extra = task.ensure_extra()
         extra.partials.append(data)
         extra.partial_content_types.append(content_type)
         extra.partials_bytes += size
@@ -214,7 +214,7 @@ class Ledger:
             self.ephemeral.keep(task)
 
     def close(self, task: Task) -> None:
-        """From queued, and in no class, out of every account."""
+        """From queued, and in no class, to no state."""
         assert task.lease is None, "a leased task is released first"
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.queued -= 1
@@ -223,7 +223,7 @@ class Ledger:
         self.unsettled_bytes -= size + (task.extra.partials_bytes if task.extra is not None else 0)
 
     def committed(self, task: Task) -> None:
-        """The journal has the outcome, and answers for the task from now on."""
+        """Forgets a task: the journal has its outcome."""
         self.uncommitted_bytes -= outcome_bytes(task)
         self.forget(task)
 

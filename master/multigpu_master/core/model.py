@@ -41,7 +41,7 @@ class OutcomeState(IntEnum):
 
 
 class Shape(NamedTuple):
-    """What decides which workers may take a task. Tasks of one shape are interchangeable for placement."""
+    """The properties of a task by which workers are chosen. Tasks of one shape are interchangeable for placement."""
 
     kind: str
     model: str
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Spec:
-    """A validated multigpu.v1.TaskSpec. Tasks submitted alike share one."""
+    """A validated multigpu.v1.TaskSpec. Tasks with equal specs share one object."""
 
     kind: str
     model: str = ""
@@ -100,7 +100,7 @@ ATTEMPTS_KEPT = 16
 
 
 class Attempt(NamedTuple):
-    """An attempt that ran, and did not end its task. `start_s` of 0.0 is unknown."""
+    """An attempt that ran without ending its task. A `start_s` of 0.0 is unknown."""
 
     worker_id: str
     dispatch_s: float
@@ -123,10 +123,10 @@ class Extra:
     losses: int = 0  # times that a worker was lost while the task waited in its window
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
-    avoids: str = ""  # device_key of its last failed attempt, or worker_id that its last lease was recalled from
-    broke: tuple[str, ...] = ()  # devices believed healthy whose engine it broke
+    avoids: str = ""  # device_key of the last failed attempt, or worker_id from which its last lease was recalled
+    broke: tuple[str, ...] = ()  # devices, believed to be healthy, on which the task broke an engine
     forgiven: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
-    attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT that ran before
+    attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
 
 
 class Energy(NamedTuple):
@@ -137,7 +137,7 @@ class Energy(NamedTuple):
     uncertainty: float
 
 
-# The error type of a task that its own client withdrew.
+# The error type of a task that its client withdrew.
 WITHDRAWN = "Withdrawn"
 
 
@@ -169,7 +169,7 @@ class Stretch:
 
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
-        self.left = 0  # tasks that left their entry since the last rebuild; some may be back
+        self.left = 0  # entries that became hollow since the last rebuild; some may be filled again
 
 
 @dataclass(slots=True, eq=False)
@@ -186,15 +186,15 @@ class Task:
     attempts: int = 0
     lease: "Lease | None" = None
     outcome: Outcome | None = None
-    stretch: Stretch | None = None  # with an entry of this task, which is hollow unless the task waits
-    streams: tuple[int, ...] = ()  # the Run streams that follow it
+    stretch: Stretch | None = None  # has an entry of this task, which is hollow unless the task waits
+    streams: tuple[int, ...] = ()  # the Run streams that get its outcome
     extra: Extra | None = None
     payload_crc: int = -1  # -1: not computed; see identity.py
-    client_id: str = ""  # of the Run stream that submitted it; "": another call did, or an earlier master took it
+    client_id: str = ""  # of the Run stream that submitted it; "": another call or before this master's start
 
     @property
-    def told(self) -> Outcome | None:
-        """The outcome, if it is final: never for durable tasks, whose final outcome is in the journal."""
+    def final_outcome(self) -> Outcome | None:
+        """The outcome of an ephemeral task; always None for durable tasks, whose final outcome is in the journal."""
         return None if self.spec.durable else self.outcome
 
     @property
@@ -204,8 +204,8 @@ class Task:
             return False
         return self.extra is None or not self.extra.not_before_s
 
-    def more(self) -> Extra:
-        """The task's Extra, made when first needed."""
+    def ensure_extra(self) -> Extra:
+        """The task's Extra; creates it if the task has none."""
         if self.extra is None:
             self.extra = Extra()
         return self.extra
@@ -236,9 +236,8 @@ class Lease:
     share: int = SLOT  # of a slot, less where a slot runs several tasks together
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
-        """The attempt's dispatch and start time, for its outcome. The arguments come from the worker's clock, which may
-        be wrong; a start of 0.0 is unknown. A master that adopted the lease knows only that the dispatch was before
-        the start.
+        """The attempt's dispatch and start time, for its outcome. The arguments are of the worker's clock, which may be
+        wrong; a start of 0.0 is unknown. The dispatch time of an adopted lease is unknown: it is before the start.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
@@ -248,7 +247,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Cordon:
-    """An operator's order that a worker gets no new leases; when it drains, those it has end until a deadline."""
+    """An operator's order that a worker gets no new leases. If it drains, its leases are taken back at the deadline."""
 
     reason: str
     draining: bool = False
@@ -268,7 +267,7 @@ class Worker:
     frame: int = 0  # frames with leases sent in this session
     connect_s: float = 0.0
     heard_s: float = 0.0
-    stopping: bool = False  # it wants no more work
+    stopping: bool = False  # the worker reports that it is stopping
     # As of the last heartbeat.
     telemetry: Telemetry = field(default_factory=Telemetry)
     health: Health = HEALTHY
@@ -288,7 +287,7 @@ class Worker:
     residency: Residency = field(default_factory=Residency)
     # What it has done.
     pace: Pace = field(default_factory=Pace)
-    last_dispatch: int = 0  # the fleet's count of dispatches when it last got one
+    last_dispatch: int = 0  # the fleet's count of granted leases after this worker's newest
     succeeded: int = 0
     failed: int = 0
     version: int = 0  # counts changes that matter to a ranking
@@ -332,8 +331,8 @@ class Worker:
 
     @property
     def window_full(self) -> bool:
-        """Whether its window is used up by count: it holds what its pace allows, and where a slot runs several tasks
-        together, enough to fill its slots and one more.
+        """Whether its window is used up by count: it holds as many leases as its pace allows and, where a slot runs
+        several tasks together, enough leases to fill its slots and one more.
         """
         held = len(self.leases)
         if held < self.pace.allowed:
@@ -359,7 +358,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Queue:
-    """A named queue: its rules, and what is in it."""
+    """A named queue: its rules, and the numbers and bytes of its tasks."""
 
     name: str
     paused: bool = False

@@ -46,7 +46,7 @@ class Operators:
         self._state.outbox.desire(worker)
 
         def end(now: float) -> None:
-            # A later drain, or an uncordon, has overruled this one.
+            # A later drain or uncordon may have replaced this drain.
             if worker.draining and worker.drain_deadline_s == deadline_s:
                 self._attempts.take_back_all(worker, now)
 
@@ -106,7 +106,7 @@ class Operators:
             self._retry(event.queue)
 
     def _retry(self, queue: str) -> None:
-        """Has the queue's tasks tried again. Those of other queues are not affected."""
+        """Requeues the classes of one queue for dispatch."""
         classes = self._state.classes
         for resource_class in [c for c in classes.by_key.values() if c.queue.name == queue]:
             classes.offer_anew(resource_class)

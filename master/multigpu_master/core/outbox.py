@@ -22,7 +22,7 @@ class Outbox:
         self._commands.append(ev.WorkerChanged(worker, remember, gone))
 
     def desire(self, worker: Worker) -> None:
-        """Tells the worker, if it is connected, everything that is wanted of it."""
+        """Sends the worker, if it is connected, its complete desired state."""
         if worker.session:
             self._commands.append(ev.Desire(worker.session, worker.draining, worker.drain_deadline_s))
 

@@ -1,7 +1,7 @@
-"""The scheduler. A task walks: Submit -> resource class -> lease -> report -> settled -> committed -> forgotten.
+"""The scheduler. A task's stages: Submit -> resource class -> lease -> report -> settled -> committed -> forgotten.
 
-`handle` takes one event, changes the state, then dispatches what it can. The state and its owners are in state.py; the
-events of workers are handled in sessions.py, those of operators in operators.py, those of clients and the journal here.
+`handle` takes one event, changes the state, then dispatches tasks. state.py lists the state's parts. sessions.py
+handles the events of workers, operators.py the events of operators, this module those of clients and the journal.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from multigpu_master.core.workers.sessions import Sessions
 
 __all__ = ["Core", "Counters", "Limits"]
 
-# How many living Run streams may follow one task.
+# Limit of open Run streams that follow one task.
 STREAMS_MAX = 16
 TOO_MANY_STREAMS = (
     f"{STREAMS_MAX} Run streams wait for this task already; wait for it with Get, or use another request_id"
@@ -38,8 +38,8 @@ TOO_MANY_STREAMS = (
 
 
 class Core:
-    """See the module. `first_id` and what follows in its range (model.EPOCH_IDS) must be above every task_id and
-    lease_id given out before; `random` yields [0.0, 1.0).
+    """See the module. `first_id` must be above every task_id and lease_id issued before, and so must the ids after it
+    in its range (model.EPOCH_IDS). `random` returns 0.0 <= x < 1.0.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Core:
         state = self.state = State(
             limits, IdRange(first_id), RecoveryHold(), timers, fleet, classes, Placement(fleet), ledger, outbox
         )
-        # What the master reads.
+        # The driver and the services read these.
         self.limits, self.strategies, self.counters = limits, strategies, ledger.counters
         self.tasks, self.requests, self.queues = ledger.tasks, ledger.requests, ledger.queues
         self.fleet, self.classes = fleet, classes
         self.queue, self.prune_queues, self.strategy_of = ledger.queue, ledger.prune_queues, ledger.strategy_of
         self.quarantine = Quarantine(state)
         self._expiries = ledger.expiries
-        self._streams: set[int] = set()  # the living Run streams
+        self._streams: set[int] = set()  # the open Run streams
         self._attempts = Attempts(state, random)
         reservations, recalls = LoadReservations(state), Recalls(state)
         self._dispatcher = Dispatcher(state, self._attempts, reservations, recalls)
@@ -84,9 +84,7 @@ class Core:
         }  # fmt: skip
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
-        """Takes one event at a time `now` (seconds since the epoch, never less than before). Returns what is to be
-        done.
-        """
+        """Handles one event and returns the commands to execute. `now`: seconds since the epoch, never decreasing."""
         state = self.state
         state.timers.fire(now)
         for task, what in self._expiries.due(now):
@@ -113,7 +111,7 @@ class Core:
 
     @property
     def unfinished(self) -> bool:
-        """Whether classes are still to be tried: the next event is due at once."""
+        """Whether dispatch has not tried all classes: a Tick is due at once."""
         return self._dispatcher.unfinished_s is not None
 
     def next_timer_s(self) -> float | None:
@@ -133,7 +131,7 @@ class Core:
         self._streams.add(event.stream)
 
     def _stream_closed(self, event: ev.StreamClosed, now: float) -> None:
-        """Its tasks go on. The stream is taken off each when another one joins it."""
+        """The stream's tasks continue. `follow` removes the closed stream from a task when another stream joins it."""
         self._streams.discard(event.stream)
 
     def _submit(self, event: ev.Submit, now: float) -> None:
@@ -141,7 +139,7 @@ class Core:
         reason = rejection(state, spec, now)
         results: list[Task | ev.Rejection] = []
         fresh: list[Task] = []
-        # A rejected submit makes no queue.
+        # A rejected submit does not register a queue.
         queue = ledger.queue(spec.queue) if reason is None else Queue(spec.queue)
         resource_class: ResourceClass | None = None
         key = ""
@@ -158,7 +156,7 @@ class Core:
             if why_not is not None:
                 results.append(why_not)
                 continue
-            requeued = task.task_id  # of a dead letter, which keeps its id
+            requeued = task.task_id  # a requeued dead letter keeps its id; 0: a new task
             task.task_id = requeued or ids.take()
             task.submit_s = now
             task.streams = streams
@@ -172,7 +170,7 @@ class Core:
         state.outbox.add(ev.Submitted(results, fresh, pending + len(fresh) if event.stream else 0))
 
     def _join(self, known: Task, again: Task, stream: int) -> Task | ev.Rejection:
-        """The answer to a task whose request_id is known. `stream` follows the known task from now on."""
+        """Answers a resubmit: the known task with the same request_id, which `stream` now follows, or a rejection."""
         spec = known.spec
         state = known.outcome.state if known.outcome is not None else None
         other = conflict(known.task_id, spec.kind, spec.model, fingerprint(known), again, state, durable=spec.durable)
@@ -181,12 +179,12 @@ class Core:
         return self.follow(known, stream) or known
 
     def follow(self, task: Task, stream: int) -> ev.Rejection | None:
-        """`stream` follows an unsettled task from now on; 0: none does."""
+        """Sends the outcome of an unsettled task to `stream` too; 0: no stream. Returns why it can't."""
         if stream and stream not in task.streams:
-            living = [each for each in task.streams if each in self._streams]
-            if len(living) >= STREAMS_MAX:
+            open_streams = [each for each in task.streams if each in self._streams]
+            if len(open_streams) >= STREAMS_MAX:
                 return ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, self.limits.retry_delay_s)
-            task.streams = (*living, stream)
+            task.streams = (*open_streams, stream)
         return None
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:

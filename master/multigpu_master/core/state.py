@@ -13,8 +13,8 @@ from multigpu_master.core.workers.fleet import Fleet
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Policies (attempts, dispatch, sessions, operators) decide. They change tasks, leases and workers themselves, and
-    sums and indexes through methods of the owner.
+    """Policies (attempts, dispatch, sessions, operators) change fields of tasks, leases and workers directly, and sums
+    and indexes through methods of their owner.
     """
 
     limits: Limits
@@ -28,5 +28,5 @@ class State:
     outbox: Outbox
 
     def grants(self, now: float) -> bool:
-        """Whether leases can be granted: no restart is awaited, the journal keeps up, and has begun enough ids."""
+        """Whether leases can be granted: the recovery hold is over, the journal keeps up, and an id is left."""
         return not self.hold.active(now) and not self.ledger.clogged() and self.ids.next_id < self.ids.end

@@ -1,5 +1,5 @@
-"""The tasks by id, in blocks of neighbouring ids: who looks through ten million of them can do so block by block, while
-tasks come and go in between.
+"""The tasks by id, in blocks of neighbouring ids: a caller can iterate over ten million tasks block by block, while
+tasks are added and removed between two blocks.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ BLOCK_BITS = 10
 
 
 class TaskTable:
-    """Looks like a dictionary of tasks by id where that is all that is needed."""
+    """A dictionary of tasks by id, with a few of its methods."""
 
     def __init__(self) -> None:
         self._blocks: defaultdict[int, dict[int, Task]] = defaultdict(dict)
@@ -37,7 +37,7 @@ class TaskTable:
                 del self._blocks[task_id >> BLOCK_BITS]
 
     def values(self) -> Iterator[Task]:
-        """Every task. None may come or go meanwhile."""
+        """Every task. No task may be added or removed meanwhile."""
         for block in self._blocks.values():
             yield from block.values()
 
@@ -46,7 +46,7 @@ class TaskTable:
         return [list(block.values()) for block in self._blocks.values()]
 
     def blocks_before(self, task_id: int) -> Iterator[list[Task]]:
-        """The tasks below an id, the newest first, block by block. Tasks may come and go between two blocks."""
+        """The tasks below an id, the newest first, by block. Tasks may be added and removed between two blocks."""
         last = task_id >> BLOCK_BITS
         for number in sorted([number for number in self._blocks if number <= last], reverse=True):
             block = self._blocks.get(number, {})

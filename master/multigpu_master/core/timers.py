@@ -1,7 +1,7 @@
-"""When something is due: callbacks at an instant, and the instants after which a task's wait is over.
+"""Two heaps: `Timers` runs callbacks, `Expiries` yields tasks of which a time limit has passed.
 
-A task's instants are small tuples, since a million tasks may have some. Most tasks end long before, so stale instants
-are swept out whenever they could be half of all.
+An expiry is a small tuple: a million tasks may have several. Most tasks end before their time limits, so the expiries
+of ended tasks are dropped whenever they may be half of the heap.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,31 +12,31 @@ from multigpu_master.core.model import Task
 from multigpu_master.core.task_table import TaskTable
 
 SWEEP_MIN = 1024
-SWEEP_STEP = 4  # old instants that are looked at for each new one
-FIRE_MAX = 256  # instants in one event
+SWEEP_STEP = 4  # old expiries checked for each new one
+FIRE_MAX = 256  # expiries in one event
 
 
-class Due(IntEnum):
-    """What comes due for a task."""
+class TimeLimit(IntEnum):
+    """A time limit of a task."""
 
     DEADLINE = 0
     QUEUE_TIMEOUT = 1
     RUN_TIMEOUT = 2
 
 
-# (when_s, task_id, what)
-Instant = tuple[float, int, Due]
+# (when_s, task_id, time limit)
+Expiry = tuple[float, int, TimeLimit]
 
 
 class Timers:
-    """Calls back in order of time."""
+    """Runs callbacks in order of time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._tickets = 0
 
     def at(self, when_s: float, callback: Callable[[float], None]) -> None:
-        """Has `callback` called with the time, at when_s or soon after. Timers that it sets must be in the future."""
+        """Calls callback(now) at when_s or later. A callback that sets a timer must set it later than its `now`."""
         self._tickets += 1
         heappush(self._heap, (when_s, self._tickets, callback))
 
@@ -50,19 +50,19 @@ class Timers:
 
 
 class Expiries:
-    """The instants of unsettled tasks.
+    """The expiries of unsettled tasks.
 
-    Both lists are heaps. Once half of the instants may be stale, they become the old ones, and each new instant takes a
-    few of them over that still matter: no single event pays for all.
+    Compaction is incremental: a heap with more than `_sweep_at` expiries becomes `_old`. Each later `at` checks up to
+    SWEEP_STEP old ones and keeps those of unsettled tasks, so no event pays for the whole compaction.
     """
 
     def __init__(self, tasks: TaskTable) -> None:
         self._tasks = tasks
-        self._heap: list[Instant] = []
-        self._old: list[Instant] = []
+        self._heap: list[Expiry] = []
+        self._old: list[Expiry] = []
         self._sweep_at = SWEEP_MIN
 
-    def at(self, when_s: float, task: Task, what: Due) -> None:
+    def at(self, when_s: float, task: Task, what: TimeLimit) -> None:
         heappush(self._heap, (when_s, task.task_id, what))
         old = self._old
         if not old:
@@ -70,33 +70,33 @@ class Expiries:
                 self._old, self._heap = self._heap, []
             return
         for _ in range(min(SWEEP_STEP, len(old))):
-            instant = old.pop()  # the last of a heap: the rest is still one
-            if self._task(instant) is not None:
-                heappush(self._heap, instant)
+            expiry = old.pop()  # a heap without its last item is still a heap
+            if self._task(expiry) is not None:
+                heappush(self._heap, expiry)
         if not old:
             self._sweep_at = 2 * len(self._heap) + SWEEP_MIN
 
-    def due(self, now: float) -> Iterator[tuple[Task, Due]]:
-        """What is due, but for an event's share at most: the rest remains due. Instants may be added meanwhile."""
+    def due(self, now: float) -> Iterator[tuple[Task, TimeLimit]]:
+        """Yields at most FIRE_MAX due expiries; call again for the others. The caller may add expiries meanwhile."""
         for _ in range(FIRE_MAX):
             heap = self._first()
             if not heap or heap[0][0] > now:
                 return
-            instant = heappop(heap)
-            task = self._task(instant)
+            expiry = heappop(heap)
+            task = self._task(expiry)
             if task is not None:
-                yield task, instant[2]
+                yield task, expiry[2]
 
     def next_s(self) -> float | None:
         heap = self._first()
         return heap[0][0] if heap else None
 
-    def _first(self) -> list[Instant]:
-        """The heap with the earlier instant."""
+    def _first(self) -> list[Expiry]:
+        """The heap whose first expiry is the earlier one."""
         heap, old = self._heap, self._old
         return old if old and (not heap or old[0] < heap[0]) else heap
 
-    def _task(self, instant: Instant) -> Task | None:
-        """The task of an instant, if it has not ended."""
-        task = self._tasks.get(instant[1])
+    def _task(self, expiry: Expiry) -> Task | None:
+        """The task of an expiry; None if it has ended."""
+        task = self._tasks.get(expiry[1])
         return task if task is not None and task.outcome is None else None

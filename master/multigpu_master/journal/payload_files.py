@@ -2,8 +2,8 @@
 references are valid, which files must be synced, and which may be deleted.
 
 Each segment to which any task, outcome or entry of the journal refers has one `Stored`: Python counts the references.
-When the last one is gone, the segment is deleted unless a row of the journal refers to it or another process has a
-lock on it. Segments that were never reported to the master (their client was killed before) are found by a scan.
+After the last reference, the segment is deleted unless a row of the journal refers to it or another process has a lock
+on it. A scan finds segments that were never reported to the master, because their client was killed before.
 
 Files are opened relative to the directory, never through links, and must belong to the master's user alone.
 """
@@ -39,11 +39,11 @@ from multigpu_master.errors import JournalError
 log = structlog.get_logger()
 
 DIRECTORY_NAME = "payloads"
-# Between two checks of released segments: while there are any, and otherwise.
+# Time between two checks of released segments: while there are released segments, and otherwise.
 BUSY_S, IDLE_S = 0.05, 0.5
-# A segment whose writer keeps it for longer is left to the scan.
+# After this time, a segment that its writer still has locked is left to the scan.
 WAIT_S = 2.0
-# How long unused segments are kept for the next writer.
+# Time for which unused segments are kept for the next writer.
 FREE_S = 3.0
 SCAN_S, SCAN_SEGMENTS = 1.0, 64  # period of the scan, and the segments that it checks in each
 _OFFSET_MAX = 1 << 40
@@ -87,7 +87,7 @@ class Payloads:
         self._dir_fd = -1
         self._stored: WeakValueDictionary[str, Stored] = WeakValueDictionary()
         self._lock = threading.Lock()  # of _stored, and of deletions
-        self.released: deque[str] = deque()  # names whose last reference is gone
+        self.released: deque[str] = deque()  # names of segments without references
         self._journaled: set[str] = set()  # rows may refer to these
         self._scan_from = ""
         self._freed_s = 0.0
@@ -95,7 +95,7 @@ class Payloads:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Makes the directory if it does not exist, and a new key."""
+        """Creates the directory if it does not exist, and a new key."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._dir_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         aside = f"{KEY_NAME}.new"
@@ -111,7 +111,7 @@ class Payloads:
         self._measure()
 
     def sweep(self) -> None:
-        """Begins to delete unused segments. The journal's references must have been restored before."""
+        """Starts the thread that deletes unused segments. Restore the journal's references before."""
         self._thread = threading.Thread(target=self._run, name="payloads", daemon=True)
         self._thread.start()
 
@@ -124,7 +124,7 @@ class Payloads:
             self._dir_fd = -1
 
     def offer(self) -> Offer:
-        """Initial metadata that name the directory to a peer."""
+        """Initial metadata that tells a peer the directory."""
         return ((METADATA, hashlib.sha256(self._key).digest() + os.fsencode(self.path.absolute())),)
 
     def shared_with(self, key: bytes) -> bool:
@@ -190,7 +190,7 @@ class Payloads:
         """Puts these bytes and their files' names on the disk. On the journal's thread."""
         fresh = False
         for name in {r.pin.name for r in references}:
-            # A peer may delete its own file: then its task or result is lost, and no other.
+            # A peer may delete its own file: that loses its own task or result only.
             with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:
                 os.fdatasync(fd)
             fresh = fresh or name not in self._journaled
@@ -212,7 +212,7 @@ class Payloads:
     # --- deletion ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        waiting: dict[str, float] = {}  # released here, and until when to check for the writer's lock
+        waiting: dict[str, float] = {}  # released segments, and when to stop checking for the writer's lock
         scan_at_s = 0.0
         while not self._closing.wait(BUSY_S if waiting or self.released else IDLE_S):
             now_s = time.monotonic()
@@ -263,7 +263,7 @@ class Payloads:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # No new reference but through `_stored` now. Rows first: a reference that was held may have become one.
+            # New references need `_stored` from here on. Check the rows first: a released reference may be in a row.
             if name in self._journaled and self._in_use(name):
                 return True
             free = self._free_name() if os.fstat(fd).st_size >= SEGMENT_BYTES // 2 else None

@@ -1,6 +1,6 @@
-"""The journal's records: what its writers append and its readers return.
+"""The journal's records, which writers append and readers return.
 
-The core keeps every unsettled task in memory; the journal keeps what must outlive the process: submitted tasks, the
+The core keeps every unsettled task in memory; the journal keeps all that must outlive the process: submitted tasks, the
 outcomes of settled ones, dead letters with their payloads, workers, and settings. Leases are not journaled: after a
 restart the workers report them.
 """
@@ -29,7 +29,7 @@ class SubmitRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LargeBody:
-    """A body with a large result at its end, which is not copied to join it to the rest."""
+    """A body that ends with a large result. The two parts stay separate, so that the result is not copied."""
 
     head: bytes
     tail: bytes | Reference
@@ -55,7 +55,7 @@ class SettleRecord:
     worker_id: str
     submit_time_s: float
     settle_time_s: float
-    expire_time_s: float  # from then on the body is not returned, unless the task is a dead letter
+    expire_time_s: float  # after this time the body is not returned, unless the task is a dead letter
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task itself, kept if it became a dead letter
     fingerprint: int | None = None  # see core/identity.py; None: not known
@@ -69,7 +69,7 @@ class Entry:
     submits: Sequence[SubmitRecord] = ()
     settles: Sequence[SettleRecord] = ()
     settings: Mapping[str, bytes | None] = field(default_factory=dict)  # key -> value; None deletes
-    deleted_dead_letters: Sequence[int] = ()  # before `settles` make some
+    deleted_dead_letters: Sequence[int] = ()  # deleted before `settles` are written, which may add dead letters
     epoch: int = 0  # one that a running master begins; 0: none
 
 
@@ -90,10 +90,10 @@ class SettledTask:
 
 @dataclass(slots=True)
 class StoredOutcome(SettledTask):
-    """An outcome as read back. `body` is None if it was lost, and once its time to live is over."""
+    """An outcome read from the journal. `body` is None if it was lost or has expired."""
 
     body: bytes | None
-    lost: str = ""  # why there is no body before its time to live is over
+    lost: str = ""  # why a body that has not expired is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class OutcomeFilter:
 
 @dataclass(slots=True)
 class Recovered:
-    """What a new master starts from."""
+    """The state from which a new master starts."""
 
     tasks: Iterator[SubmitRecord]  # unsettled, in task_id order; to be exhausted before the first append
     settings: dict[str, bytes]
@@ -121,11 +121,11 @@ class Recovered:
     incarnations: Sequence[Incarnation]  # the last one is this opening
     last_cursor: int  # of the newest outcome; 0 if there was none
     lease_key: bytes  # of ids.LeaseProofs
-    downtime_s: float  # by which the clock is ahead of the last time in the journal; 0: there was none
+    downtime_s: float  # how far the clock is ahead of the last time in the journal; 0: the journal had none
 
 
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
 """(entries, first_cursor, error): the entries of one transaction, in order. Their settles, in order, have the cursors
-first_cursor, first_cursor + 1, ... With an error none of them was or will be written. After a JournalFullError, settles
-of rejected tasks are removed from their entries, and entries that empty the journal are still written. No entries and
-an error: the journal is full. No entries and no error: it accepts submits again."""
+first_cursor, first_cursor + 1, ... With an error, none of the entries was or will be written. After a JournalFullError,
+settles of rejected tasks are removed from their entries, and entries that empty the journal are still written. No
+entries and an error: the journal is full. No entries and no error: it accepts submits again."""

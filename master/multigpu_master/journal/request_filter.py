@@ -1,9 +1,9 @@
 """A filter of the request_ids that the journal may know, in memory: for most new tasks the disk is not read.
 
-It consists of Bloom filters (Bloom, 1970) that set two bits of one byte. Of a request_id that was never added they may
-say "perhaps", and then the journal is read; of one that was added they never say "no". A full filter is followed by
-another, as in scalable Bloom filters (Almeida et al., 2007). Nothing can be removed, so once more was added than was
-loaded, all are made anew from what the journal still holds. Before the first load every request_id is perhaps known.
+It consists of Bloom filters (Bloom, 1970) that set two bits of one byte. They find every request_id that was added, and
+a few that were not: for each one found the journal is read. A full filter is followed by another, as in scalable Bloom
+filters (Almeida et al., 2007). No request_id can be removed, so once more were added than were loaded, the filters are
+rebuilt from the journal. Before the first load, every request_id counts as found.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import structlog
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
-# 1.5 bytes for each request_id. A full filter takes 4.0 % of new request_ids for known.
+# 1.5 bytes for each request_id. A full filter finds 4.0 % of new request_ids.
 FILTER_BITS = 12
 _PAIRS = bytes(1 << a | 1 << b for a, b in combinations(range(8), 2))
 CAPACITY_MIN = 1 << 19  # request_ids
@@ -48,17 +48,17 @@ class RequestFilter:
     """See the module. `load` must run once, and again whenever `full`."""
 
     def __init__(self) -> None:
-        self._filters = [_Filter(0)]  # the newest last; it alone is added to
+        self._filters = [_Filter(0)]  # the newest last; `add` fills the newest only
         self._loaded_capacity = 0
-        self._added = 0  # since the load that is in use began
+        self._added = 0  # request_ids added since the current load began
 
     @property
     def full(self) -> bool:
-        """Whether to load again: as many were added since the last load as it had loaded."""
+        """Whether to load again: more request_ids were added since the last load than it loaded."""
         return 0 < self._loaded_capacity < self._added
 
     def add(self, request_ids: Sequence[str]) -> None:
-        """Notes request_ids that the journal is about to know."""
+        """Adds request_ids that will be appended to the journal."""
         self._added += len(request_ids)
         if self._filters[-1].room < len(request_ids):
             self._filters.append(_Filter(self._loaded_capacity // 2))
@@ -74,8 +74,8 @@ class RequestFilter:
         return [request_id for request_id in request_ids if request_id in found] if found else []
 
     def load(self, journal: SqliteJournal, pending: Sequence[str]) -> Coroutine[None, None, None]:
-        """Makes the filters anew from the journal and the request_ids on their way to it. What is added after this call
-        is kept, even if the coroutine has not begun.
+        """Rebuilds the filters from the journal and the `pending` request_ids. Request_ids added after this call are
+        kept, even if the coroutine has not begun.
         """
         self._filters.append(_Filter(0))
         self.add(pending)

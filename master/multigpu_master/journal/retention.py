@@ -1,6 +1,6 @@
 """The age of outcomes: the time that passed on the clocks of running masters since an outcome was written.
 
-Time during which no master ran does not count. It cannot be told from a host's clock that was set while no master ran,
+Time during which no master ran does not count. It cannot be distinguished from a host's clock that was set meanwhile,
 and such a clock must not delete results. The journal saves the time at its start and every SAVE_S; the difference to
 the next master's first time is added to the lifetime of all older outcomes.
 """
@@ -13,7 +13,7 @@ _DOWNTIMES_MAX = 1000
 
 
 class Retention:
-    """Read from any thread."""
+    """See the module. `downtime_s` and `now` may be called from any thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -21,7 +21,7 @@ class Retention:
         self._downtimes: list[tuple[int, float]] = []  # the first cursor after it, and its seconds; in this order
 
     def downtime_s(self, cursor: int) -> float:
-        """How long no master ran since the outcome at this cursor was written."""
+        """The seconds during which no master ran since the outcome at this cursor was written."""
         total_s = 0.0
         for first_cursor, seconds in reversed(self._downtimes):
             if first_cursor <= cursor:

@@ -1,6 +1,6 @@
 """Metrics of devices: `mgpu_device_*`.
 
-A value that a device does not report has no sample. A lost worker's device has one sample: that it is lost.
+A value that a device does not report has no sample. A lost worker's device has a single sample: state `lost`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ def snapshots(workers: Iterable[Worker]) -> list[DeviceSnapshot]:
     return [DeviceSnapshot(w.info, w.telemetry, w.health if w.session else None) for w in workers]
 
 
-class Device:
+class ConnectedDevice:
     """A device of a connected worker."""
 
     def __init__(self, info: WorkerInfo, telemetry: Telemetry) -> None:
@@ -42,10 +42,10 @@ class Device:
 def device_metrics(devices: list[DeviceSnapshot]) -> Iterator[Metric]:
     yield metric(
         "mgpu_device_health",
-        "1 for the state that it is in; lost: its worker is not connected.",
+        "1 for the device's current state; `lost` while its worker is disconnected.",
         *[_labelled(each, d.info) for d in devices for each in _health(d.health)],
     )
-    connected = [Device(d.info, d.telemetry) for d in devices if d.health is not None]
+    connected = [ConnectedDevice(d.info, d.telemetry) for d in devices if d.health is not None]
     for name, text, samples in _METRICS:
         values = [_labelled(each, device.info) for device in connected for each in samples(device)]
         yield metric(f"mgpu_device_{name}", text, *values)
@@ -65,59 +65,59 @@ def _health(health: Health | None) -> list[Sample]:
     return [*states, sample(0.0, state="lost")]
 
 
-def _ecc(device: Device) -> list[Sample]:
+def _ecc(device: ConnectedDevice) -> list[Sample]:
     return device.field("ecc_corrected", severity="corrected") + device.field("ecc_uncorrected", severity="uncorrected")
 
 
-def _rows(device: Device) -> list[Sample]:
+def _rows(device: ConnectedDevice) -> list[Sample]:
     if not device.telemetry.HasField("remapped_rows"):
         return []
     rows = device.telemetry.remapped_rows
     return [sample(rows.correctable, severity="corrected"), sample(rows.uncorrectable, severity="uncorrected")]
 
 
-def _row_remap(field: str) -> Callable[[Device], list[Sample]]:
-    def samples(device: Device) -> list[Sample]:
+def _row_remap(field: str) -> Callable[[ConnectedDevice], list[Sample]]:
+    def samples(device: ConnectedDevice) -> list[Sample]:
         telemetry = device.telemetry
         return [sample(float(getattr(telemetry.remapped_rows, field)))] if telemetry.HasField("remapped_rows") else []
 
     return samples
 
 
-def _processes(device: Device) -> list[Sample]:
+def _processes(device: ConnectedDevice) -> list[Sample]:
     if not device.is_gpu or not device.telemetry.ListFields():
         return []
     mps = sum(p.mps_client for p in device.telemetry.processes)
     return [sample(mps, mps="true"), sample(len(device.telemetry.processes) - mps, mps="false")]
 
 
-def _info(device: Device) -> list[Sample]:
+def _info(device: ConnectedDevice) -> list[Sample]:
     names = "name", "product", "driver_version", "cuda_version", "compute_capability", "pci_bus_id"
     texts = {name: getattr(device.message, name) for name in names}
     flags = {"mig": device.message.mig_enabled, "simulated": device.message.simulated}
     return [sample(1.0, host=device.info.host, **texts, **{name: str(flag).lower() for name, flag in flags.items()})]
 
 
-def _of(field: str) -> Callable[[Device], list[Sample]]:
+def _field(field: str) -> Callable[[ConnectedDevice], list[Sample]]:
     return lambda device: device.field(field)
 
 
-_METRICS: tuple[tuple[str, str, Callable[[Device], list[Sample]]], ...] = (
-    ("memory_used_bytes", "Device memory in use.", _of("memory_used_bytes")),
-    ("memory_total_bytes", "Device memory.", _of("memory_total_bytes")),
-    ("utilization_ratio", "Busy share, 0 to 1.", _of("utilization")),
-    ("memory_utilization_ratio", "Share of time in which its memory was in use, 0 to 1.", _of("memory_utilization")),
-    ("temperature_celsius", "Temperature.", _of("temperature_celsius")),
-    ("power_watts", "Power drawn.", _of("power_watts")),
-    ("power_limit_watts", "The enforced power limit.", _of("power_limit_watts")),
-    ("sm_clock_hertz", "Clock of the multiprocessors.", _of("sm_clock_hertz")),
-    ("memory_clock_hertz", "Clock of the memory.", _of("memory_clock_hertz")),
-    ("energy_joules_total", "Energy used since its driver was loaded.", _of("energy_joules")),
-    ("pcie_generation", "Current PCIe generation of the link.", _of("pcie_generation")),
-    ("pcie_lanes", "PCIe lanes in use.", _of("pcie_width")),
-    ("pcie_sent_bytes_per_second", "Sent over PCIe.", _of("pcie_sent_bytes")),
-    ("pcie_received_bytes_per_second", "Received over PCIe.", _of("pcie_received_bytes")),
-    ("nvlinks_active", "Active NVLinks.", _of("nvlinks_active")),
+_METRICS: tuple[tuple[str, str, Callable[[ConnectedDevice], list[Sample]]], ...] = (
+    ("memory_used_bytes", "Device memory in use.", _field("memory_used_bytes")),
+    ("memory_total_bytes", "Device memory.", _field("memory_total_bytes")),
+    ("utilization_ratio", "Busy share, 0 to 1.", _field("utilization")),
+    ("memory_utilization_ratio", "Share of time in which its memory was in use, 0 to 1.", _field("memory_utilization")),
+    ("temperature_celsius", "Temperature.", _field("temperature_celsius")),
+    ("power_watts", "Power drawn.", _field("power_watts")),
+    ("power_limit_watts", "The enforced power limit.", _field("power_limit_watts")),
+    ("sm_clock_hertz", "Clock of the multiprocessors.", _field("sm_clock_hertz")),
+    ("memory_clock_hertz", "Clock of the memory.", _field("memory_clock_hertz")),
+    ("energy_joules_total", "Energy used since its driver was loaded.", _field("energy_joules")),
+    ("pcie_generation", "Current PCIe generation of the link.", _field("pcie_generation")),
+    ("pcie_lanes", "PCIe lanes in use.", _field("pcie_width")),
+    ("pcie_sent_bytes_per_second", "Sent over PCIe.", _field("pcie_sent_bytes")),
+    ("pcie_received_bytes_per_second", "Received over PCIe.", _field("pcie_received_bytes")),
+    ("nvlinks_active", "Active NVLinks.", _field("nvlinks_active")),
     ("ecc_errors_total", "ECC errors since its driver was loaded.", _ecc),
     ("remapped_rows", "Rows of memory replaced by spare ones.", _rows),
     ("row_remap_pending", "1 if a reset is needed to replace rows.", _row_remap("pending")),

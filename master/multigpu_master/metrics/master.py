@@ -1,6 +1,6 @@
 """The master's metrics, for Prometheus and OTLP.
 
-A snapshot is taken once a second on the event loop, which owns the counters. Scrapes and exports get the last one. The
+The event loop, which owns the counters, takes a snapshot once a second. Scrapes and exports get the last snapshot. The
 search for the oldest task of each queue pauses for other calls: a snapshot has the result of the last search.
 """
 
@@ -22,7 +22,7 @@ from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
 from multigpu_master.metrics.devices import DeviceSnapshot, device_metrics, snapshots
-from multigpu_master.rpc.queries import oldest_submits, resident_bytes
+from multigpu_master.rpc.queries import oldest_submits, rss_bytes
 from multigpu_master.telemetry.latencies import Latencies
 
 log = structlog.get_logger()
@@ -59,13 +59,13 @@ class MasterMetrics:
             log.info("metrics are served", address=f"{self._listen.rpartition(':')[0]}:{self._prometheus.port}")
         if self._otlp is not None or self._prometheus is not None:
             self._driver.history.latencies = Latencies(self._driver.now())
-            self._take()
+            self._take_snapshot()
             self._running = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
         if self._running is not None:
             self._running.cancel()
-            self._take()
+            self._take_snapshot()
         if self._otlp is not None:
             self._otlp.close()
         if self._prometheus is not None:
@@ -77,11 +77,11 @@ class MasterMetrics:
             await asyncio.sleep(INTERVAL_S)
             try:
                 self._oldest = await oldest_submits(core, core.queues)
-                self._take()
+                self._take_snapshot()
             except Exception:
                 log.exception("metrics were not taken")
 
-    def _take(self) -> None:
+    def _take_snapshot(self) -> None:
         if self._certificate is not None and self._certificate.changed() and self._tls is not None:
             assert self._prometheus is not None, "the endpoint is served over TLS"
             try:
@@ -139,7 +139,7 @@ def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
     yield metric("mgpu_journal_bytes", "Size of the journal on disk.", sample(journal.size_bytes()))
     writable = float(driver.journaling.writable)
     yield metric("mgpu_journal_writable", "1 if durable tasks can be accepted.", sample(writable))
-    yield metric("mgpu_master_memory_bytes", "Resident memory of the master.", sample(resident_bytes()))
+    yield metric("mgpu_master_memory_bytes", "Resident memory of the master.", sample(rss_bytes()))
     workers = list(core.fleet.workers.values())
     yield from _of_workers(workers)
     yield from _of_models([w for w in workers if w.residency.reported])
@@ -176,7 +176,7 @@ def _of_fleet(core: Core, now: float) -> Iterator[Metric]:
     breaker = core.quarantine.breaker
     tripped = float(breaker.tripped_s > 0)
     yield metric("mgpu_breaker_tripped", "1 if the circuit breaker has tripped.", sample(tripped))
-    text = "Devices quarantined within its window, and the one that tripped it, which is not."
+    text = "Devices that fell sick within the breaker's window, with the device that tripped it."
     yield metric("mgpu_breaker_quarantines", text, sample(breaker.count(now)))
 
 
@@ -216,7 +216,7 @@ def _of_caches(workers: list[Worker]) -> Iterator[Metric]:
         for worker_id, c in caches
         for result, value in (("hit", c.hits), ("joined", c.joined), ("miss", c.misses))
     ]
-    text = "Texts to embed since the engine began: cached, computed at that time for another task, computed."
+    text = "Embedded texts by cache result: hit, joined (was being computed for another task), miss."
     yield metric("mgpu_embedding_cache_texts_total", text, *texts)
     entries = [sample(c.entries, worker_id=worker_id) for worker_id, c in caches]
     yield metric("mgpu_embedding_cache_entries", "Vectors in the cache's memory.", *entries)

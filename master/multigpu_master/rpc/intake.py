@@ -1,4 +1,4 @@
-"""Submitted tasks, of every call: validated, matched with known request_ids, handed to the core."""
+"""Validates the tasks of every submitting call, matches them with known request_ids, and passes them to the core."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -25,17 +25,17 @@ INVALID_ARGUMENT, PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAVAILABLE = 3, 7, 8, 
 DISK_FULL = ev.Rejection(
     RESOURCE_EXHAUSTED,
     "the master's disk is full (or journal_bytes_max is reached, or no file descriptor is left: its log says which): "
-    "durable tasks can't be taken until there is room; free space on its disk (never delete files in "
+    "durable tasks are rejected until there is room; free space on its disk (never delete files in "
     "data_dir) or raise the limit, or submit with durability EPHEMERAL",
     1.0,
 )
-TAKEN = ev.Rejection(INVALID_ARGUMENT, "this request_id is in use for a task that is not yours; choose another")
+TAKEN = ev.Rejection(INVALID_ARGUMENT, "another caller's task has this request_id; use another request_id")
 
 Answer = Task | ev.Rejection | SettledTask
 
 
 class Intake:
-    """Takes batches of tasks. `stopping`: the master rejects new tasks."""
+    """Submits batches of tasks. `stopping`: the master rejects new tasks."""
 
     def __init__(self, driver: Driver, payload_bytes_max: int) -> None:
         self._driver = driver
@@ -48,9 +48,9 @@ class Intake:
     ) -> list[Answer]:  # fmt: skip
         """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
 
-        Returns for each input, in order: its task, the journal's record if it has settled, or a rejection. `done` is
-        always called, later, once the tasks are durable. `peer`: may have sent references to payloads. `deferred`: no
-        task is acknowledged before it settles.
+        Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection. `done`
+        is always called after the return, once the tasks are durable. `peer`: the sender, which may refer to shared
+        payloads. `deferred`: no task is acknowledged before it settles.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)
@@ -82,7 +82,7 @@ class Intake:
             for r in request_ids:
                 live = driver.core.requests.get(r)
                 if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
-                    replaces[r] = live.task_id  # it is still to be written, and is deleted after that
+                    replaces[r] = live.task_id  # the journal writes this dead letter, then deletes it
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
             driver.soon(done)
@@ -117,12 +117,12 @@ class Intake:
 
 
 def _check_token(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
-    """Why the caller may not submit these tasks, if it may not."""
+    """Why the caller may not submit these tasks; None if it may."""
     if not caller.may_see(queue):
         return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
-    if (delay_s := caller.take(count, now)) is not None:
+    if (delay_s := caller.charge(count, now)) is not None:
         return ev.Rejection(
-            RESOURCE_EXHAUSTED, f"the token is for {caller.tasks_per_s:g} tasks a second; send fewer", delay_s
+            RESOURCE_EXHAUSTED, f"the token's limit is {caller.tasks_per_s:g} tasks a second; send fewer", delay_s
         )
     return None
 
@@ -145,7 +145,7 @@ def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
     missing = stored.state == task_pb2.OUTCOME_STATE_SUCCEEDED
     message.state = task_pb2.OUTCOME_STATE_RESULT_MISSING if missing else stored.state  # type: ignore[assignment]  # enums are ints on the wire
     if lost:
-        what = f"its outcome cannot be read: {lost}. Look at the master's disk, restore a backup, or run the task again"
+        what = f"its outcome cannot be read: {lost}. Check the master's disk, restore a backup, or run the task again"
     else:
         what = "its result_ttl is over and its outcome was deleted; set a longer result_ttl, or run the task again"
     message.error.type = "ResultLost" if lost else "ResultExpired"

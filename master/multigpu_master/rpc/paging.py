@@ -8,15 +8,15 @@ from multigpu_master.errors import InvalidArgumentError
 T = TypeVar("T")
 
 PAGE_PREFIX = "p."
-CURSOR_PREFIX = "w."  # of a Watch cursor, before the name of the incarnation that issued it
+CURSOR_PREFIX = "w."  # a Watch cursor is w.INCARNATION.NUMBER
 PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
 
 
-def read_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
+def parse_page_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
     """The number in a page token; 0 for an empty one. InvalidArgumentError: this service did not issue it."""
     number = token.removeprefix(prefix)
     if token and (number == token or not number.isascii() or not number.isdigit() or len(number) > 18):
-        raise InvalidArgumentError(f"{name} is not one that this service gave out")
+        raise InvalidArgumentError(f"this service did not issue the {name}")
     return int(number or 0)
 
 
@@ -33,7 +33,7 @@ def make_cursor(incarnation: str, number: int) -> str:
 def read_cursor(cursor: str) -> tuple[str, int]:
     """The incarnation that issued a Watch cursor, and its number. InvalidArgumentError: as for tokens."""
     name, _, _ = cursor.removeprefix(CURSOR_PREFIX).partition(".")
-    return name, read_token(cursor, "cursor", f"{CURSOR_PREFIX}{name}.")
+    return name, parse_page_token(cursor, "cursor", f"{CURSOR_PREFIX}{name}.")
 
 
 def check_count(count: int, limit: int, items: str) -> None:
@@ -51,6 +51,6 @@ def read_page_size(size: int) -> int:
 
 def page_of(items: Sequence[T], request: Any) -> tuple[Sequence[T], str]:
     """The page that a List request asks for, and the token of the next page."""
-    size, start = read_page_size(request.page_size), read_token(request.page_token, "page_token")
+    size, start = read_page_size(request.page_size), parse_page_token(request.page_token, "page_token")
     end = start + size
     return items[start:end], make_token(end) if end < len(items) else ""

@@ -15,7 +15,7 @@ from multigpu_master.core.scheduler import Core
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
-from multigpu_master.rpc.paging import make_token, read_page_size, read_token
+from multigpu_master.rpc.paging import make_token, parse_page_token, read_page_size
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.payloads import outcome_lost
 from multigpu_master.wire.tasks import task_message, task_state
@@ -67,7 +67,7 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
 def live_task(driver: Driver, task: Task, *, whole: bool) -> task_pb2.Task:
     """A task of the core as clients see it. `whole`: with result and partial outputs."""
     message = task_message(task, driver.now())
-    if task.told is not None:
+    if task.final_outcome is not None:
         body = driver.outcomes.write(task)
         fill_live(message.outcome, body)
         if not whole:
@@ -128,8 +128,8 @@ class Filter:
     def matches(self, task: Task) -> bool:
         """Whether a task of the core matches."""
         spec, outcome = task.spec, task.outcome
-        if task.told is not None:
-            if not self.settled or (self.outcomes and int(task.told.state) not in self.outcomes):
+        if task.final_outcome is not None:
+            if not self.settled or (self.outcomes and int(task.final_outcome.state) not in self.outcomes):
                 return False
         elif task_state(task) not in self.live_states or (self.retrying and not task.attempts):
             return False
@@ -161,7 +161,7 @@ class Filter:
 async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListResponse:
     """A page of tasks."""
     size = read_page_size(request.page_size)
-    edge = read_token(request.page_token, "page_token")
+    edge = parse_page_token(request.page_token, "page_token")
     wanted, table, oldest_first = Filter(request.filter), driver.core.tasks, request.oldest_first
     found: dict[int, Callable[[], task_pb2.Task]] = {}
     blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or NEWEST)
@@ -205,8 +205,8 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
             for task in block:
                 if not task.task_id or not wanted.matches(task):  # 0: the journal has rejected it meanwhile
                     continue
-                if task.told is not None:
-                    counts[task.told.state] += 1
+                if task.final_outcome is not None:
+                    counts[task.final_outcome.state] += 1
                 elif task_state(task) == task_pb2.TASK_STATE_LEASED:
                     response.leased += 1
                 else:
@@ -220,6 +220,6 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     return response
 
 
-def resident_bytes() -> int:
+def rss_bytes() -> int:
     """Resident memory of this process (proc(5): the second field of statm, in pages)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -31,7 +31,7 @@ READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
 ACKNOWLEDGE_S = 0.05
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
-DETACHED = ev.Rejection(1, "another call submitted this task, so it goes on; its outcome does not come on this stream")
+DETACHED = ev.Rejection(1, "another call submitted this task: it is not cancelled, and this stream gets no outcome")
 NOT_KNOWN = ev.Rejection(5, "no task has this request_id: it was never submitted, or its result_ttl is over")
 CLIENT_ID_BYTES_MAX = 64
 
@@ -46,8 +46,8 @@ class RunStream:
         self._stream = stream
         self._outbox = outbox
         self._outcomes_only = False
-        self._durable: list[Task] = []  # whose acceptances are to be sent
-        self._ended: list[SettledTask | Task] = []  # tasks of this frame that had ended before
+        self._durable: list[Task] = []  # tasks whose acceptances must be sent
+        self._ended: list[SettledTask | Task] = []  # tasks of this frame that ended before the frame came
         self._acknowledging = False
 
     async def on_message(self, data: bytes) -> None:
@@ -88,7 +88,7 @@ class RunStream:
         accepted: list[Task] = []
 
         def done(error: JournalError | None) -> None:
-            # Tasks that this batch joined may have been lost with the write of the call that submitted them.
+            # The batch may have joined tasks of another call, whose write may have failed.
             if error is None and all(task.task_id for task in accepted):
                 self._acknowledge(accepted)
             else:
@@ -102,13 +102,13 @@ class RunStream:
             if isinstance(answer, Task) and answer.outcome is None:
                 accepted.append(answer)
                 received = batch.inputs[index].partials_received if index < len(batch.inputs) else 0
-                if received:  # if the master is new, the worker may reconnect and send these partial outputs again
+                if received:  # after a restart of the master, the worker may send these partial outputs again
                     self._outbox.partials_from[answer.task_id] = received
                 if answer.extra is not None and answer.extra.partials:
                     self._send_partials(answer, received)
             elif isinstance(answer, ev.Rejection):
                 self._reject(answer, request_ids[index])
-            elif isinstance(answer, SettledTask) or not self._driver.tells_later(answer, self._stream):
+            elif isinstance(answer, SettledTask) or not self._driver.defer_outcome(answer, self._stream):
                 self._ended.append(answer)
 
     def _reject(self, rejection: ev.Rejection, request_id: str) -> None:
@@ -129,7 +129,7 @@ class RunStream:
             self._outbox.add_pending(-1)
 
     def _acknowledge(self, tasks: list[Task]) -> None:
-        """Sends acceptances after ACKNOWLEDGE_S, except of tasks that ended by then, or if outcomes only are wanted."""
+        """Sends acceptances after ACKNOWLEDGE_S, except for tasks that ended by then, and for outcomes_only streams."""
         if not self._outcomes_only:
             self._durable.extend(tasks)
         if self._durable and not self._acknowledging:
@@ -144,7 +144,7 @@ class RunStream:
         self._durable.clear()
 
     def _send_partials(self, task: Task, received: int) -> None:
-        """Sends the partial outputs that the task had before this stream joined it, from number `received` on."""
+        """Sends the partial outputs from before this stream joined the task, from number `received` on."""
         extra = task.extra
         assert extra is not None, "it has partial outputs"
         for index in range(received, len(extra.partials)):
@@ -170,14 +170,14 @@ class RunStream:
                     self._outbox.add_pending(int(new))
                     if task.extra is not None and task.extra.partials:
                         self._send_partials(task, 0)
-            elif isinstance(task, SettledTask) or not self._driver.tells_later(task, self._stream):
+            elif isinstance(task, SettledTask) or not self._driver.defer_outcome(task, self._stream):
                 self._ended.append(task)
 
     # --- cancel ------------------------------------------------------------------------------------------------------
 
     async def _cancel(self, request_ids: Iterable[str]) -> None:
-        """Cancels tasks of this client, and leaves tasks of others. A request_id whose outcome will not come on this
-        stream is answered with a rejection.
+        """Cancels tasks of this client, and detaches the stream from tasks of other clients. A request_id whose outcome
+        will not come on this stream is answered with a rejection.
         """
         requests = self._driver.core.requests
         tasks: list[Task] = []
@@ -208,7 +208,7 @@ class RunStream:
     # --- outcomes of known tasks -------------------------------------------------------------------------------------
 
     async def _send_ended(self) -> None:
-        """Sends the outcomes of tasks that had ended before, no faster than the client reads."""
+        """Sends the outcomes of the tasks in `_ended`, no faster than the client reads."""
         ended, self._ended = self._ended, []
         outbox, journal = self._outbox, self._driver.journal
         for task in ended:

@@ -138,7 +138,7 @@ class TaskService:
         found = await self._find(request)
         if not queries.may_see(found):
             found = None
-        if isinstance(found, Task) and found.told is None:
+        if isinstance(found, Task) and found.final_outcome is None:
             wait_s = min(seconds_of(request.wait), WAIT_MAX_S) if request.HasField("wait") else 0.0
             if found.outcome is not None:  # a Run stream may have sent it
                 wait_s = max(wait_s, COMMIT_S)

@@ -54,7 +54,7 @@ def open_port(server: Any, config: MasterConfig, certificates: "Certificates | N
     if certificates is None:
         return int(server.add_insecure_port(config.listen))
     credentials = grpc.dynamic_ssl_server_credentials(
-        certificates.first(), certificates.changed, require_client_authentication=bool(config.tls_client_ca)
+        certificates.first(), certificates.new_configuration, require_client_authentication=bool(config.tls_client_ca)
     )
     return int(server.add_secure_port(config.listen, credentials))
 
@@ -72,8 +72,8 @@ class Certificates:
         self._seen = texts = self._read()
         return _configuration(texts)
 
-    def changed(self) -> Any:
-        """GRPC calls this on its threads for each new connection. None: the files have not changed. Never raises."""
+    def new_configuration(self) -> Any:
+        """The configuration if files changed, else None. GRPC's threads call this for each connection. Never raises."""
         with self._lock:
             try:
                 texts = [path.read_bytes() for path in self._paths]
@@ -87,8 +87,8 @@ class Certificates:
         log.info("new certificates are in use", certificate=str(self._paths[0]))
         return _configuration(texts)
 
-    def reload(self) -> None:
-        """Checks new files; the next connection uses them. ListenError: they are invalid."""
+    def check_files(self) -> None:
+        """Checks the files; the next connection loads them if they changed. ListenError: they are invalid."""
         self._read()
 
     def _read(self) -> list[bytes]:
@@ -100,7 +100,7 @@ class Certificates:
                 raise ListenError(f"every user of this host may read the key {key}: chmod o-rwx {key}")
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._paths[0], self._paths[1], password=lambda: b"")
-            _check_kind(self._paths[0], texts[0])
+            _check_server_use(self._paths[0], texts[0])
             if len(self._paths) > 2:
                 context.load_verify_locations(self._paths[2])
         except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ class Certificates:
         return texts
 
 
-def _check_kind(path: Path, pem: bytes) -> None:
+def _check_server_use(path: Path, pem: bytes) -> None:
     """ListenError: clients would reject a master with this certificate."""
     for extension in x509.load_pem_x509_certificate(pem).extensions:
         value, fits = extension.value, True

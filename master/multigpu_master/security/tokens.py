@@ -1,7 +1,6 @@
 """Access tokens: "mgpu_<token_id>_<secret>".
 
-The secret is 256 random bits, and the journal keeps its SHA-256. A slow, salted hash is for secrets that can be
-guessed. A fast one checks a token in a microsecond.
+The journal keeps the SHA-256 of the secret. The secret has 256 random bits, so it needs no slow, salted hash.
 """
 
 import asyncio
@@ -18,12 +17,12 @@ from multigpu_master.errors import JournalError
 
 SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
 ROLES = (SUBMIT, READ, WORKER, ADMIN)
-SETTING = "token/"
+SETTING_PREFIX = "token/"
 TOKENS_MAX = 10_000
 ENTRIES_MAX = 100
 NAME_BYTES_MAX = 256
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-# Kept in the journal as they are.
+# Fields that the journal keeps unchanged.
 _PLAIN_FIELDS = ("name", "worker_ids", "create_s", "expire_s", "tasks_per_s", "calls_max")
 _TOKEN = re.compile(r"mgpu_([0-9a-f]{12})_([0-9a-f]{64})")
 
@@ -45,21 +44,21 @@ class Token:
     digest: bytes
     # Open calls with this token.
     calls: set["asyncio.Task[Any]"] = dataclasses.field(default_factory=set)
-    # Tasks it may submit now; at most zero: none until it has risen.
+    # Token bucket, in tasks: submits are rejected while it is at most zero.
     _level: float = 0.0
     _level_s: float = 0.0
 
     def may_see(self, queue: str) -> bool:
         return self.queues is None or queue in self.queues
 
-    def may_be(self, worker_id: str) -> bool:
+    def may_use_id(self, worker_id: str) -> bool:
         """Whether a worker with this token may have this id."""
         return not self.worker_ids or any(
             worker_id.startswith(p[:-1]) if p.endswith("*") else worker_id == p for p in self.worker_ids
         )
 
-    def take(self, tasks: int, now: float) -> float | None:
-        """Counts tasks against tasks_per_s. None: they are accepted; else seconds to wait.
+    def charge(self, tasks: int, now: float) -> float | None:
+        """Counts tasks against tasks_per_s. Returns the seconds to wait, or None if the tasks are accepted.
 
         A whole batch is accepted while the level is positive, and may make it negative. So batches of any size are
         accepted, and on average no more than the rate.
@@ -69,7 +68,7 @@ class Token:
         self._level = min(self.tasks_per_s, self._level + (now - self._level_s) * self.tasks_per_s)
         self._level_s = now
         if self._level <= 0:
-            return -self._level / self.tasks_per_s + 1 / self.tasks_per_s
+            return (1 - self._level) / self.tasks_per_s
         self._level -= tasks
         return None
 
@@ -78,7 +77,7 @@ class Token:
         kept = {name: getattr(self, name) for name in _PLAIN_FIELDS}
         kept["roles"] = sorted(self.roles)
         kept["queues"] = None if self.queues is None else sorted(self.queues)
-        return {SETTING + self.token_id: json.dumps(kept | {"sha256": self.digest.hex()}).encode()}
+        return {SETTING_PREFIX + self.token_id: json.dumps(kept | {"sha256": self.digest.hex()}).encode()}
 
 
 class Tokens:
@@ -89,9 +88,9 @@ class Tokens:
         self.now = now
         self._tokens: dict[str, Token] = {}
         for key, value in settings.items():
-            if key.startswith(SETTING):
+            if key.startswith(SETTING_PREFIX):
                 try:
-                    token = _read(key.removeprefix(SETTING), json.loads(value))
+                    token = _read(key.removeprefix(SETTING_PREFIX), json.loads(value))
                 except (ValueError, LookupError, TypeError) as error:
                     raise JournalError(
                         f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a "

@@ -1,11 +1,11 @@
 """auto: the earliest expected finish.
 
-For each worker: the expected time of the leases it holds, shared by its slots, plus the expected time of one more
-task, from the measured time a unit of work for this model on this worker, plus the time to load the model if it is not
-resident.
-
-While others have the model loaded, a worker that would have to load it gets a task only once the queued tasks would
-keep those others busy for longer than the loading takes.
+A worker's score is the sum, in seconds, of:
+- the expected run time of the leases that it holds, divided by its slots;
+- the expected run time of one more task, from the measured time of a unit of work for this model on this worker;
+- the time to load the model, if it is not resident.
+While other workers have the model loaded, a worker that would have to load it gets a task only once the queued tasks
+would keep the others busy for longer than the loading takes.
 """
 
 from typing import ClassVar

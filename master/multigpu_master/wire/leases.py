@@ -1,4 +1,4 @@
-"""Leases: granted to workers, held by them, and their reports."""
+"""Converts leases: those granted to workers, those that workers hold, and workers' reports on them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,16 +25,16 @@ def fill_leases(
     specs: SpecReader,
     proofs: LeaseProofs,
     leases: Sequence[Lease],
-    read: dict[int, bytes] | None = None,
+    inlined: dict[int, bytes] | None = None,
 ) -> None:
-    """Fills a LeaseBatch with leases of one spec and worker. `read`: large payloads sent inline, by lease_id."""
+    """Fills a LeaseBatch with leases of one spec and worker. `inlined`: large payloads sent inline, by lease_id."""
     tasks = [lease.task for lease in leases]
     batch.spec.CopyFrom(specs.message(tasks[0].spec))
     batch.lease_ids.extend([lease.lease_id for lease in leases])
     batch.task_ids.extend([task.task_id for task in tasks])
     batch.attempts.extend([lease.attempt for lease in leases])
     batch.proofs.extend(proofs.of(leases[0].worker.worker_id, batch.lease_ids, batch.task_ids, batch.attempts))
-    if read is None:
+    if inlined is None:
         batch.payloads.extend([task.payload for task in tasks])
     batch.units.extend([task.units for task in tasks])
     for index, extra in enumerate([task.extra for task in tasks]):
@@ -44,8 +44,8 @@ def fill_leases(
                 partials_received=len(extra.partials), traceparent=extra.traceparent,
                 partials=extra.partials if extra.partials_bytes <= PARTIALS_BYTES_MAX else (),
             )  # fmt: skip
-    if read is not None:
-        payload_messages.fill_payloads(batch, leases, read)
+    if inlined is not None:
+        payload_messages.fill_payloads(batch, leases, inlined)
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:
@@ -99,5 +99,5 @@ def _failure(r: worker_service_pb2.Report) -> ev.Failure:
         return ev.Failure(r.lease_id, error_of(r.error), broke_engine=r.broke_engine)
     if state == worker_service_pb2.REPORT_STATE_RETURNED:
         return ev.Failure(r.lease_id, error_of(r.error), returned=True)
-    message = f"the worker reported state {state}, which this master does not know; upgrade the master"
+    message = f"the worker reported the unknown state {state}; upgrade the master"
     return ev.Failure(r.lease_id, TaskError("BadReport", message))

@@ -45,11 +45,11 @@ def tasks_of(
             continue
         task = Task(spec, request_id, payload, key, i.units or 1)
         if i.traceparent:
-            task.more().traceparent = i.traceparent[:TRACEPARENT_CHARS_MAX]
+            task.ensure_extra().traceparent = i.traceparent[:TRACEPARENT_CHARS_MAX]
         tasks.append(task)
     payloads = list(batch.payloads)
     if len(payloads) != len(batch.request_ids):
-        message = f"a batch has {len(batch.request_ids)} request_ids and {len(payloads)} payloads; each needs the other"
+        message = f"a batch has {len(batch.request_ids)} request_ids and {len(payloads)} payloads; they must be equal"
         return [*tasks, *[_invalid(message) for _ in batch.request_ids]]
     for request_id, payload in zip(batch.request_ids, payloads, strict=True):
         rejection = _check(payload, request_id, "", payload_bytes_max)
@@ -62,11 +62,10 @@ def _check(payload: bytes | Sized, request_id: str, key: str, payload_bytes_max:
         return _invalid(
             f"the payload has {len(payload)} bytes; at most {payload_bytes_max} are allowed (payload_bytes_max)"
         )
-    if len(request_id.encode()) > NAME_BYTES_MAX or len(key.encode()) > KEY_BYTES_MAX or "\0" in request_id:
-        return _invalid(
-            f"request_id or partition_key is not allowed: a request_id has at most {NAME_BYTES_MAX} bytes and no NUL, "
-            f"a partition_key at most {KEY_BYTES_MAX} bytes"
-        )
+    if len(request_id.encode()) > NAME_BYTES_MAX or "\0" in request_id:
+        return _invalid(f"the request_id is invalid: it may have at most {NAME_BYTES_MAX} bytes, and no NUL")
+    if len(key.encode()) > KEY_BYTES_MAX:
+        return _invalid(f"the partition_key is invalid: it may have at most {KEY_BYTES_MAX} bytes")
     return None
 
 
@@ -142,8 +141,8 @@ def task_message(task: Task, now: float) -> task_pb2.Task:
 
 
 def task_state(task: Task) -> task_pb2.TaskState:
-    """The state as clients see it. A durable task whose outcome is not committed yet may run again after a restart."""
-    if task.told is not None:
+    """The state as clients see it. A durable task stays LEASED or QUEUED until its outcome is on disk."""
+    if task.final_outcome is not None:
         return task_pb2.TASK_STATE_SETTLED
     leased = task.lease is not None or (task.outcome is not None and task.outcome.worker_id)
     return task_pb2.TASK_STATE_LEASED if leased else task_pb2.TASK_STATE_QUEUED

@@ -200,7 +200,7 @@ def test_an_unwanted_model_gets_no_leases_until_it_is_gone(stage: Models) -> Non
     assert any(isinstance(c, ev.Desire) for c in commands)
     later = stage.ask("a")
     assert later.lease is None
-    assert "it is being unloaded there" in stage.why(later)
+    assert "an operator unloads it there" in stage.why(later)
     stage.report(lease_of(a))
     stage.says("a")
     stage.says()
@@ -274,14 +274,14 @@ def test_invalid_reports_are_rejected_or_truncated() -> None:
 
 def test_a_new_attempt_gets_the_outputs_of_the_last_one() -> None:
     task = Task(spec("a"), "", b"", task_id=1)
-    task.more().partials, task.more().partials_bytes = [b"one", b"two"], 6
+    task.ensure_extra().partials, task.ensure_extra().partials_bytes = [b"one", b"two"], 6
     stage = Models()
     stage.offer()
     lease = Lease(1, task, stage.core.fleet.workers["w"], 2, 0.0, 1, 0.0)
     batch = worker_service_pb2.LeaseBatch()
     wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
     assert list(batch.extras[0].partials) == [b"one", b"two"]
-    task.more().partials_bytes = wire_leases.PARTIALS_BYTES_MAX + 1
+    task.ensure_extra().partials_bytes = wire_leases.PARTIALS_BYTES_MAX + 1
     batch.Clear()
     wire_leases.fill_leases(batch, wire_specs.SpecReader(), LeaseProofs(b"key"), [lease])
     assert not batch.extras[0].partials

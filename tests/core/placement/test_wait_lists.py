@@ -72,7 +72,7 @@ def test_tasks_of_many_queues_that_wait_for_the_same_memory_are_tried_as_one() -
     running = stage.submit(3, Spec(kind="run", memory_bytes=30))
     for n in range(CLASSES):
         stage.submit(1, Spec(kind="run", queue=f"queue{n}", memory_bytes=80))
-    assert len(stage.core.classes.others) == 1
+    assert len(stage.core.classes.conditions) == 1
     tried = count_tries(stage)
     stage.report(lease_of(running[0]))
     assert len(tried) == 1
@@ -149,7 +149,7 @@ def test_paused_queues_delay_no_others_and_are_not_tried() -> None:
         stage.tried.clear()
         stage.report(lease_of(next(t for t in stage.tasks if t.lease is not None)), after_s=1.0)
         assert len(stage.tried) <= 20
-    assert not stage.core.classes.others, "nor does an event look at them"
+    assert not stage.core.classes.conditions, "nor does an event look at them"
     assert first.lease is None
     stage.handle(ev.ConfigureQueue(first.spec.queue, paused=False))
     stage.report(lease_of(next(t for t in stage.tasks if t.lease is not None)), after_s=1.0)

@@ -96,7 +96,7 @@ def test_a_waiting_lease_is_recalled_for_a_worker_with_a_free_slot(stage: Stage)
     assert short.lease is lease, "it is its worker's until that returns it: it may just have been begun"
     give_back(stage, lease)
     assert lease_of(short).worker.worker_id == "w1"
-    assert (short.attempts, short.more().losses) == (1, 0)
+    assert (short.attempts, short.ensure_extra().losses) == (1, 0)
     assert lease_of(long).worker.worker_id == "w0"
     assert stage.core.counters.requeued == 0, "nobody was lost or gave up"
 
@@ -150,7 +150,7 @@ def test_waiting_leases_are_shared_out_among_free_workers(stage: Stage) -> None:
 def test_a_lease_returned_without_a_recall_counts_as_a_loss(stage: Stage) -> None:
     _, short = stuck(stage)
     give_back(stage, lease_of(short))
-    assert short.more().losses == 1
+    assert short.ensure_extra().losses == 1
 
 
 @pytest.mark.parametrize("why", ["paused", "pinned", "runs"])

@@ -22,7 +22,7 @@ from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.errors import InvalidArgumentError, JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
-from multigpu_master.rpc.paging import read_page_size, read_token
+from multigpu_master.rpc.paging import parse_page_token, read_page_size
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import specs as wire_specs
 from multigpu_master.wire import tasks as wire_tasks
@@ -185,7 +185,7 @@ def _client(data: bytes) -> None:
 
 def _token(data: bytes) -> None:
     with contextlib.suppress(InvalidArgumentError):
-        number = read_token(data.decode("utf-8", "replace"), "cursor")
+        number = parse_page_token(data.decode("utf-8", "replace"), "cursor")
         read_page_size(number % (1 << 31))
         if not 0 <= number < 1 << 62:
             raise Crash(f"a cursor of {number}")

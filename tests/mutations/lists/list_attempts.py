@@ -53,7 +53,11 @@ ATTEMPTS = (
             self.failed(""",
     ),
     attempts("a settled task stays in its class", "self._state.classes.leave(self._ledger.class_of(task), task)"),
-    attempts("a deadline is no end", "if what is Due.DEADLINE:\n", "if what is Due.DEADLINE and task.lease is None:\n"),
+    attempts(
+        "a deadline is no end",
+        "if what is TimeLimit.DEADLINE:\n",
+        "if what is TimeLimit.DEADLINE and task.lease is None:\n",
+    ),
     attempts("queue timeouts while workers are awaited", "elif self._state.hold.active(now)", "elif False", seeds=5000),
     attempts("queue timeout ignored", "        else:\n            self._queue_timeout(task, now)\n"),
     attempts("queue_timeout does not recall a lease from a window", "self._state.outbox.recall(lease.worker, [lease])"),
@@ -68,16 +72,16 @@ ATTEMPTS = (
     attempts("queue_timeout leaves no time to report the start", "if lease is not None and now < due_s:"),
     attempts("a lease that is not begun stays", "            self._withdraw(lease, NOT_BEGUN)", "            return"),
     attempts_story(
-        "a task is granted again to the worker that did not start it", "task.more().avoids = worker.device_key"
+        "a task is granted again to the worker that did not start it", "task.ensure_extra().avoids = worker.device_key"
     ),
     attempts_story(
         "a model's loading counts as not begun", "if not lease.running and worker.residency.loading(lease.model):"
     ),
     attempts_story(
-        "a recalled lease is granted to the same worker", "lease.task.more().avoids = lease.worker.worker_id"
+        "a recalled lease is granted to the same worker", "lease.task.ensure_extra().avoids = lease.worker.worker_id"
     ),
     attempts("run timeout counts from the grant", "since_s = lease.run_s if lease.running else", "since_s ="),
-    attempts("P7: run timeout looks once", "self._ledger.expiries.at(due_s, task, Due.RUN_TIMEOUT)"),
+    attempts("P7: run timeout looks once", "self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)"),
     attempts("pauses don't grow", "spec.backoff_initial_s * 2.0 ** max(0, tries - 1)", "spec.backoff_initial_s"),
     attempts(
         "pauses have no limit",

@@ -28,7 +28,7 @@ EVENTS = (
         "known = None",
     ),
     scheduler("a withdrawn request_id stays taken", " and not _is_free(known.outcome, spec):", ":", checker="pytest"),
-    scheduler("a second stream is not followed", "task.streams = (*living, stream)"),
+    scheduler("a second stream is not followed", "task.streams = (*open_streams, stream)"),
     scheduler("P10: queues grow without end", "reason or full(state, queue, len(task.payload))", "reason"),
     scheduler("rejections ignored", "why_not = reason or", "why_not ="),
     scheduler("cancel lost", "self._attempts.end(task, OutcomeState.CANCELLED, error, now)"),

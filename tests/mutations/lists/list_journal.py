@@ -197,7 +197,11 @@ JOURNAL = (
     intake("one damaged outcome hides all others", "message.Clear()\n            lost", "raise\n            lost"),
     intake("P5: another task is answered with what ended", "answers.append(other or stored)", "answers.append(stored)"),
     wire("P5: no fingerprint is kept", " else None, identity.fingerprint(task),\n", " else None, None,\n"),
-    identity("P5: payloads are all alike", 'return "another payload" if 0 <= crc != known >> SPEC_BITS else', "return"),
+    identity(
+        "P5: payloads are all alike",
+        'return "another payload" if crc >= 0 and crc != known >> SPEC_BITS else',
+        "return",
+    ),
     identity("P5: parameters are all alike", "if known & (1 << SPEC_BITS) - 1 != spec.identity:"),
     identity(
         "P1: a task that was acknowledged as durable is lost with its master",

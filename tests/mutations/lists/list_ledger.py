@@ -66,14 +66,14 @@ LEDGER = (
     ),
     model("a cordon doesn't count", "self.cordon or self.stopping or", "self.stopping or"),
     model("a task is dispatched during its retry delay", "self.extra is None or not self.extra.not_before_s", "True"),
-    ledger("deadlines are not armed", "self.expiries.at(spec.deadline_s, task, Due.DEADLINE)"),
+    ledger("deadlines are not armed", "self.expiries.at(spec.deadline_s, task, TimeLimit.DEADLINE)"),
     ledger(
         "queue timeouts are not armed",
-        "self.expiries.at(task.submit_s + spec.queue_timeout_s, task, Due.QUEUE_TIMEOUT)",
+        "self.expiries.at(task.submit_s + spec.queue_timeout_s, task, TimeLimit.QUEUE_TIMEOUT)",
     ),
     ledger(
         "P7: run timeouts are not armed",
-        "self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, Due.RUN_TIMEOUT)",
+        "self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, TimeLimit.RUN_TIMEOUT)",
     ),
     ledger(
         "leased tasks are counted as queued",
@@ -111,7 +111,7 @@ LEDGER = (
     timers("timers of settled tasks fire", "task if task is not None and task.outcome is None else None\n", "task\n"),
     timers(
         "a sweep forgets deadlines",
-        "            if self._task(instant) is not None:\n                heappush(self._heap, instant)\n",
+        "            if self._task(expiry) is not None:\n                heappush(self._heap, expiry)\n",
         checker="pytest",
     ),
     timers(

@@ -42,7 +42,8 @@ PLACEMENT = (
     dispatch("wait lists wait for changes of members", "elif classes.parked and (freed or moved):\n", "elif False:\n"),
     wait_lists("a window that has room again is not noticed", "in list(self.windows.values()):\n", "in ():\n"),
     wait_lists(
-        "a worker that was freed is not tried for its own keys", "if (wait_list := self.pins.get(worker)) is not None:"
+        "a worker that was freed is not tried for its own keys",
+        "if (wait_list := self.pinned_windows.get(worker)) is not None:",
     ),
     dispatch(
         "whatever a class waits for, it is a window",

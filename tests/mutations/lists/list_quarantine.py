@@ -65,7 +65,7 @@ QUARANTINE = (
         "            kept = {i: m for i, m in marks.items() if m[1] != kind}\n",
         "            kept = dict(marks)\n",
     ),
-    quarantine("a suspected device costs an attempt", "(device,)  # it stays", "()  # it stays"),
+    quarantine("a suspected device costs an attempt", "(device,)  # the device stays", "()  # the device stays"),
     quarantine(
         "a sick device is not to blame",
         "        if not worker.health.fit:\n            extra.forgiven += (device,)\n            return False\n",

@@ -1,5 +1,5 @@
-"""Gives tasks to workers: the resource class that comes first, the worker that its strategy ranks first, until no class
-or no worker is left.
+"""Grants leases: takes the first resource class and the worker that its strategy ranks first, until no class can get a
+worker.
 """
 
 from multigpu_master.core import events as ev
@@ -14,9 +14,9 @@ from multigpu_master.core.timers import FIRE_MAX
 from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.pace import Key
 
-# Classes that find no worker in one event. The next event, which is due at once, goes on with the rest.
+# Limit of classes that find no worker in one event. The next event, which is due at once, tries the other classes.
 PARKS_MAX = 1000
-# How long a task that broke an engine waits for room on another device, before it is tried again.
+# A task that broke an engine waits for this long, again and again, until another device has room.
 ELSEWHERE_S = 0.05
 
 
@@ -26,7 +26,7 @@ class Dispatcher:
         self._attempts = attempts
         self._reservations = reservations
         self._recalls = recalls
-        self.unfinished_s: float | None = None  # since when there are classes left to try
+        self.unfinished_s: float | None = None  # when `run` stopped with classes left to try; None: it tried all
         self._membership = -1
         self._averages = -1
 
@@ -43,7 +43,7 @@ class Dispatcher:
         while (first := classes.first()) is not None and expired < FIRE_MAX and ids.next_id < ids.end:
             resource_class, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
-            if limited and self._attempts.overdue(task, now):  # more were due than fit into an event
+            if limited and self._attempts.overdue(task, now):  # its expiry is due, but beyond FIRE_MAX
                 classes.granted(resource_class)
                 expired += 1
                 continue
@@ -86,10 +86,10 @@ class Dispatcher:
     def _elsewhere(
         self, task: Task, resource_class: ResourceClass, strategy: Strategy, worker: Worker
     ) -> Worker | None:  # fmt: skip
-        """Another worker, if the chosen one is where the task failed and another may have it. None: it broke an engine
+        """The chosen worker, or another one if the task failed on the chosen worker. None: the task broke an engine
         there, and waits for another device.
         """
-        extra = task.more()
+        extra = task.ensure_extra()
         avoided = extra.broke or (extra.avoids,)
         if not is_one_of(worker, avoided):
             return worker
@@ -102,7 +102,7 @@ class Dispatcher:
         return worker
 
     def _park(self, resource_class: ResourceClass, strategy: Strategy, now: float) -> None:
-        """Sets aside the class that came first and found no worker, with those that wait for the same."""
+        """Parks the first class, which found no worker, with the classes blocked by the same condition."""
         state, classes, fleet, base = self._state, self._state.classes, self._state.fleet, resource_class.base
         if resource_class.queue.paused:
             classes.pause(resource_class)
@@ -110,18 +110,18 @@ class Dispatcher:
         pin = state.placement.pin(strategy, resource_class.shape) if strategy.pinned else None
         able = {pin: None} if pin is not None else fleet.eligible(base)
         if pin is not None and pin.full:
-            classes.park(resource_class, classes.pins, pin, able)
-        elif pin is None and fleet.open.keys().isdisjoint(able.keys()):  # the shorter one is walked
+            classes.park(resource_class, classes.pinned_windows, pin, able)
+        elif pin is None and fleet.open.keys().isdisjoint(able.keys()):  # iterates over the shorter one
             classes.park(resource_class, classes.windows, id(able), able)
         elif pin is None and resource_class.backlog.waits_to_grow:
-            classes.park(resource_class, classes.others, resource_class.backlog, able, base)
+            classes.park(resource_class, classes.conditions, resource_class.backlog, able, base)
         else:
-            classes.park(resource_class, classes.others, (strategy.name, base, pin), able, base)
+            classes.park(resource_class, classes.conditions, (strategy.name, base, pin), able, base)
         if fleet.planned:
             self._reservations.parked(resource_class, pin, now)
 
     def _offer_changed(self) -> None:
-        """Has parked classes tried again that may have a worker now."""
+        """Requeues the parked classes that changes of workers may have unblocked."""
         fleet, classes = self._state.fleet, self._state.classes
         freed = fleet.take_freed()
         moved = self._averages != fleet.averages
@@ -132,11 +132,11 @@ class Dispatcher:
         self._membership, self._averages = fleet.membership, fleet.averages
 
     def _offer_loading(self, key: Key) -> None:
-        """A worker will load a model: for tasks that waited for a larger backlog it is one that has the model."""
+        """Requeues the classes of a model that a worker will load: their tasks need no larger backlog there."""
         classes, planned = self._state.classes, self._state.fleet.planned
-        for wait_list in list(classes.others.values()):
+        for wait_list in list(classes.conditions.values()):
             shape = wait_list.shape
-            assert shape is not None, "the others have one"
+            assert shape is not None, "wait lists for conditions have a shape"
             # A model that is offered by id has several names.
             if planned or (shape.kind, shape.model) == key:
                 classes.offer_first(wait_list)

@@ -1,4 +1,4 @@
-"""Why a task is where it is, for `mgpuctl tasks explain`: the questions of dispatch, asked about every worker."""
+"""Explains a task's state for `mgpuctl tasks explain`: applies the checks of dispatch to every worker."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -8,13 +8,13 @@ from multigpu_master.core.model import OutcomeState, Task, Worker, partition_of,
 from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
 from multigpu_master.core.scheduler import Core
 
-# Tasks and resource classes that are looked at to count the tasks before one.
+# Limit of tasks and resource classes that are visited to count the tasks ahead of one.
 AHEAD_MAX = 10_000
 
 
 @dataclass(slots=True)
 class Candidate:
-    """One worker's chances. An excluded one has rank 0, and score 0.0 if it could never take the task."""
+    """A worker. An excluded worker has rank 0, and score 0.0 if it could never take the task."""
 
     worker: Worker
     excluded_by: list[str]
@@ -32,7 +32,7 @@ class Explanation:
 
 
 def explain(core: Core, task: Task, now: float) -> Explanation:
-    """The candidates, what excludes each, and the rank of the rest."""
+    """All workers, with the reasons that exclude them or their rank."""
     queue = core.queue(task.spec.queue)
     strategy = core.strategy_of(queue)
     shape = shape_of(task.spec, partition_of(task.partition_key))
@@ -69,7 +69,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
 
 
 def _ahead(core: Core, task: Task) -> tuple[int | None, bool]:
-    """How many tasks of its queue go before it, None unless it waits; and whether all were counted."""
+    """How many tasks of its queue go before a task (None: it does not wait), and whether all were counted."""
     if not task.waiting:
         return None, True
     spec, ahead, left = task.spec, 0, AHEAD_MAX
@@ -93,7 +93,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         outcome = task.outcome
         where = f" on {outcome.worker_id}" if outcome.worker_id else ""
         why = f": {outcome.error.message}" if outcome.error is not None else ""
-        waits = "" if task.told else "; the outcome is not on the master's disk yet"
+        waits = "" if task.final_outcome else "; the outcome is not on the master's disk yet"
         return f"{OutcomeState(outcome.state).name}{where} after {task.attempts} attempt(s){why}{waits}"
     if task.lease is not None:
         lease = task.lease

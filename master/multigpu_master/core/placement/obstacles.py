@@ -1,11 +1,11 @@
-"""What keeps an eligible worker from taking a task now: the same questions for dispatch, recall and explain."""
+"""Reasons why an eligible worker can't get a task now, for dispatch, recall and explain."""
 
 from multigpu_master.core.model import Shape, Worker
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.residency import Block
 
-# How many models that take up the room are named in an explanation.
+# Limit of models in use that an explanation names.
 NAMED_MAX = 8
 
 
@@ -21,7 +21,7 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
 
 
 def obstructed(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
-    """Whether an eligible worker that takes work can't have a task of this shape now, apart from its window."""
+    """Whether an eligible, accepting worker can't get a task of this shape now, even with room in its window."""
     return (
         short_of_memory(worker, shape) is not None
         or strategy.excludes(shape, worker, fleet) is not None
@@ -40,7 +40,7 @@ def is_one_of(worker: Worker, named: tuple[str, ...]) -> bool:
 
 
 def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> list[str]:
-    """Why an eligible worker can't have a task of this shape now, for people; empty if it can."""
+    """Why an eligible worker can't get a task of this shape now, as texts for people; empty if it can."""
     why = []
     if not worker.session:
         why.append("lost")
@@ -84,5 +84,5 @@ def _model_blocked(fleet: Fleet, worker: Worker, shape: Shape, block: Block) -> 
 def _illness(worker: Worker) -> str:
     reasons = [reason.message or reason.code for reason in worker.health.reasons]
     if worker.suspected:
-        reasons.append("different tasks failed on it, and the check of its device is not passed yet")
+        reasons.append("different tasks failed on it, and its device has not passed a check yet")
     return "; ".join(reasons) or "its device is being checked"

@@ -16,9 +16,9 @@ from multigpu_master.core.workers.info import WorkerInfo
 
 RANKINGS_MAX = 1024
 PINS_MAX = 16_384
-# Up to this many workers with room in their windows are compared one by one, without a ranking.
+# At most this many workers with room in their windows are compared one by one, without a ranking.
 FEW = 4
-# When more workers than this join at once, all pins are dropped, and found again when they are next needed.
+# When more workers than this join at once, all pins are dropped, and computed again when they are next needed.
 JOINED_MAX = 16
 
 
@@ -26,7 +26,7 @@ class Pin(NamedTuple):
     """The worker to which a pinned strategy assigns a shape."""
 
     strategy: Strategy
-    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: no accepting worker may have it
+    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: no accepting worker is eligible
 
 
 class Placement:
@@ -56,8 +56,8 @@ class Placement:
         return worker
 
     def _of_few(self, strategy: Strategy, backlog: Backlog) -> Worker | None:
-        """The first worker by the same order as the ranking's, found by comparing all that have room. With few workers
-        this costs less than keeping a ranking for each of many shapes.
+        """The first worker in the ranking's order, found by comparing all workers with room. With few workers this
+        costs less than a ranking for each of many shapes.
         """
         fleet, shape = self._fleet, backlog.base
         able, best, first, backlog.no_room_for_model, aside = fleet.eligible(shape), None, (0.0, 0), False, False
@@ -80,8 +80,8 @@ class Placement:
     def elsewhere(
         self, strategy: Strategy, backlog: Backlog, avoided: tuple[str, ...]
     ) -> tuple[list[Worker], Worker | None]:
-        """The accepting workers that are eligible, except those avoided (by device_key or worker_id); and the one that
-        ranks first among those of them that may have a task now.
+        """The eligible, accepting workers that are not `avoided` (device_keys and worker_ids), and the first in rank of
+        those that may get a task now.
         """
         fleet, shape = self._fleet, backlog.base
         others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
@@ -113,15 +113,15 @@ class Placement:
         return pin.first[2] if pin.first is not None else None
 
     def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> tuple[float, str, Worker] | None:
-        """The eligible one of these workers that ranks first for the shape, with its score and id."""
+        """The (score, worker_id, worker) of the eligible worker that ranks first for the shape; None: there is none."""
         fleet = self._fleet
         eligible = fleet.eligible(shape._replace(partition=-1))
         able = [w for w in workers if w in eligible and strategy.excludes(shape, w, fleet) is None]
         return min([(strategy.score(shape, w, fleet), w.worker_id, w) for w in able], default=None)
 
     def _move_pins(self) -> None:
-        """Adapts the pins to a changed fleet: removes those to workers that left, and moves those for which a worker
-        that joined ranks first to that worker.
+        """Adapts the pins to a changed fleet: removes pins to workers that left, and moves a pin to a worker that
+        joined if that worker ranks first.
         """
         before, fleet = self._members, self._fleet
         now = self._members = {w: w.info for w in fleet.workers.values() if w.accepting}

@@ -1,8 +1,8 @@
-"""The workers that may have a task of one shape now, by one strategy's score, in a heap.
+"""The workers that may get a task of one shape now, by one strategy's score, in a heap.
 
-Scores change only when a worker changes, and the fleet logs that. A ranking reads the log from where it stopped, pushes
-the changed workers again, and skips entries whose worker has changed since. Workers that need a larger backlog are kept
-aside. So a dispatch costs a few heap operations, whatever the size of the fleet.
+A score changes only when its worker changes, and the fleet logs that. A ranking reads new entries of the log, pushes
+the changed workers again, and skips heap entries whose worker has changed since. Workers that need a larger backlog are
+in a second heap. So a dispatch costs a few heap operations, whatever the size of the fleet.
 """
 
 from heapq import heapify, heappop, heappush
@@ -28,7 +28,7 @@ class Ranking:
         self._shape = shape
         self._heap: list[Entry] = []
         self._aside: list[tuple[int, int, Entry]] = []  # (backlog that suffices, tie, entry)
-        self._resident = 0  # workers that had the model when those aside were judged
+        self._resident = 0  # workers that had the model when `_aside` got its first entry
         self._pushed: dict[Worker, int] = {}  # the version under which a worker was ranked last
         self._members = -1
         self._averages = -1
@@ -37,7 +37,7 @@ class Ranking:
         self.no_room_for_model: dict[Worker, None] = {}  # workers with room in their windows only
 
     def best(self, queued: int) -> Worker | None:
-        """The worker that ranks first among those for which `queued` tasks suffice; None if none may have one now."""
+        """The first in rank of the workers for which `queued` tasks suffice; None if no worker may get a task now."""
         self._catch_up()
         heap, fleet, shape, min_backlog = self._heap, self._fleet, self._shape, self.strategy.min_backlog
         if self._aside:
@@ -54,7 +54,7 @@ class Ranking:
         return None
 
     def has_room(self) -> bool:
-        """Whether any worker could have a task with a larger backlog. Only right after `best` found none."""
+        """Whether a larger backlog would give a task to a worker. Call it right after `best` returned None only."""
         aside = self._aside
         while aside and aside[0][2][2] != aside[0][2][4].version:
             heappop(aside)
@@ -71,7 +71,7 @@ class Ranking:
             heapify(aside)
 
     def _bring_back(self, queued: int) -> None:
-        """Returns entries to the heap whose backlog may suffice by now."""
+        """Returns the entries to the heap for which the backlog may suffice now."""
         aside = self._aside
         if self._resident != self._fleet.resident_workers(self._shape):
             for _, _, entry in aside:
@@ -94,7 +94,7 @@ class Ranking:
             self._members = fleet.membership
             self._averages = fleet.averages
         else:
-            pushed = self._pushed  # which has all that are eligible
+            pushed = self._pushed  # has every eligible worker
             for worker in fleet.changes[self._cursor - fleet.changes_base :]:
                 if pushed.get(worker, worker.version) != worker.version:
                     self._rank(worker)

@@ -1,12 +1,11 @@
 """Takes back leases that their workers have not begun, where that lets a task begin sooner.
 
-A window holds more leases than its worker has slots, so that the next one is there when one ends. But one that runs
-long delays those behind it. So leases that have waited in a window are recalled for a worker that has a free slot,
-and less urgent ones for a task that waits for room in a window. Their worker returns those that it has not begun and
-runs the others on: nothing runs twice. Each lease is recalled at most once a session.
+A window holds more leases than its worker has slots, so that a slot that ends a lease can begin the next at once. But a
+lease that runs long delays the leases behind it. So leases that have waited in a window are recalled for a worker with
+a free slot, and less urgent leases for a task that waits for room in a window. The worker returns the leases that it
+has not begun and continues the others: nothing runs twice. Each lease is recalled at most once a session.
 
-Only workers that hold more leases than they have slots are checked, by the clock: the fast tasks of a wide window are
-gone by then and cost nothing.
+Only workers with more leases than slots are checked, every LOOK_S: the fast tasks of a wide window have ended by then.
 """
 
 from itertools import islice
@@ -17,18 +16,18 @@ from multigpu_master.core.state import State
 
 # How often windows are checked, and how long a lease may wait in one before it is recalled.
 LOOK_S = 0.05
-# Different (queue, shape) whose takers one check determines.
+# Limit of (queue, shape) pairs for which one check determines the possible workers.
 SORTS_MAX = 64
 
 
 class Recalls:
     def __init__(self, state: State) -> None:
         self._state = state
-        self._deep: dict[Worker, None] = {}  # workers with more leases than slots, and perhaps others
+        self._deep: dict[Worker, None] = {}  # all workers with more leases than slots, and perhaps more workers
         self._armed = False
 
     def granted(self, worker: Worker, now: float) -> None:
-        """A worker has got leases, or has fewer slots for them."""
+        """Call when a worker was granted leases, or has fewer slots for them."""
         if len(worker.leases) > worker.slots:
             self._deep[worker] = None
             if not self._armed:
@@ -49,11 +48,11 @@ class Recalls:
         if self._state.grants(now):
             self._recall_for_slots(now)
             self._recall_for_urgent(now)
-        first = next(iter(deep))  # the next check begins with another worker, in case this one did not reach all
+        first = next(iter(deep))  # the next check begins with another worker: this one may have reached its limits
         deep[first] = deep.pop(first)
 
     def _recall_for_slots(self, now: float) -> None:
-        """Shares out the leases that wait in windows among the workers that have free slots."""
+        """Recalls leases that wait in windows, a share for each worker that has free slots."""
         free = [w for w in self._state.fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)
         takers: dict[tuple[str, Shape], list[Worker]] = {}
@@ -76,7 +75,7 @@ class Recalls:
     def _takers(
         self, lease: Lease, free: list[Worker], known: dict[tuple[str, Shape], list[Worker]]
     ) -> list[Worker]:  # fmt: skip
-        """The free workers that may have such a task."""
+        """The free workers that may get the lease's task."""
         fleet, ledger, spec = self._state.fleet, self._state.ledger, lease.task.spec
         shape = shape_of(spec)
         found = known.get((spec.queue, shape))
@@ -93,7 +92,7 @@ class Recalls:
         return found
 
     def _recall_for_urgent(self, now: float) -> None:
-        """Makes room for tasks that wait, in windows that hold less urgent ones and have not moved for a while."""
+        """Recalls leases for more urgent waiting tasks, from workers that have reported nothing for LOOK_S."""
         fleet = self._state.fleet
         stuck = [w for w in self._deep if w.accepting and now - w.pace.reported_s >= LOOK_S]
         for resource_class in islice(self._state.classes.waiting_first(), SORTS_MAX) if stuck else ():
@@ -103,18 +102,18 @@ class Recalls:
                 continue
             if 0 <= now - head.submit_s < LOOK_S:  # below 0: the clock was set back
                 continue
-            wanted, able = resource_class.size, fleet.eligible(base)
+            needed, able = resource_class.size, fleet.eligible(base)
             for worker in stuck:
                 less_urgent = any(x.task.spec.priority > priority for x in worker.leases.values())
-                if wanted and less_urgent and worker in able and not obstructed(fleet, strategy, base, worker):
+                if needed and less_urgent and worker in able and not obstructed(fleet, strategy, base, worker):
                     waiting = self._waiting(worker, now, last_first=True)
-                    recalled = [x for x in waiting if x.task.spec.priority > priority][:wanted]
+                    recalled = [x for x in waiting if x.task.spec.priority > priority][:needed]
                     self._state.outbox.recall(worker, recalled)
-                    wanted -= len(recalled)
+                    needed -= len(recalled)
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
-        """A worker's leases that may be recalled, in the order in which they should begin, or the reverse. Leases that
-        run although no heartbeat has reported it yet are likely the oldest: these come at the end in both cases.
+        """A worker's leases that may be recalled, in the order in which they should begin, or the reverse. The oldest
+        leases come last in both cases: they likely run, although no heartbeat has reported that yet.
         """
         leases, begun = [], 0
         for lease in worker.leases.values():
@@ -127,7 +126,7 @@ class Recalls:
         return order + leases[:likely]
 
     def _may(self, lease: Lease) -> bool:
-        """Whether its task would be granted anew, and to any worker."""
+        """Whether the lease's task would get another lease, and from any worker."""
         task, ledger = lease.task, self._state.ledger
         queue = ledger.queues[task.spec.queue]
         return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))

@@ -1,7 +1,7 @@
 """Queued tasks that are interchangeable for placement: of one queue, priority and shape, the oldest first.
 
-A task that leaves from the middle (cancelled, expired, adopted) leaves a hollow entry behind. It is dropped when it
-comes to the front or when most of its stretch is hollow, and filled again if the task comes back before that.
+A task that is removed from the middle (cancelled, expired, adopted) leaves a hollow entry. The entry is dropped when it
+is the first or when most of its stretch is hollow; before that, a task that is put back fills its entry again.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from multigpu_master.core.placement.ranking import Ranking
 
 # Entries of a stretch.
 STRETCH = 1024
-# How far into a class a task that comes back is sorted in; beyond that, order among retries is not worth the time.
+# A task that is put back is sorted in among this many first tasks; behind them, retries may be out of order.
 SORTED_IN = 64
 
 
@@ -27,7 +27,7 @@ class Backlog:
         self.base = base  # without a partition
         self.classes = 0
         self.size = 0  # queued tasks
-        self.ranking: Ranking | None = None  # of the workers, by the strategy that was asked last
+        self.ranking: Ranking | None = None  # of the workers, by the last strategy used
         self.no_room_for_model = False  # a worker has room in its window, but none for the model
         self.waits_to_grow = False  # a worker has room, but needs a larger backlog
 
@@ -40,10 +40,10 @@ class ResourceClass:
         self.priority = priority
         self.shape = shape
         self.backlog = backlog
-        self.base = backlog.base  # what decides for strategies that don't partition
+        self.base = backlog.base  # the shape for strategies that don't partition
         self.stretches: deque[Stretch] = deque()
         self.size = 0  # entries that are not hollow
-        self.ticket = 0  # of its entry in the heap that counts; 0: none does
+        self.ticket = 0  # of its valid entry in the heap of offered classes; 0: it has none
         self.wait_list: WaitList | None = None  # where it is parked, or was last
 
     def key(self) -> tuple[str, int, Shape]:
@@ -54,7 +54,7 @@ class ResourceClass:
         return chain.from_iterable(stretch.tasks for stretch in self.stretches)
 
     def head(self) -> Task | None:
-        """The oldest task that waits. Drops hollow entries before it."""
+        """The oldest waiting task. Drops the hollow entries before it."""
         stretches = self.stretches
         while stretches:
             tasks = stretches[0].tasks
@@ -75,7 +75,7 @@ class ResourceClass:
         stretch.tasks.append(task)
 
     def put_back(self, task: Task) -> None:
-        """Puts a task that left back to its place of age."""
+        """Reinserts a task in the order of task_ids."""
         if task.stretch is not None:
             return  # its hollow entry is filled again
         older: list[Task] = []
@@ -92,7 +92,7 @@ class ResourceClass:
         stretch.tasks.appendleft(task)
 
     def pop(self) -> Task:
-        """Takes off the head. Only right after `head`."""
+        """Removes and returns the head. Call it right after `head` only."""
         task = self.stretches[0].tasks.popleft()
         task.stretch = None
         return task
@@ -103,9 +103,9 @@ class ResourceClass:
         self.stretches.clear()
 
     def hollow(self, task: Task) -> None:
-        """A task that waits leaves its entry."""
+        """Makes the entry of a waiting task hollow."""
         stretch = task.stretch
-        assert stretch is not None, "a task that waits has an entry"
+        assert stretch is not None, "a waiting task has an entry"
         stretch.left += 1
         tasks = stretch.tasks
         if 2 * stretch.left > len(tasks):
@@ -123,8 +123,8 @@ Entry = tuple[int, int, int, ResourceClass]
 
 
 class WaitList:
-    """Parked classes that wait for the same: if the first of them finds no worker, none does. They wait for a change of
-    one of `workers`; without `shape`: for room in the window of one.
+    """Parked classes blocked by the same condition: if the first class finds no worker, none does. They wait until one
+    of `workers` changes or, without a `shape`, has room in its window.
     """
 
     __slots__ = ("heap", "home", "key", "shape", "workers")

@@ -1,9 +1,9 @@
 """Which task is next.
 
-The resource classes that may have something to dispatch are *offered*: they stand in a heap by priority, then by the
-age of their first task. A class for whose tasks no worker has room is *parked* in a wait list, with those that wait for
-the same; when that may have changed, only the first class of the list is offered. Most wait for room in a window,
-whatever their queue and kind. So the cost of a dispatch depends neither on the number of tasks nor on that of classes.
+Resource classes that may have a task to dispatch are *offered*: they are in a heap, ordered by priority and then by the
+age of their first task. A class for whose tasks no worker has room is *parked* in a wait list, with classes blocked by
+the same condition; when the condition may have cleared, only the first class of the list is offered. Most classes wait
+for room in a window. So the cost of a dispatch depends neither on the number of tasks nor on the number of classes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ K = TypeVar("K")
 
 # Entries at the top of a wait list's heap that are searched for urgent tasks.
 TOP = 7
-# Stale entries of a wait list that are not worth a rebuild.
+# A wait list with at most this many stale entries is not rebuilt.
 STALE_MIN = 64
 
 
@@ -27,11 +27,11 @@ class ResourceClasses:
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, int, Shape], ResourceClass] = {}
         self.parked: dict[ResourceClass, int] = {}  # the ticket of its entry in a wait list
-        # Wait lists: for room in a window of any of some workers (by the id of these), or of the worker to which the
-        # tasks are pinned; for anything else (by what its classes have in common).
+        # Wait lists for room in the window of any of some workers (by id() of their dict), for room in the window of
+        # the worker to which the tasks are pinned, and for other conditions (by what the classes have in common).
         self.windows: dict[int, WaitList] = {}
-        self.pins: dict[Worker, WaitList] = {}
-        self.others: dict[Backlog | tuple[str, Shape, Worker | None], WaitList] = {}
+        self.pinned_windows: dict[Worker, WaitList] = {}
+        self.conditions: dict[Backlog | tuple[str, Shape, Worker | None], WaitList] = {}
         self._backlogs: dict[tuple[str, Shape], Backlog] = {}
         self._backlogs_of: dict[str, int] = {}  # how many backlogs a queue has
         self._heap: list[Entry] = []
@@ -50,7 +50,7 @@ class ResourceClasses:
         return found
 
     def too_many_shapes(self, spec: Spec, limit: int) -> bool:
-        """Whether a task of this spec would add a shape to a queue that has `limit` shapes or more."""
+        """Whether a task of this spec would add a shape to a queue that has at least `limit` shapes."""
         full = self._backlogs_of.get(spec.queue, 0) >= limit
         return full and (spec.queue, shape_of(spec)) not in self._backlogs
 
@@ -61,19 +61,19 @@ class ResourceClasses:
             self.offer(resource_class)
 
     def put_back(self, resource_class: ResourceClass, task: Task) -> None:
-        """Puts a task that left back to its place of age."""
+        """Reinserts a task in the order of task_ids."""
         self._grow(resource_class)
         resource_class.put_back(task)
         self.offer(resource_class)
 
     def take(self, resource_class: ResourceClass) -> None:
-        """Takes the head off the class that came first."""
+        """Pops the head of the class that `first` returned."""
         resource_class.stretches[0].tasks.popleft().stretch = None
         resource_class.size -= 1
         resource_class.backlog.size -= 1
 
     def leave(self, resource_class: ResourceClass, task: Task) -> None:
-        """A task that waits leaves from where it stands."""
+        """Removes a waiting task from its class (it was cancelled, has expired or was adopted)."""
         resource_class.hollow(task)
         resource_class.size -= 1
         resource_class.backlog.size -= 1
@@ -90,7 +90,7 @@ class ResourceClasses:
             self._forget(resource_class)
 
     def _grow(self, resource_class: ResourceClass) -> None:
-        """Another task waits in the class."""
+        """Counts another waiting task of the class."""
         backlog = resource_class.backlog
         resource_class.size += 1
         backlog.size += 1
@@ -103,7 +103,7 @@ class ResourceClasses:
                 self._backlogs_of[queue] = self._backlogs_of.get(queue, 0) + 1
         if backlog.waits_to_grow:
             backlog.waits_to_grow = False
-            if (wait_list := self.others.get(backlog)) is not None:
+            if (wait_list := self.conditions.get(backlog)) is not None:
                 self.offer_first(wait_list)
 
     def _forget(self, resource_class: ResourceClass) -> None:
@@ -119,7 +119,7 @@ class ResourceClasses:
                 if not self._backlogs_of[queue]:
                     del self._backlogs_of[queue]
         if offered and wait_list is not None:
-            self.offer_first(wait_list)  # it was offered on behalf of its wait list
+            self.offer_first(wait_list)  # the forgotten class represented its wait list
 
     # --- offered classes ---------------------------------------------------------------------------------------------
 
@@ -141,53 +141,53 @@ class ResourceClasses:
         return None
 
     def offer(self, resource_class: ResourceClass) -> None:
-        """Has a class in which something waits tried again, at the place of its present head."""
+        """Requeues a class with waiting tasks for dispatch, ordered by its current head."""
         self.parked.pop(resource_class, None)
         heappush(self._heap, self._ticketed(resource_class))
 
     def _ticketed(self, resource_class: ResourceClass) -> Entry:
         """A new entry for the heap of offered classes."""
         head = resource_class.head()
-        assert head is not None, "something waits in it"
+        assert head is not None, "an offered class has waiting tasks"
         self._tickets += 1
         resource_class.ticket = self._tickets
         return resource_class.priority, head.task_id, self._tickets, resource_class
 
     def offer_anew(self, resource_class: ResourceClass) -> None:
-        """Has a class tried again that may wait for something else than before."""
+        """Requeues a class whose blocking condition may have changed (another strategy, a resumed queue)."""
         offered = resource_class.ticket
         wait_list, resource_class.wait_list = resource_class.wait_list, None
         if not offered:
             self.offer(resource_class)
         elif wait_list is not None:
-            self.offer_first(wait_list)  # it was offered on behalf of its wait list
+            self.offer_first(wait_list)  # this class represented the wait list, and leaves it
 
     def offer_all(self) -> None:
-        """Has every parked class tried again."""
+        """Requeues every parked class."""
         for resource_class in self.parked:
             resource_class.wait_list = None
             self._heap.append(self._ticketed(resource_class))
         heapify(self._heap)
-        for parked in (self.parked, self.windows, self.pins, self.others):
+        for parked in (self.parked, self.windows, self.pinned_windows, self.conditions):
             parked.clear()
 
     def offer_freed(self, freed: dict[Worker, None], open_: dict[Worker, None], *, averages_moved: bool) -> None:
-        """Offers what may be dispatched now that these workers changed, of which the open ones have room."""
+        """Offers the parked classes that a change of the `freed` workers may unblock. Workers in `open_` have room."""
         roomy = [worker for worker in freed if worker in open_]
         for worker in roomy:
-            if (wait_list := self.pins.get(worker)) is not None:
+            if (wait_list := self.pinned_windows.get(worker)) is not None:
                 self.offer_first(wait_list)
         for wait_list in list(self.windows.values()):
             if not wait_list.workers.keys().isdisjoint(roomy):
                 self.offer_first(wait_list)
-        for wait_list in list(self.others.values()):
+        for wait_list in list(self.conditions.values()):
             # Whether a backlog suffices may depend on the averages.
             if averages_moved or not freed.keys().isdisjoint(wait_list.workers.keys()):
                 self.offer_first(wait_list)
 
     def offer_first(self, wait_list: WaitList) -> None:
-        """Has the first class of a wait list tried again. If it fails, so would the rest, which stay parked; if it
-        succeeds, `granted` offers the next one.
+        """Requeues the first class of a wait list. If dispatching it fails, the other classes would fail too, and stay
+        parked; if it succeeds, `granted` offers the next class.
         """
         first = self._first_of(wait_list)
         if first is not None:
@@ -197,8 +197,8 @@ class ResourceClasses:
             del wait_list.home[wait_list.key]
 
     def granted(self, resource_class: ResourceClass) -> None:
-        """The head of the class that came first was taken: the next to try is the first of those that waited with it.
-        So one class of a wait list is tried at a time, however many there are.
+        """Called after a grant to the class that `first` returned: offers the first class of its wait list in its
+        place, if that is ahead now. So dispatch tries one class of a wait list at a time.
         """
         head, wait_list = resource_class.head(), resource_class.wait_list
         if head is None:
@@ -217,31 +217,31 @@ class ResourceClasses:
         self, resource_class: ResourceClass, lists: dict[K, WaitList], key: K, workers: dict[Worker, None],
         shape: Shape | None = None,
     ) -> None:  # fmt: skip
-        """Sets aside the class that came first, in one of the wait lists."""
+        """Parks the class that `first` returned, in the wait list `lists[key]`."""
         wait_list = lists.get(key)
         if wait_list is None:
             wait_list = lists[key] = WaitList(lists, key, workers, shape)
-        entry = self._set_aside(resource_class, wait_list)
+        entry = self._park_first(resource_class, wait_list)
         heappush(wait_list.heap, entry)
         if len(wait_list.heap) > 2 * len(self.parked) + STALE_MIN:
             wait_list.heap = [e for e in wait_list.heap if self.parked.get(e[3]) == e[2]]
             heapify(wait_list.heap)
 
     def pause(self, resource_class: ResourceClass) -> None:
-        """Sets aside the class that came first until all are offered."""
-        self._set_aside(resource_class, None)
+        """Parks the class that `first` returned outside any wait list, until `offer_anew` or `offer_all`."""
+        self._park_first(resource_class, None)
 
-    def _set_aside(self, resource_class: ResourceClass, wait_list: WaitList | None) -> Entry:
+    def _park_first(self, resource_class: ResourceClass, wait_list: WaitList | None) -> Entry:
         entry = heappop(self._heap)
         resource_class.ticket = 0
         self.parked[resource_class] = entry[2]
         before, resource_class.wait_list = resource_class.wait_list, wait_list
         if before is not None and before is not wait_list:
-            self.offer_first(before)  # what it waits for now is not what they wait for
+            self.offer_first(before)  # its old wait list needs another representative
         return entry
 
     def _first_of(self, wait_list: WaitList) -> Entry | None:
-        """The entry of a wait list's first class, which is at the top of its heap then."""
+        """Drops stale entries of a wait list and returns the first one, or None."""
         heap = wait_list.heap
         while heap:
             priority, task_id, ticket, resource_class = heap[0]
@@ -256,8 +256,8 @@ class ResourceClasses:
         return None
 
     def waiting_first(self) -> Iterator[ResourceClass]:
-        """Of each wait list the first class, and some of those after it: they may be of other shapes."""
-        for wait_list in (*self.windows.values(), *self.others.values()):
+        """The first classes of each wait list, up to TOP: they may have different shapes."""
+        for wait_list in (*self.windows.values(), *self.conditions.values()):
             if self._first_of(wait_list) is not None:
                 top = sorted(wait_list.heap[:TOP])
                 yield from [found for _, _, ticket, found in top if self.parked.get(found) == ticket]

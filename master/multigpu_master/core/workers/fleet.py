@@ -1,4 +1,4 @@
-"""The registry of workers: who there is, what each can run, how fast, and what each holds.
+"""The registry of workers: which exist, what each can run, how fast, and which leases and models each holds.
 
 `changes` is a log of workers in the order in which they changed; each ranking reads it from where it stopped.
 """
@@ -34,11 +34,11 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.sessions: dict[int, Worker] = {}
         self.open: dict[Worker, None] = {}  # workers that take work and have room in their windows
-        self.freed: dict[Worker, None] = {}  # workers that may have got room since the last take_freed
+        self.freed: dict[Worker, None] = {}  # workers that may have gained room since the last take_freed
         self.changes: list[Worker] = []
         self.changes_base = 0  # changes dropped from the front
-        self.membership = 0  # counts workers that came, went, or changed what they can take
-        self.averages = 0  # counts averages of the fleet that moved enough to matter
+        self.membership = 0  # counts workers that joined, left, or changed which tasks they can take
+        self.averages = 0  # counts the steps of the fleet's averages
         self.planned = False  # whether any worker offers models by id
         self.sizes = ModelSizes()
         self._dispatches = 0
@@ -51,7 +51,7 @@ class Fleet:
     # --- members -----------------------------------------------------------------------------------------------------
 
     def register(self, info: WorkerInfo) -> Worker:
-        """The worker of that id, made if it is new, with its new info."""
+        """Sets the info of the worker with its id, creates the worker if it is new, and returns it."""
         worker = self.workers.get(info.worker_id)
         if worker is None:
             worker = self.workers[info.worker_id] = Worker(info)
@@ -71,15 +71,15 @@ class Fleet:
         self.members_changed(worker)
 
     def make_room(self, worker_id: str, token_id: str = "") -> Worker | None:
-        """Before a new worker joins: if too many are lost, of all or of its token, forgets the one lost first, and
-        returns it. Cordoned ones stay: they would come back and take work.
+        """Call before a worker joins: if too many workers are lost, of all or of its token, forgets and returns the one
+        lost first. Cordoned workers stay: once forgotten, they could reconnect and would get tasks.
         """
         if worker_id in self.workers:
             return None
         lost = [w for w in self.workers.values() if not (w.session or w.cordon)]
-        own = [w for w in lost if w.token_id == token_id]
-        if token_id and len(own) >= LOST_WORKERS_TOKEN_MAX:
-            lost = own
+        same_token = [w for w in lost if w.token_id == token_id]
+        if token_id and len(same_token) >= LOST_WORKERS_TOKEN_MAX:
+            lost = same_token
         elif len(lost) < LOST_WORKERS_MAX:
             return None
         gone = min(lost, key=lambda w: w.heard_s)
@@ -101,7 +101,7 @@ class Fleet:
         self.members_changed(worker)
 
     def close_session(self, worker: Worker) -> None:
-        """The worker is lost. Its leases were taken back before, except those that its next session keeps."""
+        """Marks the worker as lost. The caller has taken back its leases, except those that its next session keeps."""
         self.sessions.pop(worker.session, None)
         worker.session = 0
         worker.residency.lost()
@@ -110,7 +110,7 @@ class Fleet:
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def members_changed(self, worker: Worker) -> None:
-        """A worker came, went, or changed in what it can take."""
+        """Call when a worker joined, left, or changed which tasks it can take."""
         self.membership += 1
         self._groups.clear()
         self._eligible.clear()
@@ -118,7 +118,7 @@ class Fleet:
         self.touch(worker)
 
     def touch(self, worker: Worker) -> None:
-        """Something changed that a ranking may depend on."""
+        """Call when a worker changed in a way that may change its rank."""
         worker.version += 1
         if worker.accepting and not worker.full:
             self.open[worker] = None
@@ -130,7 +130,7 @@ class Fleet:
             self.changes_base += CHANGES_MAX // 2
 
     def free(self, worker: Worker) -> None:
-        """Something changed by which the worker may have got room."""
+        """Call when a worker may have gained room."""
         self.freed[worker] = None
         self.touch(worker)
 
@@ -139,7 +139,7 @@ class Fleet:
         return freed
 
     def models_changed(self, worker: Worker) -> None:
-        """The worker has other models than before, or other room for them."""
+        """Call when a worker's models, or its room for them, changed."""
         worker.residency.changed()
         self._resident.clear()
         self.free(worker)
@@ -148,7 +148,7 @@ class Fleet:
 
     @staticmethod
     def capability(worker: Worker, shape: Shape) -> Capability | None:
-        """What lets this worker run the shape's kind on its model."""
+        """The worker's capability that covers the shape's kind and model; None: it has none."""
         for c in worker.kinds.get(shape.kind, ()):
             if not c.models or not shape.model or shape.model in c.models:
                 return c
@@ -244,19 +244,19 @@ class Fleet:
         return count
 
     def heard(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
-        """Takes what a heartbeat says of the worker's models."""
+        """Applies the models in a heartbeat."""
         if worker.residency.heard(models, last_frame, now):
             self._resident.clear()
             self._measured((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
     def idle(self, worker: Worker) -> None:
-        """The worker holds no lease: only the models in its heartbeat are loaded."""
+        """Call when the worker holds no lease: only the models in its heartbeat are loaded."""
         unplanned, worker.residency.unplanned = worker.residency.unplanned, {}
         if any(self.load_s(worker, Shape(*key, (), 0, -1)) > 0 for key in unplanned):
             self._resident.clear()
 
     def _measured(self, sizes: Iterable[tuple[str, int, float]]) -> None:
-        """Learns (id, memory in bytes, loading time) of models, 0 for what isn't known."""
+        """Records measurements: (model id, memory in bytes, loading time in seconds), 0 if not measured."""
         before = self.sizes.changes
         for model, memory_bytes, load_s in sizes:
             self.sizes.learn(model, memory_bytes, load_s)
@@ -300,7 +300,7 @@ class Fleet:
     # --- what they hold ----------------------------------------------------------------------------------------------
 
     def grant(self, worker: Worker, lease: Lease, now: float) -> Key | None:
-        """Puts a lease into the worker's window. Returns its (kind, model) if the worker has to load the model."""
+        """Adds a lease to the worker's window. Returns its (kind, model) if the worker has to load the model."""
         task = lease.task
         assert task.lease is None, "a task is leased once at a time"
         assert task.outcome is None, "a settled task is not leased"
@@ -330,14 +330,14 @@ class Fleet:
         return key if loads else None
 
     def release(self, lease: Lease) -> None:
-        """Takes a lease, already off worker.leases, out of the worker's account. The caller touches the worker."""
+        """Subtracts a lease, already removed from worker.leases, from the worker's sums. The caller calls `touch`."""
         assert lease.task.lease is lease, "a live lease is its task's"
         lease.task.lease = None
         self.released(lease.worker, [lease], len(lease.task.payload))
         self.freed[lease.worker] = None
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
-        """Takes leases, already off worker.leases and their tasks, out of the worker's account."""
+        """Subtracts leases, already removed from worker.leases and their tasks, from the worker's sums."""
         worker.leased_bytes -= payload_bytes
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])

@@ -1,7 +1,7 @@
 """Load reservations: models that wait for room are loaded in turn.
 
-Tasks whose model is placed nowhere wait while models in use take up every worker's room, and streams of tasks for those
-could make that last for ever. So once the oldest task of a class has waited for as long as its model takes to load, the
+Tasks whose model is placed nowhere wait while models in use take up every worker's memory, and new tasks for those
+models could block them for ever. So once the oldest task of a class has waited as long as its model takes to load, the
 model gets a reservation on one worker: the one with the fewest reservations, then the fewest bytes to free. When it is
 the worker's first reservation and the worker has rested from its last loading, the least recently used models that must
 go get no new leases there; their leases end as usual, and then the waiting model gets its lease. A reservation takes no
@@ -24,7 +24,7 @@ WAIT_MIN_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A model's place in a worker's queue. `pin`: its tasks may go to this worker only."""
+    """A model's place in a worker's queue. `pin`: the only worker for its tasks; None: any."""
 
     resource_class: ResourceClass
     pin: Worker | None
@@ -44,7 +44,7 @@ class LoadReservations:
     # --- classes that wait -------------------------------------------------------------------------------------------
 
     def parked(self, resource_class: ResourceClass, pin: Worker | None, now: float) -> None:
-        """A class found no worker; perhaps none has room for its model."""
+        """Call when a class found no worker: watches it if no worker has room for its model."""
         if resource_class in self._waiting or resource_class.queue.paused:
             return
         no_room = resource_class.backlog.no_room_for_model
@@ -52,13 +52,13 @@ class LoadReservations:
             no_room = self._fleet.blocked(pin, resource_class.base) is not None
         if no_room:
             self._waiting[resource_class] = None
-            self._look_later(resource_class, now)
+            self._check_later(resource_class, now)
 
-    def _look_later(self, resource_class: ResourceClass, now: float) -> None:
-        """Checks a class when it has waited long enough, or as long once more."""
+    def _check_later(self, resource_class: ResourceClass, now: float) -> None:
+        """Checks a class when its head has waited long enough; if it has already, after the same time again."""
         head, wait_s = resource_class.head(), self._wait_s(resource_class)
         due_s = max(head.submit_s if head is not None else now, now - wait_s) + wait_s
-        self._state.timers.at(due_s if due_s > now else now + wait_s, lambda now: self._look(resource_class, now))
+        self._state.timers.at(due_s if due_s > now else now + wait_s, lambda now: self._check(resource_class, now))
 
     def _wait_s(self, resource_class: ResourceClass) -> float:
         fleet, shape = self._fleet, resource_class.base
@@ -69,8 +69,8 @@ class LoadReservations:
         ]
         return max(WAIT_MIN_S, min(loads_s, default=WAIT_MIN_S))
 
-    def _look(self, resource_class: ResourceClass, now: float) -> None:
-        """A class has waited: it gets a reservation, if it still needs one."""
+    def _check(self, resource_class: ResourceClass, now: float) -> None:
+        """Makes a reservation for a class that has waited long enough, if it still needs one."""
         strategy = self._state.ledger.strategy_of(resource_class.queue)
         pin = self._state.placement.pin(strategy, resource_class.shape) if strategy.pinned else None
         for old in [r for r in self.by_class.values() if r.resource_class is resource_class and r.pin is not pin]:
@@ -82,30 +82,30 @@ class LoadReservations:
                 self._end(reservation)
             return
         head, wait_s = resource_class.head(), self._wait_s(resource_class)
-        assert head is not None, "something waits in it"
+        assert head is not None, "the class has waiting tasks"
         if now >= head.submit_s + wait_s:
             if reservation is not None and not self._valid(reservation):
                 self._end(reservation)
                 reservation = None
             if reservation is None:
                 self._reserve(resource_class, pin)
-        self._look_later(resource_class, now)
+        self._check_later(resource_class, now)
 
     def _served(self, resource_class: ResourceClass, pin: Worker | None) -> bool:
-        """Whether its model is placed where its tasks may use it, so that they only wait for room in a window."""
+        """Whether the class's model is placed where its tasks may use it: they only wait for room in a window."""
         fleet, base = self._fleet, resource_class.base
         workers = [pin] if pin is not None else list(fleet.eligible(base))
         return any(w.accepting and fleet.load_s(w, base) == 0.0 and fleet.blocked(w, base) is None for w in workers)
 
     def _valid(self, reservation: Reservation) -> bool:
-        """Whether its worker still can load the model."""
+        """Whether the reservation's worker can still load its model."""
         worker, shape = reservation.worker, reservation.resource_class.base
         if not worker.accepting or worker not in self._fleet.eligible(shape):
             return False
         return self._fleet.model_id(worker, shape.kind, shape.model) == reservation.model
 
     def _reserve(self, resource_class: ResourceClass, pin: Worker | None) -> None:
-        """Makes a reservation on the worker that suits best; none if no worker may make room."""
+        """Makes a reservation on the best worker; none if no worker can free enough memory."""
         fleet, shape = self._fleet, resource_class.base
         strategy = self._state.ledger.strategy_of(resource_class.queue)
         best: tuple[int, int, str] | None = None
@@ -136,14 +136,14 @@ class LoadReservations:
         reservation = queue[0]
         going = _who_goes(worker, reservation.model, reservation.resource_class.priority)
         if going is None:
-            self._drop(reservation)  # its class asks again
+            self._drop(reservation)  # the next check of its class makes another one
             self._begin(worker)
             return
         residency.reserve(reservation.model, going)
         self._fleet.models_changed(worker)
 
     def granted(self, resource_class: ResourceClass, worker: Worker) -> None:
-        """A class has got a lease: its reservation is over."""
+        """Ends the reservation of a class that was granted a lease."""
         for pin in (None, worker):
             reservation = self.by_class.get((resource_class.base, pin))
             if reservation is not None:
@@ -168,7 +168,7 @@ class LoadReservations:
     # --- rest --------------------------------------------------------------------------------------------------------
 
     def look_at(self, worker: Worker) -> None:
-        """The worker has reported its models, or one of them was used: it may rest now, or go on."""
+        """Call when a worker's models changed: starts the timer of its rest, or begins its next reservation."""
         residency = worker.residency
         if residency.resting and worker not in self._resting:
             self._resting[worker] = None
@@ -189,15 +189,15 @@ class LoadReservations:
         self._state.timers.at(worker.residency.rest_until_s, over)
 
     def used(self, worker: Worker, model: str, now: float) -> None:
-        """A task has succeeded on a model: it is loaded."""
+        """Records that a model is loaded, because a task has succeeded on it."""
         if model in worker.residency.began_s:
             worker.residency.ready(model, now)
             self.look_at(worker)
 
 
 def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
-    """Which models in use must go to make room for one, the least recently used first; None if that is not enough, or
-    they are more important.
+    """The models in use to unload for `model`, the least recently used first. None: the models that may be unloaded
+    (neither pinned, nor with leases of a more important priority) do not free enough memory.
     """
     residency = worker.residency
     pinned = residency.pinned() | {r.model: None for r in residency.reported.values() if r.pinned}
@@ -211,5 +211,5 @@ def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
             break
         size -= residency.memory_of(other)
         going.append(other)
-    alone = len(going) == len(used)  # a model larger than all room is the worker's to reject
+    alone = len(going) == len(used)  # if the model is larger than the worker's memory, the worker rejects it
     return going if size <= residency.limit_bytes or alone else None

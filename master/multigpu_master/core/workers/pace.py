@@ -1,8 +1,8 @@
-"""How fast a worker completes tasks, and how many leases it may therefore hold.
+"""Measures how fast a worker completes tasks, and sets its window: how many leases it may hold.
 
 A worker may hold as many leases as it completes in WINDOW_S, at least one more than it has slots, at most its
-window_tasks. So fast tasks are sent ahead by the thousand, and slow ones stay in the queue, where any worker can still
-take them. Worker.window_full says how kinds whose tasks run together add to that.
+window_tasks. So thousands of fast tasks are sent ahead, and slow tasks stay in the queue, from which any worker can get
+them. Worker.window_full has the exception for kinds whose tasks run together.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from multigpu_master.core.workers.info import WorkerInfo
 
 WINDOW_S = 0.5
-# Seconds over which a pace is measured at least: tasks that ran together are reported together, which says nothing
-# about their pace. The first measurement may be shorter, so that fast tasks soon have a window.
+# Minimum time of a measurement, in seconds: tasks that ran together are reported together, which says nothing about
+# their pace. The first measurement may be shorter, so that fast tasks soon have a window.
 PACE_S, FIRST_PACE_S = 0.1, 0.005
 # The weight of the newest sample in the moving averages.
 GAIN = 0.5
@@ -35,7 +35,7 @@ class Pace:
     together: int = 1  # tasks in the last report
 
     def restart(self, info: WorkerInfo, now: float) -> None:
-        """A session begins: the window is narrow until the worker shows its pace."""
+        """Begins a session: the window is narrow until the pace is measured."""
         self.allowed = narrow_window(info)
         self.task_s = 0.0
         self.finished = 0
@@ -46,7 +46,7 @@ class Pace:
         self.reported_s = now
 
     def report(self, info: WorkerInfo, n: int, now: float) -> None:
-        """N attempts have ended. Adapts the window."""
+        """Records that `n` attempts have ended, and adapts the window."""
         self.reported_s = now
         self.together = n
         self.finished += n

@@ -1,18 +1,18 @@
 """Sick devices, poison tasks, and the circuit breaker.
 
 Every heartbeat has the device's health. While a device is sick or recovering, or has not passed a check that the master
-asked for, its worker is quarantined: it gets no leases. The worker's next report ends that.
+requested, its worker is quarantined: it gets no leases. A heartbeat that reports a healthy device ends the quarantine.
 
-An engine that breaks may be the task's fault or the device's. Two observations tell them apart:
+An engine may break because of the task or because of the device. Two observations distinguish the causes:
 - a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and neither device
   is blamed for it, nor for other tasks of its kind and model, for a while;
-- a device on which SUSPECTS different tasks broke the engine, none of them condemned, is suspected: its worker is asked
-  for a check, and the tasks get the attempt back. With no other device to compare with there is no such evidence.
-A device that reports that it is sick is to blame for what broke on it.
+- a device on which SUSPECTS different tasks broke the engine, none of them condemned, is suspected: the master requests
+  a check from its worker, and the tasks get the attempt back. This needs another connected device to compare with.
+A device that reports that it is sick is blamed for the engines that broke on it.
 
 The breaker counts the devices quarantined within a window. More than a share of the connected fleet points to a common
-cause (a driver, a power supply, a bad release): the breaker trips and calls for a person. Until that person resets it,
-only devices that can't run anything are quarantined.
+cause (a driver, a power supply, a bad release): the breaker trips. Until an operator resets it, only devices that can't
+run any task are quarantined.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ SUSPECTS = 3
 DEVICES = 2
 # Codes of reasons that only repeat that the master has asked for a check.
 ASKED = ("tasks_fail", "check_requested")
-# Limit of kinds that are remembered as having a condemned task.
+# Limit of (kind, model) pairs that are kept as having a condemned task.
 KINDS_MAX = 1024
 
 
@@ -47,7 +47,7 @@ class Breaker:
         return len(self.quarantines)
 
     def most(self, devices: int) -> int:
-        """How many of the connected devices may be quarantined within the window; one always may."""
+        """How many of the connected devices may be quarantined within the window; at least one."""
         return max(1, int(self.share * devices))
 
 
@@ -63,7 +63,7 @@ class Quarantine:
     # --- what a worker reports ---------------------------------------------------------------------------------------
 
     def heard(self, worker: Worker, health: Health, now: float) -> None:
-        """Takes the health in a heartbeat."""
+        """Applies the health in a heartbeat."""
         own_findings = any(reason.code not in ASKED for reason in health.reasons)
         worker.health = health
         if worker.checks_asked and not worker.suspected:  # a later process of the worker counts from zero
@@ -74,7 +74,7 @@ class Quarantine:
         self._judge(worker, now)
 
     def check(self, event: ev.CheckDevice, now: float) -> None:
-        """An operator wants to know whether a device works. That is no fault: the breaker does not count it."""
+        """Requests a check for an operator, and quarantines the worker. The breaker does not count that."""
         worker = self._state.fleet.workers[event.worker_id]
         self._ask_check(worker, at_once=True)
         if not worker.quarantined:
@@ -100,7 +100,7 @@ class Quarantine:
         return len({w.device_key for w in self._state.fleet.sessions.values()})
 
     def _admitted(self, worker: Worker, now: float) -> bool:
-        """Whether the breaker lets a worker be quarantined. Trips it if that is one device too many."""
+        """Whether the breaker permits to quarantine a worker. Trips the breaker if that exceeds its limit."""
         breaker = self.breaker
         if breaker.tripped_s:
             return False
@@ -110,8 +110,8 @@ class Quarantine:
             return True
         breaker.tripped_s = now
         message = (
-            f"{count} of {self.devices()} devices fell sick within {breaker.window_s:g} s, and no more than {most} are "
-            "quarantined without a person: look for a common cause (driver, power, cooling, a new release), then run "
+            f"{count} of {self.devices()} devices fell sick within {breaker.window_s:g} s, and at most {most} are "
+            "quarantined automatically: look for a common cause (driver, power, cooling, a new release), then run "
             "mgpuctl breaker reset"
         )
         self._state.outbox.add(ev.BreakerChanged(now, message))
@@ -130,11 +130,11 @@ class Quarantine:
     # --- sick device or poison task? ---------------------------------------------------------------------------------
 
     def broke_engine(self, lease: Lease, now: float) -> bool:
-        """An attempt, already off its worker, broke its engine. Returns whether the task is condemned."""
+        """Records that an attempt, whose lease is released, broke its engine. Returns whether its task is condemned."""
         task, worker = lease.task, lease.worker
-        extra, device = task.more(), worker.device_key
+        extra, device = task.ensure_extra(), worker.device_key
         if device in extra.broke or device in extra.forgiven:
-            return False  # more attempts on the same device are no more evidence
+            return False  # another attempt on the same device is no new evidence
         if not worker.health.fit:
             extra.forgiven += (device,)
             return False
@@ -156,7 +156,7 @@ class Quarantine:
         return False
 
     def _condemn(self, kind: tuple[str, str], now: float) -> None:
-        """Tasks of this kind are known to break engines: no device is blamed for them."""
+        """Records that tasks of this kind and model break engines: no device is blamed for them for a while."""
         self._condemned.pop(kind, None)
         self._condemned[kind] = now
         if len(self._condemned) > KINDS_MAX:
@@ -169,10 +169,10 @@ class Quarantine:
                 del self._marks[device]
 
     def _suspect(self, device: str, now: float) -> None:
-        """Asks for a check of a device, and gives the tasks that failed on it their attempt back."""
+        """Requests a check of a device, and gives the tasks that failed on it their attempt back."""
         for task in self._marked(device):
-            extra = task.more()
-            extra.forgiven += (device,)  # it stays in extra.broke: one more device, and the task is condemned
+            extra = task.ensure_extra()
+            extra.forgiven += (device,)  # the device stays in extra.broke: the next device condemns the task
         for worker in list(self._state.fleet.sessions.values()):
             if worker.device_key == device:
                 self._ask_check(worker, at_once=False)
@@ -185,13 +185,13 @@ class Quarantine:
         self._state.outbox.worker_changed(worker, remember=True)
 
     def _marked(self, device: str) -> list[Task]:
-        """Removes a device's marks. Returns the tasks that made them, as far as the core still has them."""
+        """Removes a device's marks. Returns their tasks, except those that the core has forgotten."""
         tasks = [self._state.ledger.tasks.get(task_id) for task_id in self._marks.pop(device, {})]
         return [task for task in tasks if task is not None]
 
     def _forgive(self, device: str) -> None:
-        """The device was to blame."""
+        """Blames the device for its marks: their tasks get the attempt back, and no longer count as suspects."""
         for task in self._marked(device):
-            extra = task.more()
+            extra = task.ensure_extra()
             extra.forgiven += (device,)
             extra.broke = tuple(each for each in extra.broke if each != device)

@@ -30,9 +30,9 @@ SAME = 0.1
 
 
 class Block(Enum):
-    """Why a model gets no lease on a worker now."""
+    """The reason why a model gets no lease on a worker now."""
 
-    UNWANTED = "it is being unloaded there by an operator"
+    UNWANTED = "an operator unloads it there"
     RETIRING = "it makes room there for a model that has waited longer"
     RESERVED = "another model, which has waited longer, is to be loaded there first"
     NO_ROOM = "there is no room for it"
@@ -176,7 +176,7 @@ class Residency:
         return others <= 0 or others + mine <= self.limit_bytes
 
     def excess_bytes(self, model: str) -> int:
-        """How many bytes of other models must be unloaded for it; 0 or less: none."""
+        """How many bytes of other models must be unloaded for the model; 0 or less: none."""
         if not self.limit_bytes or self.placed(model):
             return 0
         if self._placed_bytes is None:
@@ -203,7 +203,7 @@ class Residency:
         return self.used.get(model, 0), reported.last_use_s if reported is not None else 0.0
 
     def cost_s(self, model: str) -> float:
-        """Its loading time plus those of the models that it evicts, as they will be loaded again."""
+        """The model's loading time plus that of the models that it evicts, as they will be loaded again."""
         return sum(map(self.load_s, self.evicted_for(model)), self.load_s(model))
 
     # --- leases and heartbeats ---------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Residency:
             self.rest_until_s = max(self.rest_until_s, now + took_s)
 
     def heard(self, models: Iterable[Resident], last_frame: int, now: float) -> bool:
-        """Applies the models of a heartbeat. Returns whether this changed the placed models or a reported size."""
+        """Applies the models of a heartbeat. Returns whether the placed models or a reported size changed."""
         before = {m for m in (*self.reported, *self.granted) if self.placed(m)}
         sizes = {r.model: r.memory_bytes for r in self.reported.values()}
         self.reported = {r.model: r for r in models}
@@ -276,7 +276,7 @@ class Residency:
         self.room_for, self.retiring = "", {}
         self.changed()
 
-    # --- orders ------------------------------------------------------------------------------------------------------
+    # --- reservations and operators' requests ------------------------------------------------------------------------
 
     def reserve(self, model: str, retiring: Iterable[str]) -> None:
         """Reserves the worker for loading the model next; the retiring models get no new leases."""
@@ -290,7 +290,7 @@ class Residency:
         self.unwanted.pop(self.names.get(name, name), None)
 
     def unload(self, name: str) -> None:
-        """An operator wants the model unloaded, or all its versions. One that is not loaded is just unpinned."""
+        """Unloads the model, or all its versions, for an operator. A model that is not loaded is only unpinned."""
         for pin in [p for p in self.pins if is_version(p, name) or self.names.get(p) == name]:
             del self.pins[pin]
         known = dict.fromkeys((*self.reported, *self.granted, *self.uses, *self.began_s))

@@ -1,7 +1,7 @@
-"""The workers' events: sessions that begin, report, fall silent and end.
+"""Handles the workers' events: sessions that begin, report, fall silent and end.
 
-A report counts only if its session's worker holds that lease (`worker.leases.pop`). That is the one fence: whatever
-takes a task from a worker takes the lease out of that dict, and a late report finds nothing.
+A report counts only if its session's worker holds that lease (`worker.leases.pop`). There is no other fence: code that
+takes a task from a worker removes the lease from that dict, so a late report finds no lease.
 """
 
 from collections.abc import Container
@@ -16,10 +16,10 @@ from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.quarantine import Quarantine
 
 PARTIALS_BYTES_MAX = 16 << 20
-PARTIAL_OVERHEAD_BYTES = 64  # that each partial output counts for, besides its data
-# A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was away.
+PARTIAL_OVERHEAD_BYTES = 64  # added to the size of each partial output
+# A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was paused.
 LATE_S = 1.0
-# The error type of a lease whose model had to make room for another, and how long the task waits then.
+# The error type of a lease whose model had to make room for another, and the task's pause before it is requeued.
 MAKES_ROOM, MAKES_ROOM_S = "ModelMakesRoom", 0.1
 # The error type of a lease that was recalled.
 RECALLED = "Recalled"
@@ -38,7 +38,7 @@ class Sessions:
         self._recalls = recalls
         timeout_s = state.limits.session_timeout_s
         self._grace_s = min(LATE_S, timeout_s / 4)
-        self._suspect_s = timeout_s - self._grace_s  # a silence this long is looked into
+        self._suspect_s = timeout_s - self._grace_s  # after this silence a worker is suspected to be lost
 
     # --- a session begins --------------------------------------------------------------------------------------------
 
@@ -76,18 +76,18 @@ class Sessions:
         outbox.worker_changed(worker, remember=True)
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
-        """Takes over a lease of an earlier session, if its task still waits for one."""
+        """Takes over a lease of an earlier session, if its task has no lease and no outcome."""
         task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
             return False
         extra = task.extra
         if extra is not None and held.attempt <= extra.failed_attempt:
-            return False  # its report has arrived, and the attempt is charged: it must not end once more
+            return False  # the attempt's failure was reported and charged: it must not be charged again
         if task.waiting:
             self._state.classes.leave(self._ledger.class_of(task), task)
         if extra is not None:
             extra.not_before_s = 0.0
-            extra.losses = max(0, extra.losses - 1)  # it was not lost after all
+            extra.losses = max(0, extra.losses - 1)  # the lease was counted as lost
         task.attempts = max(task.attempts, held.attempt)
         lease = Lease(held.lease_id, task, worker, held.attempt, now, 0, 0.0)
         self._ledger.book(lease, now)
@@ -100,7 +100,7 @@ class Sessions:
         lease.running = held.running
         lease.fraction, lease.steps, lease.note = held.fraction, held.steps, held.note
         if held.checkpoint:
-            lease.task.more().checkpoint = held.checkpoint
+            lease.task.ensure_extra().checkpoint = held.checkpoint
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Sessions:
         worker.heard_s = now
         worker.telemetry = event.telemetry
         worker.engine = event.engine
-        # A quarantine may be from before this master, and over; a breaker may have been reset since the last session.
+        # A restored quarantine may have ended; the breaker may have been reset since the last session.
         if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.residency.unplanned:
@@ -152,12 +152,12 @@ class Sessions:
                 self._attempts.take_back(lease, None, now)
 
     def _offers(self, worker: Worker, catalog: ev.Catalog) -> None:
-        """The worker offers something else than before."""
+        """Replaces the capabilities and models that the worker offers, if they changed."""
         info = worker.info
         if (catalog.capabilities, catalog.models) == (info.capabilities, info.models):
             return
         self._fleet.set_info(worker, replace(info, capabilities=catalog.capabilities, models=catalog.models))
-        if worker.residency.pins:  # their ids may be others now
+        if worker.residency.pins:  # the ids of the pinned models may have changed
             self._outbox.desire(worker)
         self._outbox.worker_changed(worker, remember=True)
 
@@ -186,7 +186,7 @@ class Sessions:
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
         """Settles the tasks whose lease the worker still holds."""
-        # A worker's clock may be wrong, and how long an outcome is kept depends on when it ended.
+        # A worker's clock may be ahead, and the retention of an outcome begins at its finish time.
         finish_s, start_s, content_type = min(event.finish_s or now, now), event.start_s, event.content_type
         worker_id, device_id = worker.info.worker_id, worker.info.device_id
         leases = []
@@ -211,7 +211,7 @@ class Sessions:
         return self._ledger.succeed(worker, leases)
 
     def _failed(self, worker: Worker, event: ev.Reports, now: float) -> int:
-        """Takes back the leases of tasks that did not succeed. Returns how many were attempts."""
+        """Releases the leases of tasks that did not succeed. Returns the number of failed attempts."""
         attempts, charged, finish_s = self._attempts, 0, min(event.finish_s or now, now)
         for failure in event.failures:
             lease = worker.leases.pop(failure.lease_id, None)
@@ -228,7 +228,7 @@ class Sessions:
                 attempts.lost(lease, message, now, sick=not worker.health.fit)
             else:
                 charged += 1
-                lease.task.more().failed_attempt = lease.attempt
+                lease.task.ensure_extra().failed_attempt = lease.attempt
                 condemned = failure.broke_engine and self._quarantine.broke_engine(lease, now)
                 ended_s = max(finish_s, lease.dispatch_s)
                 attempts.failed(lease, failure.error, event.start_s, ended_s, now, condemned=condemned)
@@ -245,11 +245,11 @@ class Sessions:
             if lease is None:
                 continue
             task = lease.task
-            known = len(task.more().partials)
+            known = len(task.ensure_extra().partials)
             if partial.index < known:
                 continue  # repeated after a reconnect
             if partial.index > known:
-                # The attempt goes on from outputs that died with the last master: only another one can fill the gap.
+                # The attempt continues partial outputs that this master does not have: only a new attempt yields all.
                 self._attempts.take_back(lease, None, now)
                 continue
             size = len(partial.data) + len(partial.content_type) + PARTIAL_OVERHEAD_BYTES
@@ -259,7 +259,7 @@ class Sessions:
                 continue
             self._ledger.add_partial(task, partial.data, partial.content_type, size)
             if partial.checkpoint:
-                task.more().checkpoint = partial.checkpoint
+                task.ensure_extra().checkpoint = partial.checkpoint
             if task.streams:
                 forward = fresh.setdefault(task, ev.Forward(task))
                 forward.partials.append((partial.index, partial.data, partial.content_type))
@@ -267,9 +267,9 @@ class Sessions:
             self._outbox.add(forward)
 
     def _no_room(self, task: Task, size: int) -> TaskError | None:
-        """Why a partial output of this size is too large."""
+        """Why there is no room for a partial output of this size; None if there is."""
         limit = self._state.limits.bytes_max
-        if task.more().partials_bytes + size > PARTIALS_BYTES_MAX:
+        if task.ensure_extra().partials_bytes + size > PARTIALS_BYTES_MAX:
             message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes, with {PARTIAL_OVERHEAD_BYTES} for each"
             return TaskError("ResultTooLarge", message, retryable=False)
         if self._ledger.unsettled_bytes + size > limit:
@@ -285,8 +285,8 @@ class Sessions:
             self._lose(worker, now)
 
     def _lose(self, worker: Worker, now: float, kept: Container[int] = ()) -> None:
-        """The worker is lost: its tasks are requeued at once, the youngest first, so that each finds its place at the
-        front. Kept leases go on in its next session, which has already begun.
+        """Marks the worker as lost, and requeues its tasks, the youngest first, so that each is put at the front.
+        `kept`: the lease_ids that its next session, which has begun already, keeps.
         """
         leases = [x for x in worker.leases.values() if x.lease_id not in kept]
         leases.sort(key=lambda x: -x.task.task_id)
@@ -301,8 +301,8 @@ class Sessions:
         self._outbox.worker_changed(worker, remember=True)
 
     def _watch_silence(self, worker: Worker, due_s: float, *, suspected: bool = False) -> None:
-        """Checks at due_s whether the worker still reports. It is lost when two checks in time found it silent: a
-        single one may be the first thing that the master does after it was away, with the reports of that time unread.
+        """Checks at due_s whether the worker has reported. It is lost when two punctual checks found it silent: one
+        check may run right after the master was paused, while the reports of that time are unread.
         """
         session, grace_s = worker.session, self._grace_s
 

@@ -1,7 +1,7 @@
 """The embedded journal: one SQLite file, one thread that writes it, and readers that never wait for the writer.
 
-`append` puts entries into a queue. The journal's thread writes everything that was queued during the last commit as one
-transaction. A task submitted and settled within one transaction is written as its outcome alone. After each call into
+`append` puts entries into a queue. The journal's thread writes all entries that were queued during the last commit as
+one transaction. Of a task submitted and settled in one transaction, only the outcome is written. After each call into
 SQLite the thread waits for the interpreter, so a transaction is as few calls as possible (statements.py).
 
 At the size limit submits are rejected, and everything else is written. On a full disk outcomes wait for space. Entries
@@ -28,9 +28,9 @@ from multigpu_master.journal.sqlite.statements import setting, transaction
 from multigpu_master.journal.sqlite.sweep import Sweeper
 
 RETRY_S = 0.5  # between two tries on a full disk
-TICK_S = 1.0  # between two looks at what may be forgotten
-SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for forgetting
-SWEEP_AFTER_S = 5.0  # once it is open: the tasks are recovered first
+TICK_S = 1.0  # between two sweeps
+SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for sweeping
+SWEEP_AFTER_S = 5.0  # the first sweep, after `open`: the tasks are recovered first
 _DAMAGE = (ValueError, LookupError, TypeError)  # of a setting
 _CLOSE = Entry()  # in the queue: the journal is being closed
 
@@ -55,15 +55,15 @@ class SqliteJournal(JournalReads):
         self._queue: queue.SimpleQueue[Sequence[Entry]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._fatal: JournalError | None = None
-        # The rest belongs to the journal's thread, once it runs.
+        # Only the journal's thread changes the following fields, once it runs.
         self._pending: deque[Entry] = deque()  # taken from the queue, not yet written
         self._closing = False
         self._busy_since_s = 0.0  # on the monotonic clock; 0: it waits for something to do
         self._last_cursor = 0
         self._full: JournalFullError | None = None  # submits are rejected
-        self._over = False  # for the limit alone: the disk took the last transaction
-        self._freeing: deque[Entry] = deque()  # while the disk is full: the entries that go ahead of the rest
-        self._singly = False  # those of one queue don't fit into one transaction
+        self._over = False  # submits are rejected for the size limit alone: the disk is not full
+        self._freeing: deque[Entry] = deque()  # while the disk is full: the entries that are written first
+        self._singly = False  # the entries of one queue don't fit into one transaction: one at a time
         self._free_at_s = self._retry_at_s = 0.0  # on the monotonic clock, as is the next
         self._sweep_at_s = 0.0
         self._rejected: set[int] = set()  # tasks whose submit found no room, while there is none
@@ -77,7 +77,7 @@ class SqliteJournal(JournalReads):
         return self._reserve.room_bytes()
 
     def works(self, within_s: float) -> bool:
-        """Whether its thread lives, and no piece of its work has taken longer than this. From any thread."""
+        """Whether its thread runs, and no operation of it has taken longer than `within_s`. From any thread."""
         busy_since_s = self._busy_since_s
         late = busy_since_s > 0 and time.monotonic() - busy_since_s > within_s
         return self._thread is not None and self._thread.is_alive() and not late
@@ -85,7 +85,7 @@ class SqliteJournal(JournalReads):
     def open(
         self, on_commit: CommitCallback, begin_clock: Callable[[float], None] = lambda _newest_s: None
     ) -> Recovered:
-        """`begin_clock` gets the newest time in the journal, before anything expires; 0.0: there is none."""
+        """`begin_clock` is called with the newest time in the journal, before anything expires; 0.0: there is none."""
         assert self._thread is None, "a journal is opened once"
         try:
             epoch, incarnations, lease_key = self._open()
@@ -169,7 +169,7 @@ class SqliteJournal(JournalReads):
 
     @property
     def removed_cursor(self) -> int:
-        """The newest cursor whose outcome is deleted: a reader that stands before it may have missed some."""
+        """The newest cursor whose outcome is deleted: a reader at an earlier cursor may have missed outcomes."""
         return self._sweeper.removed_cursor
 
     def _run(self) -> None:
@@ -193,7 +193,7 @@ class SqliteJournal(JournalReads):
             self._fail(error)
 
     def _take(self) -> None:
-        """Moves what is queued to what is pending. Waits for something to do if there is nothing."""
+        """Moves entries from the queue to `_pending`. Waits for entries or the next sweep if there is nothing to do."""
         now = time.monotonic()
         if self._full is not None and not (self._over and self._pending):
             timeout_s = self._next_try_s() - now
@@ -204,7 +204,7 @@ class SqliteJournal(JournalReads):
         except queue.Empty:
             return
         if any(entry is _CLOSE for entry in taken):
-            self._closing = True  # what was appended behind it (by a session that ended just then) is written as well
+            self._closing = True  # entries that a session appended after _CLOSE are written as well
             taken = [entry for entry in taken if entry is not _CLOSE]
         if self._full is None:
             self._pending.extend(taken)
@@ -212,11 +212,11 @@ class SqliteJournal(JournalReads):
             self._sort_out(taken)
 
     def _rest(self) -> list[Entry]:
-        """What is queued now."""
+        """The entries that are in the queue now."""
         return [entry for _ in range(self._queue.qsize()) for entry in self._queue.get_nowait()]
 
     def _write(self) -> bool:
-        """One transaction of what waits, if anything does and there may be room. True if it was written."""
+        """Writes waiting entries as one transaction, if there may be room. True if it was written."""
         if self._full is None:
             return bool(self._attempt(self._pending, self._commit))
         if time.monotonic() < self._next_try_s():
@@ -230,7 +230,7 @@ class SqliteJournal(JournalReads):
         return self._free_at_s if self._freeing else self._retry_at_s
 
     def _write_one(self) -> bool:
-        """One outcome: it makes room for the next, as its task is gone."""
+        """Writes one outcome: that deletes its task, which makes room for the next outcome."""
 
         def commit(batch: Sequence[Entry], bytes_total: int) -> None:
             # Half of the reserve is for entries that only empty the journal.
@@ -239,11 +239,11 @@ class SqliteJournal(JournalReads):
         return self._punch(self._attempt(self._pending, commit, singly=True))
 
     def _look_for_room(self) -> bool:
-        """Writes what waits, or a probe, if the disk has room for that and for the whole reserve."""
+        """Writes the pending entries, or a probe, if the disk has room for that and for the whole reserve."""
 
         def commit(batch: Sequence[Entry], bytes_total: int) -> None:
             self._room.take_reserve()
-            self._room.need(self._reserve.size_bytes // 2)  # not for the next few tasks only
+            self._room.need(self._reserve.size_bytes // 2)  # room for more than the next few tasks
             if batch:
                 self._commit(batch, bytes_total)
             else:
@@ -264,7 +264,7 @@ class SqliteJournal(JournalReads):
     def _attempt(
         self, waiting: deque[Entry], commit: Callable[[Sequence[Entry], int], None], *, singly: bool = False
     ) -> int | None:
-        """Commits the next of the waiting entries; returns how many. None: there was no room, and they wait again."""
+        """Commits the next waiting entries; returns how many. None: there was no room, and the entries wait again."""
         batch, bytes_total = self._room.batch(waiting, singly=singly)
         first_cursor = self._last_cursor + 1
         try:
@@ -282,7 +282,7 @@ class SqliteJournal(JournalReads):
         return len(batch)
 
     def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
-        """Writes the entries as one transaction, down to the disk."""
+        """Writes the entries as one transaction, and syncs it."""
         self._room.need_for_transaction(bytes_total)
         statements, outcomes = transaction(batch, self._last_cursor + 1, bytes_total, self._segments)
         if self._segments.waiting:
@@ -301,14 +301,14 @@ class SqliteJournal(JournalReads):
         self._sweeper.note_commit(self._last_cursor, [i for entry in batch for i in entry.deleted_dead_letters])
 
     def _commit_with_reserve(self, batch: Sequence[Entry], bytes_total: int, needed_bytes: int = 0) -> None:
-        """As `_commit`, on a full disk."""
+        """Commits as `_commit` does, on a full disk: with the space of the reserve."""
         self._room.give_up_reserve()
         self._room.need(needed_bytes)
         self._commit(batch, bytes_total)
         self._room.take_some_reserve()
 
     def _punch(self, written: int | None) -> bool:
-        """Gives room in segments that entries leave unused back to the file system. Whether any were written."""
+        """After `written` entries: returns unused space of a segment to the file system. Whether any were written."""
         if written and self._segments.punch_next(self._writer):
             self._room.take_some_reserve()
         return bool(written)
@@ -319,12 +319,12 @@ class SqliteJournal(JournalReads):
         self._writer.execute(*setting(schema.SETTING_PROBE, None))
 
     def _note_full(self, problem: JournalFullError, waiting: deque[Entry]) -> None:
-        """After a transaction for which there was no room."""
+        """Handles a transaction for which there was no room."""
         self._segments.abandon()
         if self._writer.in_transaction:
             self._writer.execute("ROLLBACK")
         if waiting is self._freeing:
-            # One at a time, then. Settings keep their order: a later one may be of the same key.
+            # Write one at a time. Settings keep their order: a later one may have the same key.
             self._singly = True
             if not (waiting[0].settings or waiting[0].epoch):
                 waiting.rotate(-1)
@@ -336,25 +336,25 @@ class SqliteJournal(JournalReads):
             self._singly = bool(self._pending)
         else:
             pending, self._pending = self._pending, pending
-            self._on_commit([], 0, problem)  # outcomes alone wait, and are in no entry that is answered
+            self._on_commit([], 0, problem)  # no entries: only outcomes may wait, and they are not rejected
         self._over = False
         self._begin_full(problem)
         self._sort_out(pending)
 
     def _begin_full(self, problem: JournalFullError) -> None:
-        """From now on there is room for what empties the journal, and for nothing else."""
+        """Begins to accept only entries that empty the journal."""
         self._full = problem
         self._room.limited = False
         self._room.give_up_reserve()
         self._room.take_some_reserve()
 
     def _limit(self) -> None:
-        """The size limit holds, unless submits are rejected anyway."""
+        """Applies the size limit, unless submits are rejected anyway."""
         self._room.limited = self._full is None
         self._room.limit()
 
     def _sort_out(self, entries: Iterable[Entry]) -> None:
-        """Without room: rejects submits, and keeps the rest but for the settles of rejected tasks."""
+        """On a full disk: rejects submits, and keeps the other entries without the settles of rejected tasks."""
         assert self._full is not None
         rejected: list[Entry] = []
         for entry in entries:
@@ -381,7 +381,7 @@ class SqliteJournal(JournalReads):
         except (sqlite3.Error, OSError) as error:
             if not isinstance(failures.explain(error, self._path), JournalFullError):
                 raise
-            more = False  # no room even to forget
+            more = False  # there is no room for the sweep's deletions
         if full:
             self._room.take_some_reserve()
         ended = time.monotonic()
@@ -393,7 +393,7 @@ class SqliteJournal(JournalReads):
             self._sweep_at_s = ended + TICK_S
 
     def _fail(self, error: Exception) -> None:
-        """The end: nothing is written any more, and the log stays for the next master to read."""
+        """Stops the journal: writes nothing more, and leaves the log for the next master to read."""
         self._fatal = failures.explain(error, self._path)
         connections.close_keeping_log(self._path, self._writer)
         entries = [*self._freeing, *self._pending, *self._rest()]

@@ -54,7 +54,7 @@ _TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float)
 _SETTLED_TYPES = (int, int, str, int, str, str, str, float, (int, type(None)))
 _STATES = range(1, 6)
 _TIME_S_MAX = 1e11
-_INTEGER_MAX = 2**63 - 1  # of SQLite; no id of ours is as large
+_INTEGER_MAX = 2**63 - 1  # of SQLite; ids are smaller
 
 
 class JournalReads:
@@ -143,7 +143,7 @@ class JournalReads:
         return outcome
 
     def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
-        """`specs`: those read before, by their column. `refer`: a payload in a shared file stays there."""
+        """`specs`: specs read before, by their column. `refer`: return a reference to a payload in a shared file."""
         task = SubmitRecord(*row)
         whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
         if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
@@ -181,7 +181,7 @@ class JournalReads:
         return bool(self._rows(IN_USE, bounds(name))[0][0])
 
     def _payload(self, reference: str, *, refer: bool) -> bytes | Reference | None:
-        """None: its file is gone."""
+        """The payload; None: its file is gone."""
         try:
             return self._large.restore(reference) if refer else self._large.read(reference)
         except FileNotFoundError:
@@ -220,7 +220,7 @@ class JournalReads:
                         yield table, row[0], f"{name} {task_id} (request_id {request_id!r}): {why}"
 
     def recover_tasks(self) -> Iterator[SubmitRecord]:
-        """All unsettled tasks, in task_id order. Equal specs come as one object."""
+        """All unsettled tasks, in task_id order. Equal specs are one object."""
         specs = dict[bytes | str, bytes]()
         last_task_id = 0
         while True:

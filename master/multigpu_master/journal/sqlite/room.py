@@ -23,27 +23,27 @@ from multigpu_master.journal.sqlite.segments import Segments
 TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records,
 TRANSACTION_BYTES = 16 << 20  # or as many bytes of payloads and bodies,
 LOG_SHARE = 16  # or as much as may be this part of the journal's limit once it is in the log
-SMALL_BODY_BYTES = 4 << 10  # a cancellation's outcome, if the task had yielded little
+SMALL_BODY_BYTES = 4 << 10  # limit of a cancellation's outcome that is written on a full disk
 UNLIMITED_BYTES = 1 << 60  # for entries without submits
 PROBE_BYTES = 64 << 10
 NAME = "reserve"
-# Of the journal's limit and of the file system, within bounds.
+# The reserve's part of the journal's limit or of the file system, within bounds.
 _SHARE = 16
 BYTES_MIN, BYTES_MAX = 64 << 10, 16 << 20
-_PART_BYTES_MIN = 16 << 10  # less would not help
+_PART_BYTES_MIN = 16 << 10  # a smaller reserve is of no use
 
 
 class Reserve:
-    """The file that holds the room. For one thread at a time."""
+    """The file that reserves the space. For one thread at a time."""
 
     def __init__(self, data_dir: Path, size_max_bytes: int) -> None:
         self._path = data_dir / NAME
         self._size_max_bytes = size_max_bytes
-        self.size_bytes = 0  # as far as it is taken
+        self.size_bytes = 0  # the reserved space
 
     @property
     def wanted_bytes(self) -> int:
-        """The size of all of it."""
+        """The size of the whole reserve."""
         disk = os.statvfs(self._path.parent)
         share_bytes = min(self._size_max_bytes, disk.f_blocks * disk.f_frsize) // _SHARE
         return min(max(share_bytes, BYTES_MIN), BYTES_MAX)
@@ -58,7 +58,7 @@ class Reserve:
         return taken_bytes + disk.f_bavail * disk.f_frsize
 
     def make(self) -> None:
-        """Takes the space, or as much as there is. OSError: not all of it is there."""
+        """Reserves the whole space, or a part. OSError: there is not enough space for the whole."""
         wanted_bytes = size_bytes = self.wanted_bytes
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -82,11 +82,11 @@ class Reserve:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def give_up(self) -> bool:
-        """Returns the space to the disk; whether there was any."""
+        """Returns the reserved space to the disk. False: no space was reserved."""
         try:
             fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno in failures.NO_DESCRIPTOR:  # space is not what is missing
+            if error.errno in failures.NO_DESCRIPTOR:  # more space would not help
                 return False
             self.size_bytes = 0
             if error.errno == errno.ENOENT:
@@ -118,18 +118,18 @@ class Room:
         self._transaction_records = min(max(size_max_bytes // LOG_SHARE // PAGE_BYTES, 16), TRANSACTION_RECORDS)
 
     def need(self, size_bytes: int) -> None:
-        """JournalFullError: the disk has less."""
+        """JournalFullError: fewer bytes are free on the disk."""
         if shutil.disk_usage(self._path.parent).free < size_bytes:
             raise failures.full(self._path)
 
     def need_for_transaction(self, size_bytes: int) -> None:
-        """As `need`, in the log and in the database: else the log could not be emptied any more."""
+        """As `need`, for the log and the database: without room in the database the log could not be emptied."""
         if size_bytes > BYTES_MIN:
             ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
             self.need(size_bytes + max(0, size_bytes - empty_pages * PAGE_BYTES))
 
     def need_for_segments(self) -> None:
-        """JournalFullError: the segments would exceed the limit with what waits for their `flush`."""
+        """JournalFullError: the next `flush` of the segments would exceed the limit."""
         if self._used_bytes() + self._segments.waiting_bytes > self._may_use_bytes():
             raise failures.full(self._path)
 
@@ -171,12 +171,12 @@ class Room:
         """Tells SQLite how far the database may grow now."""
         reserve_bytes = self.reserve.size_bytes
         size_max_bytes = self._may_use_bytes() - self._segments.size_bytes - reserve_bytes - self._transaction_bytes
-        # Should the disk be full all at once, the reserve must hold what the log has and the database has not.
+        # If the disk is suddenly full, the reserve must hold the pages that are in the log and not in the database.
         log_bytes, log_keep_bytes = reserve_bytes // 2, self.size_max_bytes // LOG_SHARE
         connections.limit_size(self._writer, size_max_bytes, log_bytes, log_keep_bytes)
 
     def _used_bytes(self) -> int:
-        """What counts for the limit: all but the log."""
+        """The bytes that count for the limit: all except the log."""
         return connections.used_bytes(self._writer) + self._segments.size_bytes + self.reserve.size_bytes
 
     def _may_use_bytes(self) -> int:

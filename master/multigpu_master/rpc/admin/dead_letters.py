@@ -13,7 +13,7 @@ from multigpu_master.errors import PreconditionError
 from multigpu_master.journal.protocol import SubmitRecord
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.saving import save
-from multigpu_master.rpc.paging import check_count, make_token, read_page_size, read_token
+from multigpu_master.rpc.paging import check_count, make_token, parse_page_token, read_page_size
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.write_buffer import DURABLE_S
 
@@ -31,7 +31,7 @@ class DeadLetterCalls:
 
     async def ListDeadLetters(self, request: Any, _context: Any) -> pb.ListDeadLettersResponse:
         size = read_page_size(request.page_size)
-        before = read_token(request.page_token, "page_token") or queries.NEWEST
+        before = parse_page_token(request.page_token, "page_token") or queries.NEWEST
         rows = await asyncio.to_thread(
             self._driver.journal.list_dead_letters,
             queue=request.queue, before_task_id=before, limit=size + 1, queues=caller_queues(),
@@ -82,7 +82,7 @@ class DeadLetterCalls:
         check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call")
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""
-        before = read_token(request.page_token, "page_token") or queries.NEWEST
+        before = parse_page_token(request.page_token, "page_token") or queries.NEWEST
         rows = await asyncio.to_thread(
             self._driver.journal.list_dead_letters,
             queue=request.queue, before_task_id=before, limit=QUEUE_LETTERS_MAX + 1,

@@ -37,12 +37,12 @@ class ModelCalls:
             raise NotFoundError(
                 f"model {request.model!r} is not offered by {where}; `mgpuctl models list` shows what is"
             )
-        fitting = [w for w in offering if not _lacks(w, request.model)]
+        fitting = [w for w in offering if not _misfit(w, request.model)]
         if not fitting or (request.worker_ids and len(fitting) < len(offering)):
-            worker = next(w for w in offering if _lacks(w, request.model))
+            worker = next(w for w in offering if _misfit(w, request.model))
             raise ExhaustedError(
-                f"model {request.model!r} does not fit beside what is pinned on {worker.worker_id}: "
-                f"{_lacks(worker, request.model)}; unload one of them first with `mgpuctl models unload`"
+                f"model {request.model!r} does not fit beside the pinned models of {worker.worker_id}: "
+                f"{_misfit(worker, request.model)}; unload one of them first with `mgpuctl models unload`"
             )
         if not request.worker_ids:
             fitting = [max(fitting, key=lambda w: _suits(w, request.model))]
@@ -81,14 +81,14 @@ class ModelCalls:
         await save(self._driver, settings)
 
 
-def _lacks(worker: Worker, name: str) -> str:
+def _misfit(worker: Worker, name: str) -> str:
     """Why a model does not fit beside the pinned models of a worker; "" if it does."""
     residency = worker.residency
     model, limit = residency.names[name], residency.limit_bytes
     others = sorted(m for m in residency.pinned() if m != model)
     taken, needed = sum(map(residency.memory_of, others)), residency.memory_of(model)
     fits = not limit or taken + needed <= limit
-    return "" if fits else f"it takes {needed} of {limit} bytes, and {', '.join(others) or 'nothing'} {taken}"
+    return "" if fits else f"it needs {needed} of {limit} bytes; {', '.join(others) or 'no model'} already take {taken}"
 
 
 def _suits(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
@@ -123,7 +123,7 @@ def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
             if entry is None:
                 entry = pb.ModelEntry(model=message)
                 alike.append(entry)
-            elif message.memory_bytes > entry.model.memory_bytes or not (entry.model.digest or not message.digest):
+            elif message.memory_bytes > entry.model.memory_bytes or (message.digest and not entry.model.digest):
                 entry.model.CopyFrom(message)
             entry.worker_ids.append(worker.worker_id)
             if (resident := residency.reported.get(model_id)) is not None:

@@ -19,7 +19,7 @@ from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.paging import make_token, page_of, read_page_size, read_token
+from multigpu_master.rpc.paging import make_token, page_of, parse_page_token, read_page_size
 from multigpu_master.security.auth import Auth, caller_queues
 from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
@@ -52,7 +52,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def ListWorkers(self, request: Any, _context: Any) -> pb.ListWorkersResponse:
         size = read_page_size(request.page_size)
-        start = read_token(request.page_token, "page_token")
+        start = parse_page_token(request.page_token, "page_token")
         workers = sorted(self._core.fleet.workers.values(), key=lambda w: w.worker_id)
         response = pb.ListWorkersResponse()
         size_bytes = 0
@@ -84,7 +84,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                         await context.write(response)  # other calls run meanwhile
                         response = pb.WatchWorkersResponse()
             await context.write(response)
-            # Every heartbeat is a change: those of a large fleet are sent together.
+            # Every heartbeat is a change: the changes of a large fleet are sent together.
             await asyncio.sleep(WATCH_INTERVAL_S)
             await changed.wait()
 
@@ -123,13 +123,13 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def ReloadHandlers(self, request: Any, _context: Any) -> pb.ReloadHandlersResponse:
         worker = self._known_worker(request.worker_id)
         if not worker.session or worker.engine.handlers is None:
-            why = "reports no handlers: it has none, or an older version" if worker.session else "is lost"
+            why = "has no handlers, or is older than handler reload" if worker.session else "is lost"
             raise PreconditionError(f"worker {request.worker_id!r} {why}")
         self._driver.workers.reload_handlers(worker.session)
         return pb.ReloadHandlersResponse(worker=worker_message(worker))
 
     async def _change_worker(self, worker_id: str, event: ev.Event) -> pb.Worker:
-        """Handles the event and saves the worker, which may be forgotten meanwhile. Returns the worker."""
+        """Handles the event and saves the worker's settings. Returns the worker, even if it was forgotten meanwhile."""
         worker = self._known_worker(worker_id)
         self._driver.handle(event)
         await save(self._driver, worker_setting(worker))
@@ -162,21 +162,20 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         self._driver.handle(ev.SetStrategy(name, request.queue))
         if request.queue:
             await save(self._driver, queue_setting(core.queue(request.queue)))
+            name = core.strategy_of(core.queue(request.queue)).name
         else:
             await save(self._driver, {STRATEGY: name.encode()})
-        return pb.SetStrategyResponse(
-            strategy=core.strategy_of(core.queue(request.queue or "default")).name if request.queue else name
-        )
+        return pb.SetStrategyResponse(strategy=name)
 
     async def ListQueues(self, request: Any, _context: Any) -> pb.ListQueuesResponse:
         queues = caller_queues()
         found = {name for name, queue in self._core.queues.items() if not queue.idle}
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
         page, token = page_of(sorted(found if queues is None else queues & found), request)
-        heads = await queries.oldest_submits(self._core, page)
-        return pb.ListQueuesResponse(queues=[self._queue(n, heads) for n in page], next_page_token=token)
+        oldest_s = await queries.oldest_submits(self._core, page)
+        return pb.ListQueuesResponse(queues=[self._queue(n, oldest_s) for n in page], next_page_token=token)
 
-    def _queue(self, name: str, heads: dict[str, float]) -> pb.Queue:
+    def _queue(self, name: str, oldest_s: dict[str, float]) -> pb.Queue:
         queue = self._core.queues.get(name) or Queue(name)
         message = pb.Queue(
             queue=name,
@@ -184,8 +183,8 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         )
         message.limits.tasks_max, message.limits.bytes_max = queue.tasks_max, queue.bytes_max
         message.end_rate, message.submit_rate = self._driver.history.rates(queue)
-        if name in heads:
-            message.oldest_age.CopyFrom(duration(max(0.0, self._driver.now() - heads[name])))
+        if name in oldest_s:
+            message.oldest_age.CopyFrom(duration(max(0.0, self._driver.now() - oldest_s[name])))
         return message
 
     async def PauseQueue(self, request: Any, _context: Any) -> pb.PauseQueueResponse:
@@ -234,7 +233,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             set_time(message.trip_time, breaker.tripped_s)
         return message
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- statistics --------------------------------------------------------------------------------------------------
 
     async def GetStats(self, request: Any, _context: Any) -> pb.GetStatsResponse:
         core = self._core
@@ -249,7 +248,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             workers_lost=len(core.fleet.workers) - active,
             journal_bytes=self._driver.journal.size_bytes(),
             journal_writable=self._driver.journaling.writable,
-            memory_bytes=queries.resident_bytes(),
+            memory_bytes=queries.rss_bytes(),
             strategy=core.strategy,
             outcomes_retained=sum(
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, OutcomeFilter())).values()
