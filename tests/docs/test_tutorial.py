@@ -55,7 +55,7 @@ def test_the_settings_of_the_tutorial_exist(tmp_path: Path) -> None:
 
 
 def test_the_metrics_of_the_tutorial_are_documented_names() -> None:
-    sources = (DOCS.parent / "master" / "multigpu_master" / "telemetry").rglob("*.py")
+    sources = (DOCS.parent / "master" / "multigpu_master").rglob("*.py")
     text = "\n".join(path.read_text("utf-8") for path in sources)
     named = re.findall(r"^\| `(mgpu_\w+)", PAGE, re.MULTILINE)
     assert len(named) == 5

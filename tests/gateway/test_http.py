@@ -68,6 +68,13 @@ def test_head_and_the_methods_of_a_path(gateway: GatewayProcess) -> None:
     assert gateway.call("HEAD", "/v1/embeddings")[0].headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200)])
+def test_pages_of_other_sites_change_nothing(gateway: GatewayProcess, site: str, status: int) -> None:
+    headers = {"Sec-Fetch-Site": site}
+    assert gateway.call("POST", "/multigpu/gpu/test", {"gpu_ids": [0]}, headers=headers)[0].status == status
+    assert gateway.call("GET", "/v1/workers", headers=headers)[0].status == 200
+
+
 def test_a_missing_field_is_named_and_a_compressed_body_is_no_json(gateway: GatewayProcess) -> None:
     _, body = gateway.call("POST", "/v1/embeddings", {"input": "x"})
     assert body["error"]["param"] == "model"
