@@ -132,7 +132,9 @@ def _check_site(request: Request) -> None:
     header: https://www.w3.org/TR/fetch-metadata/
     """
     if request.method not in ("GET", "HEAD") and request.header(b"sec-fetch-site") in ("cross-site", "same-site"):
-        raise HttpError(FORBIDDEN, "pages of other sites may change nothing here")
+        raise HttpError(
+            FORBIDDEN, "pages of other sites may only read here: send it from a program, or from the gateway's pages"
+        )
 
 
 def _method_of(route: Route, request: Request) -> Serve:

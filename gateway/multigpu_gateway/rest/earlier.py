@@ -117,16 +117,20 @@ async def gpu_test(request: Request, connected: Connected) -> None:
             worker = workers[index]
             if worker.state is not WorkerState.LOST:
                 worker = await connected.admin.check_worker(worker.worker_id)
-            reasons = worker.health.reasons if worker.health is not None else ()
-            passed = worker.health is not None and worker.health.state in (HealthState.HEALTHY, HealthState.DEGRADED)
-            faults = [{"code": reason.code, "message": reason.message} for reason in reasons]
-            if worker.state is WorkerState.LOST:
-                passed, faults = False, [{"code": "lost", "message": "its worker is not connected"}]
-            tests.append({"gpu_id": index, "worker_id": worker.worker_id, "passed": passed, "faults": faults})
+            tests.append({"gpu_id": index, "worker_id": worker.worker_id, **_test_result(worker)})
     if not tests:
         raise HttpError(UNAVAILABLE, "there is no GPU to test: no worker has connected, or gpu_ids is empty")
     answer = {"passed": all(test["passed"] for test in tests), "tests": tests}
     await request.respond(200, msgspec.json.encode(answer))
+
+
+def _test_result(worker: Worker) -> dict[str, Any]:
+    health = worker.health
+    if worker.state is WorkerState.LOST or health is None:
+        message = "its worker is not connected: start it, or see its log"
+        return {"passed": False, "faults": [{"code": "lost", "message": message}]}
+    faults = [{"code": reason.code, "message": reason.message} for reason in health.reasons]
+    return {"passed": health.state in (HealthState.HEALTHY, HealthState.DEGRADED), "faults": faults}
 
 
 async def gpu_stats(request: Request, connected: Connected) -> None:

@@ -164,7 +164,7 @@ def check(worker_ids: tuple[str, ...], everywhere: bool, admin: AdminClient, as_
 
 def _faults(worker: Worker) -> list[str]:
     if worker.state is WorkerState.LOST or worker.health is None:
-        return ["its worker is lost"]
+        return ["its worker is lost: start it, or see its log"]
     return [reason.message for reason in worker.health.reasons]
 
 
