@@ -57,7 +57,7 @@ def test_health_needs_no_token_and_tells_a_stranger_nothing_of_models(
     assert call(gateway, "GET", "/tei/m/health") == (200, {"status": "ok"})
     _, reader = secured.create("tei-prober", "read")
     status, body = call(gateway, "GET", "/tei/m/health", reader)
-    assert (status, body["error_type"]) == (503, "Unhealthy")
+    assert (status, body["error_type"]) == (404, "Validation")
 
 
 def test_the_master_decides_about_the_token_of_a_grpc_call(gateway: GatewayProcess, secured: SecuredFleet) -> None:
