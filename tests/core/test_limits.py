@@ -2,7 +2,6 @@
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Spec, Task
-from multigpu_master.core.placement.resource_classes import STRETCH
 from multigpu_master.core.scheduler import STREAMS_MAX, Limits
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
@@ -58,23 +57,6 @@ def test_a_window_that_grows_with_a_stale_report_is_used() -> None:
     assert all(t.lease is not None for t in tasks[3:])
 
 
-def test_averages_of_the_fleet_reach_every_ranking() -> None:
-    """A worker that has shown no speed ranks by the fleet's: what others learn must move it."""
-    stage = Stage()
-    for name in ("known", "new"):
-        stage.worker(name)
-    known, new = stage.core.fleet.workers["known"], stage.core.fleet.workers["new"]
-    (task,) = stage.submit()
-    resource_class = stage.core.state.ledger.class_of(task)
-    stage.handle(ev.Cancel([task]))
-    auto = stage.core.strategies["auto"]
-    ranking = stage.core.state.placement._ranking(auto, resource_class.base)
-    stage.core.fleet.learned(known, ("run", ""), 1, 1, 9.0)
-    stage.core.fleet.touch(known)
-    assert ranking.best(1) in (known, new)
-    assert ranking._heap[0][0] == auto.score(resource_class.base, new, stage.core.fleet) == 9.0
-
-
 def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
     stage = Stage()
     stage.worker(slots=1)
@@ -84,33 +66,6 @@ def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
         stage.now += 30.0
         stage.beat()
     assert abs(stage.core.fleet.workers["w"].pace.task_s - 0.01) < 0.002
-
-
-def test_a_task_that_leaves_a_long_class_rebuilds_one_stretch_of_it() -> None:
-    stage = Stage()
-    tasks = stage.submit(20 * STRETCH)
-    resource_class = stage.core.state.ledger.class_of(tasks[0])
-    stage.handle(ev.Cancel(tasks[STRETCH + 1 : 19 * STRETCH]))
-    assert [len(part.tasks) for part in resource_class.stretches if part.tasks] == [STRETCH, 1, STRETCH]
-    assert [task for task in resource_class.entries() if task.waiting] == [
-        *tasks[: STRETCH + 1],
-        *tasks[19 * STRETCH :],
-    ]
-    assert sum(len(part.tasks) for part in resource_class.stretches) < 2 * STRETCH + 100, "the rest is dropped"
-    assert max(len(part.tasks) for part in resource_class.stretches) <= STRETCH, (
-        "and an event rebuilds no more than that"
-    )
-
-
-def test_cancelled_tasks_leave_the_memory_of_their_class() -> None:
-    stage = Stage()
-    tasks = stage.submit(5000)
-    stage.handle(ev.Cancel([*tasks[1:], tasks[1]]))
-    resource_class = stage.core.state.ledger.class_of(tasks[0])
-    assert len(list(resource_class.entries())) < 200
-    stage.handle(ev.Cancel(tasks[:1]))
-    assert not stage.core.classes.by_key
-    assert not stage.core.classes.parked
 
 
 def test_a_queue_that_is_forgotten_and_comes_back_keeps_its_accounts() -> None:
@@ -161,26 +116,6 @@ def test_empty_partial_outputs_of_one_task_have_a_limit() -> None:
     assert task.lease is lease
     stage.handle(ev.Partials(lease.worker.session, outputs[count:]))
     assert state_of(task) is OutcomeState.FAILED
-
-
-def test_a_change_of_one_queue_has_only_its_tasks_tried_again() -> None:
-    stage = Stage()
-    stage.handle(ev.ConfigureQueue("q7", paused=True))
-    for n in range(100):
-        stage.submit(spec=Spec(kind="run", queue=f"q{n}", wait_for_worker=True))
-    classes = stage.core.classes
-    assert len(classes.parked) == 100
-
-    def tried(event: ev.Event) -> int:
-        before = classes._tickets
-        stage.handle(event)
-        return classes._tickets - before
-
-    assert tried(ev.ConfigureQueue("q8", paused=True)) == 0
-    assert tried(ev.ConfigureQueue("q8", tasks_max=3)) == 0
-    assert tried(ev.ConfigureQueue("q7", paused=False)) == 1
-    assert tried(ev.SetStrategy("round_robin", "q9")) == 1
-    assert tried(ev.SetStrategy("round_robin")) == 100
 
 
 def test_limits_reject_with_a_delay() -> None:

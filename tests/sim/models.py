@@ -317,7 +317,7 @@ class ModelWorld:
                 self.coverage["turns"] += 1
                 self.drains_s = max(self.drains_s, now - self._turns.pop(host.session))
         waiting = {
-            resource_class.base.model: resource_class
+            resource_class.shape.model: resource_class
             for resource_class in self.core.classes.by_key.values()
             if resource_class.size
         }

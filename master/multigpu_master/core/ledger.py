@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from multigpu_master.core.ephemeral import EphemeralOutcomes, outcome_bytes
 from multigpu_master.core.model import Lease, Outcome, OutcomeState, Queue, Task, Worker, partition_of
 from multigpu_master.core.outbox import Outbox
-from multigpu_master.core.placement.resource_classes import ResourceClass
-from multigpu_master.core.placement.wait_lists import ResourceClasses
+from multigpu_master.core.placement.pins import Pins
+from multigpu_master.core.placement.resource_classes import ResourceClass, ResourceClasses
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.task_table import TaskTable
 from multigpu_master.core.timers import Expiries, TimeLimit, Timers
@@ -54,8 +54,8 @@ class Counters:
 
 class Ledger:
     def __init__(
-        self, limits: Limits, strategies: dict[str, Strategy], strategy: str, fleet: Fleet, classes: ResourceClasses,
-        timers: Timers, outbox: Outbox,
+        self, limits: Limits, strategies: dict[str, Strategy], strategy: str, fleet: Fleet, pins: Pins, timers: Timers,
+        outbox: Outbox,
     ) -> None:  # fmt: skip
         self.limits = limits
         self.strategies = strategies
@@ -63,6 +63,7 @@ class Ledger:
         self.tasks = TaskTable()
         self.requests: dict[str, Task] = {}
         self.queues: dict[str, Queue] = {}
+        self.classes = ResourceClasses(self.strategy_of, pins)
         self.counters = Counters()
         self.unsettled = 0
         self.unsettled_bytes = 0
@@ -71,7 +72,6 @@ class Ledger:
         self.expiries = Expiries(self.tasks)
         self.ephemeral = EphemeralOutcomes(limits.ephemeral_bytes_max, timers, self.forget)
         self._fleet = fleet
-        self._classes = classes
         self._outbox = outbox
 
     def clogged(self) -> bool:
@@ -92,7 +92,6 @@ class Ledger:
         idle = [q for q in self.queues.values() if q.idle]
         for queue in idle:
             del self.queues[queue.name]
-        self._classes.forget_queues(idle)
         return bool(idle)
 
     def strategy_of(self, queue: Queue) -> Strategy:
@@ -100,7 +99,7 @@ class Ledger:
 
     def class_of(self, task: Task) -> ResourceClass:
         """The resource class of a task, whether it waits or not."""
-        return self._classes.get(self.queue(task.spec.queue), task.spec, partition_of(task.partition_key))
+        return self.classes.get(self.queue(task.spec.queue), task.spec, partition_of(task.partition_key))
 
     # --- from state to state -----------------------------------------------------------------------------------------
 
@@ -115,9 +114,9 @@ class Ledger:
         queue.queued += 1
         queue.queued_bytes += size
         if requeued:
-            self._classes.put_back(resource_class, task)
+            self.classes.put_back(resource_class, task)
         else:
-            self._classes.add(resource_class, task)
+            self.classes.add(resource_class, task)
         spec = task.spec
         if spec.deadline_s is not None:
             self.expiries.at(spec.deadline_s, task, TimeLimit.DEADLINE)

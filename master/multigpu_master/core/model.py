@@ -5,7 +5,6 @@ with a session is connected, else it is lost. A million tasks may be queued at o
 tasks need are in `Extra`.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
@@ -162,16 +161,6 @@ class Outcome:
         return self.state is OutcomeState.CANCELLED and self.error is not None and self.error.type == WITHDRAWN
 
 
-class Stretch:
-    """Consecutive tasks of a resource class, few enough to be rebuilt within one event."""
-
-    __slots__ = ("left", "tasks")
-
-    def __init__(self) -> None:
-        self.tasks: deque[Task] = deque()
-        self.left = 0  # entries that became hollow since the last rebuild; some may be filled again
-
-
 @dataclass(slots=True, eq=False)
 class Task:
     """A unit of work. `task_id` is 0 until the core accepts the task, and again if the journal could not write it."""
@@ -186,7 +175,6 @@ class Task:
     attempts: int = 0
     lease: "Lease | None" = None
     outcome: Outcome | None = None
-    stretch: Stretch | None = None  # has an entry of this task, which is hollow unless the task waits
     streams: tuple[int, ...] = ()  # the Run streams that get its outcome
     extra: Extra | None = None
     payload_crc: int = -1  # -1: not computed; see identity.py
@@ -290,7 +278,7 @@ class Worker:
     last_dispatch: int = 0  # the fleet's count of granted leases after this worker's newest
     succeeded: int = 0
     failed: int = 0
-    version: int = 0  # counts changes that matter to a ranking
+    version: int = 0  # counts changes that may change its score
 
     @property
     def worker_id(self) -> str:

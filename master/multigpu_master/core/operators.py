@@ -89,24 +89,16 @@ class Operators:
         assert event.name in ledger.strategies or (event.queue and not event.name), "names are checked before"
         if event.queue:
             ledger.queue(event.queue).strategy = event.name
-            self._retry(event.queue)
         else:
             ledger.strategy = event.name
-            self._state.classes.offer_all()
+        self._state.classes.regroup(event.queue)
 
     def configure_queue(self, event: ev.ConfigureQueue, now: float) -> None:
         queue = self._state.ledger.queue(event.queue)
         if event.paused is not None:
             queue.paused = event.paused
+            self._state.classes.regroup(event.queue)
         if event.tasks_max is not None:
             queue.tasks_max = event.tasks_max
         if event.bytes_max is not None:
             queue.bytes_max = event.bytes_max
-        if event.paused is False:
-            self._retry(event.queue)
-
-    def _retry(self, queue: str) -> None:
-        """Requeues the classes of one queue for dispatch."""
-        classes = self._state.classes
-        for resource_class in [c for c in classes.by_key.values() if c.queue.name == queue]:
-            classes.offer_anew(resource_class)

@@ -15,10 +15,9 @@ from multigpu_master.core.model import WITHDRAWN, Outcome, OutcomeState, Queue, 
 from multigpu_master.core.operators import Operators
 from multigpu_master.core.outbox import Outbox
 from multigpu_master.core.placement.dispatch import Dispatcher
-from multigpu_master.core.placement.placement import Placement
+from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import ResourceClass
-from multigpu_master.core.placement.wait_lists import ResourceClasses
 from multigpu_master.core.restart import IdRange, RecoveryHold
 from multigpu_master.core.state import State
 from multigpu_master.core.strategy import Strategy
@@ -50,15 +49,16 @@ class Core:
         random: Callable[[], float],
         strategy: str = "auto",
     ) -> None:
-        fleet, classes, timers, outbox = Fleet(limits.memory_threshold), ResourceClasses(), Timers(), Outbox()
-        ledger = Ledger(limits, strategies, strategy, fleet, classes, timers, outbox)
+        fleet, timers, outbox = Fleet(limits.memory_threshold), Timers(), Outbox()
+        pins = Pins(fleet)
+        ledger = Ledger(limits, strategies, strategy, fleet, pins, timers, outbox)
         state = self.state = State(
-            limits, IdRange(first_id), RecoveryHold(), timers, fleet, classes, Placement(fleet), ledger, outbox
+            limits, IdRange(first_id), RecoveryHold(), timers, fleet, ledger.classes, pins, ledger, outbox
         )
         # The driver and the services read these.
         self.limits, self.strategies, self.counters = limits, strategies, ledger.counters
         self.tasks, self.requests, self.queues = ledger.tasks, ledger.requests, ledger.queues
-        self.fleet, self.classes = fleet, classes
+        self.fleet, self.classes = fleet, ledger.classes
         self.queue, self.prune_queues, self.strategy_of = ledger.queue, ledger.prune_queues, ledger.strategy_of
         self.quarantine = Quarantine(state)
         self._expiries = ledger.expiries
@@ -111,7 +111,7 @@ class Core:
 
     @property
     def unfinished(self) -> bool:
-        """Whether dispatch has not tried all classes: a Tick is due at once."""
+        """Whether dispatch has not tried all backlogs: a Tick is due at once."""
         return self._dispatcher.unfinished_s is not None
 
     def next_timer_s(self) -> float | None:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from multigpu_master.core.ledger import Ledger, Limits
 from multigpu_master.core.outbox import Outbox
-from multigpu_master.core.placement.placement import Placement
-from multigpu_master.core.placement.wait_lists import ResourceClasses
+from multigpu_master.core.placement.pins import Pins
+from multigpu_master.core.placement.resource_classes import ResourceClasses
 from multigpu_master.core.restart import IdRange, RecoveryHold
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
@@ -23,7 +23,7 @@ class State:
     timers: Timers
     fleet: Fleet
     classes: ResourceClasses
-    placement: Placement
+    pins: Pins
     ledger: Ledger
     outbox: Outbox
 

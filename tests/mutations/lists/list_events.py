@@ -127,9 +127,16 @@ EVENTS = (
         "members_changed(worker)\n        self._state.outbox.worker_changed(worker)\n",
     ),
     operators("an uncordon does not fill the worker", "self._state.fleet.members_changed(worker)"),
-    operators("a strategy change forgets what waits", "self._state.classes.offer_all()", seeds=5000),
     operators(
-        "an unpaused queue is not tried", "        if event.paused is False:\n            self._retry(event.queue)\n"
+        "a strategy change forgets what waits",
+        "            ledger.strategy = event.name\n        self._state.classes.regroup(event.queue)\n",
+        "            ledger.strategy = event.name\n",
+        seeds=5000,
+    ),
+    operators(
+        "a queue that is paused or resumed keeps its backlogs",
+        "            queue.paused = event.paused\n            self._state.classes.regroup(event.queue)\n",
+        "            queue.paused = event.paused\n",
     ),
     operators("a pause does nothing", "queue.paused = event.paused"),
 )

@@ -31,6 +31,14 @@ RESIDENCY = (
         module="multigpu_master.core.workers.residency",
     ),
     reservations("a reservation is for ever", "worker.residency.end_reservation()"),
+    reservations(
+        "a worker that is free is not reserved",
+        "            self._next(worker)\n\n        self._state",
+        "\n        self._state",
+    ),
+    reservations(
+        "a worker is reserved without a rest", "residency.room_for or residency.resting or", "residency.room_for or"
+    ),
     pytest_reservations("a rest is never over", "worker.residency.resting = False"),
     pytest_reservations("pinned models make room", "m not in pinned and m not in important", "m not in important"),
     pytest_reservations("important models make room", "m not in pinned and m not in important", "m not in pinned"),

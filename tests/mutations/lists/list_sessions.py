@@ -32,7 +32,7 @@ SESSIONS = (
     sessions("a kept lease keeps its old frame", "lease.frame = 0"),
     sessions("P2: a settled task is leased again", "task.outcome is not None or task.lease is", "task.lease is"),
     sessions("P2: a task has two leases", "task.outcome is not None or task.lease is not", "task.outcome is not"),
-    sessions("an adopted task stays in its class", "self._state.classes.leave(self._ledger.class_of(task), task)"),
+    sessions("an adopted task stays in its class", "self._state.classes.remove(self._ledger.class_of(task), task)"),
     sessions("an adopted task pauses on", "extra.not_before_s = 0.0", seeds=5000),
     sessions("P4: reconnects make a dead letter of a task", "extra.losses = max(0, extra.losses - 1)", seeds=5000),
     sessions(
@@ -60,7 +60,7 @@ SESSIONS = (
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.members_changed(worker)"),
     sessions("loading for ever", "fleet.idle(worker)"),
-    sessions("a heartbeat leaves the ranking as it was", "fleet.free(worker)\n", "fleet.freed[worker] = None\n"),
+    sessions("a heartbeat leaves the score as it was", "fleet.free(worker)\n", "fleet.freed[worker] = None\n"),
     sessions("a heartbeat frees nothing", "        fleet.free(worker)\n", "        fleet.touch(worker)\n"),
     sessions("revoke not sent to a heartbeat", "self._outbox.revoke(event.session, unknown, STALE)", seeds=5000),
     sessions_story(
@@ -90,7 +90,7 @@ SESSIONS = (
     sessions("P4: a task that fails does so for ever", "            elif failure.returned:", "            elif True:"),
     sessions("a success without its result", " result, content_type, None,\n", ' b"", content_type, None,\n'),
     sessions("stale reports free nothing", "fleet.free(worker)  # its", "fleet.touch(worker)  # its", seeds=5000),
-    sessions("reports leave the ranking as it was", "fleet.free(worker)  # its", "fleet.freed[worker] = None  # its"),
+    sessions("reports leave the score as it was", "fleet.free(worker)  # its", "fleet.freed[worker] = None  # its"),
     sessions(
         "P10: partial outputs without end",
         "        self.unsettled_bytes += size\n\n    def succeed",

@@ -310,31 +310,31 @@ class Invariants:
         return waiting
 
     def _classes(self, waiting: list[Task]) -> None:
-        classes, ids = self._core.classes, self._core.state.ids
-        if not classes.by_key and not waiting:
-            return
-        offered = {id(entry[3]): entry for entry in classes._heap if entry[2] == entry[3].ticket}
+        classes = self._core.classes
         standing: dict[int, int] = {}
         backlogs: dict[Backlog, int] = {}
         for key, resource_class in classes.by_key.items():
             live = 0
-            for part in resource_class.stretches:
-                if [t for t in part.tasks if t.stretch is not part]:
-                    raise ViolationError(f"a task doesn't know that it has an entry in class {key}")
-            for task in resource_class.entries():
+            for task in resource_class.tasks:
                 standing[id(task)] = standing.get(id(task), 0) + 1
                 if task.waiting:
                     live += 1
                     if self._core.state.ledger.class_of(task) is not resource_class:
                         raise ViolationError(f"task {task.task_id} stands in the wrong class")
             check(resource_class.size == live, "class %s: counted %s, found %s", key, resource_class.size, live)
-            backlogs[resource_class.backlog] = backlogs.get(resource_class.backlog, 0) + live
-            # Where ids ran out, not every class was looked at.
-            check(live or ids.next_id >= ids.end, "class %s is there for nothing", key)
-            ways = (id(resource_class) in offered) + (resource_class in classes.parked)
-            check(ways == 1, "class %s is offered or parked %s times", key, ways)
+            check(live, "class %s is there for nothing", key)
+            backlog = resource_class.backlog
+            check((backlog is None) == resource_class.queue.paused, "class %s is paused, or offered, wrongly", key)
+            if backlog is not None:
+                backlogs[backlog] = backlogs.get(backlog, 0) + live
+        check(set(backlogs) == set(classes.backlogs.values()), "a backlog is there for nothing")
+        blocked = {b: condition for condition, (_, members) in classes.blocked.items() for b in members}
         for backlog, live in backlogs.items():
             check(backlog.size == live, "a backlog counts %s tasks, %s are found", backlog.size, live)
+            check(blocked.pop(backlog, None) == backlog.blocked_by, "a backlog does not know what blocks it")
+            ready = any(entry is backlog.entry for entry in classes.ready._heap)
+            check(ready == (backlog.blocked_by is None), "a backlog is both ready and blocked, or neither")
+        check(not blocked, "an empty backlog is blocked")
         for task in waiting:
             if standing.get(id(task)) != 1:
                 raise ViolationError(f"task {task.task_id} waits in {standing.get(id(task), 0)} classes")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Shape, Task, Worker, partition_of, shape_of
 from multigpu_master.core.placement.obstacles import obstacles
-from multigpu_master.core.placement.resource_classes import ResourceClass
+from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.strategy import Strategy
 
@@ -17,8 +17,8 @@ class Placement:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        placement = core.state.placement
-        self._original_choose, placement.choose = placement.choose, self._checked_choose  # type: ignore[method-assign]
+        dispatcher = core._dispatcher
+        self._original_choose, dispatcher._choose = dispatcher._choose, self._checked_choose  # type: ignore[method-assign]
 
     def caches(self) -> None:
         """Caches equal a recomputation."""
@@ -43,9 +43,9 @@ class Placement:
             if not core.queues[task.spec.queue].paused:
                 strategy = core.strategy_of(core.queues[task.spec.queue])
                 partition = partition_of(task.partition_key) if strategy.pinned else -1
-                waiting.setdefault((task.spec.queue, shape_of(task.spec, partition)), []).append(task)
-        for (queue, shape), same_shape in waiting.items():
-            strategy = core.strategy_of(core.queues[queue])
+                waiting.setdefault((strategy.name, shape_of(task.spec, partition)), []).append(task)
+        for (name, shape), same_shape in waiting.items():
+            strategy = core.strategies[name]
             best = self._best(strategy, shape, len(same_shape))
             if best is not None:
                 raise ViolationError(f"task {same_shape[0].task_id} waits, though {best.worker_id} could run it")
@@ -57,7 +57,7 @@ class Placement:
         spec = lease.task.spec
         strategy = self._core.strategy_of(self._core.queues[spec.queue])
         partition = partition_of(lease.task.partition_key) if strategy.pinned else -1
-        for task in waiting.get((spec.queue, shape_of(spec, partition)), ()):
+        for task in waiting.get((strategy.name, shape_of(spec, partition)), ()):
             leased_key, waiting_key = (spec.priority, lease.task.task_id), (task.spec.priority, task.task_id)
             check(leased_key < waiting_key, "task %s went before task %s", lease.task.task_id, task.task_id)
 
@@ -67,8 +67,8 @@ class Placement:
         """
         core, worker = self._core, lease.worker
         leased_key = lease.task.spec.priority, lease.task.task_id
-        for (queue, shape), tasks in waiting.items():
-            strategy = core.strategy_of(core.queues[queue])
+        for (name, shape), tasks in waiting.items():
+            strategy = core.strategies[name]
             if strategy.pinned or shape.memory_bytes or shape.model or core.fleet.unfit(worker, shape) is not None:
                 continue
             if core.fleet.model_of(worker, shape) or strategy.excludes(shape, worker, core.fleet) is not None:
@@ -77,14 +77,16 @@ class Placement:
                 waiting_key = task.spec.priority, task.task_id
                 check(leased_key < waiting_key, "task %s before %s of another shape", lease.task.task_id, task.task_id)
 
-    def _checked_choose(self, strategy: Strategy, resource_class: ResourceClass) -> Worker | None:
-        """The incremental ranking equals a full ranking."""
-        found, fleet = self._original_choose(strategy, resource_class), self._core.fleet
-        shape = resource_class.shape if strategy.pinned else resource_class.base
-        best = self._best(strategy, shape, resource_class.backlog.size)
+    def _checked_choose(self, backlog: Backlog, now: float) -> Worker | None:
+        """The chosen worker is the best of all."""
+        first = backlog.classes.first()
+        assert first is not None, "a backlog has tasks"
+        found, fleet, strategy = self._original_choose(backlog, now), self._core.fleet, backlog.strategy
+        shape = first.shape if strategy.pinned else backlog.shape
+        best = self._best(strategy, shape, backlog.size)
         if found is None or best is None:
             ids = found and found.worker_id, best and best.worker_id
-            check(found is best, "incremental ranking: %s; full ranking: %s", *ids)
+            check(found is best, "the dispatcher chose %s; the best of all is %s", *ids)
         elif found is not best:
             found_score = strategy.score(shape, found, fleet), found.last_dispatch
             best_score = strategy.score(shape, best, fleet), best.last_dispatch

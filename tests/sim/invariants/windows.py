@@ -75,7 +75,7 @@ class Windows:
         shape, strategy = shape_of(task.spec), core.strategy_of(core.queues[task.spec.queue])
         if core.fleet.unfit(worker, shape) is not None or obstacles(core.fleet, strategy, shape, worker):
             return False
-        queued = core.state.ledger.class_of(task).backlog.size + 1
+        queued = core.classes.queued(strategy, shape) + 1
         return strategy.min_backlog(shape, worker, core.fleet) <= queued or core.fleet.reserved(worker, shape)
 
     def _more_urgent(self, lease: Lease, now: float) -> list[Task]:
@@ -93,8 +93,9 @@ class Windows:
                 or strategy.pinned
             ):
                 continue
-            why = obstacles(core.fleet, strategy, resource_class.base, worker)
-            if core.fleet.unfit(worker, resource_class.base) is None and all("window full" in each for each in why):
+            shape = resource_class.shape
+            why = obstacles(core.fleet, strategy, shape, worker)
+            if core.fleet.unfit(worker, shape) is None and all("window full" in each for each in why):
                 found.append(head)
         return found
 

@@ -48,12 +48,12 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
-    queued = max(1, core.state.ledger.class_of(task).backlog.size)
+    queued = max(1, core.classes.queued(strategy, shape_of(task.spec)))
     for candidate in [c for c in free if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
         free.remove(candidate)
         excluded.append(candidate)
-    pin = core.state.placement.pin(strategy, shape) if strategy.pinned else None
+    pin = core.state.pins.pin(strategy, shape) if strategy.pinned else None
     if pin is not None:
         for candidate in [c for c in free if c.worker is not pin]:
             free.remove(candidate)
@@ -82,7 +82,7 @@ def _ahead(core: Core, task: Task) -> tuple[int | None, bool]:
         if resource_class.priority < spec.priority:
             ahead += resource_class.size
         else:
-            for other in islice(resource_class.entries(), left):
+            for other in islice(resource_class.tasks, left):
                 left -= 1
                 ahead += other.task_id < task.task_id and other.waiting
     return ahead, left > 0

@@ -8,10 +8,11 @@ has not begun and continues the others: nothing runs twice. Each lease is recall
 Only workers with more leases than slots are checked, every LOOK_S: the fast tasks of a wide window have ended by then.
 """
 
-from itertools import islice
+from heapq import nsmallest
 
 from multigpu_master.core.model import Lease, Shape, Worker, shape_of
 from multigpu_master.core.placement.obstacles import backlog_suffices, obstructed
+from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.state import State
 
 # How often windows are checked, and how long a lease may wait in one before it is recalled.
@@ -83,7 +84,7 @@ class Recalls:
             if len(known) >= SORTS_MAX:
                 return []
             strategy, able = ledger.strategy_of(ledger.queues[spec.queue]), fleet.eligible(shape)
-            queued = ledger.class_of(lease.task).backlog.size + 1
+            queued = self._state.classes.queued(strategy, shape) + 1
             found = known[spec.queue, shape] = [
                 w for w in free
                 if w in able and not w.full and not obstructed(fleet, strategy, shape, w)
@@ -95,21 +96,25 @@ class Recalls:
         """Recalls leases for more urgent waiting tasks, from workers that have reported nothing for LOOK_S."""
         fleet = self._state.fleet
         stuck = [w for w in self._deep if w.accepting and now - w.pace.reported_s >= LOOK_S]
-        for resource_class in islice(self._state.classes.waiting_first(), SORTS_MAX) if stuck else ():
-            queue, base, priority = resource_class.queue, resource_class.base, resource_class.priority
-            head, strategy = resource_class.head(), self._state.ledger.strategy_of(queue)
-            if head is None or queue.paused or strategy.pinned:
+        for backlog in self._first_backlogs() if stuck else ():
+            head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
+            if head is None or strategy.pinned:
                 continue
             if 0 <= now - head.submit_s < LOOK_S:  # below 0: the clock was set back
                 continue
-            needed, able = resource_class.size, fleet.eligible(base)
+            priority = head.spec.priority
+            needed, able = backlog.size, fleet.eligible(shape)
             for worker in stuck:
                 less_urgent = any(x.task.spec.priority > priority for x in worker.leases.values())
-                if needed and less_urgent and worker in able and not obstructed(fleet, strategy, base, worker):
+                if needed and less_urgent and worker in able and not obstructed(fleet, strategy, shape, worker):
                     waiting = self._waiting(worker, now, last_first=True)
                     recalled = [x for x in waiting if x.task.spec.priority > priority][:needed]
                     self._state.outbox.recall(worker, recalled)
                     needed -= len(recalled)
+
+    def _first_backlogs(self) -> list[Backlog]:
+        """The backlogs with the most urgent first tasks."""
+        return nsmallest(SORTS_MAX, self._state.classes.backlogs.values(), key=lambda backlog: backlog.position)
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
         """A worker's leases that may be recalled, in the order in which they should begin, or the reverse. The oldest

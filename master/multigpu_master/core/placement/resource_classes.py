@@ -1,139 +1,354 @@
-"""Queued tasks that are interchangeable for placement: of one queue, priority and shape, the oldest first.
+"""Queued tasks, in the order in which they are dispatched: by priority, and then by age.
 
-A task that is removed from the middle (cancelled, expired, adopted) leaves a hollow entry. The entry is dropped when it
-is the first or when most of its stretch is hollow; before that, a task that is put back fills its entry again.
+- A *resource class* has the tasks of one queue, priority and shape.
+- A *backlog* has the resource classes of unpaused queues that a strategy places alike: by the same shape, for pinned
+  strategies on the same worker. If no worker can take its first task, none can take the others. It is *ready* to be
+  tried, or *blocked* until one of its workers changes.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any, Generic, Protocol, TypeVar
 
-from multigpu_master.core.model import Queue, Shape, Stretch, Task, Worker
-from multigpu_master.core.placement.ranking import Ranking
+from multigpu_master.core.model import Queue, Shape, Spec, Task, Worker, shape_of
+from multigpu_master.core.placement.pins import Pins
+from multigpu_master.core.strategy import Strategy
 
-# Entries of a stretch.
-STRETCH = 1024
 # A task that is put back is sorted in among this many first tasks; behind them, retries may be out of order.
 SORTED_IN = 64
+# A queue or heap with at most this many stale entries is not rebuilt.
+STALE_MIN = 64
 
 
-class Backlog:
-    """The resource classes of one queue that differ only in priority and partition: their tasks need the same model."""
+# The priority and the task_id of a first task.
+Position = tuple[int, int]
 
-    __slots__ = ("base", "classes", "no_room_for_model", "ranking", "size", "waits_to_grow")
 
-    def __init__(self, base: Shape) -> None:
-        self.base = base  # without a partition
-        self.classes = 0
-        self.size = 0  # queued tasks
-        self.ranking: Ranking | None = None  # of the workers, by the last strategy used
-        self.no_room_for_model = False  # a worker has room in its window, but none for the model
-        self.waits_to_grow = False  # a worker has room, but needs a larger backlog
+class _Item(Protocol):
+    entry: Any
+
+    @property
+    def position(self) -> Position: ...
+
+
+I = TypeVar("I", bound=_Item)  # an item
+
+
+class ByFirstTask(Generic[I]):
+    """Resource classes, or backlogs, by the position of their first task."""
+
+    __slots__ = ("_heap", "_items", "_placed")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Position, int, I]] = []  # an entry is stale unless it is its item's
+        self._items = 0
+        self._placed = 0
+
+    def place(self, item: I) -> None:
+        """Adds an item, or moves it after a change of its position."""
+        heap, before = self._heap, item.entry
+        if before is not None and before[0] == item.position:
+            return
+        self._placed += 1
+        entry = item.entry = (item.position, self._placed, item)
+        if before is not None and heap[0] is before:
+            heapreplace(heap, entry)
+            return
+        heappush(heap, entry)
+        self._items += before is None
+        if len(heap) > 2 * self._items + STALE_MIN:
+            self._heap = [entry for entry in heap if entry[2].entry is entry]
+            heapify(self._heap)
+
+    def remove(self, item: I) -> None:
+        """Removes an item, if it is here."""
+        self._items -= item.entry is not None
+        item.entry = None
+
+    def first(self) -> I | None:
+        heap = self._heap
+        while heap:
+            item = heap[0][2]
+            if item.entry is heap[0]:
+                return item
+            heappop(heap)
+        return None
 
 
 class ResourceClass:
-    __slots__ = ("backlog", "base", "priority", "queue", "shape", "size", "stretches", "ticket", "wait_list")
+    """The waiting tasks of one queue, priority and shape, the oldest first. A task that ended while it waited leaves an
+    entry, which is dropped when it comes first, or when most entries are such.
+    """
 
-    def __init__(self, queue: Queue, priority: int, shape: Shape, backlog: Backlog) -> None:
+    __slots__ = ("backlog", "entry", "position", "priority", "queue", "shape", "size", "tasks")
+
+    def __init__(self, queue: Queue, priority: int, shape: Shape) -> None:
         self.queue = queue
         self.priority = priority
         self.shape = shape
-        self.backlog = backlog
-        self.base = backlog.base  # the shape for strategies that don't partition
-        self.stretches: deque[Stretch] = deque()
-        self.size = 0  # entries that are not hollow
-        self.ticket = 0  # of its valid entry in the heap of offered classes; 0: it has none
-        self.wait_list: WaitList | None = None  # where it is parked, or was last
+        self.tasks: deque[Task] = deque()
+        self.size = 0  # waiting tasks
+        self.position: Position = (priority, 0)
+        self.backlog: Backlog | None = None  # None: nothing waits, or the queue is paused
+        self.entry: Any = None  # in the order of its backlog
 
     def key(self) -> tuple[str, int, Shape]:
         return self.queue.name, self.priority, self.shape
 
-    def entries(self) -> Iterator[Task]:
-        """The tasks of all entries, hollow ones too, in order."""
-        return chain.from_iterable(stretch.tasks for stretch in self.stretches)
-
     def head(self) -> Task | None:
-        """The oldest waiting task. Drops the hollow entries before it."""
-        stretches = self.stretches
-        while stretches:
-            tasks = stretches[0].tasks
-            while tasks:
-                task = tasks[0]
-                if task.waiting:
-                    return task
-                task.stretch = None
-                tasks.popleft()
-            stretches.popleft()
+        """The oldest waiting task."""
+        tasks = self.tasks
+        while tasks:
+            if tasks[0].waiting:
+                return tasks[0]
+            tasks.popleft()
         return None
 
-    def append(self, task: Task) -> None:
-        stretches = self.stretches
-        if not stretches or len(stretches[-1].tasks) >= STRETCH:
-            stretches.append(Stretch())
-        stretch = task.stretch = stretches[-1]
-        stretch.tasks.append(task)
-
     def put_back(self, task: Task) -> None:
-        """Reinserts a task in the order of task_ids."""
-        if task.stretch is not None:
-            return  # its hollow entry is filled again
+        """Inserts a task in the order of task_ids."""
         older: list[Task] = []
         while len(older) < SORTED_IN and (head := self.head()) is not None and head.task_id < task.task_id:
-            older.append(self.pop())
-        for each in (task, *reversed(older)):
-            self._prepend(each)
+            older.append(self.tasks.popleft())
+        self.tasks.extendleft([task, *reversed(older)])
 
-    def _prepend(self, task: Task) -> None:
-        stretches = self.stretches
-        if not stretches or len(stretches[0].tasks) >= STRETCH:
-            stretches.appendleft(Stretch())
-        stretch = task.stretch = stretches[0]
-        stretch.tasks.appendleft(task)
-
-    def pop(self) -> Task:
-        """Removes and returns the head. Call it right after `head` only."""
-        task = self.stretches[0].tasks.popleft()
-        task.stretch = None
-        return task
-
-    def clear(self) -> None:
-        for task in self.entries():
-            task.stretch = None
-        self.stretches.clear()
-
-    def hollow(self, task: Task) -> None:
-        """Makes the entry of a waiting task hollow."""
-        stretch = task.stretch
-        assert stretch is not None, "a waiting task has an entry"
-        stretch.left += 1
-        tasks = stretch.tasks
-        if 2 * stretch.left > len(tasks):
-            stretch.left = 0
-            for _ in range(len(tasks)):
-                each = tasks.popleft()
-                if each.waiting and each is not task:
-                    tasks.append(each)
-                else:
-                    each.stretch = None
+    def drop(self, ending: Task) -> None:
+        """Drops the entry of a task that ends now if it is the first, and those of ended tasks if they are most."""
+        if self.tasks[0] is ending:
+            self.tasks.popleft()
+        elif len(self.tasks) > 2 * self.size + STALE_MIN:
+            self.tasks = deque([task for task in self.tasks if task.waiting and task is not ending])
 
 
-# (priority, task_id of the head, ticket, class)
-Entry = tuple[int, int, int, ResourceClass]
+class Backlog:
+    """See the module."""
+
+    __slots__ = (
+        "blocked_by", "classes", "entry", "no_room_for_model", "pin", "shape", "size", "strategy", "waits_to_grow",
+    )  # fmt: skip
+
+    def __init__(self, strategy: Strategy, shape: Shape, pin: Worker | None) -> None:
+        self.strategy = strategy
+        self.shape = shape  # without a partition
+        self.pin = pin  # the only worker for its tasks, if the strategy is pinned; None: there is none now
+        self.classes: ByFirstTask[ResourceClass] = ByFirstTask()
+        self.size = 0  # waiting tasks
+        self.entry: Any = None  # in the order of the ready backlogs
+        self.blocked_by: Condition | None = None  # None: it is ready
+        self.waits_to_grow = False  # a worker has room, but needs a larger backlog
+        self.no_room_for_model = False  # a worker has room in its window, but none for the model
+
+    @property
+    def key(self) -> tuple[str, Shape, Worker | None]:
+        return self.strategy.name, self.shape, self.pin
+
+    @property
+    def position(self) -> Position:
+        first = self.classes.first()
+        assert first is not None, "a backlog has tasks"
+        return first.position
+
+    def head(self) -> Task | None:
+        """The task to dispatch next."""
+        first = self.classes.first()
+        return first.head() if first is not None else None
 
 
-class WaitList:
-    """Parked classes blocked by the same condition: if the first class finds no worker, none does. They wait until one
-    of `workers` changes or, without a `shape`, has room in its window.
-    """
+# The pin, or id() of the workers' dict; and whether the backlog waits for room in a window of one of them.
+Condition = tuple[Worker | int, bool]
 
-    __slots__ = ("heap", "home", "key", "shape", "workers")
 
-    def __init__(
-        self, home: "dict[Any, WaitList]", key: object, workers: dict[Worker, None], shape: Shape | None
-    ) -> None:  # fmt: skip
-        self.home = home
-        self.key = key
-        self.workers = workers
-        self.shape = shape
-        self.heap: list[Entry] = []
+class ResourceClasses:
+    """All resource classes in which tasks wait, and their backlogs."""
+
+    def __init__(self, strategy_of: Callable[[Queue], Strategy], pins: Pins) -> None:
+        self._strategy_of = strategy_of
+        self._pins = pins
+        self.by_key: dict[tuple[str, int, Shape], ResourceClass] = {}
+        self.backlogs: dict[tuple[str, Shape, Worker | None], Backlog] = {}  # by their key
+        self.ready: ByFirstTask[Backlog] = ByFirstTask()
+        self.blocked: dict[Condition, tuple[dict[Worker, None], dict[Backlog, None]]] = {}
+        self._shapes: dict[str, dict[Shape, int]] = {}  # queue -> shape without a partition -> resource classes
+
+    # --- tasks -------------------------------------------------------------------------------------------------------
+
+    def get(self, queue: Queue, spec: Spec, partition: int) -> ResourceClass:
+        """The class of tasks of this spec and partition. A new one is kept once a task is added."""
+        shape = shape_of(spec, partition)
+        found = self.by_key.get((queue.name, spec.priority, shape))
+        return found if found is not None else ResourceClass(queue, spec.priority, shape)
+
+    def too_many_shapes(self, spec: Spec, limit: int) -> bool:
+        """Whether a task of this spec would add a shape to a queue that has at least `limit` shapes."""
+        shapes = self._shapes.get(spec.queue, {})
+        return len(shapes) >= limit and shape_of(spec) not in shapes
+
+    def add(self, resource_class: ResourceClass, task: Task) -> None:
+        """Adds a task that is younger than all others of its class."""
+        resource_class.tasks.append(task)
+        self._grow(resource_class)
+
+    def put_back(self, resource_class: ResourceClass, task: Task) -> None:
+        """Inserts a task in the order of task_ids."""
+        resource_class.put_back(task)
+        self._grow(resource_class)
+
+    def first(self) -> tuple[Backlog, ResourceClass, Task] | None:
+        """The first task of the ready backlogs."""
+        backlog = self.ready.first()
+        if backlog is None:
+            return None
+        resource_class = backlog.classes.first()
+        assert resource_class is not None, "a backlog has tasks"
+        return backlog, resource_class, resource_class.tasks[0]
+
+    def take(self, resource_class: ResourceClass) -> None:
+        """Removes the task that `first` returned."""
+        resource_class.tasks.popleft()
+        self._shrink(resource_class)
+
+    def leave(self, resource_class: ResourceClass, task: Task) -> None:
+        """Removes a waiting task that ends now."""
+        resource_class.drop(task)
+        self._shrink(resource_class)
+
+    def remove(self, resource_class: ResourceClass, task: Task) -> None:
+        """Removes a waiting task that may come back. The time it takes grows with the number of older tasks."""
+        resource_class.tasks.remove(task)
+        self._shrink(resource_class)
+
+    def _grow(self, resource_class: ResourceClass) -> None:
+        """Counts another task of the class."""
+        resource_class.size += 1
+        if resource_class.size == 1:
+            self.by_key[resource_class.key()] = resource_class
+            shapes = self._shapes.setdefault(resource_class.queue.name, {})
+            shape = resource_class.shape._replace(partition=-1)
+            shapes[shape] = shapes.get(shape, 0) + 1
+            if not resource_class.queue.paused:
+                self._offer(resource_class)
+            return
+        backlog = resource_class.backlog
+        if backlog is not None:
+            backlog.size += 1
+            self._place(backlog, resource_class)
+            if backlog.waits_to_grow and backlog.blocked_by is not None:
+                self.unblock(backlog)
+
+    def _shrink(self, resource_class: ResourceClass) -> None:
+        """Counts a task less."""
+        resource_class.size -= 1
+        backlog = resource_class.backlog
+        if resource_class.size:
+            if backlog is not None:
+                backlog.size -= 1
+                self._place(backlog, resource_class)
+            return
+        if backlog is not None:
+            backlog.size -= 1
+            self._withdraw(resource_class)
+        resource_class.tasks.clear()
+        del self.by_key[resource_class.key()]
+        name, shape = resource_class.queue.name, resource_class.shape._replace(partition=-1)
+        shapes = self._shapes[name]
+        shapes[shape] -= 1
+        if not shapes[shape]:
+            del shapes[shape]
+        if not shapes:
+            del self._shapes[name]
+
+    def _place(self, backlog: Backlog, resource_class: ResourceClass) -> None:
+        """Moves a class, and its backlog, to where its first task belongs."""
+        head = resource_class.head()
+        assert head is not None, "it has tasks"
+        if head.task_id != resource_class.position[1] or resource_class.entry is None:
+            resource_class.position = resource_class.priority, head.task_id
+            backlog.classes.place(resource_class)
+            if backlog.blocked_by is None:
+                self.ready.place(backlog)
+
+    # --- backlogs ----------------------------------------------------------------------------------------------------
+
+    def queued(self, strategy: Strategy, shape: Shape) -> int:
+        """How many tasks of a shape, without a partition, wait for a strategy that is not pinned."""
+        backlog = self.backlogs.get((strategy.name, shape, None))
+        return backlog.size if backlog is not None else 0
+
+    def _offer(self, resource_class: ResourceClass) -> None:
+        """Adds a class to the backlog of its queue's strategy."""
+        strategy, shape = self._strategy_of(resource_class.queue), resource_class.shape
+        pin = self._pins.pin(strategy, shape) if strategy.pinned else None
+        key = strategy.name, shape._replace(partition=-1) if shape.partition >= 0 else shape, pin
+        backlog = self.backlogs.get(key)
+        if backlog is None:
+            backlog = self.backlogs[key] = Backlog(strategy, key[1], pin)
+        resource_class.backlog = backlog
+        backlog.size += resource_class.size
+        self._place(backlog, resource_class)
+        if backlog.waits_to_grow and backlog.blocked_by is not None:
+            self.unblock(backlog)
+
+    def _withdraw(self, resource_class: ResourceClass) -> None:
+        """Removes a class from its backlog, if it is in one."""
+        backlog, resource_class.backlog = resource_class.backlog, None
+        if backlog is None:
+            return
+        backlog.classes.remove(resource_class)
+        backlog.size -= resource_class.size
+        if backlog.size:
+            if backlog.blocked_by is None:
+                self.ready.place(backlog)
+            return
+        if backlog.blocked_by is not None:
+            self._forget_condition(backlog)
+        self.ready.remove(backlog)
+        del self.backlogs[backlog.key]
+
+    def regroup(self, queue: str = "") -> None:
+        """Call when a queue was paused or resumed, or has another strategy. "": all queues."""
+        self._regroup([c for c in self.by_key.values() if queue in ("", c.queue.name)])
+
+    def repin(self) -> None:
+        """Call when the pins of pinned strategies may have changed."""
+        pinned = [(c, c.backlog) for c in self.by_key.values() if c.backlog is not None and c.backlog.strategy.pinned]
+        self._regroup([c for c, backlog in pinned if self._pins.pin(backlog.strategy, c.shape) is not backlog.pin])
+
+    def _regroup(self, changed: Iterable[ResourceClass]) -> None:
+        for resource_class in changed:
+            self._withdraw(resource_class)
+            if not resource_class.queue.paused:
+                self._offer(resource_class)
+
+    # --- blocked backlogs --------------------------------------------------------------------------------------------
+
+    def block(self, backlog: Backlog, workers: dict[Worker, None], *, windows: bool) -> None:
+        """Blocks a backlog until one of the workers changes. `windows`: until one has room in its window."""
+        self.ready.remove(backlog)
+        condition = backlog.blocked_by = (backlog.pin or id(workers), windows)
+        self.blocked.setdefault(condition, (workers, {}))[1][backlog] = None
+
+    def unblock(self, backlog: Backlog) -> None:
+        self._forget_condition(backlog)
+        self.ready.place(backlog)
+
+    def unblock_for(self, changed: Iterable[Worker], open_: dict[Worker, None]) -> None:
+        """Unblocks what may go to workers that changed. Workers in `open_` have room in their windows."""
+        roomy = [worker for worker in changed if worker in open_]
+        for (_, windows), (workers, backlogs) in list(self.blocked.items()):
+            if not workers.keys().isdisjoint(roomy if windows else changed):
+                for backlog in list(backlogs):
+                    self.unblock(backlog)
+
+    def unblock_all(self, *, growing: bool = False) -> None:
+        """Unblocks all backlogs. `growing`: only those for which a worker has room, but needs a larger backlog."""
+        for _, backlogs in list(self.blocked.values()):
+            for backlog in [b for b in backlogs if b.waits_to_grow or not growing]:
+                self.unblock(backlog)
+
+    def _forget_condition(self, backlog: Backlog) -> None:
+        assert backlog.blocked_by is not None, "it is blocked"
+        _, backlogs = self.blocked[backlog.blocked_by]
+        del backlogs[backlog]
+        if not backlogs:
+            del self.blocked[backlog.blocked_by]
+        backlog.blocked_by = None

@@ -1,7 +1,4 @@
-"""The registry of workers: which exist, what each can run, how fast, and which leases and models each holds.
-
-`changes` is a log of workers in the order in which they changed; each ranking reads it from where it stopped.
-"""
+"""The registry of workers: which exist, what each can run, how fast, and which leases and models each holds."""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -23,7 +20,8 @@ from multigpu_master.core.workers.residency import LOAD_S, Block, ModelSizes
 UNIT_S = 0.01
 # A lease is late when it has run for this many times its expected duration.
 LATE = 1.25
-CHANGES_MAX = 8192
+# Limit of shapes whose eligible workers are kept; beyond it all are computed anew.
+SHAPES_MAX = 8192
 LOST_WORKERS_MAX = 1000
 LOST_WORKERS_TOKEN_MAX = 500  # whose last session had the same token
 
@@ -35,8 +33,6 @@ class Fleet:
         self.sessions: dict[int, Worker] = {}
         self.open: dict[Worker, None] = {}  # workers that take work and have room in their windows
         self.freed: dict[Worker, None] = {}  # workers that may have gained room since the last take_freed
-        self.changes: list[Worker] = []
-        self.changes_base = 0  # changes dropped from the front
         self.membership = 0  # counts workers that joined, left, or changed which tasks they can take
         self.averages = 0  # counts the steps of the fleet's averages
         self.planned = False  # whether any worker offers models by id
@@ -118,16 +114,12 @@ class Fleet:
         self.touch(worker)
 
     def touch(self, worker: Worker) -> None:
-        """Call when a worker changed in a way that may change its rank."""
+        """Call when a worker changed in a way that may change its score."""
         worker.version += 1
         if worker.accepting and not worker.full:
             self.open[worker] = None
         else:
             self.open.pop(worker, None)
-        self.changes.append(worker)
-        if len(self.changes) > CHANGES_MAX:
-            del self.changes[: CHANGES_MAX // 2]
-            self.changes_base += CHANGES_MAX // 2
 
     def free(self, worker: Worker) -> None:
         """Call when a worker may have gained room."""
@@ -181,7 +173,7 @@ class Fleet:
         """The workers that could take such a task, lost ones too. Shapes with the same workers share one object."""
         found = self._eligible.get(shape)
         if found is None:
-            if len(self._eligible) > CHANGES_MAX:
+            if len(self._eligible) > SHAPES_MAX:
                 self._eligible.clear()
                 self._groups.clear()
             found = {w: None for w in self.workers.values() if self.unfit(w, shape) is None}

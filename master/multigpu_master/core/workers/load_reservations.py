@@ -1,67 +1,50 @@
-"""Load reservations: models that wait for room are loaded in turn.
+"""Load reservations: models that wait for room are loaded in the order in which their tasks came.
 
 Tasks whose model is placed nowhere wait while models in use take up every worker's memory, and new tasks for those
-models could block them for ever. So once the oldest task of a class has waited as long as its model takes to load, the
-model gets a reservation on one worker: the one with the fewest reservations, then the fewest bytes to free. When it is
-the worker's first reservation and the worker has rested from its last loading, the least recently used models that must
-go get no new leases there; their leases end as usual, and then the waiting model gets its lease. A reservation takes no
-room from pinned models, nor from models with leases of a more important priority.
+models could block them for ever. So once the first task of a backlog has waited as long as its model takes to load, the
+model asks for a reservation of a worker. A worker is reserved for one model at a time, and not before it has rested
+from its last loading; of the models that ask, the one that has asked longest gets it. The least recently used models
+that must go get no new leases there; their leases end as usual, and then the waiting model gets its lease. A
+reservation takes no room from pinned models, nor from models with leases of a more important priority.
 
-So a model behind n others on its worker is being loaded at the latest after its own loading time, plus for each of the
-n + 1 reservations: the rest (as long as the loading before it), that loading, and the time until the leases of the
-models that go have ended. docs/decisions/0011-residency.md has the reasoning.
+So a model behind n others is being loaded at the latest after its own loading time, plus for each of the n others and
+itself: the rest (as long as the loading before it), that loading, and the time until the leases of the models that go
+have ended. docs/decisions/0011-residency.md has the reasoning.
 """
 
-from dataclasses import dataclass
-
-from multigpu_master.core.model import Shape, Worker
-from multigpu_master.core.placement.resource_classes import ResourceClass
+from multigpu_master.core.model import Worker
+from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.state import State
 
 # Tasks wait at least this long before they ask for a reservation, however fast their model loads.
 WAIT_MIN_S = 0.05
 
 
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """A model's place in a worker's queue. `pin`: the only worker for its tasks; None: any."""
-
-    resource_class: ResourceClass
-    pin: Worker | None
-    worker: Worker
-    model: str
-
-
 class LoadReservations:
     def __init__(self, state: State) -> None:
         self._state = state
         self._fleet = state.fleet
-        self._waiting: dict[ResourceClass, None] = {}  # classes that are checked when they have waited long enough
-        self.by_class: dict[tuple[Shape, Worker | None], Reservation] = {}
-        self._queues: dict[Worker, list[Reservation]] = {}
+        self._watched: dict[Backlog, None] = {}  # each is checked by a timer while it waits for room
+        self._asking: dict[Backlog, None] = {}  # those that have waited long enough, in that order
+        self.by_backlog: dict[Backlog, tuple[Worker, str]] = {}  # the reservations: worker and model
         self._resting: dict[Worker, None] = {}  # workers with a timer for the end of their rest
 
-    # --- classes that wait -------------------------------------------------------------------------------------------
+    # --- backlogs that wait ------------------------------------------------------------------------------------------
 
-    def parked(self, resource_class: ResourceClass, pin: Worker | None, now: float) -> None:
-        """Call when a class found no worker: watches it if no worker has room for its model."""
-        if resource_class in self._waiting or resource_class.queue.paused:
-            return
-        no_room = resource_class.backlog.no_room_for_model
-        if pin is not None:
-            no_room = self._fleet.blocked(pin, resource_class.base) is not None
-        if no_room:
-            self._waiting[resource_class] = None
-            self._check_later(resource_class, now)
+    def blocked(self, backlog: Backlog, now: float) -> None:
+        """Call when no worker has room for a backlog's model."""
+        if backlog not in self._watched:
+            self._watched[backlog] = None
+            self._check_later(backlog, now)
 
-    def _check_later(self, resource_class: ResourceClass, now: float) -> None:
-        """Checks a class when its head has waited long enough; if it has already, after the same time again."""
-        head, wait_s = resource_class.head(), self._wait_s(resource_class)
+    def _check_later(self, backlog: Backlog, now: float) -> None:
+        """Checks a backlog when its first task has waited long enough; if it has already, after the same time again."""
+        head, wait_s = backlog.head(), self._wait_s(backlog)
         due_s = max(head.submit_s if head is not None else now, now - wait_s) + wait_s
-        self._state.timers.at(due_s if due_s > now else now + wait_s, lambda now: self._check(resource_class, now))
+        self._state.timers.at(due_s if due_s > now else now + wait_s, lambda now: self._check(backlog, now))
 
-    def _wait_s(self, resource_class: ResourceClass) -> float:
-        fleet, shape = self._fleet, resource_class.base
+    def _wait_s(self, backlog: Backlog) -> float:
+        fleet, shape = self._fleet, backlog.shape
         loads_s = [
             worker.residency.load_s(model)
             for worker in fleet.eligible(shape)
@@ -69,112 +52,112 @@ class LoadReservations:
         ]
         return max(WAIT_MIN_S, min(loads_s, default=WAIT_MIN_S))
 
-    def _check(self, resource_class: ResourceClass, now: float) -> None:
-        """Makes a reservation for a class that has waited long enough, if it still needs one."""
-        strategy = self._state.ledger.strategy_of(resource_class.queue)
-        pin = self._state.placement.pin(strategy, resource_class.shape) if strategy.pinned else None
-        for old in [r for r in self.by_class.values() if r.resource_class is resource_class and r.pin is not pin]:
-            self._end(old)
-        reservation = self.by_class.get((resource_class.base, pin))
-        if not resource_class.size or resource_class.queue.paused or self._served(resource_class, pin):
-            del self._waiting[resource_class]
-            if reservation is not None and reservation.resource_class is resource_class:
-                self._end(reservation)
+    def _check(self, backlog: Backlog, now: float) -> None:
+        """Lets a backlog ask, or makes its reservation, or ends that, or stops watching the backlog."""
+        reservation, head = self.by_backlog.get(backlog), backlog.head()
+        if head is None or self._served(backlog):
+            del self._watched[backlog]
+            self._asking.pop(backlog, None)
+            self._end(backlog)
             return
-        head, wait_s = resource_class.head(), self._wait_s(resource_class)
-        assert head is not None, "the class has waiting tasks"
-        if now >= head.submit_s + wait_s:
-            if reservation is not None and not self._valid(reservation):
-                self._end(reservation)
-                reservation = None
-            if reservation is None:
-                self._reserve(resource_class, pin)
-        self._check_later(resource_class, now)
+        if now >= head.submit_s + self._wait_s(backlog):
+            if reservation is not None and not self._valid(backlog, *reservation):
+                self._end(backlog)
+            if backlog not in self.by_backlog:
+                self._asking[backlog] = None
+                self._reserve(backlog)
+        self._check_later(backlog, now)
 
-    def _served(self, resource_class: ResourceClass, pin: Worker | None) -> bool:
-        """Whether the class's model is placed where its tasks may use it: they only wait for room in a window."""
-        fleet, base = self._fleet, resource_class.base
-        workers = [pin] if pin is not None else list(fleet.eligible(base))
-        return any(w.accepting and fleet.load_s(w, base) == 0.0 and fleet.blocked(w, base) is None for w in workers)
+    def _served(self, backlog: Backlog) -> bool:
+        """Whether the model is placed where the tasks may use it: they only wait for room in a window."""
+        fleet, shape = self._fleet, backlog.shape
+        return any(
+            w.accepting and fleet.load_s(w, shape) == 0.0 and fleet.blocked(w, shape) is None
+            for w in self._workers(backlog)
+        )
 
-    def _valid(self, reservation: Reservation) -> bool:
-        """Whether the reservation's worker can still load its model."""
-        worker, shape = reservation.worker, reservation.resource_class.base
-        if not worker.accepting or worker not in self._fleet.eligible(shape):
-            return False
-        return self._fleet.model_id(worker, shape.kind, shape.model) == reservation.model
+    def _workers(self, backlog: Backlog) -> list[Worker]:
+        """The workers that could get the backlog's tasks."""
+        if backlog.strategy.pinned:
+            return [backlog.pin] if backlog.pin is not None else []
+        return list(self._fleet.eligible(backlog.shape))
 
-    def _reserve(self, resource_class: ResourceClass, pin: Worker | None) -> None:
-        """Makes a reservation on the best worker; none if no worker can free enough memory."""
-        fleet, shape = self._fleet, resource_class.base
-        strategy = self._state.ledger.strategy_of(resource_class.queue)
-        best: tuple[int, int, str] | None = None
-        found: Reservation | None = None
-        for worker in [pin] if pin is not None else list(fleet.eligible(shape)):
-            model = fleet.model_id(worker, shape.kind, shape.model)
-            if not worker.accepting or not model or strategy.excludes(shape, worker, fleet) is not None:
-                continue
-            going = _who_goes(worker, model, resource_class.priority)
-            if going is None or model in worker.residency.unwanted:
-                continue
-            size = sum(map(worker.residency.memory_of, going))
-            rank = len(self._queues.get(worker, ())), size, worker.worker_id
-            if best is None or rank < best:
-                best, found = rank, Reservation(resource_class, pin, worker, model)
-        if found is not None:
-            self.by_class[shape, pin] = found
-            self._queues.setdefault(found.worker, []).append(found)
-            self._begin(found.worker)
+    def _valid(self, backlog: Backlog, worker: Worker, model: str) -> bool:
+        """Whether the worker of a reservation can still load the model."""
+        kept = worker.accepting and worker.residency.room_for == model
+        return kept and worker in self._workers(backlog) and self._model(backlog, worker) == model
 
-    # --- a worker's reservations -------------------------------------------------------------------------------------
+    def _model(self, backlog: Backlog, worker: Worker) -> str:
+        return self._fleet.model_id(worker, backlog.shape.kind, backlog.shape.model)
 
-    def _begin(self, worker: Worker) -> None:
-        """Begins the first reservation of a worker, if it may now."""
-        residency, queue = worker.residency, self._queues.get(worker)
-        if not queue or residency.room_for or residency.resting or residency.began_s:
-            return
-        reservation = queue[0]
-        going = _who_goes(worker, reservation.model, reservation.resource_class.priority)
-        if going is None:
-            self._drop(reservation)  # the next check of its class makes another one
-            self._begin(worker)
-            return
-        residency.reserve(reservation.model, going)
+    # --- reservations ------------------------------------------------------------------------------------------------
+
+    def _reserve(self, backlog: Backlog) -> None:
+        """Reserves, of the free workers that can make enough room, the one with the fewest bytes to unload."""
+        free = [w for w in self._workers(backlog) if self._free(w)]
+        sizes = {w: size for w in free if (size := self._bytes_to_unload(backlog, w)) is not None}
+        if sizes:
+            self._begin(backlog, min(sizes, key=lambda w: (sizes[w], w.worker_id)))
+
+    def _free(self, worker: Worker) -> bool:
+        residency = worker.residency
+        return worker.accepting and not (residency.room_for or residency.resting or residency.began_s)
+
+    def _bytes_to_unload(self, backlog: Backlog, worker: Worker) -> int | None:
+        """The memory of the models that must go. None: the model can't be loaded there."""
+        model = self._model(backlog, worker)
+        if not model or model in worker.residency.unwanted:
+            return None
+        if backlog.strategy.excludes(backlog.shape, worker, self._fleet) is not None:
+            return None
+        going = _who_goes(worker, model, self._priority(backlog))
+        return None if going is None else sum(map(worker.residency.memory_of, going))
+
+    @staticmethod
+    def _priority(backlog: Backlog) -> int:
+        head = backlog.head()
+        assert head is not None, "a backlog that asks has tasks"
+        return head.spec.priority
+
+    def _begin(self, backlog: Backlog, worker: Worker) -> None:
+        model = self._model(backlog, worker)
+        del self._asking[backlog]
+        self.by_backlog[backlog] = worker, model
+        worker.residency.reserve(model, _who_goes(worker, model, self._priority(backlog)) or ())
         self._fleet.models_changed(worker)
 
-    def granted(self, resource_class: ResourceClass, worker: Worker) -> None:
-        """Ends the reservation of a class that was granted a lease."""
-        for pin in (None, worker):
-            reservation = self.by_class.get((resource_class.base, pin))
-            if reservation is not None:
-                self._end(reservation)
-                self._state.classes.offer_all()
+    def granted(self, backlog: Backlog) -> bool:
+        """Ends the reservation of a backlog whose first task was granted a lease. Returns whether it had one."""
+        reserved = backlog in self.by_backlog
+        self._end(backlog)
+        return reserved
 
-    def _end(self, reservation: Reservation) -> None:
-        self._drop(reservation)
-        self._begin(reservation.worker)
-
-    def _drop(self, reservation: Reservation) -> None:
-        worker = reservation.worker
-        del self.by_class[reservation.resource_class.base, reservation.pin]
-        queue = self._queues[worker]
-        queue.remove(reservation)
-        if not queue:
-            del self._queues[worker]
-        if worker.residency.room_for == reservation.model:
+    def _end(self, backlog: Backlog) -> None:
+        worker, model = self.by_backlog.pop(backlog, (None, ""))
+        if worker is None:
+            return
+        if worker.residency.room_for == model:
             worker.residency.end_reservation()
             self._fleet.models_changed(worker)
+        self._next(worker)
+
+    def _next(self, worker: Worker) -> None:
+        """Reserves a worker for the first backlog that asks and can use it, if the worker is free."""
+        if not self._free(worker):
+            return
+        for backlog in self._asking:
+            able = backlog.size and worker in self._workers(backlog)
+            if able and self._bytes_to_unload(backlog, worker) is not None:
+                self._begin(backlog, worker)
+                return
 
     # --- rest --------------------------------------------------------------------------------------------------------
 
     def look_at(self, worker: Worker) -> None:
-        """Call when a worker's models changed: starts the timer of its rest, or begins its next reservation."""
-        residency = worker.residency
-        if residency.resting and worker not in self._resting:
+        """Call when a worker's models changed: starts the timer of its rest."""
+        if worker.residency.resting and worker not in self._resting:
             self._resting[worker] = None
             self._rest(worker)
-        elif not residency.resting and worker in self._queues:
-            self._begin(worker)
 
     def _rest(self, worker: Worker) -> None:
         def over(now: float) -> None:
@@ -184,7 +167,7 @@ class LoadReservations:
             del self._resting[worker]
             worker.residency.resting = False
             self._fleet.models_changed(worker)
-            self._begin(worker)
+            self._next(worker)
 
         self._state.timers.at(worker.residency.rest_until_s, over)
 

@@ -84,7 +84,7 @@ class Sessions:
         if extra is not None and held.attempt <= extra.failed_attempt:
             return False  # the attempt's failure was reported and charged: it must not be charged again
         if task.waiting:
-            self._state.classes.leave(self._ledger.class_of(task), task)
+            self._state.classes.remove(self._ledger.class_of(task), task)
         if extra is not None:
             extra.not_before_s = 0.0
             extra.losses = max(0, extra.losses - 1)  # the lease was counted as lost

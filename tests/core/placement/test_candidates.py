@@ -1,29 +1,21 @@
-"""What a ranking asks of a strategy, and how often: the cost of a dispatch must not follow the size of the fleet."""
+"""Which worker a strategy gets a task for, and how often it is asked."""
 
 import random
 
 import pytest
 from multigpu_master.core.model import Cordon, Lease, Shape, Spec, Task, Worker
-from multigpu_master.core.placement.placement import Placement
-from multigpu_master.core.placement.ranking import Ranking
+from multigpu_master.core.placement.candidates import Candidates
+from multigpu_master.core.placement.pins import Pins
+from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.strategy import FleetView
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Capability, Resident, WorkerInfo
 from multigpu_master.strategies.auto import Auto
 from multigpu_master.strategies.static_partition import StaticPartition
 
+from tests.core.stage import Stage
+
 EMBED = Shape("embed", "m", (), 0, -1)
-
-
-class Counting(Auto):
-    """auto, with an eye on how often it is asked."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
-        self.asked += 1
-        return super().min_backlog(shape, worker, fleet)
 
 
 def fleet_of(workers: int, resident: int) -> Fleet:
@@ -38,25 +30,22 @@ def fleet_of(workers: int, resident: int) -> Fleet:
     return fleet
 
 
-def test_workers_not_worth_a_loading_are_not_looked_at_for_every_task() -> None:
-    fleet, strategy = fleet_of(1000, 2), Counting()
-    ranking = Ranking(fleet, strategy, EMBED)
-    full = [fleet.workers["w0"], fleet.workers["w1"]]
-    for worker in full:
-        worker.pace.allowed = 0
-        fleet.touch(worker)
-    assert ranking.best(10) is None
-    assert ranking.has_room()
-    strategy.asked = 0
-    for n in range(200):
-        worker = full[n % 2]
-        worker.pace.allowed = 64
-        fleet.touch(worker)
-        assert ranking.best(10 + n % 5) is worker
-        worker.pace.allowed = 0
-        fleet.touch(worker)
-        assert ranking.best(10 + n % 5) is None
-    assert strategy.asked <= 400, "some for each task, whatever the size of the fleet"
+def test_one_event_asks_for_each_worker_and_each_lease_not_for_all_workers_again() -> None:
+    stage, scored = Stage(), list[Worker]()
+    auto = stage.core.strategies["auto"]
+
+    class Counting(Auto):
+        def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
+            scored.append(worker)
+            return auto.score(shape, worker, fleet)
+
+    stage.core.strategies["auto"] = Counting()
+    for n in range(300):
+        stage.worker(f"w{n}")
+    scored.clear()
+    tasks = stage.submit(1000)
+    assert all(task.lease is not None for task in tasks)
+    assert len(scored) <= 300 + 1000
 
 
 def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_goes_idle_or_is_busy() -> None:
@@ -85,54 +74,32 @@ def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_go
     assert fleet.resident_workers(EMBED) == 10, "and none if it does not say so when it is done"
 
 
-def test_workers_kept_aside_come_back_when_no_worker_has_the_model() -> None:
-    fleet = fleet_of(10, 0)
-    ranking = Ranking(fleet, Counting(), EMBED)
-    loader = fleet.workers["w0"]
-    lease = Lease(1, Task(Spec(kind="embed", model="m"), "", b""), loader, 1, 0.0, 1, 0.0)
-    fleet.grant(loader, lease, 0.0)
-    loader.pace.allowed = 0  # it is full, and the only one that has the model, or will
-    fleet.touch(loader)
-    assert ranking.best(1) is None, "not worth a loading for the others"
-    assert ranking.has_room()
-    del loader.leases[1]
-    fleet.release(lease)
-    fleet.idle(loader)  # and does not have it
-    fleet.touch(loader)
-    assert ranking.best(1) is not None
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_the_ranking_equals_a_scan_of_all_workers(seed: int) -> None:
+def test_the_best_candidate_is_the_best_of_all_workers(seed: int) -> None:
     dice = random.Random(seed)
-    fleet, strategy = fleet_of(12, 0), Auto()
-    ranking = Ranking(fleet, strategy, EMBED)
+    fleet, strategy = fleet_of(12, 4), Auto()
     workers = list(fleet.workers.values())
-    for _ in range(300):
-        worker = dice.choice(workers)
-        match dice.randrange(5):
-            case 0:
-                worker.pace.allowed = dice.choice((0, 64))
-            case 1:
-                worker.backlog_s = dice.uniform(0, 9)
-            case 2:
-                worker.residency.reported = dice.choice(({}, {"m": Resident(model="m")}))
-                fleet.members_changed(worker)
-            case 3:
-                worker.pace.unit_s["embed", "m"] = dice.uniform(0.01, 1)
-            case _:
-                fleet.learned(worker, ("embed", "m"), 1, 1, dice.uniform(0.01, 1))
+    for worker in workers:
+        worker.pace.unit_s["embed", "m"] = dice.uniform(0.01, 1)
+        worker.pace.allowed = dice.choice((0, 64, 64))
+        worker.backlog_s = dice.uniform(0, 9)
         fleet.touch(worker)
-        queued = dice.choice((1, 3, 10, 50, 300, 3000))
-        able = [w for w in workers if not w.full and strategy.min_backlog(EMBED, w, fleet) <= queued]
-        found = ranking.best(queued)
+    backlog = Backlog(strategy, EMBED, None)
+    backlog.size = dice.choice((1, 30, 300))
+    candidates = Candidates(fleet, backlog)
+    while True:
+        free = [w for w in workers if not w.full]
+        able = [w for w in free if strategy.min_backlog(EMBED, w, fleet) <= backlog.size]
+        found = candidates.best()
         if found is None:
             assert not able
-            assert ranking.has_room() == any(not w.full for w in workers)
-        else:
-            least = min(strategy.score(EMBED, w, fleet) for w in able)
-            assert found in able
-            assert strategy.score(EMBED, found, fleet) == least
+            assert backlog.waits_to_grow == bool(free)
+            return
+        assert strategy.score(EMBED, found, fleet) == min(strategy.score(EMBED, w, fleet) for w in able)
+        found.backlog_s += dice.uniform(0, 3)
+        found.pace.allowed = dice.choice((0, 64))
+        fleet.touch(found)
+        backlog.size = max(1, backlog.size - 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -145,7 +112,7 @@ def test_a_pinned_task_goes_to_the_first_of_all_workers_and_a_loss_moves_no_othe
             scored.append(worker)
             return super().score(shape, worker, fleet)
 
-    strategy, plain, placement = Counting(), StaticPartition(), Placement(fleet)
+    strategy, plain, pins = Counting(), StaticPartition(), Pins(fleet)
     shapes = [EMBED._replace(partition=n) for n in range(100)]
     workers = list(fleet.workers.values())
     for turn in range(50):
@@ -166,6 +133,6 @@ def test_a_pinned_task_goes_to_the_first_of_all_workers_and_a_loss_moves_no_othe
         able = [w for w in fleet.eligible(EMBED) if w.accepting]
         for shape in dice.sample(shapes, 40):
             first = min(able, key=lambda w: (plain.score(shape, w, fleet), w.worker_id), default=None)
-            assert placement.pin(strategy, shape) is first
+            assert pins.pin(strategy, shape) is first
         if turn > 10:
             assert len(scored) < 40 * 40 / 2, "not every worker for every shape again"

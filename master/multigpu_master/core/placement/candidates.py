@@ -1,0 +1,66 @@
+"""Chooses the worker of a task, for strategies that compare workers (pins.py has the others)."""
+
+from heapq import heappop, heappush
+
+from multigpu_master.core.model import Worker
+from multigpu_master.core.placement.obstacles import is_one_of, obstructed, short_of_memory
+from multigpu_master.core.placement.resource_classes import Backlog
+from multigpu_master.core.workers.fleet import Fleet
+
+
+class Candidates:
+    """The workers that may get tasks of a backlog, the lowest score first, during one event: no worker gains room
+    meanwhile, and a worker that was granted a lease is ranked again when it comes first.
+    """
+
+    __slots__ = ("_backlog", "_fleet", "_heap", "_pushes")
+
+    def __init__(self, fleet: Fleet, backlog: Backlog) -> None:
+        self._fleet = fleet
+        self._backlog = backlog
+        self._heap: list[tuple[float, int, int, int, Worker]] = []  # (score, last dispatch, tie, version, worker)
+        self._pushes = 0
+        backlog.waits_to_grow = backlog.no_room_for_model = False
+        able = fleet.eligible(backlog.shape)
+        for worker in fleet.open if len(fleet.open) < len(able) else able:
+            if worker in able and worker in fleet.open:
+                self._rank(worker)
+
+    def best(self) -> Worker | None:
+        """The worker for the backlog's first task; None: no worker may get it now."""
+        heap, fleet, backlog = self._heap, self._fleet, self._backlog
+        strategy, shape = backlog.strategy, backlog.shape
+        while heap:
+            worker = heap[0][4]
+            if heap[0][3] != worker.version:
+                heappop(heap)
+                if worker in fleet.open:
+                    self._rank(worker)
+            elif strategy.min_backlog(shape, worker, fleet) <= backlog.size or fleet.reserved(worker, shape):
+                return worker
+            else:
+                heappop(heap)
+                backlog.waits_to_grow = True
+        return None
+
+    def _rank(self, worker: Worker) -> None:
+        fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
+        if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
+            return
+        if fleet.planned and fleet.blocked(worker, shape) is not None:
+            self._backlog.no_room_for_model = True
+            return
+        self._pushes += 1
+        score = strategy.score(shape, worker, fleet)
+        heappush(self._heap, (score, worker.last_dispatch, self._pushes, worker.version, worker))
+
+
+def elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
+    """The eligible, accepting workers that are not `avoided` (device_keys and worker_ids), and the one with the lowest
+    score of those that may get a task now.
+    """
+    strategy, shape = backlog.strategy, backlog.shape
+    others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
+    free = [w for w in others if not w.full and not obstructed(fleet, strategy, shape, w)]
+    first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
+    return others, first

@@ -1,0 +1,66 @@
+"""Pins: the worker to which a pinned strategy assigns a shape."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from multigpu_master.core.model import Shape, Worker
+from multigpu_master.core.strategy import Strategy
+from multigpu_master.core.workers.fleet import Fleet
+from multigpu_master.core.workers.info import WorkerInfo
+
+PINS_MAX = 16_384
+# When more workers than this join at once, all pins are dropped, and computed again when they are next needed.
+JOINED_MAX = 16
+
+
+class Pin(NamedTuple):
+    """The worker to which a pinned strategy assigns a shape."""
+
+    strategy: Strategy
+    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: no accepting worker is eligible
+
+
+class Pins:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._pins: dict[tuple[str, Shape], Pin] = {}
+        self._membership = -1
+        self._members: dict[Worker, WorkerInfo] = {}  # accepting workers when the pins were last checked
+
+    def pin(self, strategy: Strategy, shape: Shape) -> Worker | None:
+        """The worker to which a pinned strategy assigns the shape, whether or not it has room now."""
+        if self._membership != self._fleet.membership:
+            self._move_pins()
+        if len(self._pins) >= PINS_MAX:
+            self._pins.clear()
+        key = (strategy.name, shape)
+        pin = self._pins.get(key)
+        if pin is None:
+            pin = self._pins[key] = Pin(strategy, self._first(strategy, shape, self._members))
+        return pin.first[2] if pin.first is not None else None
+
+    def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> tuple[float, str, Worker] | None:
+        """The (score, worker_id, worker) of the eligible worker that ranks first for the shape; None: there is none."""
+        fleet = self._fleet
+        eligible = fleet.eligible(shape._replace(partition=-1))
+        able = [w for w in workers if w in eligible and strategy.excludes(shape, w, fleet) is None]
+        return min([(strategy.score(shape, w, fleet), w.worker_id, w) for w in able], default=None)
+
+    def _move_pins(self) -> None:
+        """Adapts the pins to a changed fleet: removes pins to workers that left, and moves a pin to a worker that
+        joined if that worker ranks first.
+        """
+        before, fleet = self._members, self._fleet
+        now = self._members = {w: w.info for w in fleet.workers.values() if w.accepting}
+        self._membership = fleet.membership
+        joined = [w for w, info in now.items() if before.get(w) is not info]
+        if not joined and len(now) == len(before):
+            return  # none joined or left
+        if len(joined) > JOINED_MAX:
+            self._pins.clear()
+        for key, (strategy, first) in list(self._pins.items()):
+            if first is not None and now.get(first[2]) is not before[first[2]]:
+                del self._pins[key]
+            elif joined:
+                firsts = [each for each in (first, self._first(strategy, key[1], joined)) if each is not None]
+                self._pins[key] = Pin(strategy, min(firsts, default=None))
