@@ -55,7 +55,7 @@ class Rig:
             if isinstance(command, ev.Dispatch):
                 self.held[command.session] += command.leases
             elif isinstance(command, ev.RenewIds):
-                self.core.handle(ev.IdsRenewed(self.core.state.ids.end), self.now)
+                self.core.handle(ev.IdsRenewed(self.core.ids.end), self.now)
             elif isinstance(command, ev.Settled):
                 self.do("committed", ev.SettlesCommitted(command.tasks))
 

@@ -116,7 +116,7 @@ class Fleet:
                     self._busy.append(command.session)
                 self.held[command.session] += command.leases
             elif isinstance(command, ev.RenewIds):
-                self._do("renew", ev.IdsRenewed(self.core.state.ids.end), 1)
+                self._do("renew", ev.IdsRenewed(self.core.ids.end), 1)
             elif isinstance(command, ev.Settled):
                 self.settled += len(command.tasks)
                 self._do("commit", ev.SettlesCommitted(command.tasks), len(command.tasks))
@@ -142,7 +142,7 @@ def row(workers: int, queued: int, strategy: str = "auto", kinds: int = 1, queue
         done += fleet.settled - settled
     fleet.heartbeats(min(workers, 2_000))
     parts = [fleet.us(name) for name in ("submit", "report and dispatch", "commit")]
-    waiting = fleet.core.unsettled - fleet.core.leased
+    waiting = fleet.core.ledger.unsettled - fleet.core.ledger.leased
     cells = [f"{workers:>8,}", f"{waiting:>11,}", f"{strategy:>17}", f"{kinds:>6}", f"{queues:>7}"]
     cells.append(f"{join_us:>10,.0f}")
     cells += [f"{us:>9.2f}" for us in (*parts, sum(parts))]
@@ -174,7 +174,7 @@ def drain(tasks: int, workers: int) -> None:
         fleet.report(min(tenth, tasks - fleet.settled))
         us = fleet.us("report and dispatch") + fleet.us("commit")
         print(f"  {fleet.settled:>11,} settled; the last {tenth:,} at {us:.2f} us each", flush=True)
-    assert fleet.core.unsettled == 0, "everything has ended"
+    assert fleet.core.ledger.unsettled == 0, "everything has ended"
     assert fleet.settled == tasks, "each once"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     print(f"  drained in {time.process_time() - began:.0f} s of CPU; peak memory {peak:.1f} GiB", flush=True)

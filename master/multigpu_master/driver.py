@@ -135,7 +135,7 @@ class Driver:
         """
         if not self._broken:
             try:
-                self.requeued_before = self.core.counters.requeued
+                self.requeued_before = self.core.ledger.counters.requeued
                 commands = self.core.handle(event, self.now())
                 for command in commands:
                     carry_out = self._carry_out.get(type(command))
@@ -188,7 +188,7 @@ class Driver:
 
     def known(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """The settled tasks of these requests that the core has forgotten, by request_id."""
-        requests = self.core.requests
+        requests = self.core.ledger.requests
         unknown = self.journaling.perhaps_known([r for r in request_ids if r and r not in requests])
         found = self.journal.find_requests(unknown) if unknown else {}
         return {request_id: stored for request_id, stored in found.items() if stored.fingerprint != FREE}

@@ -115,7 +115,8 @@ class Master:
         log.info(
             "master ready", address=self.address, epoch=recovered.epoch,
             incarnation=driver.incarnations.current, recovered_tasks=tasks_recovered,
-            awaited_workers=workers_expected, strategy=core.strategy, data_dir=str(config.data_dir), version=VERSION,
+            awaited_workers=workers_expected, strategy=core.ledger.strategy,
+            data_dir=str(config.data_dir), version=VERSION,
             tls=bool(config.tls_cert), certificates=bool(config.tls_client_ca), tokens=config.require_tokens,
             descriptors=self._descriptors,
         )  # fmt: skip
@@ -158,7 +159,9 @@ class Master:
         """Restores settings and tasks. Returns how many tasks, and how many workers are expected to reconnect."""
         driver.journaling.learn_requests()
         now = driver.now()
-        expected = settings.restore(driver.core, recovered.settings, now)
+        expected = settings.restore(
+            lambda event: driver.core.handle(event, now), driver.core.ledger.strategies, recovered.settings
+        )
         tasks = [restored_task(r, driver.specs.restore(r.spec)) for r in recovered.tasks]
         driver.handle(ev.Recover(tasks, now + self.config.reconnect_grace_s if expected else now))
         return len(tasks), expected

@@ -6,11 +6,11 @@ Each is a setting in the journal: "strategy" holds a name; "queue/<name>", "work
 import base64
 import dataclasses
 import json
+from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Queue, Worker
-from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.errors import JournalError
 from multigpu_master.wire.devices import device_message
@@ -23,6 +23,7 @@ _INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name != "model
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 COUNT_END = 1 << 64
 T = TypeVar("T")
+Handle = Callable[[ev.Event], object]
 
 
 def queue_setting(queue: Queue) -> dict[str, bytes | None]:
@@ -58,21 +59,21 @@ def breaker_setting(tripped_s: float) -> dict[str, bytes | None]:
     return {BREAKER: json.dumps({"tripped_s": tripped_s}).encode() if tripped_s else None}
 
 
-def restore(core: Core, settings: dict[str, bytes], now: float) -> int:
-    """Restores a new core. Returns how many workers were connected when the last master ended."""
+def restore(handle: Handle, strategies: Container[str], settings: dict[str, bytes]) -> int:
+    """Passes the settings to a new core as events. Returns how many workers were connected when the last one ended."""
     expected = 0
     for key, value in settings.items():
         try:
-            if key == STRATEGY and value.decode() in core.strategies:
-                core.handle(ev.SetStrategy(value.decode()), now)
+            if key == STRATEGY and value.decode() in strategies:
+                handle(ev.SetStrategy(value.decode()))
             elif key.startswith(QUEUE):
-                _restore_queue(core, key.removeprefix(QUEUE), json.loads(value), now)
+                _restore_queue(handle, strategies, key.removeprefix(QUEUE), json.loads(value))
             elif key.startswith(WORKER):
                 registration = _registration(json.loads(value))
-                core.handle(registration, now)
+                handle(registration)
                 expected += registration.expected
             elif key == BREAKER:
-                core.handle(ev.RestoreBreaker(_seconds(json.loads(value)["tripped_s"])), now)
+                handle(ev.RestoreBreaker(_seconds(json.loads(value)["tripped_s"])))
         except _DAMAGE as error:
             raise _damaged(key, error) from error
     return expected
@@ -85,11 +86,11 @@ def _damaged(key: str, error: Exception) -> JournalError:
     )
 
 
-def _restore_queue(core: Core, name: str, rules: dict[str, Any], now: float) -> None:
+def _restore_queue(handle: Handle, strategies: Container[str], name: str, rules: dict[str, Any]) -> None:
     tasks_max, bytes_max = _count(rules["tasks_max"]), _count(rules["bytes_max"])
-    core.handle(ev.ConfigureQueue(name, _typed(rules["paused"], bool), tasks_max, bytes_max), now)
-    if _text(rules["strategy"]) in core.strategies:
-        core.handle(ev.SetStrategy(rules["strategy"], name), now)
+    handle(ev.ConfigureQueue(name, _typed(rules["paused"], bool), tasks_max, bytes_max))
+    if _text(rules["strategy"]) in strategies:
+        handle(ev.SetStrategy(rules["strategy"], name))
 
 
 def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:

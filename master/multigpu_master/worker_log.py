@@ -33,7 +33,7 @@ class WorkerLog:
     def _lost(self, worker: Worker, session: int) -> None:
         driver = self._driver
         # Counts the leases of all workers that were lost in this event; usually that is one worker.
-        requeued = driver.core.counters.requeued - driver.requeued_before
+        requeued = driver.core.ledger.counters.requeued - driver.requeued_before
         reason = driver.workers.end_reasons.get(session, "its stream ended")
         if worker.stopping and not requeued:
             log.info("worker stopped", worker_id=worker.worker_id, session=session)

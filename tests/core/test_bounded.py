@@ -98,7 +98,7 @@ def test_ephemeral_outcomes_expire_each_in_its_own_time_whatever_the_order() -> 
         stage.report(lease_of(each), after_s=0.0)
     kept = []
     for _ in range(4):
-        kept.append([each.spec.result_ttl_s for each in made if each.task_id in stage.core.tasks])
+        kept.append([each.spec.result_ttl_s for each in made if each.task_id in stage.core.ledger.tasks])
         stage.now += 7.0
         stage.handle(ev.Tick())
     assert kept == [[300.0, 5.0, 20.0, 1.0], [300.0, 20.0], [300.0, 20.0], [300.0]]

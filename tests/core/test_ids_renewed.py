@@ -8,7 +8,7 @@ from tests.core.stage import SPEC, Stage
 
 def stage_with(ids_left: int) -> Stage:
     stage = Stage()
-    stage.core.state.ids.begin(3 * EPOCH_IDS - ids_left)
+    stage.core.ids.begin(3 * EPOCH_IDS - ids_left)
     return stage
 
 

@@ -150,7 +150,7 @@ def test_a_partial_output_beyond_a_gap_ends_the_lease() -> None:
 def test_a_lease_that_was_handed_back_counts_as_requeued() -> None:
     stage, task = leased()
     stage.report(lease_of(task), RETURNED)
-    assert stage.core.counters.requeued == 1
+    assert stage.core.ledger.counters.requeued == 1
 
 
 JOULES = [Energy(float(n), 1, 0.1) for n in range(1, 4)]
@@ -164,7 +164,7 @@ def test_energy_goes_to_its_task_whatever_is_stale_beside_it() -> None:
     stage.handle(ev.Reports(stage.sessions, leases, [b"", b"", b""], energy=JOULES))
     assert first.outcome is not None
     assert (first.outcome.energy, outcome_of(second).energy) == (JOULES[0], JOULES[2])
-    assert stage.core.counters.stale_reports == 1
+    assert stage.core.ledger.counters.stale_reports == 1
 
 
 def test_a_report_without_energy_leaves_none() -> None:

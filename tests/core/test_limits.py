@@ -71,12 +71,12 @@ def test_an_idle_worker_is_not_taken_for_a_slow_one() -> None:
 def test_a_queue_that_is_forgotten_and_comes_back_keeps_its_accounts() -> None:
     stage, task = leased(Spec(kind="run", queue="q"))
     stage.report(lease_of(task))
-    stage.core.prune_queues()
-    assert "q" not in stage.core.queues
+    stage.core.ledger.prune_queues()
+    assert "q" not in stage.core.ledger.queues
     (task,) = stage.submit(spec=Spec(kind="run", queue="q"))
-    assert stage.core.queues["q"].leased == 1
+    assert stage.core.ledger.queues["q"].leased == 1
     stage.report(lease_of(task))
-    assert stage.core.queues["q"].leased == stage.core.queues["q"].queued == 0
+    assert stage.core.ledger.queues["q"].leased == stage.core.ledger.queues["q"].queued == 0
 
 
 def test_partial_outputs_count_and_so_do_empty_ones() -> None:
@@ -98,13 +98,13 @@ def test_partial_outputs_count_and_so_do_empty_ones() -> None:
     assert two.extra.last_error is not None
     assert (two.extra.last_error.type, len(two.extra.partials)) == ("ResourceExhausted", 2)
     assert two.outcome is None, "it may be tried again"
-    assert stage.core.state.ledger.unsettled_bytes == room
+    assert stage.core.ledger.unsettled_bytes == room
     stage.report(lease_of(one))
-    assert stage.core.state.ledger.unsettled_bytes == len(b"payload") + 2 * PARTIAL_OVERHEAD_BYTES
+    assert stage.core.ledger.unsettled_bytes == len(b"payload") + 2 * PARTIAL_OVERHEAD_BYTES
     stage.handle(ev.Tick(), 10.0)
     parts(two, 2, 8)
     stage.handle(ev.Cancel([two]))
-    assert stage.core.state.ledger.unsettled_bytes == 0
+    assert stage.core.ledger.unsettled_bytes == 0
 
 
 def test_empty_partial_outputs_of_one_task_have_a_limit() -> None:

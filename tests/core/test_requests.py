@@ -26,7 +26,7 @@ def test_a_rejected_task_does_not_affect_the_next_with_its_request_id(succeeds: 
     assert taken is not rejected
     stage.handle(ev.SettlesCommitted([rejected]))
     assert stage.submit(request="r") == []
-    assert stage.core.requests["r"] is taken
+    assert stage.core.ledger.requests["r"] is taken
 
 
 @pytest.mark.parametrize("withdrawn", [True, False])
@@ -50,7 +50,7 @@ def test_a_request_id_that_its_client_withdrew_makes_a_new_task(durable: bool) -
     (second,) = stage.submit(spec=spec, request="r")
     assert second is not first
     stage.handle(ev.SettlesCommitted([first] if durable else []))
-    assert stage.core.requests["r"] is second
+    assert stage.core.ledger.requests["r"] is second
 
 
 @pytest.mark.parametrize("ended", [True, False])

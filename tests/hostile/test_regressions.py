@@ -227,7 +227,7 @@ def test_a_damaged_outcome_is_reported_as_lost(tmp_path: Path) -> None:
 def test_a_damaged_setting_is_rejected_with_the_remedy(key: str, value: Any) -> None:
     core = Core(load_strategies(), Limits(), 1, lambda: 0.5)
     with pytest.raises(JournalError, match="remove its row"):
-        settings.restore(core, {key: value}, 1.6e9)
+        settings.restore(lambda event: core.handle(event, 1.6e9), core.ledger.strategies, {key: value})
 
 
 @pytest.mark.parametrize(("offset", "size_bytes"), [(0, 2**62), (2**63, 1), (2**64 - 1, 2**64 - 1), (3, 1)])
@@ -306,13 +306,13 @@ def test_a_cordoned_worker_is_not_forgotten_to_make_room() -> None:
 @pytest.mark.parametrize("name", ["x" * 129, "a\0b"])
 @pytest.mark.parametrize("method", ["PauseQueue", "SetQueueLimits", "SetStrategy"])
 def test_rules_for_an_invalid_queue_name_are_rejected(local: LocalMaster, method: str, name: str) -> None:
-    before = len(local.master.driver.core.queues)
+    before = len(local.master.driver.core.ledger.queues)
     request = getattr(admin_pb, f"{method}Request")(queue=name)
     if method == "SetStrategy":
         request.strategy = "auto"
     code, _ = local.loop.run_until_complete(local._call(f"AdminService/{method}", request.SerializeToString()))
     assert code.name == "INVALID_ARGUMENT"
-    assert len(local.master.driver.core.queues) == before
+    assert len(local.master.driver.core.ledger.queues) == before
 
 
 def test_a_long_status_is_cut(local: LocalMaster) -> None:

@@ -248,7 +248,7 @@ async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_mo
     (reason,) = stage.fatal
     assert "Reports" in reason
     assert "a fault of ours" in reason
-    counters = stage.driver.core.counters
+    counters = stage.driver.core.ledger.counters
     assert stage.driver.handle(ev.Tick()) == []
     with pytest.raises(BrokenError):
         stage.submit("three")
@@ -259,19 +259,19 @@ async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_mo
 
 async def test_a_running_master_goes_on_with_ids_that_its_journal_has_begun(stage: Stage, tmp_path: Path) -> None:
     core = stage.driver.core
-    core.state.ids.begin(core.state.ids.end - 4)
-    before = core.state.ids.end
+    core.ids.begin(core.ids.end - 4)
+    before = core.ids.end
     tasks = stage.submit("a", "b", "c")
     async with asyncio.timeout(20):
-        while core.state.ids.end == before:
+        while core.ids.end == before:
             await asyncio.sleep(0.001)
     assert all(task.task_id for task in tasks)
     (later,) = stage.submit("d")
-    assert before <= later.task_id < core.state.ids.end
+    assert before <= later.task_id < core.ids.end
     await stage.durable()
     stage.journal.close(20)
     again = SqliteJournal(tmp_path / "data", size_max_bytes=1 << 30)
-    assert first_id(again.open(stage._on_commit).epoch) >= core.state.ids.end
+    assert first_id(again.open(stage._on_commit).epoch) >= core.ids.end
     again.close(20)
 
 

@@ -163,11 +163,11 @@ class Stage:
     # --- rules -------------------------------------------------------------------------------------------------------
 
     def do_strategy(self, name: str, queue: str = "") -> list[str]:
-        strategy = "" if name == "-" else canonical_name(name, self.core.strategies)
+        strategy = "" if name == "-" else canonical_name(name, self.core.ledger.strategies)
         if strategy is None:
             return [f"no strategy {name!r}"]
         lines = self._handle(ev.SetStrategy(strategy, queue))
-        return [f"the strategy is {strategy or self.core.strategy}", *lines]
+        return [f"the strategy is {strategy or self.core.ledger.strategy}", *lines]
 
     def do_pause(self, queue: str) -> list[str]:
         return self._handle(ev.ConfigureQueue(queue, paused=True))

@@ -15,8 +15,7 @@ from multigpu_master.core.scheduler import Core
 
 from tests.sim.actors import letters
 from tests.sim.actors.client import Client, Request
-from tests.sim.actors.master import Master
-from tests.sim.actors.restoring import STRATEGIES
+from tests.sim.actors.master import STRATEGIES, Master
 from tests.sim.actors.worker import SimWorker
 from tests.sim.journal import Rows
 
@@ -224,7 +223,7 @@ class Faults:
             others = [x for w in core.fleet.workers.values() if w.worker_id != name for x in w.leases]
             worker.report_falsely(others + worker.reported)
             foreign = [x for w in self._sim.workers if w.info.worker_id != name for x in w.held.leases.values()]
-            waiting = [task.task_id for task in core.tasks.values() if task.waiting]
+            waiting = [task.task_id for task in core.ledger.tasks.values() if task.waiting]
             worker.claims = [(x.lease_id, x.task_id, x.attempt, x.proof) for x in foreign[:3]]
             worker.claims += [(task_id, task_id, 1, 0) for task_id in waiting[:3]]  # no lease has a task's id
             worker.break_stream(0.0)

@@ -110,7 +110,7 @@ class ModelWorld:
             self.after(until_s, self._unpin_all)
         while self._heap:
             if self.now > self.start + 600.0:
-                waits = [f"{t.spec.model} {t.lease}" for t in self.core.tasks.values() if t.outcome is None][:5]
+                waits = [f"{t.spec.model} {t.lease}" for t in self.core.ledger.tasks.values() if t.outcome is None][:5]
                 raise ViolationError(f"it never came to rest: {waits}")
             due_s = self.core.next_timer_s()
             if due_s is not None and due_s < self._heap[0][0]:
@@ -121,7 +121,7 @@ class ModelWorld:
             self.now = max(self.now, when)
             assert callable(what), "something to do"
             what()
-            if not self.core.unsettled and self.now > self.start + until_s + 2.0:
+            if not self.core.ledger.unsettled and self.now > self.start + until_s + 2.0:
                 return
 
     def handle(self, event: ev.Event) -> None:
@@ -318,7 +318,7 @@ class ModelWorld:
                 self.drains_s = max(self.drains_s, now - self._turns.pop(host.session))
         waiting = {
             resource_class.shape.model: resource_class
-            for resource_class in self.core.classes.by_key.values()
+            for resource_class in self.core.ledger.classes.by_key.values()
             if resource_class.size
         }
         served = {x.task.spec.model for w in fleet.workers.values() for x in w.leases.values()}

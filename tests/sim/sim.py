@@ -17,8 +17,7 @@ from multigpu_master.core.workers.info import Capability, Model, WorkerInfo
 from multigpu_master.journal.protocol import SettleRecord
 
 from tests.sim.actors.client import Client, Request, repaired
-from tests.sim.actors.master import Master
-from tests.sim.actors.restoring import STRATEGIES
+from tests.sim.actors.master import STRATEGIES, Master
 from tests.sim.actors.worker import SimWorker
 from tests.sim.faults import Faults
 from tests.sim.small import small_limits
@@ -253,7 +252,7 @@ class Simulation:
 
     def _at_rest(self) -> bool:
         core = self.master.core
-        if not self._healed_s or core is None or core.unsettled or core.state.ledger.uncommitted_bytes:
+        if not self._healed_s or core is None or core.ledger.unsettled or core.ledger.uncommitted_bytes:
             return False
         if not self.master.journal.idle or self.master.journaling._pending:
             return False
@@ -280,10 +279,10 @@ class Simulation:
 
     def _unrest(self) -> str:
         core = self.master.core
-        tasks = [t for t in core.tasks.values() if t.outcome is None][:3] if core is not None else []
+        tasks = [t for t in core.ledger.tasks.values() if t.outcome is None][:3] if core is not None else []
         open_ = [a.request_id for c in self.clients for a in c.requests.values() if a.open][:5]
         held = [f"{t.request_id} {t.payload!r} {t.attempts} {t.lease} {t.extra}" for t in tasks]
-        return f"{core and core.unsettled} unsettled, asked {open_}, {held}"
+        return f"{core and core.ledger.unsettled} unsettled, asked {open_}, {held}"
 
     # --- conditions at the end --------------------------------------------------------------------------------
 
@@ -291,7 +290,7 @@ class Simulation:
         journal = self.master.journal
         core = self.master.core
         assert core is not None, "it is at rest"
-        if any(t.spec.durable for t in core.tasks.values()):
+        if any(t.spec.durable for t in core.ledger.tasks.values()):
             raise ViolationError("the core remembers what the journal has")
         if journal.tasks:
             raise ViolationError(f"the journal still has tasks {list(journal.tasks)[:5]}")

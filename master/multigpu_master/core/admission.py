@@ -3,8 +3,9 @@
 import difflib
 
 from multigpu_master.core import events as ev
+from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Queue, Spec, shape_of
-from multigpu_master.core.state import State
+from multigpu_master.core.restart import IdRange
 from multigpu_master.core.workers.fleet import Fleet
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
@@ -17,29 +18,28 @@ NAMED_MAX = 20
 NEAR_NAMES_MAX, NEAR_NAME_MAX = 64, 64
 
 
-def rejection(state: State, spec: Spec, now: float) -> ev.Rejection | None:
+def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Rejection | None:
     """Why no task of this spec is accepted; None if tasks are."""
     if spec.deadline_s is not None and spec.deadline_s <= now:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
-    queues = state.ledger.queues
-    if spec.queue not in queues and len(queues) >= QUEUES_MAX and not state.ledger.prune_queues():
+    queues = ledger.queues
+    if spec.queue not in queues and len(queues) >= QUEUES_MAX and not ledger.prune_queues():
         return ev.Rejection(RESOURCE_EXHAUSTED, f"there are {QUEUES_MAX} queues already; use one of them")
-    if state.classes.too_many_shapes(spec, SHAPES_MAX):
+    if ledger.classes.too_many_shapes(spec, SHAPES_MAX):
         what = (
             f"tasks of {SHAPES_MAX} different requirements (kind, model, labels and device memory) wait in queue "
             f"{spec.queue!r} already; use fewer of them, or try again later"
         )
-        return ev.Rejection(RESOURCE_EXHAUSTED, what, state.limits.retry_delay_s)
-    fleet = state.fleet
+        return ev.Rejection(RESOURCE_EXHAUSTED, what, ledger.limits.retry_delay_s)
     # Without a connected worker it is unknown what the fleet will run.
     if spec.wait_for_worker or not fleet.sessions or fleet.eligible(shape_of(spec)):
         return None
     return ev.Rejection(FAILED_PRECONDITION, unplaceable(fleet, spec, queued=False))
 
 
-def full(state: State, queue: Queue, size: int) -> ev.Rejection | None:
+def full(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
     """Why there is no room for another task with a payload of `size` bytes; None if there is."""
-    limits, ledger, ids = state.limits, state.ledger, state.ids
+    limits = ledger.limits
     if ids.next_id >= ids.end:
         what = "the master waits for its journal to begin new task ids; try again in a moment"
         return ev.Rejection(UNAVAILABLE, what, limits.retry_delay_s)

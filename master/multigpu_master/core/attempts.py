@@ -9,7 +9,8 @@
 
 from collections.abc import Callable
 
-from multigpu_master.core.ledger import RUN_GRACE_S
+from multigpu_master.core.commands import Commands
+from multigpu_master.core.ledger import RUN_GRACE_S, Ledger
 from multigpu_master.core.model import (
     ATTEMPTS_KEPT,
     Attempt,
@@ -20,8 +21,8 @@ from multigpu_master.core.model import (
     TaskError,
     Worker,
 )
-from multigpu_master.core.state import State
-from multigpu_master.core.timers import TimeLimit
+from multigpu_master.core.restart import RecoveryHold
+from multigpu_master.core.timers import TimeLimit, Timers
 
 # A task becomes a dead letter when more than this many workers were lost while it waited in their windows.
 LOSSES_MAX = 16
@@ -36,9 +37,13 @@ NOT_BEGUN = "it was not begun in time"
 class Attempts:
     """See the module. `random` returns 0.0 <= x < 1.0."""
 
-    def __init__(self, state: State, random: Callable[[], float]) -> None:
-        self._state = state
-        self._ledger = state.ledger
+    def __init__(
+        self, ledger: Ledger, timers: Timers, commands: Commands, hold: RecoveryHold, random: Callable[[], float]
+    ) -> None:
+        self._ledger = ledger
+        self._timers = timers
+        self._commands = commands
+        self._hold = hold
         self._random = random
 
     # --- released leases ---------------------------------------------------------------------------------------------
@@ -139,11 +144,8 @@ class Attempts:
             self.take_back(lease, None, now)
 
     def _withdraw(self, lease: Lease, why: str) -> None:
-        worker = lease.worker
-        del worker.leases[lease.lease_id]
         self._ledger.release(lease)
-        self._state.fleet.touch(worker)
-        self._state.outbox.revoke(worker.session, [lease.lease_id], why)
+        self._commands.revoke(lease.worker.session, [lease.lease_id], why)
 
     # --- tasks that end without a report -----------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class Attempts:
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:
-            self._state.classes.leave(self._ledger.class_of(task), task)
+            self._ledger.classes.leave(self._ledger.class_of(task), task)
 
     def due(self, task: Task, what: TimeLimit, now: float) -> None:
         """Applies a time limit of an unsettled task that has passed."""
@@ -171,9 +173,9 @@ class Attempts:
             self.end(task, OutcomeState.EXPIRED, error, now)
         elif what is TimeLimit.RUN_TIMEOUT:
             self._run_timeout(task, now)
-        elif self._state.hold.active(now):
+        elif self._hold.active(now):
             # A worker that has not reconnected yet may hold the task.
-            self._ledger.expiries.at(self._state.hold.until_s, task, what)
+            self._ledger.expiries.at(self._hold.until_s, task, what)
         else:
             self._queue_timeout(task, now)
 
@@ -195,10 +197,10 @@ class Attempts:
             return
         if now < task.submit_s + timeout_s:
             return  # this expiry is older than the task's requeueing from the dead letters
-        due_s = task.submit_s + timeout_s + self._state.limits.session_timeout_s
+        due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:
-                self._state.outbox.recall(lease.worker, [lease])
+                self._commands.recall(lease.worker, [lease])
             self._ledger.expiries.at(due_s, task, TimeLimit.QUEUE_TIMEOUT)
             return
         error = TaskError("QueueTimeout", "no worker began the task within its queue_timeout", retryable=False)
@@ -238,16 +240,16 @@ class Attempts:
             assert extra is not None, "pause() has created it"
             if task.task_id and task.outcome is None and extra.not_before_s == not_before_s:
                 extra.not_before_s = 0.0
-                self._state.classes.put_back(self._ledger.class_of(task), task)
+                self._ledger.classes.put_back(self._ledger.class_of(task), task)
 
-        self._state.timers.at(not_before_s, due)
+        self._timers.at(not_before_s, due)
 
     def _requeue(self, task: Task, now: float, after_s: float) -> None:
         """Requeues a released task, now or after a pause."""
         if after_s > 0.0:
             self.pause(task, now, after_s)
         else:
-            self._state.classes.put_back(self._ledger.class_of(task), task)
+            self._ledger.classes.put_back(self._ledger.class_of(task), task)
 
     def _backoff_s(self, task: Task, tries: int) -> float:
         """Doubles with each try, less up to half at random: tasks that failed together don't return together."""

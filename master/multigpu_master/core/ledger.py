@@ -8,9 +8,9 @@ has its outcome; after that, queries read the journal.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from multigpu_master.core.commands import Commands
 from multigpu_master.core.ephemeral import EphemeralOutcomes, outcome_bytes
 from multigpu_master.core.model import Lease, Outcome, OutcomeState, Queue, Task, Worker, partition_of
-from multigpu_master.core.outbox import Outbox
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.resource_classes import ResourceClass, ResourceClasses
 from multigpu_master.core.strategy import Strategy
@@ -55,7 +55,7 @@ class Counters:
 class Ledger:
     def __init__(
         self, limits: Limits, strategies: dict[str, Strategy], strategy: str, fleet: Fleet, pins: Pins, timers: Timers,
-        outbox: Outbox,
+        commands: Commands,
     ) -> None:  # fmt: skip
         self.limits = limits
         self.strategies = strategies
@@ -72,7 +72,7 @@ class Ledger:
         self.expiries = Expiries(self.tasks)
         self.ephemeral = EphemeralOutcomes(limits.ephemeral_bytes_max, timers, self.forget)
         self._fleet = fleet
-        self._outbox = outbox
+        self._commands = commands
 
     def clogged(self) -> bool:
         """Whether too many bytes of outcomes wait for the journal: nothing is dispatched meanwhile."""
@@ -138,9 +138,7 @@ class Ledger:
         return loads
 
     def release(self, lease: Lease) -> None:
-        """From leased to queued. The lease is off its worker's dict already; the caller puts the task into its class,
-        or pauses or settles it.
-        """
+        """From leased to queued. The caller puts the task into its class, or pauses or settles it."""
         task = lease.task
         self._fleet.release(lease)
         queue, size = self.queues[task.spec.queue], len(task.payload)
@@ -185,7 +183,7 @@ class Ledger:
         self.unsettled_bytes -= bytes_total + partials_bytes
         self.uncommitted_bytes += uncommitted_bytes
         self.counters.succeeded += count
-        self._outbox.settled(tasks)
+        self._commands.settled(tasks)
         for task in tasks:
             if not task.spec.durable:
                 self.ephemeral.keep(task)
@@ -206,7 +204,7 @@ class Ledger:
                 counters.expired += 1
             case OutcomeState.DEAD_LETTERED:
                 counters.dead_lettered += 1
-        self._outbox.settled((task,))
+        self._commands.settled((task,))
         if task.spec.durable:
             self.uncommitted_bytes += outcome_bytes(task)
         else:

@@ -4,29 +4,36 @@ from dataclasses import replace
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
+from multigpu_master.core.commands import Commands
+from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Cordon, Worker
-from multigpu_master.core.state import State
+from multigpu_master.core.restart import RecoveryHold
+from multigpu_master.core.timers import Timers
+from multigpu_master.core.workers.fleet import Fleet
 
 
 class Operators:
-    def __init__(self, state: State, attempts: Attempts) -> None:
-        self._state = state
+    def __init__(
+        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, hold: RecoveryHold, attempts: Attempts
+    ) -> None:
+        self._ledger, self._fleet, self._timers, self._commands = ledger, fleet, timers, commands
+        self._hold = hold
         self._attempts = attempts
-        self._workers = state.fleet.workers
+        self._workers = fleet.workers
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, event: ev.RegisterWorker, now: float) -> None:
-        gone = self._state.fleet.make_room(event.info.worker_id)
+        gone = self._fleet.make_room(event.info.worker_id)
         if gone is not None:
-            self._state.outbox.worker_changed(gone, remember=True, gone=True)
-        worker = self._state.fleet.register(event.info)
+            self._commands.worker_changed(gone, remember=True, gone=True)
+        worker = self._fleet.register(event.info)
         worker.cordon = Cordon(event.cordon_reason) if event.cordoned else None
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
         worker.residency.pins = dict.fromkeys(event.pins)
         worker.heard_s = now
         if event.expected:
-            self._state.hold.expect(worker.worker_id)
+            self._hold.expect(worker.worker_id)
 
     def cordon(self, event: ev.Cordon, now: float) -> None:
         worker = self._workers[event.worker_id]
@@ -37,13 +44,13 @@ class Operators:
         worker = self._workers[event.worker_id]
         drained, worker.cordon = worker.draining, None
         if drained:
-            self._state.outbox.desire(worker)
+            self._commands.desire(worker)
         self._changed(worker)
 
     def drain(self, event: ev.Drain, now: float) -> None:
         worker, deadline_s = self._workers[event.worker_id], event.deadline_s
         worker.cordon = Cordon("drained", draining=True, drain_deadline_s=deadline_s)
-        self._state.outbox.desire(worker)
+        self._commands.desire(worker)
 
         def end(now: float) -> None:
             # A later drain or uncordon may have replaced this drain.
@@ -51,19 +58,19 @@ class Operators:
                 self._attempts.take_back_all(worker, now)
 
         if deadline_s is not None:
-            self._state.timers.at(deadline_s, end)
+            self._timers.at(deadline_s, end)
         self._changed(worker)
 
     def forget(self, event: ev.Forget, now: float) -> None:
         worker = self._workers[event.worker_id]
         assert not worker.session, "a connected worker is not forgotten"
-        self._state.fleet.forget(worker)
-        self._state.hold.arrived(event.worker_id, now)
-        self._state.outbox.worker_changed(worker, remember=True, gone=True)
+        self._fleet.forget(worker)
+        self._hold.arrived(event.worker_id, now)
+        self._commands.worker_changed(worker, remember=True, gone=True)
 
     def _changed(self, worker: Worker) -> None:
-        self._state.fleet.members_changed(worker)
-        self._state.outbox.worker_changed(worker, remember=True)
+        self._fleet.members_changed(worker)
+        self._commands.worker_changed(worker, remember=True)
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -78,26 +85,26 @@ class Operators:
         self._models_changed(worker)
 
     def _models_changed(self, worker: Worker) -> None:
-        self._state.fleet.models_changed(worker)
-        self._state.outbox.desire(worker)
-        self._state.outbox.worker_changed(worker, remember=True)
+        self._fleet.models_changed(worker)
+        self._commands.desire(worker)
+        self._commands.worker_changed(worker, remember=True)
 
     # --- rules -------------------------------------------------------------------------------------------------------
 
     def set_strategy(self, event: ev.SetStrategy, now: float) -> None:
-        ledger = self._state.ledger
+        ledger = self._ledger
         assert event.name in ledger.strategies or (event.queue and not event.name), "names are checked before"
         if event.queue:
             ledger.queue(event.queue).strategy = event.name
         else:
             ledger.strategy = event.name
-        self._state.classes.regroup(event.queue)
+        self._ledger.classes.regroup(event.queue)
 
     def configure_queue(self, event: ev.ConfigureQueue, now: float) -> None:
-        queue = self._state.ledger.queue(event.queue)
+        queue = self._ledger.queue(event.queue)
         if event.paused is not None:
             queue.paused = event.paused
-            self._state.classes.regroup(event.queue)
+            self._ledger.classes.regroup(event.queue)
         if event.tasks_max is not None:
             queue.tasks_max = event.tasks_max
         if event.bytes_max is not None:

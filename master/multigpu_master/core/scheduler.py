@@ -1,7 +1,8 @@
 """The scheduler. A task's stages: Submit -> resource class -> lease -> report -> settled -> committed -> forgotten.
 
-`handle` takes one event, changes the state, then dispatches tasks. state.py lists the state's parts. sessions.py
-handles the events of workers, operators.py the events of operators, this module those of clients and the journal.
+`handle` takes one event, changes the state, then dispatches tasks. Each part of the state has one owner, an attribute
+of Core. sessions.py handles the events of workers, operators.py the events of operators, this module those of clients
+and the journal.
 """
 
 from collections.abc import Callable
@@ -9,17 +10,16 @@ from collections.abc import Callable
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full, rejection
 from multigpu_master.core.attempts import Attempts
+from multigpu_master.core.commands import Commands
 from multigpu_master.core.identity import conflict, fingerprint
 from multigpu_master.core.ledger import Counters, Ledger, Limits
 from multigpu_master.core.model import WITHDRAWN, Outcome, OutcomeState, Queue, Spec, Task, TaskError, partition_of
 from multigpu_master.core.operators import Operators
-from multigpu_master.core.outbox import Outbox
 from multigpu_master.core.placement.dispatch import Dispatcher
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.restart import IdRange, RecoveryHold
-from multigpu_master.core.state import State
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
@@ -49,25 +49,18 @@ class Core:
         random: Callable[[], float],
         strategy: str = "auto",
     ) -> None:
-        fleet, timers, outbox = Fleet(limits.memory_threshold), Timers(), Outbox()
-        pins = Pins(fleet)
-        ledger = Ledger(limits, strategies, strategy, fleet, pins, timers, outbox)
-        state = self.state = State(
-            limits, IdRange(first_id), RecoveryHold(), timers, fleet, ledger.classes, pins, ledger, outbox
-        )
-        # The driver and the services read these.
-        self.limits, self.strategies, self.counters = limits, strategies, ledger.counters
-        self.tasks, self.requests, self.queues = ledger.tasks, ledger.requests, ledger.queues
-        self.fleet, self.classes = fleet, ledger.classes
-        self.queue, self.prune_queues, self.strategy_of = ledger.queue, ledger.prune_queues, ledger.strategy_of
-        self.quarantine = Quarantine(state)
-        self._expiries = ledger.expiries
+        fleet = self.fleet = Fleet(limits.memory_threshold)
+        timers, commands = self.timers, self._commands = Timers(), Commands()
+        hold = self.hold = RecoveryHold()
+        self.ids, self.pins = IdRange(first_id), Pins(fleet)
+        ledger = self.ledger = Ledger(limits, strategies, strategy, fleet, self.pins, timers, commands)
+        self.quarantine = Quarantine(ledger, fleet, commands)
         self._streams: set[int] = set()  # the open Run streams
-        self._attempts = Attempts(state, random)
-        reservations, recalls = LoadReservations(state), Recalls(state)
-        self._dispatcher = Dispatcher(state, self._attempts, reservations, recalls)
-        sessions = Sessions(state, self._attempts, self.quarantine, reservations, recalls)
-        operators = Operators(state, self._attempts)
+        attempts = self._attempts = Attempts(ledger, timers, commands, hold, random)
+        reservations, recalls = LoadReservations(fleet, timers), Recalls(ledger, fleet, timers, commands, self.grants)
+        self._dispatcher = Dispatcher(ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.grants)
+        sessions = Sessions(ledger, fleet, timers, commands, hold, attempts, self.quarantine, reservations, recalls)
+        operators = Operators(ledger, fleet, timers, commands, hold, attempts)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,
             ev.Submit: self._submit, ev.Cancel: self._cancel, ev.SubmitFailed: self._submit_failed,
@@ -85,29 +78,20 @@ class Core:
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Handles one event and returns the commands to execute. `now`: seconds since the epoch, never decreasing."""
-        state = self.state
-        state.timers.fire(now)
-        for task, what in self._expiries.due(now):
+        self.timers.fire(now)
+        for task, what in self.ledger.expiries.due(now):
             self._attempts.due(task, what, now)
         self._handlers[type(event)](event, now)
         self._dispatcher.run(now)
-        commands = state.outbox.take()
-        if state.ids.next_id >= state.ids.renew_at:
-            state.ids.requested()
+        commands = self._commands.take()
+        if self.ids.next_id >= self.ids.renew_at:
+            self.ids.requested()
             commands.append(ev.RenewIds())
         return commands
 
-    @property
-    def strategy(self) -> str:
-        return self.state.ledger.strategy
-
-    @property
-    def unsettled(self) -> int:
-        return self.state.ledger.unsettled
-
-    @property
-    def leased(self) -> int:
-        return self.state.ledger.leased
+    def grants(self, now: float) -> bool:
+        """Whether leases can be granted: the recovery hold is over, the journal keeps up, and an id is left."""
+        return not self.hold.active(now) and not self.ledger.clogged() and self.ids.next_id < self.ids.end
 
     @property
     def unfinished(self) -> bool:
@@ -117,7 +101,7 @@ class Core:
     def next_timer_s(self) -> float | None:
         """When the next Tick is due; None: never."""
         due_s = self._dispatcher.unfinished_s
-        for when_s in (self.state.timers.next_s(), self._expiries.next_s()):
+        for when_s in (self.timers.next_s(), self.ledger.expiries.next_s()):
             if when_s is not None and (due_s is None or when_s < due_s):
                 due_s = when_s
         return due_s
@@ -135,8 +119,8 @@ class Core:
         self._streams.discard(event.stream)
 
     def _submit(self, event: ev.Submit, now: float) -> None:
-        state, ledger, ids, spec = self.state, self.state.ledger, self.state.ids, event.spec
-        reason = rejection(state, spec, now)
+        ledger, ids, spec = self.ledger, self.ids, event.spec
+        reason = rejection(ledger, self.fleet, spec, now)
         results: list[Task | ev.Rejection] = []
         fresh: list[Task] = []
         # A rejected submit does not register a queue.
@@ -152,7 +136,7 @@ class Core:
                 results.append(self._join(known, task, event.stream))
                 pending += not followed and event.stream in known.streams and known.outcome is None
                 continue
-            why_not = reason or full(state, queue, len(task.payload))
+            why_not = reason or full(ledger, ids, queue, len(task.payload))
             if why_not is not None:
                 results.append(why_not)
                 continue
@@ -162,12 +146,12 @@ class Core:
             task.streams = streams
             if resource_class is None or task.partition_key != key:
                 key = task.partition_key
-                resource_class = state.classes.get(queue, spec, partition_of(key))
+                resource_class = ledger.classes.get(queue, spec, partition_of(key))
             ledger.enter(task, resource_class, requeued)
             results.append(task)
             fresh.append(task)
         ledger.counters.submitted += len(fresh)
-        state.outbox.add(ev.Submitted(results, fresh, pending + len(fresh) if event.stream else 0))
+        self._commands.add(ev.Submitted(results, fresh, pending + len(fresh) if event.stream else 0))
 
     def _join(self, known: Task, again: Task, stream: int) -> Task | ev.Rejection:
         """Answers a resubmit: the known task with the same request_id, which `stream` now follows, or a rejection."""
@@ -183,7 +167,7 @@ class Core:
         if stream and stream not in task.streams:
             open_streams = [each for each in task.streams if each in self._streams]
             if len(open_streams) >= STREAMS_MAX:
-                return ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, self.limits.retry_delay_s)
+                return ev.Rejection(RESOURCE_EXHAUSTED, TOO_MANY_STREAMS, self.ledger.limits.retry_delay_s)
             task.streams = (*open_streams, stream)
         return None
 
@@ -193,26 +177,26 @@ class Core:
         error = TaskError(error_type, event.reason or "cancelled by the client", retryable=False)
         for task in ended:
             self._attempts.end(task, OutcomeState.CANCELLED, error, now)
-        self.state.outbox.add(ev.Cancelled(ended))
+        self._commands.add(ev.Cancelled(ended))
 
     # --- the journal -------------------------------------------------------------------------------------------------
 
     def _ids_renewed(self, event: ev.IdsRenewed, now: float) -> None:
-        assert event.first_id >= self.state.ids.end, "new ids are above all others"
-        self.state.ids.begin(event.first_id)
+        assert event.first_id >= self.ids.end, "new ids are above all others"
+        self.ids.begin(event.first_id)
 
     def _recover(self, event: ev.Recover, now: float) -> None:
-        self.state.hold.until_s = event.hold_until_s
-        self.state.timers.at(event.hold_until_s, lambda _now: None)
-        ledger = self.state.ledger
+        self.hold.until_s = event.hold_until_s
+        self.timers.at(event.hold_until_s, lambda _now: None)
+        ledger = self.ledger
         for task in event.tasks:
-            assert 0 < task.task_id < self.state.ids.next_id, "recovered ids are older than new ones"
+            assert 0 < task.task_id < self.ids.next_id, "recovered ids are older than new ones"
             ledger.enter(task, ledger.class_of(task))
-        for task, what in self._expiries.due(now):  # deadlines that passed while there was no master
+        for task, what in self.ledger.expiries.due(now):  # deadlines that passed while there was no master
             self._attempts.due(task, what, now)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
-        ledger = self.state.ledger
+        ledger = self.ledger
         for task in event.tasks:
             ledger.forget(task)
             if task.outcome is None:
@@ -224,7 +208,7 @@ class Core:
     def _committed(self, event: ev.SettlesCommitted, now: float) -> None:
         for task in event.tasks:
             assert task.outcome is not None, "only outcomes are committed"
-            self.state.ledger.committed(task)
+            self.ledger.committed(task)
 
 
 def _is_free(outcome: Outcome | None, spec: Spec) -> bool:

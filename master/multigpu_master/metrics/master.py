@@ -76,7 +76,7 @@ class MasterMetrics:
         while True:
             await asyncio.sleep(INTERVAL_S)
             try:
-                self._oldest = await oldest_submits(core, core.queues)
+                self._oldest = await oldest_submits(core, core.ledger.queues)
                 self._take_snapshot()
             except Exception:
                 log.exception("metrics were not taken")
@@ -129,7 +129,7 @@ def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
     yield from _of_tasks(core)
     ages = [
         sample(max(0.0, driver.now() - oldest[q.name]), queue=q.name)
-        for q in core.queues.values()
+        for q in core.ledger.queues.values()
         if q.queued and q.name in oldest
     ]
     yield metric("mgpu_queue_oldest_age_seconds", "Waiting time of the oldest queued task.", *ages)
@@ -147,7 +147,7 @@ def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
 
 
 def _of_tasks(core: Core) -> Iterator[Metric]:
-    c = core.counters
+    c = core.ledger.counters
     yield metric("mgpu_tasks_submitted_total", "Accepted tasks.", sample(c.submitted))
     states = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
     settled = [sample(getattr(c, state), outcome=state) for state in states]
@@ -155,7 +155,7 @@ def _of_tasks(core: Core) -> Iterator[Metric]:
     text = "Leases taken back from lost workers or returned by workers."
     yield metric("mgpu_leases_requeued_total", text, sample(c.requeued))
     yield metric("mgpu_reports_stale_total", "Reports that came too late to count.", sample(c.stale_reports))
-    queues = list(core.queues.values())
+    queues = list(core.ledger.queues.values())
     yield metric("mgpu_queue_tasks", "Queued tasks.", *[sample(q.queued, queue=q.name) for q in queues])
     text = "Payload bytes of queued tasks."
     yield metric("mgpu_queue_bytes", text, *[sample(q.queued_bytes, queue=q.name) for q in queues])

@@ -80,7 +80,7 @@ class Intake:
             failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
             replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
             for r in request_ids:
-                live = driver.core.requests.get(r)
+                live = driver.core.ledger.requests.get(r)
                 if live is not None and live.outcome is not None and live.outcome.state is OutcomeState.DEAD_LETTERED:
                     replaces[r] = live.task_id  # the journal writes this dead letter, then deletes it
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
@@ -109,7 +109,7 @@ class Intake:
         """The candidate; a rejection if the caller may not see the task that has its request_id."""
         if isinstance(candidate, Task):
             request_id = candidate.request_id
-            live, stored = self._driver.core.requests.get(request_id), known.get(request_id)
+            live, stored = self._driver.core.ledger.requests.get(request_id), known.get(request_id)
             queue = live.spec.queue if live is not None else stored.queue if stored is not None else None
             if queue is not None and not caller.may_see(queue):
                 return TAKEN

@@ -49,7 +49,7 @@ async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float
     where nothing is queued. Other calls run meanwhile.
     """
     oldest: dict[str, float] = {}
-    async for resource_class in pausing(list(core.classes.by_key.values())):
+    async for resource_class in pausing(list(core.ledger.classes.by_key.values())):
         name = resource_class.queue.name
         if name in queues and (head := resource_class.head()) is not None:
             oldest[name] = min(oldest.get(name, math.inf), head.submit_s)
@@ -162,7 +162,7 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
     """A page of tasks."""
     size = read_page_size(request.page_size)
     edge = parse_page_token(request.page_token, "page_token")
-    wanted, table, oldest_first = Filter(request.filter), driver.core.tasks, request.oldest_first
+    wanted, table, oldest_first = Filter(request.filter), driver.core.ledger.tasks, request.oldest_first
     found: dict[int, Callable[[], task_pb2.Task]] = {}
     blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or NEWEST)
     async for block in pausing(blocks):
@@ -196,12 +196,12 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     response = task_service_pb2.CountResponse()
     counts = dict.fromkeys(OutcomeState, 0)
     core = driver.core
-    settled_here = len(core.tasks) > core.unsettled
+    settled_here = len(core.ledger.tasks) > core.ledger.unsettled
     cursor_max = driver.journaling.last_cursor
     if not m.ListFields() and wanted.queues is None and not settled_here:
-        response.queued, response.leased = core.unsettled - core.leased, core.leased
+        response.queued, response.leased = core.ledger.unsettled - core.ledger.leased, core.ledger.leased
     elif wanted.live_states or settled_here:
-        async for block in pausing(core.tasks.blocks()):
+        async for block in pausing(core.ledger.tasks.blocks()):
             for task in block:
                 if not task.task_id or not wanted.matches(task):  # 0: the journal has rejected it meanwhile
                     continue

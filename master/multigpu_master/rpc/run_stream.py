@@ -159,7 +159,7 @@ class RunStream:
         """Sends the outcomes of known tasks on this stream, now or when they end."""
         core, known = self._driver.core, self._driver.known(request_ids)
         for request_id in request_ids:
-            task: Task | SettledTask | None = core.requests.get(request_id) or known.get(request_id)
+            task: Task | SettledTask | None = core.ledger.requests.get(request_id) or known.get(request_id)
             if task is None or not queries.may_see(task):
                 self._reject(NOT_KNOWN, request_id)
             elif isinstance(task, Task) and task.outcome is None:
@@ -179,7 +179,7 @@ class RunStream:
         """Cancels tasks of this client, and detaches the stream from tasks of other clients. A request_id whose outcome
         will not come on this stream is answered with a rejection.
         """
-        requests = self._driver.core.requests
+        requests = self._driver.core.ledger.requests
         tasks: list[Task] = []
         elsewhere: list[tuple[str, Task | None]] = []
         for request_id in request_ids:

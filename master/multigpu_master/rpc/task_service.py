@@ -169,7 +169,7 @@ class TaskService:
             return None if settled is None else journal.read_settled([settled], 0)[0]
 
         by_request = request.WhichOneof("key") == "request_id"
-        live = core.requests.get(request.request_id) if by_request else core.tasks.get(request.task_id)
+        live = core.ledger.requests.get(request.request_id) if by_request else core.ledger.tasks.get(request.task_id)
         return live or await asyncio.to_thread(stored)
 
     async def List(self, request: Any, context: Any) -> task_service_pb2.ListResponse:
@@ -186,8 +186,8 @@ class TaskService:
         live: dict[int, Task] = {}
         settled: list[Task] = []
         elsewhere: list[tuple[str, int | str]] = []  # (name in the request, key)
-        for name, task, key in [(str(i), core.tasks.get(i), i) for i in request.task_ids] + [
-            (r, core.requests.get(r), r) for r in request.request_ids
+        for name, task, key in [(str(i), core.ledger.tasks.get(i), i) for i in request.task_ids] + [
+            (r, core.ledger.requests.get(r), r) for r in request.request_ids
         ]:
             if not queries.may_see(task):
                 task = None  # noqa: PLW2901  listed among the unknown ids in the order of the request

@@ -71,7 +71,7 @@ class History:
     def take(self) -> None:
         """Ends an interval."""
         core = self._core
-        point = pb.HistoryPoint(queued=core.unsettled - core.leased, leased=core.leased)
+        point = pb.HistoryPoint(queued=core.ledger.unsettled - core.ledger.leased, leased=core.ledger.leased)
         set_time(point.end_time, self._now())
         point.submitted, point.succeeded, point.unsuccessful = (
             now - before for now, before in zip(self._counts(), self._counted, strict=True)
@@ -86,14 +86,14 @@ class History:
     def _begin_interval(self) -> None:
         self._counted = self._counts()
         self._succeeded, self._queue_s, self._run_s = 0, 0.0, 0.0
-        queues = self._core.queues
+        queues = self._core.ledger.queues
         self._ended = {name: self._ended.get(name, 0) for name in queues}
         counts = {name: (self._ended[name], queue.queued + queue.leased) for name, queue in queues.items()}
         self._queues.append((self._now(), counts))
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.take)
 
     def _counts(self) -> tuple[int, int, int]:
-        c = self._core.counters
+        c = self._core.ledger.counters
         return c.submitted, c.succeeded, c.failed + c.cancelled + c.expired + c.dead_lettered
 
     def _add_devices(self, point: pb.HistoryPoint) -> None:

@@ -71,7 +71,7 @@ def test_tasks_of_many_queues_that_wait_for_the_same_memory_are_tried_as_one() -
     running = stage.submit(3, Spec(kind="run", memory_bytes=30))
     for n in range(CLASSES):
         stage.submit(1, Spec(kind="run", queue=f"queue{n}", memory_bytes=80))
-    assert len(stage.core.classes.backlogs) == 1
+    assert len(stage.core.ledger.classes.backlogs) == 1
     tried = count_tries(stage)
     stage.report(lease_of(running[0]))
     assert len(tried) == 1
@@ -97,11 +97,11 @@ def test_a_queue_with_another_strategy_leaves_the_backlog_of_the_old_one() -> No
     stage.handle(ev.SetStrategy("static_partition"))
     stage.worker("a", slots=1)
     stage.worker("b", slots=1)
-    pins = stage.core.strategies["static_partition"]
+    pins = stage.core.ledger.strategies["static_partition"]
 
     def pin_of(key: str) -> Worker | None:
-        shape = stage.core.state.ledger.class_of(Task(Spec(kind="run"), "", b"", key)).shape
-        return stage.core.state.pins.pin(pins, shape)
+        shape = stage.core.ledger.class_of(Task(Spec(kind="run"), "", b"", key)).shape
+        return stage.core.pins.pin(pins, shape)
 
     pinned = next(key for key in map(str, range(100)) if pin_of(key) is stage.core.fleet.workers["a"])
     stage.submit(5, key=pinned)  # more than a's window
@@ -121,7 +121,7 @@ def test_tasks_of_too_many_different_shapes_are_rejected() -> None:
     assert rejection.code == RESOURCE_EXHAUSTED
     assert stage.submit(1, Spec(kind="run", memory_bytes=7, wait_for_worker=True))
     assert stage.submit(1, Spec(kind="run", queue="other", memory_bytes=SHAPES_MAX + 1, wait_for_worker=True))
-    stage.handle(ev.Cancel([task for task in stage.core.tasks.values() if task.spec.memory_bytes == 9]))
+    stage.handle(ev.Cancel([task for task in stage.core.ledger.tasks.values() if task.spec.memory_bytes == 9]))
     assert stage.submit(1, one_more)
 
 
@@ -144,7 +144,7 @@ def test_paused_queues_delay_no_others_and_are_not_tried() -> None:
         stage.tried.clear()
         stage.report(lease_of(next(t for t in stage.tasks if t.lease is not None)), after_s=1.0)
         assert len(stage.tried) <= 20
-    assert not stage.core.classes.blocked, "nor does an event look at them"
+    assert not stage.core.ledger.classes.blocked, "nor does an event look at them"
     assert first.lease is None
     stage.handle(ev.ConfigureQueue(first.spec.queue, paused=False))
     stage.report(lease_of(next(t for t in stage.tasks if t.lease is not None)), after_s=1.0)
@@ -188,10 +188,10 @@ def test_a_change_of_one_queue_regroups_only_its_tasks() -> None:
     stage.handle(ev.ConfigureQueue("q7", paused=True))
     for n in range(100):
         stage.submit(spec=Spec(kind="run", queue=f"q{n}", wait_for_worker=True))
-    classes = stage.core.classes
+    classes = stage.core.ledger.classes
 
     def grouped(strategy: str) -> int:
-        return classes.queued(stage.core.strategies[strategy], shape_of(Spec(kind="run")))
+        return classes.queued(stage.core.ledger.strategies[strategy], shape_of(Spec(kind="run")))
 
     assert grouped("auto") == 99
     stage.handle(ev.ConfigureQueue("q8", paused=True))
@@ -210,11 +210,11 @@ def test_cancelled_tasks_leave_the_memory_of_their_class(strategy: str) -> None:
     stage.handle(ev.SetStrategy(strategy))
     tasks = stage.submit(5000)
     stage.handle(ev.Cancel([*tasks[1:], tasks[1]]))
-    resource_class = stage.core.state.ledger.class_of(tasks[0])
+    resource_class = stage.core.ledger.class_of(tasks[0])
     assert len(resource_class.tasks) < 200
     assert resource_class.head() is tasks[0]
     stage.handle(ev.Cancel(tasks[:1]))
-    classes = stage.core.classes
+    classes = stage.core.ledger.classes
     assert not classes.by_key
     assert not classes.backlogs
     assert not classes.blocked

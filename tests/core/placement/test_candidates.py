@@ -32,14 +32,14 @@ def fleet_of(workers: int, resident: int) -> Fleet:
 
 def test_one_event_asks_for_each_worker_and_each_lease_not_for_all_workers_again() -> None:
     stage, scored = Stage(), list[Worker]()
-    auto = stage.core.strategies["auto"]
+    auto = stage.core.ledger.strategies["auto"]
 
     class Counting(Auto):
         def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
             scored.append(worker)
             return auto.score(shape, worker, fleet)
 
-    stage.core.strategies["auto"] = Counting()
+    stage.core.ledger.strategies["auto"] = Counting()
     for n in range(300):
         stage.worker(f"w{n}")
     scored.clear()
@@ -62,7 +62,6 @@ def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_go
     for n in range(20):
         lease = Lease(n, Task(Spec(kind="embed", model="m"), "", b""), worker, 1, 0.0, 1, 0.0)
         fleet.grant(worker, lease, 0.0)
-        del worker.leases[n]
         fleet.release(lease)
         fleet.idle(worker)
         assert fleet.resident_workers(EMBED) == 10

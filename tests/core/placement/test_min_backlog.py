@@ -53,7 +53,7 @@ def test_a_model_is_loaded_elsewhere_as_soon_as_enough_tasks_wait_for_it(empty: 
     went: list[str] = []
     while len(went) < 200 and set(went) <= {"loaded"}:
         stage.submit(spec=Spec(kind="run", model="m"))
-        went = [task.lease.worker.worker_id for task in stage.core.tasks.values() if task.lease is not None]
-        assert len(stage.core.tasks) < 500, "nobody ever loads it"
+        went = [task.lease.worker.worker_id for task in stage.core.ledger.tasks.values() if task.lease is not None]
+        assert len(stage.core.ledger.tasks) < 500, "nobody ever loads it"
     assert went[0] == "loaded"
-    assert len(stage.core.tasks) > 2, "not for one task"
+    assert len(stage.core.ledger.tasks) > 2, "not for one task"

@@ -221,7 +221,8 @@ def test_a_model_loaded_by_an_operator_is_wanted_by_every_session_and_every_mast
     assert any(isinstance(c, ev.Desire) for c in commands)
     kept = settings.worker_setting(worker)
     core = Core(load_strategies(), Limits(), 1, lambda: 0.0)
-    assert settings.restore(core, {k: v for k, v in kept.items() if v is not None}, stage.now) == 1
+    settings_kept = {k: v for k, v in kept.items() if v is not None}
+    assert settings.restore(lambda event: core.handle(event, stage.now), core.ledger.strategies, settings_kept) == 1
     restored = core.fleet.workers["w"]
     assert list(restored.residency.pins) == ["a"]
     commands = core.handle(ev.Hello(7, worker.info), stage.now)
@@ -239,7 +240,7 @@ def test_a_setting_with_damaged_pins_is_rejected(stage: Models) -> None:
     assert value is not None
     damaged = json.dumps(json.loads(value) | {"pinned_models": [7]}).encode()
     with pytest.raises(JournalError, match="is damaged"):
-        settings.restore(Core(load_strategies(), Limits(), 1, lambda: 0.0), {key: damaged}, 0.0)
+        settings.restore(stage.handle, stage.core.ledger.strategies, {key: damaged})
 
 
 def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None:
@@ -251,7 +252,7 @@ def test_leases_given_back_for_want_of_room_are_no_losses(stage: Models) -> None
         stage.handle(ev.Tick(), 0.2)
         assert task.outcome is None
         assert lease_of(task).attempt == 1
-    assert stage.core.counters.requeued == 0
+    assert stage.core.ledger.counters.requeued == 0
 
 
 def test_invalid_reports_are_rejected_or_truncated() -> None:

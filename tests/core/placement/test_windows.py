@@ -98,7 +98,7 @@ def test_a_waiting_lease_is_recalled_for_a_worker_with_a_free_slot(stage: Stage)
     assert lease_of(short).worker.worker_id == "w1"
     assert (short.attempts, short.ensure_extra().losses) == (1, 0)
     assert lease_of(long).worker.worker_id == "w0"
-    assert stage.core.counters.requeued == 0, "nobody was lost or gave up"
+    assert stage.core.ledger.counters.requeued == 0, "nobody was lost or gave up"
 
 
 @pytest.mark.parametrize("strategy", ["memory_usage", "compute_load", "round_robin", "least_loaded"])

@@ -151,7 +151,7 @@ class Rows:
         value: Any = Maker(rng).damaged(rng.choice(values)) if rng.random() < 0.8 else rng.choice(COLUMN)
         core = Core(self._strategies, Limits(), 1, lambda: 0.5)
         with contextlib.suppress(JournalError):
-            settings.restore(core, {key: value}, 1.6e9)
+            settings.restore(lambda event: core.handle(event, 1.6e9), core.ledger.strategies, {key: value})
 
 
 class Waiting(Call):

@@ -147,7 +147,7 @@ class LocalMaster:
             raise Crash(f"an exception outside of any call: {self.faults.pop()}")
         if self.master.fatal is not None:
             raise Crash(f"the master would have ended: {self.master.fatal}")
-        if core.unsettled > TASKS_MAX:
+        if core.ledger.unsettled > TASKS_MAX:
             self.tidy()
 
     async def _call(self, name: str, data: bytes, *, to_its_end: bool = False) -> tuple[grpc.StatusCode, str]:
@@ -173,21 +173,21 @@ class LocalMaster:
     async def _tidy(self) -> None:
         driver = self.master.driver
         core = driver.core
-        driver.handle(ev.Cancel([t for t in core.tasks.values() if t.outcome is None]))
+        driver.handle(ev.Cancel([t for t in core.ledger.tasks.values() if t.outcome is None]))
         await driver.journaling.all_durable()
         await asyncio.sleep(0)
         left = {
-            "unsettled": core.unsettled,
-            "bytes": core.state.ledger.unsettled_bytes,
-            "leased": core.leased,
-            "uncommitted": core.state.ledger.uncommitted_bytes,
-            "lanes": len(core.classes.by_key),
-            "parked": len(core.classes.parked),
-            "queued": sum(q.queued + q.leased + q.queued_bytes + q.leased_bytes for q in core.queues.values()),
+            "unsettled": core.ledger.unsettled,
+            "bytes": core.ledger.unsettled_bytes,
+            "leased": core.ledger.leased,
+            "uncommitted": core.ledger.uncommitted_bytes,
+            "resource classes": len(core.ledger.classes.by_key),
+            "backlogs": len(core.ledger.classes.backlogs),
+            "queued": sum(q.queued + q.leased + q.queued_bytes + q.leased_bytes for q in core.ledger.queues.values()),
             "streams": len(driver._streams),
             "sessions": len(driver.workers),
             "waiters": len(driver._waiters),
-            "durable tasks": sum(t.spec.durable for t in core.tasks.values()),
+            "durable tasks": sum(t.spec.durable for t in core.ledger.tasks.values()),
         }
         if any(left.values()):
             raise Crash(f"state is left of settled tasks: {left}")

@@ -54,7 +54,7 @@ async def test_an_hour_is_kept_and_rates_are_of_the_last_minute() -> None:
         stage.now += INTERVAL_S
         history.take()
     assert len(history.points) == POINTS
-    night = stage.core.queues["night"]
+    night = stage.core.ledger.queues["night"]
     assert history.rates(night) == pytest.approx((0.5, 0.5))
     stage.submit(6, NIGHT)
     stage.now += INTERVAL_S

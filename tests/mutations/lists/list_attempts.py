@@ -39,9 +39,7 @@ ATTEMPTS = (
         "0.0 if extra.losses == 1 else self._backoff_s(task, extra.losses - 1)",
         "0.0",
     ),
-    attempts("revoke not sent", "self._state.outbox.revoke(worker.session, [lease.lease_id], why)"),
-    attempts("P2: a lease that was taken back can still be reported", "del worker.leases[lease.lease_id]"),
-    attempts("a taken lease leaves the ranking as it was", "self._state.fleet.touch(worker)"),
+    attempts("revoke not sent", "self._commands.revoke(lease.worker.session, [lease.lease_id], why)"),
     attempts(
         "P4: a task that never ends is tried for ever",
         """        if error is not None:
@@ -52,15 +50,15 @@ ATTEMPTS = (
         elif error is not None:
             self.failed(""",
     ),
-    attempts("a settled task stays in its class", "self._state.classes.leave(self._ledger.class_of(task), task)"),
+    attempts("a settled task stays in its class", "self._ledger.classes.leave(self._ledger.class_of(task), task)"),
     attempts(
         "a deadline is no end",
         "if what is TimeLimit.DEADLINE:\n",
         "if what is TimeLimit.DEADLINE and task.lease is None:\n",
     ),
-    attempts("queue timeouts while workers are awaited", "elif self._state.hold.active(now)", "elif False", seeds=5000),
+    attempts("queue timeouts while workers are awaited", "elif self._hold.active(now)", "elif False", seeds=5000),
     attempts("queue timeout ignored", "        else:\n            self._queue_timeout(task, now)\n"),
-    attempts("queue_timeout does not recall a lease from a window", "self._state.outbox.recall(lease.worker, [lease])"),
+    attempts("queue_timeout does not recall a lease from a window", "self._commands.recall(lease.worker, [lease])"),
     attempts(
         "a lease returned after its queue_timeout is granted again",
         "        elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:\n",
@@ -93,7 +91,7 @@ ATTEMPTS = (
     ),
     attempts("a settled task wakes", "if task.task_id and task.outcome is None and extra", "if task.task_id and extra"),
     attempts("a rejected task wakes", "task.task_id and task.outcome is None", "task.outcome is None", seeds=5000),
-    attempts("P7: a pause without end", "self._state.timers.at(not_before_s, due)"),
+    attempts("P7: a pause without end", "self._timers.at(not_before_s, due)"),
     Mutation(
         "the first reported attempt of a task is adopted",
         "ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts",

@@ -10,18 +10,16 @@ operators = partial(Mutation, module="multigpu_master.core.operators")
 
 EVENTS = (
     scheduler("a requeued dead letter gets another id", "task.task_id = requeued or", "task.task_id =", seeds=20_000),
-    scheduler("timers never fire", "state.timers.fire(now)"),
+    scheduler("timers never fire", "self.timers.fire(now)"),
     scheduler(
         "deadlines ignored",
-        "        for task, what in self._expiries.due(now):\n"
+        "        for task, what in self.ledger.expiries.due(now):\n"
         "            self._attempts.due(task, what, now)\n"
         "        self._handlers",
         "        self._handlers",
     ),
-    scheduler(
-        "tick ignores deadlines", "self.state.timers.next_s(), self._expiries.next_s()", "self.state.timers.next_s(),"
-    ),
-    scheduler("outcomes are sent twice", "self._settled = []", module="multigpu_master.core.outbox"),
+    scheduler("tick ignores deadlines", "self.timers.next_s(), self.ledger.expiries.next_s()", "self.timers.next_s(),"),
+    scheduler("outcomes are sent twice", "self._settled = []", module="multigpu_master.core.commands"),
     scheduler(
         "P5: duplicate request_id taken twice",
         "known = ledger.requests.get(task.request_id) if task.request_id else None",
@@ -29,7 +27,7 @@ EVENTS = (
     ),
     scheduler("a withdrawn request_id stays taken", " and not _is_free(known.outcome, spec):", ":", checker="pytest"),
     scheduler("a second stream is not followed", "task.streams = (*open_streams, stream)"),
-    scheduler("P10: queues grow without end", "reason or full(state, queue, len(task.payload))", "reason"),
+    scheduler("P10: queues grow without end", "reason or full(ledger, ids, queue, len(task.payload))", "reason"),
     scheduler("rejections ignored", "why_not = reason or", "why_not ="),
     scheduler("cancel lost", "self._attempts.end(task, OutcomeState.CANCELLED, error, now)"),
     scheduler(
@@ -46,13 +44,13 @@ EVENTS = (
     scheduler("P1: a task is acknowledged that the journal could not write", "task.task_id = 0"),
     scheduler(
         "a restarted master does not wait for workers",
-        "self.state.hold.until_s = event.hold_until_s",
-        "self.state.hold.until_s = 0.0",
+        "self.hold.until_s = event.hold_until_s",
+        "self.hold.until_s = 0.0",
     ),
     scheduler(
-        "the wait after a restart has no end of its own", "self.state.timers.at(event.hold_until_s, lambda _now: None)"
+        "the wait after a restart has no end of its own", "self.timers.at(event.hold_until_s, lambda _now: None)"
     ),
-    scheduler("P10: outcomes on the disk are not forgotten", "self.state.ledger.committed(task)"),
+    scheduler("P10: outcomes on the disk are not forgotten", "self.ledger.committed(task)"),
     admission("a passed deadline is taken", "None and spec.deadline_s <= now", "None and spec.deadline_s < now - 1.0"),
     admission("wait_for_worker ignored", "or not fleet.sessions or fleet.eligible(shape_of(spec)):", "or True:"),
     admission(
@@ -81,27 +79,27 @@ EVENTS = (
         "P10: payloads without end", "ledger.unsettled_bytes + size > limits.bytes_max", "False", checker="pytest"
     ),
     operators("a cordon is forgotten by a restart", "Cordon(event.cordon_reason) if event.cordoned else None", "None"),
-    operators("a restarted master expects no worker", "self._state.hold.expect(worker.worker_id)"),
+    operators("a restarted master expects no worker", "self._hold.expect(worker.worker_id)"),
     operators("a cordon does nothing", 'worker.cordon = replace(worker.cordon or Cordon(""), reason=event.reason)'),
     operators(
         "an uncordon leaves the drain", "drained, worker.cordon = worker.draining, None", "drained = worker.draining"
     ),
     operators(
-        "an uncordon is not sent to the worker", "        if drained:\n            self._state.outbox.desire(worker)\n"
+        "an uncordon is not sent to the worker", "        if drained:\n            self._commands.desire(worker)\n"
     ),
     operators(
         "a drain gets new work",
-        "draining=True, drain_deadline_s=deadline_s)\n        self._state.outbox.desire(worker)\n",
+        "draining=True, drain_deadline_s=deadline_s)\n        self._commands.desire(worker)\n",
         "draining=True, drain_deadline_s=deadline_s)\n"
-        "        self._state.outbox.desire(worker)\n"
+        "        self._commands.desire(worker)\n"
         "        worker.cordon = None\n",
     ),
     operators(
         "a drain is not sent to the worker",
-        "drain_deadline_s=deadline_s)\n        self._state.outbox.desire(worker)\n",
+        "drain_deadline_s=deadline_s)\n        self._commands.desire(worker)\n",
         "drain_deadline_s=deadline_s)\n",
     ),
-    operators("a drain has no deadline", "self._state.timers.at(deadline_s, end)"),
+    operators("a drain has no deadline", "self._timers.at(deadline_s, end)"),
     operators("P6: leases are taken before the deadline of the drain", "deadline_s, end", "deadline_s - 0.5, end"),
     operators(
         "P6: a drain that was called off takes the leases",
@@ -114,28 +112,28 @@ EVENTS = (
         "if worker.draining:",
         checker="pytest",
     ),
-    operators("a forgotten worker is still awaited", "self._state.hold.arrived(event.worker_id, now)", seeds=2000),
+    operators("a forgotten worker is still awaited", "self._hold.arrived(event.worker_id, now)", seeds=2000),
     operators(
         "a forgotten worker comes back",
-        "        self._state.hold.arrived(event.worker_id, now)\n"
-        "        self._state.outbox.worker_changed(worker, remember=True, gone=True)\n",
-        "        self._state.hold.arrived(event.worker_id, now)\n",
+        "        self._hold.arrived(event.worker_id, now)\n"
+        "        self._commands.worker_changed(worker, remember=True, gone=True)\n",
+        "        self._hold.arrived(event.worker_id, now)\n",
     ),
     operators(
         "a changed worker is not remembered",
-        "members_changed(worker)\n        self._state.outbox.worker_changed(worker, remember=True)\n",
-        "members_changed(worker)\n        self._state.outbox.worker_changed(worker)\n",
+        "members_changed(worker)\n        self._commands.worker_changed(worker, remember=True)\n",
+        "members_changed(worker)\n        self._commands.worker_changed(worker)\n",
     ),
-    operators("an uncordon does not fill the worker", "self._state.fleet.members_changed(worker)"),
+    operators("an uncordon does not fill the worker", "self._fleet.members_changed(worker)"),
     operators(
         "a strategy change forgets what waits",
-        "            ledger.strategy = event.name\n        self._state.classes.regroup(event.queue)\n",
+        "            ledger.strategy = event.name\n        self._ledger.classes.regroup(event.queue)\n",
         "            ledger.strategy = event.name\n",
         seeds=5000,
     ),
     operators(
         "a queue that is paused or resumed keeps its backlogs",
-        "            queue.paused = event.paused\n            self._state.classes.regroup(event.queue)\n",
+        "            queue.paused = event.paused\n            self._ledger.classes.regroup(event.queue)\n",
         "            queue.paused = event.paused\n",
     ),
     operators("a pause does nothing", "queue.paused = event.paused"),

@@ -5,6 +5,7 @@ from functools import partial
 from tests.mutations.mutation import Mutation
 
 dispatch = partial(Mutation, module="multigpu_master.core.placement.dispatch")
+scheduler = partial(Mutation, module="multigpu_master.core.scheduler")
 dispatch_story = partial(dispatch, checker="pytest")
 candidates = partial(Mutation, module="multigpu_master.core.placement.candidates")
 candidates_story = partial(candidates, checker="pytest")
@@ -16,12 +17,8 @@ recall = partial(Mutation, module="multigpu_master.core.placement.recall")
 recall_story = partial(recall, checker="pytest")
 
 PLACEMENT = (
-    dispatch("dispatch while the fleet is awaited", "if state.hold.active(now) or", "if"),
-    dispatch(
-        "P10: dispatch while the journal can't follow",
-        "if state.hold.active(now) or state.ledger.clogged():",
-        "if state.hold.active(now):",
-    ),
+    scheduler("dispatch while the fleet is awaited", "not self.hold.active(now) and", ""),
+    scheduler("P10: dispatch while the journal can't follow", "not self.ledger.clogged() and", ""),
     dispatch("frames don't count up", "worker.frame += 1"),
     dispatch("a lease names the frame before its own", "now, worker.frame + 1, cost_s)", "now, worker.frame, cost_s)"),
     dispatch("P4: attempts are not counted", "task.attempts += 1"),
@@ -51,8 +48,8 @@ PLACEMENT = (
     dispatch("a worker that loads a model is not looked at again", "classes.unblock_all(growing=True)", seeds=20000),
     dispatch(
         "candidates outlive the event",
-        "        self._candidates.clear()\n        classes, fleet",
-        "        classes, fleet",
+        "        self._candidates.clear()\n        ledger, classes",
+        "        ledger, classes",
     ),
     dispatch(
         "a worker that comes is not tried",

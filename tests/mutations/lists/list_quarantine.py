@@ -52,7 +52,7 @@ QUARANTINE = (
     quarantine("the breaker resets itself", "if breaker.tripped_s:", "if breaker.tripped_s > now - breaker.window_s:"),
     quarantine(
         "a breaker reset judges no worker",
-        "        for worker in list(self._state.fleet.sessions.values()):\n            self._judge(worker, now)\n",
+        "        for worker in list(self._fleet.sessions.values()):\n            self._judge(worker, now)\n",
     ),
     quarantine(
         "a poison task has all its attempts",
@@ -72,7 +72,7 @@ QUARANTINE = (
     ),
     quarantine(
         "a device is suspected without another to compare",
-        " and any(w.device_key != device for w in self._state.fleet.sessions.values())",
+        " and any(w.device_key != device for w in self._fleet.sessions.values())",
         "",
     ),
     quarantine(

@@ -33,8 +33,8 @@ RESIDENCY = (
     reservations("a reservation is for ever", "worker.residency.end_reservation()"),
     reservations(
         "a worker that is free is not reserved",
-        "            self._next(worker)\n\n        self._state",
-        "\n        self._state",
+        "            self._next(worker)\n\n        self._timers",
+        "\n        self._timers",
     ),
     reservations(
         "a worker is reserved without a rest", "residency.room_for or residency.resting or", "residency.room_for or"

@@ -20,7 +20,7 @@ SESSIONS = (
     ),
     sessions(
         "a superseded session is not ended",
-        'outbox.add(ev.EndSession(worker.session, "the worker began',
+        'commands.add(ev.EndSession(worker.session, "the worker began',
         '_ = (ev.EndSession(worker.session, "the worker began',
     ),
     sessions("leases listed in hello are dropped", "kept={h.lease_id for h in ours}", "kept=()", seeds=5000),
@@ -32,25 +32,25 @@ SESSIONS = (
     sessions("a kept lease keeps its old frame", "lease.frame = 0"),
     sessions("P2: a settled task is leased again", "task.outcome is not None or task.lease is", "task.lease is"),
     sessions("P2: a task has two leases", "task.outcome is not None or task.lease is not", "task.outcome is not"),
-    sessions("an adopted task stays in its class", "self._state.classes.remove(self._ledger.class_of(task), task)"),
+    sessions("an adopted task stays in its class", "self._ledger.classes.remove(self._ledger.class_of(task), task)"),
     sessions("an adopted task pauses on", "extra.not_before_s = 0.0", seeds=5000),
     sessions("P4: reconnects make a dead letter of a task", "extra.losses = max(0, extra.losses - 1)", seeds=5000),
     sessions(
         "P4: a task has more attempts than it may after a restart of the master",
         "task.attempts = max(task.attempts, held.attempt)",
     ),
-    sessions("revoke not sent to a hello", "outbox.revoke(event.session, revoked, STALE)"),
+    sessions("revoke not sent to a hello", "commands.revoke(event.session, revoked, STALE)"),
     sessions("a drain is not sent to a new session", "worker.draining or worker.checks_asked", "worker.checks_asked"),
     sessions_story(
         "a drain that is over lets go on", "if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:"
     ),
     sessions("P3: a silent worker keeps its leases", "self._watch_silence(worker, now + self._suspect_s)"),
-    sessions("an awaited worker that is back is awaited", "self._state.hold.arrived(worker.worker_id, now)"),
+    sessions("an awaited worker that is back is awaited", "self._hold.arrived(worker.worker_id, now)"),
     sessions("one worker back is enough", "if not self._expected:", "if True:", module="multigpu_master.core.restart"),
     sessions(
         "a new worker is not remembered",
-        "hold.arrived(worker.worker_id, now)\n        outbox.worker_changed(worker, remember=True)\n",
-        "hold.arrived(worker.worker_id, now)\n        outbox.worker_changed(worker)\n",
+        "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker, remember=True)\n",
+        "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker)\n",
     ),
     sessions("P4: a task that kills its workers is never charged", "lease.running = held.running"),
     sessions("each heartbeat restarts the run time", "if held.running and not lease.running:\n", "if held.running:\n"),
@@ -62,7 +62,7 @@ SESSIONS = (
     sessions("loading for ever", "fleet.idle(worker)"),
     sessions("a heartbeat leaves the score as it was", "fleet.free(worker)\n", "fleet.freed[worker] = None\n"),
     sessions("a heartbeat frees nothing", "        fleet.free(worker)\n", "        fleet.touch(worker)\n"),
-    sessions("revoke not sent to a heartbeat", "self._outbox.revoke(event.session, unknown, STALE)", seeds=5000),
+    sessions("revoke not sent to a heartbeat", "self._commands.revoke(event.session, unknown, STALE)", seeds=5000),
     sessions_story(
         "P7: a lease that its worker has lost is never given to another", "if len(worker.leases) > len(held):"
     ),
@@ -75,14 +75,14 @@ SESSIONS = (
     sessions(
         "P2: a result counts whoever holds the lease",
         "            lease = pop(lease_id, None)\n",
-        "            lease = next((w.leases.pop(lease_id) for w in self._state.fleet.workers.values()\n"
+        "            lease = next((w.leases.pop(lease_id) for w in self._fleet.workers.values()\n"
         "                          if lease_id in w.leases), None)\n",
     ),
     sessions("P2: a lease can be reported twice", "lease = pop(lease_id, None)", "lease = worker.leases.get(lease_id)"),
     sessions(
         "P2: a failure counts whoever holds the lease",
-        "            lease = worker.leases.pop(failure.lease_id, None)\n",
-        "            lease = next((w.leases.pop(failure.lease_id) for w in self._fleet.workers.values()\n"
+        "            lease = worker.leases.get(failure.lease_id)\n",
+        "            lease = next((w.leases[failure.lease_id] for w in self._fleet.workers.values()\n"
         "                          if failure.lease_id in w.leases), None)\n",
         checker="pytest",
     ),
@@ -143,5 +143,5 @@ SESSIONS = (
         "        if False:\n            return False",
     ),
     sessions("P3: a worker that falls silent later is never missed", "self._watch_silence(worker, suspect_at_s)"),
-    sessions("a silent session is not ended", "self._outbox.add(ev.EndSession(session", "_ = (ev.EndSession(session"),
+    sessions("a silent session is not ended", "self._commands.add(ev.EndSession(session", "_ = (ev.EndSession(session"),
 )

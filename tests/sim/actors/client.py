@@ -45,10 +45,8 @@ def reuse_request_id(master: Master, request: Request) -> None:
     """Sometimes submits another task with a request_id that the master knows: it must be rejected."""
     core = master.core
     assert core is not None, "it has just handled a submit"
-    live, stored = core.requests.get(request.request_id), master.journal.by_request.get(request.request_id)
-    dice = zlib.crc32(
-        f"{request.request_id} {core.state.ids.next_id}".encode()
-    )  # the world's own dice are left as they are
+    live, stored = core.ledger.requests.get(request.request_id), master.journal.by_request.get(request.request_id)
+    dice = zlib.crc32(f"{request.request_id} {core.ids.next_id}".encode())  # the world's own dice are left as they are
     if request.spec.retry_failed:
         return  # what has failed may be another task
     if dice % 8 or (live is None and (stored is None or not request.spec.durable)):

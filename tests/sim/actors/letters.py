@@ -11,10 +11,10 @@ def requeue(master: Master, task_id: int) -> None:
     core = master.core
     assert core is not None, "the master is up"
     letter = master.journal.dead.get(task_id)
-    if letter is None or task_id in master.requeueing or task_id in core.tasks:
-        return  # in core.tasks: the core is still to learn that the outcome is written
+    if letter is None or task_id in master.requeueing or task_id in core.ledger.tasks:
+        return  # in core.ledger.tasks: the core is still to learn that the outcome is written
     assert isinstance(letter.payload, bytes), "simulated payloads are small"
-    known = core.requests.get(letter.request_id) or master.journal.by_request[letter.request_id]
+    known = core.ledger.requests.get(letter.request_id) or master.journal.by_request[letter.request_id]
     if known.task_id != task_id:
         master.world.coverage["letter: another task has its request_id"] += 1
         return

@@ -20,12 +20,12 @@ from multigpu_master.driver import is_cancelled
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import LargeBody, SettleRecord
 from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import tasks as wire_tasks
 from multigpu_master.write_buffer import Journaling
 
 from tests.sim.actors.grant import Grant, stored_outcome
-from tests.sim.actors.restoring import STRATEGIES, Restoring
 from tests.sim.invariants.core import Invariants
 from tests.sim.journal import Rows, SimJournal, SimLoop
 from tests.sim.world import Inbox, Link, ViolationError, World
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tests.sim.actors.client import Client
 
 DISK_FULL = ev.Rejection(8, "the journal is full", 1.0)
+
+STRATEGIES = load_strategies()
 
 
 class Master:
@@ -98,7 +100,7 @@ class Master:
             journaling = Journaling(cast("SqliteJournal", self.journal), self.handle, lambda: None, self._fatal)
         self.journaling = journaling
         self.journal.open(journaling.on_commit)
-        expected = settings.restore(cast("Core", Restoring(self)), self.journal.settings, self.now)
+        expected = settings.restore(self.handle, STRATEGIES, self.journal.settings)
         rows = sorted(self.journal.tasks.values(), key=lambda r: r.task_id)
         tasks = [wire_tasks.restored_task(r, self.specs[r.spec]) for r in rows]
         world.trace("master %d starts with %d tasks, its clock wrong by %g s", self.epoch, len(tasks), self._skew_s)
@@ -158,8 +160,8 @@ class Master:
         """Counts what this life brought."""
         core, coverage = self.core, self.world.coverage
         assert core is not None, "it lives"
-        coverage["core: requeued"] += core.counters.requeued
-        coverage["core: stale reports"] += core.counters.stale_reports
+        coverage["core: requeued"] += core.ledger.counters.requeued
+        coverage["core: stale reports"] += core.ledger.counters.stale_reports
 
     def _fatal(self, reason: str) -> None:
         raise ViolationError(f"the master gave up: {reason}")
@@ -269,14 +271,18 @@ class Master:
             for task in tasks:
                 client.send_rejected(stream, task.request_id, DISK_FULL)
             return
-        request_ids = [t.request_id for t in tasks if t.request_id not in core.requests]
+        request_ids = [t.request_id for t in tasks if t.request_id not in core.ledger.requests]
         known = self.journal.find_requests(self.journaling.perhaps_known(request_ids))
         known = {r: stored for r, stored in known.items() if stored.fingerprint != identity.FREE}
         failed: dict[str, SettleRecord] = {}
         if spec.retry_failed:
             failed = {r: known.pop(r) for r, s in list(known.items()) if s.state != OutcomeState.SUCCEEDED}
         replaces = {r: s.task_id for r, s in failed.items() if s.state == OutcomeState.DEAD_LETTERED}
-        live = [core.requests[t.request_id] for t in tasks if t.request_id in core.requests and spec.retry_failed]
+        live = [
+            core.ledger.requests[t.request_id]
+            for t in tasks
+            if t.request_id in core.ledger.requests and spec.retry_failed
+        ]
         replaces |= {
             t.request_id: t.task_id for t in live if t.outcome and t.outcome.state is OutcomeState.DEAD_LETTERED
         }
@@ -342,7 +348,7 @@ class Master:
             if task.spec.durable:
                 durable.append((task, self._outcomes.write(task)))
         if durable:
-            if self.core is not None and self.core.state.ledger.clogged():
+            if self.core is not None and self.core.ledger.clogged():
                 self.world.coverage["core: nothing dispatched for outcomes not written"] += 1
 
             def done(error: JournalError | None) -> None:
@@ -360,7 +366,7 @@ class Master:
 
     def cancel(self, request_id: str) -> None:
         assert self.core is not None, "the master is up"
-        task = self.core.requests.get(request_id)
+        task = self.core.ledger.requests.get(request_id)
         if task is not None:
             self.handle(ev.Cancel([task, task], "no longer wanted"))
 
@@ -374,7 +380,7 @@ class Master:
         setting: dict[str, bytes | None] = {}
         match event:
             case ev.ConfigureQueue() | ev.SetStrategy() if event.queue:
-                setting = settings.queue_setting(core.queue(event.queue))
+                setting = settings.queue_setting(core.ledger.queue(event.queue))
             case ev.SetStrategy():
                 setting = {settings.STRATEGY: event.name.encode()}
             case ev.Cordon() | ev.Uncordon() | ev.Drain() | ev.CheckDevice() | ev.LoadModel() | ev.UnloadModel():

@@ -157,7 +157,7 @@ class Attempts:
         """Leases that a hello brought back and that were taken from the worker again: its drain is over."""
         (adopted,) = [c.adopted for c in commands if isinstance(c, ev.Welcome)]
         for held in event.leases:
-            task = self._core.tasks.get(held.task_id)
+            task = self._core.ledger.tasks.get(held.task_id)
             if task is None or (task.outcome is not None and task.outcome.state is not OutcomeState.EXPIRED):
                 continue
             if held.lease_id in adopted and held.lease_id not in live:
@@ -175,10 +175,10 @@ class Attempts:
         assert outcome.error is not None, "an expired task says why"
         if outcome.error.type == "QueueTimeout":
             assert spec.queue_timeout_s is not None, "it has one"
-            grace_s = self._core.limits.session_timeout_s if outcome.dispatch_s else 0.0
+            grace_s = self._core.ledger.limits.session_timeout_s if outcome.dispatch_s else 0.0
             if tally.attempts or now < task.submit_s + spec.queue_timeout_s + grace_s:
                 raise ViolationError(f"task {task.task_id} expired in the queue: {tally}")
-            check(not self._core.state.hold.active(now), "task %s expired while its worker is awaited", task.task_id)
+            check(not self._core.hold.active(now), "task %s expired while its worker is awaited", task.task_id)
         elif spec.deadline_s is None or now < spec.deadline_s:
             raise ViolationError(f"task {task.task_id} expired before its deadline")
 

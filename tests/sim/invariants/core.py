@@ -79,7 +79,7 @@ class Invariants:
         elif isinstance(event, ev.Heartbeat):
             self._health[event.session] = event.health
         elif isinstance(event, ev.Partials):
-            self._bytes_before = self._core.state.ledger.unsettled_bytes
+            self._bytes_before = self._core.ledger.unsettled_bytes
             self._bytes_told = sum([len(p.data) + PARTIAL_OVERHEAD_BYTES for p in event.partials])
         elif isinstance(event, ev.SettlesCommitted):
             for task in event.tasks:
@@ -94,7 +94,7 @@ class Invariants:
 
     def after(self, event: ev.Event, commands: Sequence[ev.Command]) -> None:
         self.checks += 1
-        now, core, state = self._world.now, self._core, self._core.state
+        now, core = self._world.now, self._core
         if isinstance(event, ev.Hello) and any(_foreign(h, event) for h in event.leases):
             event, commands = _without_foreign(event, commands)
         not_begun = set[int]()
@@ -116,13 +116,13 @@ class Invariants:
         if isinstance(event, ev.Reports):
             self._reports(event, commands)
         elif isinstance(event, ev.Partials):
-            size, limit = state.ledger.unsettled_bytes, core.limits.bytes_max
+            size, limit = core.ledger.unsettled_bytes, core.ledger.limits.bytes_max
             check(size <= max(limit, self._bytes_before), "with partial outputs the master holds %s bytes", size)
         waiting: list[Task] = []
         if self.checks % 4 == 0 or not self._quiet(event, commands):
             waiting = self._accounts(now)
             self._classes(waiting)
-        check(state.ids.next_id <= state.ids.end, "ids were given out that the journal had not begun")
+        check(core.ids.next_id <= core.ids.end, "ids were given out that the journal had not begun")
         self._workers()
         if self.checks % 4 == 0:
             self._placement.caches()
@@ -134,12 +134,12 @@ class Invariants:
         if core.unfinished:
             due_s = core.next_timer_s() or 0.0
             check(due_s <= now, "nothing wakes the master for the classes that it has not tried")
-        if waiting and state.grants(now) and not core.unfinished:
+        if waiting and core.grants(now) and not core.unfinished:
             self._placement.nothing_idles(commands, waiting)
 
     def _quiet(self, event: ev.Event, commands: Sequence[ev.Command]) -> bool:
         """Whether the event could bring nothing about: a heartbeat or a tick, while nothing is queued."""
-        if type(event) not in {ev.Heartbeat, ev.Tick} or self._core.unsettled != self._core.leased:
+        if type(event) not in {ev.Heartbeat, ev.Tick} or self._core.ledger.unsettled != self._core.ledger.leased:
             return False
         return all(type(command) is ev.WorkerChanged for command in commands)
 
@@ -155,12 +155,12 @@ class Invariants:
         check(not worker.quarantined, "%s is quarantined and got work", worker.worker_id)
         check(not health.unusable, "%s got work that it can't run", worker.worker_id)
         check(health.fit or core.quarantine.breaker.tripped_s, "%s is sick and got work", worker.worker_id)
-        check(not core.state.hold.active(now), "a dispatch while the fleet is awaited")
+        check(not core.hold.active(now), "a dispatch while the fleet is awaited")
         # What expired in the course of the dispatch counts only for the next one.
         settled = [t for c in commands if isinstance(c, ev.Settled) for t in c.tasks]
         expired = sum([outcome_bytes(t) for t in settled if t.outcome and t.outcome.state is OutcomeState.EXPIRED])
-        before = core.state.ledger.uncommitted_bytes - expired
-        check(before <= core.limits.uncommitted_bytes_max, "a dispatch while the journal can't follow")
+        before = core.ledger.uncommitted_bytes - expired
+        check(before <= core.ledger.limits.uncommitted_bytes_max, "a dispatch while the journal can't follow")
         check(command.frame == self._frames.get(command.session, 0) + 1, "frames count up from 1")
         self._frames[command.session] = command.frame
         before = worker.leased_bytes - sum(len(x.task.payload) for x in command.leases[-1:])
@@ -179,7 +179,7 @@ class Invariants:
             self._granted[lease.lease_id] = lease.task
             self._grants[lease.lease_id, worker.worker_id, lease.task.task_id, lease.attempt] = None
             check(lease.task.lease is lease, "a dispatched lease is its task's")
-            check(not core.queues[lease.task.spec.queue].paused, "a paused queue dispatched")
+            check(not core.ledger.queues[lease.task.spec.queue].paused, "a paused queue dispatched")
             unfit = core.fleet.unfit(worker, shape_of(lease.task.spec))
             check(unfit is None, "%s can't run task %s: %s", worker.worker_id, lease.task.task_id, unfit)
 
@@ -250,7 +250,7 @@ class Invariants:
                 and lease_id not in {h.lease_id for h in event.leases}
                 and self._carried[lease_id] <= event.last_frame
             )
-            limit = self._core.limits.bytes_max
+            limit = self._core.ledger.limits.bytes_max
             full = isinstance(event, ev.Partials) and self._bytes_before + self._bytes_told > limit
             excused = drained or overdue or gone or full
             check(excused, "lease %s was revoked for no reason: %s", lease_id, command.reason)
@@ -263,7 +263,7 @@ class Invariants:
         found: dict[str, list[int]] = {}  # queue -> queued, their bytes, leased, their bytes
         waiting: list[Task] = []
         unsettled = size = leases = 0
-        for task in core.tasks.values():
+        for task in core.ledger.tasks.values():
             if task.outcome is not None:
                 continue
             lease, bytes_ = task.lease, len(task.payload)
@@ -276,7 +276,7 @@ class Invariants:
                 tally = found[task.spec.queue] = [0, 0, 0, 0]
             if task.attempts > task.spec.attempts_max:
                 raise ViolationError(f"task {task.task_id} had {task.attempts} attempts")
-            if task.request_id and core.requests.get(task.request_id) is not task:
+            if task.request_id and core.ledger.requests.get(task.request_id) is not task:
                 raise ViolationError(f"request {task.request_id} is forgotten")
             if lease is not None:
                 leases += 1
@@ -291,26 +291,26 @@ class Invariants:
                 waiting.append(task)
             elif task.extra is None or task.extra.not_before_s <= now:
                 raise ViolationError(f"task {task.task_id} overslept its pause")
-        check(core.unsettled == unsettled, "unsettled: %s counted, %s found", core.unsettled, unsettled)
-        counted_bytes = core.state.ledger.unsettled_bytes
+        check(core.ledger.unsettled == unsettled, "unsettled: %s counted, %s found", core.ledger.unsettled, unsettled)
+        counted_bytes = core.ledger.unsettled_bytes
         check(counted_bytes == size, "bytes: %s counted, %s found", counted_bytes, size)
-        check(core.leased == leases, "leased: %s counted, %s found", core.leased, leases)
-        for queue in core.queues.values():
+        check(core.ledger.leased == leases, "leased: %s counted, %s found", core.ledger.leased, leases)
+        for queue in core.ledger.queues.values():
             counted = [queue.queued, queue.queued_bytes, queue.leased, queue.leased_bytes]
             recount = found.get(queue.name) or [0, 0, 0, 0]
             check(recount == counted, "queue %s: counted %s, found %s", queue.name, counted, recount)
         size = sum([outcome_bytes(t) for t in self._uncommitted])
-        counted_bytes = core.state.ledger.uncommitted_bytes
+        counted_bytes = core.ledger.uncommitted_bytes
         check(counted_bytes == size, "uncommitted: %s counted, %s found", counted_bytes, size)
-        c = core.counters
+        c = core.ledger.counters
         ended = c.succeeded + c.failed + c.cancelled + c.expired + c.dead_lettered
         check(ended == len(self._settled), "%s tasks ended, %s were told", ended, len(self._settled))
         check(c.submitted + self._recovered == unsettled + ended, "tasks were made or lost")
-        check(len(core.requests) <= len(core.tasks), "a request outlives its task")
+        check(len(core.ledger.requests) <= len(core.ledger.tasks), "a request outlives its task")
         return waiting
 
     def _classes(self, waiting: list[Task]) -> None:
-        classes = self._core.classes
+        classes = self._core.ledger.classes
         standing: dict[int, int] = {}
         backlogs: dict[Backlog, int] = {}
         for key, resource_class in classes.by_key.items():
@@ -319,7 +319,7 @@ class Invariants:
                 standing[id(task)] = standing.get(id(task), 0) + 1
                 if task.waiting:
                     live += 1
-                    if self._core.state.ledger.class_of(task) is not resource_class:
+                    if self._core.ledger.class_of(task) is not resource_class:
                         raise ViolationError(f"task {task.task_id} stands in the wrong class")
             check(resource_class.size == live, "class %s: counted %s, found %s", key, resource_class.size, live)
             check(live, "class %s is there for nothing", key)

@@ -14,7 +14,7 @@ from tests.sim.world import ViolationError, check
 class Inputs:
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._strategy = core.strategy
+        self._strategy = core.ledger.strategy
         self._strategies: dict[str, str] = {}
         self._paused: dict[str, bool] = {}
         self._reported: dict[int, tuple[tuple[str, ...], bool]] = {}  # session -> its models, whether it is stopping
@@ -36,7 +36,7 @@ class Inputs:
                 check(not alive, "a cancelled task lives on")
             case ev.Hello():
                 self._reported[event.session] = (), False
-                tasks = [t for h in event.leases if (t := self._core.tasks.get(h.task_id)) is not None]
+                tasks = [t for h in event.leases if (t := self._core.ledger.tasks.get(h.task_id)) is not None]
                 worker = self._core.fleet.sessions[event.session]
                 self._loading[worker] = {(t.spec.kind, t.spec.model): None for t in tasks}
                 self._observed(event, now)
@@ -66,10 +66,10 @@ class Inputs:
             check(isinstance(given, ev.Rejection) or given.request_id == asked.request_id, "another's task was given")
         if not answer.fresh:
             return
-        limits, queue = core.limits, core.queue(spec.queue)
-        check(core.unsettled <= limits.tasks_max, "the master holds %s tasks", core.unsettled)
-        if core.state.ledger.unsettled_bytes > limits.bytes_max:
-            raise ViolationError(f"the master holds {core.state.ledger.unsettled_bytes} bytes")
+        limits, queue = core.ledger.limits, core.ledger.queue(spec.queue)
+        check(core.ledger.unsettled <= limits.tasks_max, "the master holds %s tasks", core.ledger.unsettled)
+        if core.ledger.unsettled_bytes > limits.bytes_max:
+            raise ViolationError(f"the master holds {core.ledger.unsettled_bytes} bytes")
         held = queue.queued + queue.leased
         check(not queue.tasks_max or held <= queue.tasks_max, "queue %s holds %s tasks", queue.name, held)
         size = queue.queued_bytes + queue.leased_bytes
@@ -95,11 +95,11 @@ class Inputs:
             apart = [(key, value) for key, value in spec.labels if info.labels.get(key) != value]
             check(not apart, "%s got a task for %s", info.worker_id, apart)
             check(spec.memory_bytes <= info.memory_total_bytes, "%s has not so much memory", info.worker_id)
-            strategy = core.strategy_of(core.queues[spec.queue])
+            strategy = core.ledger.strategy_of(core.ledger.queues[spec.queue])
             why_not = strategy.excludes(shape_of(spec), worker, core.fleet)
             check(why_not is None, "%s excludes %s: %s", strategy.name, info.worker_id, why_not)
             used = worker.memory_fraction() if strategy.name == "memory_usage" else None
-            if not (used is None or used <= core.limits.memory_threshold):
+            if not (used is None or used <= core.ledger.limits.memory_threshold):
                 raise ViolationError(f"{info.worker_id} uses {used} of its memory")
 
     def _observed(self, event: ev.Hello | ev.Heartbeat, now: float) -> None:
@@ -129,8 +129,10 @@ class Inputs:
 
     def _rules(self) -> None:
         core = self._core
-        check(core.strategy == self._strategy, "the strategy is %s, not %s", core.strategy, self._strategy)
-        for name, queue in core.queues.items():
+        check(
+            core.ledger.strategy == self._strategy, "the strategy is %s, not %s", core.ledger.strategy, self._strategy
+        )
+        for name, queue in core.ledger.queues.items():
             check(queue.strategy == self._strategies.get(name, ""), "queue %s has strategy %r", name, queue.strategy)
             check(queue.paused == self._paused.get(name, False), "queue %s is paused: %s", name, queue.paused)
 

@@ -40,12 +40,12 @@ class Placement:
         core = self._core
         waiting: dict[tuple[str, Shape], list[Task]] = {}
         for task in tasks:
-            if not core.queues[task.spec.queue].paused:
-                strategy = core.strategy_of(core.queues[task.spec.queue])
+            if not core.ledger.queues[task.spec.queue].paused:
+                strategy = core.ledger.strategy_of(core.ledger.queues[task.spec.queue])
                 partition = partition_of(task.partition_key) if strategy.pinned else -1
                 waiting.setdefault((strategy.name, shape_of(task.spec, partition)), []).append(task)
         for (name, shape), same_shape in waiting.items():
-            strategy = core.strategies[name]
+            strategy = core.ledger.strategies[name]
             best = self._best(strategy, shape, len(same_shape))
             if best is not None:
                 raise ViolationError(f"task {same_shape[0].task_id} waits, though {best.worker_id} could run it")
@@ -55,7 +55,7 @@ class Placement:
 
     def _check_order_in_shape(self, lease: Lease, waiting: dict[tuple[str, Shape], list[Task]]) -> None:
         spec = lease.task.spec
-        strategy = self._core.strategy_of(self._core.queues[spec.queue])
+        strategy = self._core.ledger.strategy_of(self._core.ledger.queues[spec.queue])
         partition = partition_of(lease.task.partition_key) if strategy.pinned else -1
         for task in waiting.get((strategy.name, shape_of(spec, partition)), ()):
             leased_key, waiting_key = (spec.priority, lease.task.task_id), (task.spec.priority, task.task_id)
@@ -68,7 +68,7 @@ class Placement:
         core, worker = self._core, lease.worker
         leased_key = lease.task.spec.priority, lease.task.task_id
         for (name, shape), tasks in waiting.items():
-            strategy = core.strategies[name]
+            strategy = core.ledger.strategies[name]
             if strategy.pinned or shape.memory_bytes or shape.model or core.fleet.unfit(worker, shape) is not None:
                 continue
             if core.fleet.model_of(worker, shape) or strategy.excludes(shape, worker, core.fleet) is not None:

@@ -26,7 +26,7 @@ class Time:
         self._hold_until_s = self._hold_at_most_until_s = 0.0
         self._awaited: dict[str, None] = {}
         self._heard_s: dict[int, float] = {}  # session -> when it last spoke
-        timeout_s = core.limits.session_timeout_s
+        timeout_s = core.ledger.limits.session_timeout_s
         self._grace_s = min(LATE_S, timeout_s / 4)  # a timer that fires later than this shows that the master was away
         self._away: deque[tuple[float, float]] = deque(maxlen=8)  # from when and to when
         self._due_s: float | None = None
@@ -60,10 +60,8 @@ class Time:
 
     def after(self, event: ev.Event, commands: Sequence[ev.Command], now: float) -> None:
         core = self._core
-        if core.state.hold.active(now) != (now < self._hold_until_s):
-            raise ViolationError(
-                f"the fleet is awaited: {core.state.hold.active(now)}; still to come: {list(self._awaited)}"
-            )
+        if core.hold.active(now) != (now < self._hold_until_s):
+            raise ViolationError(f"the fleet is awaited: {core.hold.active(now)}; still to come: {list(self._awaited)}")
         self._due_s = core.next_timer_s()
         for command in commands:
             if isinstance(command, ev.EndSession) and not command.taken_over:
@@ -82,7 +80,7 @@ class Time:
                 pass
         self._sessions(now)
         self._tasks(now)
-        if core.state.hold.active(now):
+        if core.hold.active(now):
             self._timer("the end of the wait for", "workers", self._hold_until_s)
         self._forgotten(commands, now)
 
@@ -93,14 +91,14 @@ class Time:
     def _silent(self, session: int, now: float) -> None:
         """A session is ended for its silence alone."""
         silent_s = now - self._heard_s[session]
-        if silent_s < self._core.limits.session_timeout_s - EARLY_S:
+        if silent_s < self._core.ledger.limits.session_timeout_s - EARLY_S:
             raise ViolationError(f"session {session} was ended after a silence of {silent_s} s")
         away_s = sum([min(end, now) - max(begin, now - silent_s) for begin, end in self._away if end > now - silent_s])
         if silent_s - away_s < self._grace_s - EARLY_S:
             raise ViolationError(f"session {session} was ended before its words of while the master was away were read")
 
     def _sessions(self, now: float) -> None:
-        fleet, timeout_s = self._core.fleet, self._core.limits.session_timeout_s
+        fleet, timeout_s = self._core.fleet, self._core.ledger.limits.session_timeout_s
         for session in [s for s in self._heard_s if s not in fleet.sessions]:
             del self._heard_s[session]
         for session, worker in fleet.sessions.items():
@@ -118,7 +116,7 @@ class Time:
 
     def _tasks(self, now: float) -> None:
         core = self._core
-        for task in core.tasks.values():
+        for task in core.ledger.tasks.values():
             if task.outcome is not None:
                 continue
             spec, lease = task.spec, task.lease
@@ -131,11 +129,11 @@ class Time:
                 self._timer("the deadline of task", task.task_id, spec.deadline_s)
             # Not those of an earlier session: they are recalled at the latest when the wait for workers would end.
             kept = lease is not None and lease.frame and task not in self._begun and not lease.recalled
-            if kept and _queue_until_s(task) <= now and not core.state.hold.active(now):
+            if kept and _queue_until_s(task) <= now and not core.hold.active(now):
                 raise ViolationError(f"task {task.task_id} waits in a window past its queue timeout")
             if spec.queue_timeout_s is not None and task not in self._begun:
                 # A worker that took it has some time to say that it began it.
-                grace_s = core.limits.session_timeout_s if task in self._taken else 0.0
+                grace_s = core.ledger.limits.session_timeout_s if task in self._taken else 0.0
                 until_s = max(task.submit_s + spec.queue_timeout_s + grace_s, self._hold_at_most_until_s)
                 check(until_s > now, "task %s outlives its queue timeout", task.task_id)
                 self._timer("the queue timeout of task", task.task_id, until_s)
@@ -151,7 +149,7 @@ class Time:
     def _forgotten(self, commands: Sequence[ev.Command], now: float) -> None:
         """Ephemeral outcomes are kept for their time, within a limit of bytes."""
         core = self._core
-        if [t for t in self._ephemeral if t.task_id in core.tasks] and now > self._all_forgotten_s + EARLY_S:
+        if [t for t in self._ephemeral if t.task_id in core.ledger.tasks] and now > self._all_forgotten_s + EARLY_S:
             raise ViolationError("outcomes outlive their time")
         for command in commands:
             if isinstance(command, ev.Settled):
@@ -161,15 +159,15 @@ class Time:
                     if not task.spec.durable and task.outcome is not None:
                         until_s = self._ephemeral[task] = task.outcome.finish_s + task.spec.result_ttl_s
                         self._all_forgotten_s = max(self._all_forgotten_s, until_s)
-        if core.state.ledger.ephemeral.size_bytes > core.limits.ephemeral_bytes_max:
-            raise ViolationError(f"ephemeral outcomes take {core.state.ledger.ephemeral.size_bytes} bytes")
-        gone = [t for t in self._ephemeral if t.task_id not in core.tasks]
+        if core.ledger.ephemeral.size_bytes > core.ledger.limits.ephemeral_bytes_max:
+            raise ViolationError(f"ephemeral outcomes take {core.ledger.ephemeral.size_bytes} bytes")
+        gone = [t for t in self._ephemeral if t.task_id not in core.ledger.tasks]
         early = [t for t in gone if self._ephemeral[t] > now]
         if early:
-            size = core.state.ledger.ephemeral.size_bytes + sum(
+            size = core.ledger.ephemeral.size_bytes + sum(
                 [len(t.outcome.result) + 800 for t in gone if t.outcome is not None]
             )
-            if size <= core.limits.ephemeral_bytes_max:
+            if size <= core.ledger.limits.ephemeral_bytes_max:
                 raise ViolationError(f"the outcome of task {early[0].task_id} was forgotten before its time")
         for task in gone:
             del self._ephemeral[task]

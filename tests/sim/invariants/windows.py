@@ -28,7 +28,7 @@ class Windows:
         for command in commands:
             if isinstance(command, ev.Recall):
                 self._recalls(command, now)
-        if not core.state.grants(now):
+        if not core.grants(now):
             self._since_s = {}
             return
         sessions = core.fleet.sessions.values()
@@ -67,15 +67,15 @@ class Windows:
             or (task.extra is not None and task.extra.broke)
         ):
             return False
-        queue = core.queues[task.spec.queue]
-        return not queue.paused and not core.strategy_of(queue).pinned
+        queue = core.ledger.queues[task.spec.queue]
+        return not queue.paused and not core.ledger.strategy_of(queue).pinned
 
     def _may_have(self, worker: Worker, lease: Lease) -> bool:
         core, task = self._core, lease.task
-        shape, strategy = shape_of(task.spec), core.strategy_of(core.queues[task.spec.queue])
+        shape, strategy = shape_of(task.spec), core.ledger.strategy_of(core.ledger.queues[task.spec.queue])
         if core.fleet.unfit(worker, shape) is not None or obstacles(core.fleet, strategy, shape, worker):
             return False
-        queued = core.classes.queued(strategy, shape) + 1
+        queued = core.ledger.classes.queued(strategy, shape) + 1
         return strategy.min_backlog(shape, worker, core.fleet) <= queued or core.fleet.reserved(worker, shape)
 
     def _more_urgent(self, lease: Lease, now: float) -> list[Task]:
@@ -84,8 +84,8 @@ class Windows:
         if not worker.accepting or now - worker.pace.reported_s < WAIT_S / 2:
             return []
         found = []
-        for resource_class in core.classes.by_key.values():
-            strategy, head = core.strategy_of(resource_class.queue), resource_class.head()
+        for resource_class in core.ledger.classes.by_key.values():
+            strategy, head = core.ledger.strategy_of(resource_class.queue), resource_class.head()
             if (
                 head is None
                 or resource_class.priority >= lease.task.spec.priority

@@ -2,15 +2,20 @@
 backlog is ready.
 """
 
+from collections.abc import Callable
+
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
+from multigpu_master.core.commands import Commands
+from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
 from multigpu_master.core.placement.candidates import Candidates, elsewhere
 from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, short_of_memory
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import Backlog
-from multigpu_master.core.state import State
+from multigpu_master.core.restart import IdRange
 from multigpu_master.core.timers import FIRE_MAX
+from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.load_reservations import LoadReservations
 
 # Limit of backlogs that find no worker in one event. The next event, which is due at once, tries the others.
@@ -20,11 +25,18 @@ ELSEWHERE_S = 0.05
 
 
 class Dispatcher:
-    def __init__(self, state: State, attempts: Attempts, reservations: LoadReservations, recalls: Recalls) -> None:
-        self._state = state
+    def __init__(
+        self, ledger: Ledger, fleet: Fleet, ids: IdRange, commands: Commands, attempts: Attempts,
+        reservations: LoadReservations, recalls: Recalls, grants: Callable[[float], bool],
+    ) -> None:  # fmt: skip
+        self._ledger = ledger
+        self._fleet = fleet
+        self._ids = ids
+        self._commands = commands
         self._attempts = attempts
         self._reservations = reservations
         self._recalls = recalls
+        self._grants = grants
         self.unfinished_s: float | None = None  # when `run` stopped with backlogs left to try; None: it tried all
         self._candidates: dict[Backlog, Candidates] = {}  # of this event
         self._membership = -1
@@ -32,13 +44,13 @@ class Dispatcher:
 
     def run(self, now: float) -> None:
         """Grants every lease that can be granted now."""
-        state = self._state
         self.unfinished_s = None
-        if state.hold.active(now) or state.ledger.clogged():
+        if not self._grants(now):
             return
         self._unblock_changed()
         self._candidates.clear()
-        classes, fleet, ids, open_ = state.classes, state.fleet, state.ids, state.fleet.open
+        ledger, classes = self._ledger, self._ledger.classes
+        fleet, ids, open_ = self._fleet, self._ids, self._fleet.open
         dispatched = dict[Worker, list[Lease]]()
         expired = blocked = 0
         while open_ and (first := classes.first()) is not None and expired < FIRE_MAX and ids.next_id < ids.end:
@@ -63,7 +75,7 @@ class Dispatcher:
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
             lease = Lease(ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
-            if state.ledger.book(lease, now):  # the worker loads the model: the tasks need no larger backlog there
+            if ledger.book(lease, now):  # the worker loads the model: the tasks need no larger backlog there
                 self._candidates.clear()
                 classes.unblock_all(growing=True)
             if self._reservations.by_backlog and self._reservations.granted(backlog):
@@ -75,14 +87,14 @@ class Dispatcher:
                 dispatched[worker] = [lease]
         for worker, leases in dispatched.items():
             worker.frame += 1
-            state.outbox.add(ev.Dispatch(worker.session, worker.frame, leases))
+            self._commands.add(ev.Dispatch(worker.session, worker.frame, leases))
             self._recalls.granted(worker, now)
 
     def _choose(self, backlog: Backlog, now: float) -> Worker | None:
         """The worker for the first task of the first ready backlog. None: no worker can get it, and the backlog is
         blocked.
         """
-        state, fleet, pin = self._state, self._state.fleet, backlog.pin
+        fleet, pin = self._fleet, backlog.pin
         able = fleet.eligible(backlog.shape)
         if pin is not None:
             backlog.no_room_for_model = fleet.blocked(pin, backlog.shape) is not None
@@ -96,7 +108,7 @@ class Dispatcher:
             worker = candidates.best()
             if worker is not None:
                 return worker
-        state.classes.block(backlog, able, windows=fleet.open.keys().isdisjoint(able))
+        self._ledger.classes.block(backlog, able, windows=fleet.open.keys().isdisjoint(able))
         if fleet.planned and backlog.no_room_for_model:
             self._reservations.blocked(backlog, now)
         return None
@@ -109,7 +121,7 @@ class Dispatcher:
         avoided = extra.broke or (extra.avoids,)
         if not is_one_of(worker, avoided):
             return worker
-        fleet, strategy = self._state.fleet, backlog.strategy
+        fleet, strategy = self._fleet, backlog.strategy
         others, other = elsewhere(fleet, backlog, avoided)
         if extra.broke and others and other is None:
             return None
@@ -119,7 +131,7 @@ class Dispatcher:
 
     def _unblock_changed(self) -> None:
         """Unblocks the backlogs that changes of workers concern."""
-        fleet, classes = self._state.fleet, self._state.classes
+        fleet, classes = self._fleet, self._ledger.classes
         freed = fleet.take_freed()
         if self._membership != fleet.membership:
             classes.repin()

@@ -33,8 +33,8 @@ class Explanation:
 
 def explain(core: Core, task: Task, now: float) -> Explanation:
     """All workers, with the reasons that exclude them or their rank."""
-    queue = core.queue(task.spec.queue)
-    strategy = core.strategy_of(queue)
+    queue = core.ledger.queue(task.spec.queue)
+    strategy = core.ledger.strategy_of(queue)
     shape = shape_of(task.spec, partition_of(task.partition_key))
     fleet = core.fleet
     free: list[Candidate] = []
@@ -48,12 +48,12 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
-    queued = max(1, core.classes.queued(strategy, shape_of(task.spec)))
+    queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
     for candidate in [c for c in free if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
         free.remove(candidate)
         excluded.append(candidate)
-    pin = core.state.pins.pin(strategy, shape) if strategy.pinned else None
+    pin = core.pins.pin(strategy, shape) if strategy.pinned else None
     if pin is not None:
         for candidate in [c for c in free if c.worker is not pin]:
             free.remove(candidate)
@@ -73,7 +73,7 @@ def _ahead(core: Core, task: Task) -> tuple[int | None, bool]:
     if not task.waiting:
         return None, True
     spec, ahead, left = task.spec, 0, AHEAD_MAX
-    for resource_class in core.classes.by_key.values():
+    for resource_class in core.ledger.classes.by_key.values():
         if left <= 0:
             break
         left -= 1
@@ -103,12 +103,12 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
     if extra is not None and extra.not_before_s > now:
         why = f" after {extra.last_error.type}: {extra.last_error.message}" if extra.last_error is not None else ""
         return f"waits {extra.not_before_s - now:.1f} s more before attempt {task.attempts + 1}{why}"
-    if core.queue(task.spec.queue).paused:
+    if core.ledger.queue(task.spec.queue).paused:
         return f"its queue {task.spec.queue!r} is paused; resume it with: mgpuctl queues resume {task.spec.queue}"
-    if core.state.hold.active(now):
+    if core.hold.active(now):
         return "the master has just started and waits for the workers it knew to come back"
-    if core.state.ledger.clogged():
-        size = core.state.ledger.uncommitted_bytes
+    if core.ledger.clogged():
+        size = core.ledger.uncommitted_bytes
         return f"outcomes of {size} bytes wait for the journal, which can't be written; free disk space"
     if not core.fleet.eligible(shape_of(task.spec)):
         return unplaceable(core.fleet, task.spec, queued=True)

@@ -8,12 +8,16 @@ has not begun and continues the others: nothing runs twice. Each lease is recall
 Only workers with more leases than slots are checked, every LOOK_S: the fast tasks of a wide window have ended by then.
 """
 
+from collections.abc import Callable
 from heapq import nsmallest
 
+from multigpu_master.core.commands import Commands
+from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Worker, shape_of
 from multigpu_master.core.placement.obstacles import backlog_suffices, obstructed
 from multigpu_master.core.placement.resource_classes import Backlog
-from multigpu_master.core.state import State
+from multigpu_master.core.timers import Timers
+from multigpu_master.core.workers.fleet import Fleet
 
 # How often windows are checked, and how long a lease may wait in one before it is recalled.
 LOOK_S = 0.05
@@ -22,8 +26,16 @@ SORTS_MAX = 64
 
 
 class Recalls:
-    def __init__(self, state: State) -> None:
-        self._state = state
+    """See the module. `grants` says whether leases can be granted now."""
+
+    def __init__(
+        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, grants: Callable[[float], bool]
+    ) -> None:
+        self._ledger = ledger
+        self._fleet = fleet
+        self._timers = timers
+        self._commands = commands
+        self._grants = grants
         self._deep: dict[Worker, None] = {}  # all workers with more leases than slots, and perhaps more workers
         self._armed = False
 
@@ -36,7 +48,7 @@ class Recalls:
 
     def _arm(self, now: float) -> None:
         self._armed = True
-        self._state.timers.at(now + LOOK_S, self._look)
+        self._timers.at(now + LOOK_S, self._look)
 
     def _look(self, now: float) -> None:
         deep = self._deep = {w: None for w in self._deep if w.session and len(w.leases) > w.slots}
@@ -45,8 +57,8 @@ class Recalls:
             return
         self._arm(now)
         for worker in deep:
-            self._state.fleet.learn_from_silence(worker, now)
-        if self._state.grants(now):
+            self._fleet.learn_from_silence(worker, now)
+        if self._grants(now):
             self._recall_for_slots(now)
             self._recall_for_urgent(now)
         first = next(iter(deep))  # the next check begins with another worker: this one may have reached its limits
@@ -54,7 +66,7 @@ class Recalls:
 
     def _recall_for_slots(self, now: float) -> None:
         """Recalls leases that wait in windows, a share for each worker that has free slots."""
-        free = [w for w in self._state.fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
+        free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)
         takers: dict[tuple[str, Shape], list[Worker]] = {}
         for worker in self._deep if free else ():
@@ -71,20 +83,20 @@ class Recalls:
                         recalled.append(lease)
                         break
                     others.pop()
-            self._state.outbox.recall(worker, recalled)
+            self._commands.recall(worker, recalled)
 
     def _takers(
         self, lease: Lease, free: list[Worker], known: dict[tuple[str, Shape], list[Worker]]
     ) -> list[Worker]:  # fmt: skip
         """The free workers that may get the lease's task."""
-        fleet, ledger, spec = self._state.fleet, self._state.ledger, lease.task.spec
+        fleet, ledger, spec = self._fleet, self._ledger, lease.task.spec
         shape = shape_of(spec)
         found = known.get((spec.queue, shape))
         if found is None:
             if len(known) >= SORTS_MAX:
                 return []
             strategy, able = ledger.strategy_of(ledger.queues[spec.queue]), fleet.eligible(shape)
-            queued = self._state.classes.queued(strategy, shape) + 1
+            queued = self._ledger.classes.queued(strategy, shape) + 1
             found = known[spec.queue, shape] = [
                 w for w in free
                 if w in able and not w.full and not obstructed(fleet, strategy, shape, w)
@@ -94,7 +106,7 @@ class Recalls:
 
     def _recall_for_urgent(self, now: float) -> None:
         """Recalls leases for more urgent waiting tasks, from workers that have reported nothing for LOOK_S."""
-        fleet = self._state.fleet
+        fleet = self._fleet
         stuck = [w for w in self._deep if w.accepting and now - w.pace.reported_s >= LOOK_S]
         for backlog in self._first_backlogs() if stuck else ():
             head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
@@ -109,12 +121,12 @@ class Recalls:
                 if needed and less_urgent and worker in able and not obstructed(fleet, strategy, shape, worker):
                     waiting = self._waiting(worker, now, last_first=True)
                     recalled = [x for x in waiting if x.task.spec.priority > priority][:needed]
-                    self._state.outbox.recall(worker, recalled)
+                    self._commands.recall(worker, recalled)
                     needed -= len(recalled)
 
     def _first_backlogs(self) -> list[Backlog]:
         """The backlogs with the most urgent first tasks."""
-        return nsmallest(SORTS_MAX, self._state.classes.backlogs.values(), key=lambda backlog: backlog.position)
+        return nsmallest(SORTS_MAX, self._ledger.classes.backlogs.values(), key=lambda backlog: backlog.position)
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
         """A worker's leases that may be recalled, in the order in which they should begin, or the reverse. The oldest
@@ -132,6 +144,6 @@ class Recalls:
 
     def _may(self, lease: Lease) -> bool:
         """Whether the lease's task would get another lease, and from any worker."""
-        task, ledger = lease.task, self._state.ledger
+        task, ledger = lease.task, self._ledger
         queue = ledger.queues[task.spec.queue]
         return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))

@@ -322,11 +322,12 @@ class Fleet:
         return key if loads else None
 
     def release(self, lease: Lease) -> None:
-        """Subtracts a lease, already removed from worker.leases, from the worker's sums. The caller calls `touch`."""
+        """Removes a lease from its worker and its task."""
         assert lease.task.lease is lease, "a live lease is its task's"
+        del lease.worker.leases[lease.lease_id]
         lease.task.lease = None
         self.released(lease.worker, [lease], len(lease.task.payload))
-        self.freed[lease.worker] = None
+        self.free(lease.worker)
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
         """Subtracts leases, already removed from worker.leases and their tasks, from the worker's sums."""

@@ -14,16 +14,17 @@ have ended. docs/decisions/0011-residency.md has the reasoning.
 
 from multigpu_master.core.model import Worker
 from multigpu_master.core.placement.resource_classes import Backlog
-from multigpu_master.core.state import State
+from multigpu_master.core.timers import Timers
+from multigpu_master.core.workers.fleet import Fleet
 
 # Tasks wait at least this long before they ask for a reservation, however fast their model loads.
 WAIT_MIN_S = 0.05
 
 
 class LoadReservations:
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._fleet = state.fleet
+    def __init__(self, fleet: Fleet, timers: Timers) -> None:
+        self._fleet = fleet
+        self._timers = timers
         self._watched: dict[Backlog, None] = {}  # each is checked by a timer while it waits for room
         self._asking: dict[Backlog, None] = {}  # those that have waited long enough, in that order
         self.by_backlog: dict[Backlog, tuple[Worker, str]] = {}  # the reservations: worker and model
@@ -41,7 +42,7 @@ class LoadReservations:
         """Checks a backlog when its first task has waited long enough; if it has already, after the same time again."""
         head, wait_s = backlog.head(), self._wait_s(backlog)
         due_s = max(head.submit_s if head is not None else now, now - wait_s) + wait_s
-        self._state.timers.at(due_s if due_s > now else now + wait_s, lambda now: self._check(backlog, now))
+        self._timers.at(due_s if due_s > now else now + wait_s, lambda now: self._check(backlog, now))
 
     def _wait_s(self, backlog: Backlog) -> float:
         fleet, shape = self._fleet, backlog.shape
@@ -169,7 +170,7 @@ class LoadReservations:
             self._fleet.models_changed(worker)
             self._next(worker)
 
-        self._state.timers.at(worker.residency.rest_until_s, over)
+        self._timers.at(worker.residency.rest_until_s, over)
 
     def used(self, worker: Worker, model: str, now: float) -> None:
         """Records that a model is loaded, because a task has succeeded on it."""

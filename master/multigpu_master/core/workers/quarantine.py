@@ -18,8 +18,10 @@ run any task are quarantined.
 from dataclasses import dataclass, field
 
 from multigpu_master.core import events as ev
+from multigpu_master.core.commands import Commands
+from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
-from multigpu_master.core.state import State
+from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Health
 
 # A device is suspected when this many different tasks broke its engine.
@@ -52,9 +54,11 @@ class Breaker:
 
 
 class Quarantine:
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self.breaker = Breaker(state.limits.breaker_share, state.limits.breaker_window_s)
+    def __init__(self, ledger: Ledger, fleet: Fleet, commands: Commands) -> None:
+        self._ledger = ledger
+        self._fleet = fleet
+        self._commands = commands
+        self.breaker = Breaker(ledger.limits.breaker_share, ledger.limits.breaker_window_s)
         # Tasks that broke an engine on a device, by device_key and task_id: when they did, and their (kind, model).
         self._marks: dict[str, dict[int, tuple[float, tuple[str, str]]]] = {}
         # When a task of this (kind, model) was condemned last.
@@ -68,14 +72,14 @@ class Quarantine:
         worker.health = health
         if worker.checks_asked and not worker.suspected:  # a later process of the worker counts from zero
             worker.checks_asked = 0
-            self._state.outbox.worker_changed(worker, remember=True)
+            self._commands.worker_changed(worker, remember=True)
         if not health.fit and own_findings:
             self._forgive(worker.device_key)
         self._judge(worker, now)
 
     def check(self, event: ev.CheckDevice, now: float) -> None:
         """Requests a check for an operator, and quarantines the worker. The breaker does not count that."""
-        worker = self._state.fleet.workers[event.worker_id]
+        worker = self._fleet.workers[event.worker_id]
         self._ask_check(worker, at_once=True)
         if not worker.quarantined:
             self._set(worker, quarantined=True)
@@ -90,14 +94,14 @@ class Quarantine:
 
     def _set(self, worker: Worker, *, quarantined: bool) -> None:
         worker.quarantined = quarantined
-        self._state.fleet.members_changed(worker)
-        self._state.outbox.worker_changed(worker, remember=True)
+        self._fleet.members_changed(worker)
+        self._commands.worker_changed(worker, remember=True)
 
     # --- the breaker -------------------------------------------------------------------------------------------------
 
     def devices(self) -> int:
         """How many devices are connected."""
-        return len({w.device_key for w in self._state.fleet.sessions.values()})
+        return len({w.device_key for w in self._fleet.sessions.values()})
 
     def _admitted(self, worker: Worker, now: float) -> bool:
         """Whether the breaker permits to quarantine a worker. Trips the breaker if that exceeds its limit."""
@@ -114,7 +118,7 @@ class Quarantine:
             "quarantined automatically: look for a common cause (driver, power, cooling, a new release), then run "
             "mgpuctl breaker reset"
         )
-        self._state.outbox.add(ev.BreakerChanged(now, message))
+        self._commands.add(ev.BreakerChanged(now, message))
         return False
 
     def restore(self, event: ev.RestoreBreaker, now: float) -> None:
@@ -123,8 +127,8 @@ class Quarantine:
     def reset(self, event: ev.ResetBreaker, now: float) -> None:
         self.breaker.tripped_s = 0.0
         self.breaker.quarantines.clear()
-        self._state.outbox.add(ev.BreakerChanged(0.0))
-        for worker in list(self._state.fleet.sessions.values()):
+        self._commands.add(ev.BreakerChanged(0.0))
+        for worker in list(self._fleet.sessions.values()):
             self._judge(worker, now)
 
     # --- sick device or poison task? ---------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ class Quarantine:
         if len(marks) > SUSPECTS:  # there was no other device to compare with
             del marks[next(iter(marks))]
         self._marks[device] = marks
-        if len(marks) >= SUSPECTS and any(w.device_key != device for w in self._state.fleet.sessions.values()):
+        if len(marks) >= SUSPECTS and any(w.device_key != device for w in self._fleet.sessions.values()):
             self._suspect(device, now)
         return False
 
@@ -173,7 +177,7 @@ class Quarantine:
         for task in self._marked(device):
             extra = task.ensure_extra()
             extra.forgiven += (device,)  # the device stays in extra.broke: the next device condemns the task
-        for worker in list(self._state.fleet.sessions.values()):
+        for worker in list(self._fleet.sessions.values()):
             if worker.device_key == device:
                 self._ask_check(worker, at_once=False)
                 self._judge(worker, now)
@@ -181,12 +185,12 @@ class Quarantine:
     def _ask_check(self, worker: Worker, *, at_once: bool) -> None:
         worker.check_at_once = at_once
         worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
-        self._state.outbox.desire(worker)
-        self._state.outbox.worker_changed(worker, remember=True)
+        self._commands.desire(worker)
+        self._commands.worker_changed(worker, remember=True)
 
     def _marked(self, device: str) -> list[Task]:
         """Removes a device's marks. Returns their tasks, except those that the core has forgotten."""
-        tasks = [self._state.ledger.tasks.get(task_id) for task_id in self._marks.pop(device, {})]
+        tasks = [self._ledger.tasks.get(task_id) for task_id in self._marks.pop(device, {})]
         return [task for task in tasks if task is not None]
 
     def _forgive(self, device: str) -> None:

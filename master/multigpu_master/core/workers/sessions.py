@@ -1,7 +1,7 @@
 """Handles the workers' events: sessions that begin, report, fall silent and end.
 
-A report counts only if its session's worker holds that lease (`worker.leases.pop`). There is no other fence: code that
-takes a task from a worker removes the lease from that dict, so a late report finds no lease.
+A report counts only if its session's worker holds that lease (`worker.leases`). There is no other fence: a lease that
+is released is no longer there, so a late report finds no lease.
 """
 
 from collections.abc import Container
@@ -9,9 +9,13 @@ from dataclasses import replace
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
+from multigpu_master.core.commands import Commands
+from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
 from multigpu_master.core.placement.recall import Recalls
-from multigpu_master.core.state import State
+from multigpu_master.core.restart import RecoveryHold
+from multigpu_master.core.timers import Timers
+from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.quarantine import Quarantine
 
@@ -28,30 +32,31 @@ STALE = "the lease no longer counts"
 
 class Sessions:
     def __init__(
-        self, state: State, attempts: Attempts, quarantine: Quarantine, reservations: LoadReservations, recalls: Recalls
-    ) -> None:
-        self._state = state
-        self._ledger, self._fleet, self._outbox = state.ledger, state.fleet, state.outbox
+        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, hold: RecoveryHold, attempts: Attempts,
+        quarantine: Quarantine, reservations: LoadReservations, recalls: Recalls,
+    ) -> None:  # fmt: skip
+        self._ledger, self._fleet, self._timers, self._commands = ledger, fleet, timers, commands
+        self._hold = hold
         self._attempts = attempts
         self._quarantine = quarantine
         self._reservations = reservations
         self._recalls = recalls
-        timeout_s = state.limits.session_timeout_s
+        timeout_s = ledger.limits.session_timeout_s
         self._grace_s = min(LATE_S, timeout_s / 4)
         self._suspect_s = timeout_s - self._grace_s  # after this silence a worker is suspected to be lost
 
     # --- a session begins --------------------------------------------------------------------------------------------
 
     def hello(self, event: ev.Hello, now: float) -> None:
-        fleet, outbox = self._fleet, self._outbox
+        fleet, commands = self._fleet, self._commands
         worker = fleet.workers.get(event.info.worker_id)
         ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
-            outbox.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
+            commands.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
         if (gone := fleet.make_room(event.info.worker_id, event.token_id)) is not None:
-            outbox.worker_changed(gone, remember=True, gone=True)
+            commands.worker_changed(gone, remember=True, gone=True)
         worker = fleet.register(event.info)
         worker.token_id = event.token_id
         fleet.open_session(worker, event.session, now)
@@ -65,15 +70,15 @@ class Sessions:
                 adopted.append(held.lease_id)
         self._recalls.granted(worker, now)
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
-        outbox.add(ev.Welcome(event.session, adopted))
-        outbox.revoke(event.session, revoked, STALE)
+        commands.add(ev.Welcome(event.session, adopted))
+        commands.revoke(event.session, revoked, STALE)
         if worker.draining or worker.checks_asked or worker.residency.pins or worker.residency.unwanted:
-            outbox.desire(worker)
+            commands.desire(worker)
         if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
             self._attempts.take_back_all(worker, now)
         self._watch_silence(worker, now + self._suspect_s)
-        self._state.hold.arrived(worker.worker_id, now)
-        outbox.worker_changed(worker, remember=True)
+        self._hold.arrived(worker.worker_id, now)
+        commands.worker_changed(worker, remember=True)
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session, if its task has no lease and no outcome."""
@@ -84,7 +89,7 @@ class Sessions:
         if extra is not None and held.attempt <= extra.failed_attempt:
             return False  # the attempt's failure was reported and charged: it must not be charged again
         if task.waiting:
-            self._state.classes.remove(self._ledger.class_of(task), task)
+            self._ledger.classes.remove(self._ledger.class_of(task), task)
         if extra is not None:
             extra.not_before_s = 0.0
             extra.losses = max(0, extra.losses - 1)  # the lease was counted as lost
@@ -125,14 +130,14 @@ class Sessions:
             fleet.members_changed(worker)
         if worker.residency.unwanted and worker.residency.forget_unloaded():
             fleet.models_changed(worker)
-            self._outbox.desire(worker)
+            self._commands.desire(worker)
         self._reservations.look_at(worker)
         fleet.free(worker)
         self._held(worker, event, now)
         worker.occupied = event.occupied_slots
         if worker.occupied:
             self._recalls.granted(worker, now)
-        self._outbox.worker_changed(worker)
+        self._commands.worker_changed(worker)
 
     def _held(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
         """Compares the leases in a heartbeat with those that the worker should hold."""
@@ -145,7 +150,7 @@ class Sessions:
             else:
                 held[h.lease_id] = None
                 self._observe(lease, h, now)
-        self._outbox.revoke(event.session, unknown, STALE)
+        self._commands.revoke(event.session, unknown, STALE)
         if len(worker.leases) > len(held):
             gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
             for lease in reversed(gone):
@@ -158,8 +163,8 @@ class Sessions:
             return
         self._fleet.set_info(worker, replace(info, capabilities=catalog.capabilities, models=catalog.models))
         if worker.residency.pins:  # the ids of the pinned models may have changed
-            self._outbox.desire(worker)
-        self._outbox.worker_changed(worker, remember=True)
+            self._commands.desire(worker)
+        self._commands.worker_changed(worker, remember=True)
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +219,7 @@ class Sessions:
         """Releases the leases of tasks that did not succeed. Returns the number of failed attempts."""
         attempts, charged, finish_s = self._attempts, 0, min(event.finish_s or now, now)
         for failure in event.failures:
-            lease = worker.leases.pop(failure.lease_id, None)
+            lease = worker.leases.get(failure.lease_id)
             if lease is None:
                 self._ledger.counters.stale_reports += 1
                 continue
@@ -264,11 +269,11 @@ class Sessions:
                 forward = fresh.setdefault(task, ev.Forward(task))
                 forward.partials.append((partial.index, partial.data, partial.content_type))
         for forward in fresh.values():
-            self._outbox.add(forward)
+            self._commands.add(forward)
 
     def _no_room(self, task: Task, size: int) -> TaskError | None:
         """Why there is no room for a partial output of this size; None if there is."""
-        limit = self._state.limits.bytes_max
+        limit = self._ledger.limits.bytes_max
         if task.ensure_extra().partials_bytes + size > PARTIALS_BYTES_MAX:
             message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes, with {PARTIAL_OVERHEAD_BYTES} for each"
             return TaskError("ResultTooLarge", message, retryable=False)
@@ -291,14 +296,12 @@ class Sessions:
         leases = [x for x in worker.leases.values() if x.lease_id not in kept]
         leases.sort(key=lambda x: -x.task.task_id)
         for lease in leases:
-            del worker.leases[lease.lease_id]
-        for lease in leases:
             self._ledger.release(lease)
         self._fleet.close_session(worker)
         worker.heard_s = now
         for lease in leases:
             self._attempts.worker_lost(lease, now)
-        self._outbox.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, remember=True)
 
     def _watch_silence(self, worker: Worker, due_s: float, *, suspected: bool = False) -> None:
         """Checks at due_s whether the worker has reported. It is lost when two punctual checks found it silent: one
@@ -315,7 +318,7 @@ class Sessions:
             elif not suspected or now > due_s + grace_s:
                 self._watch_silence(worker, now + grace_s, suspected=True)
             else:
-                self._outbox.add(ev.EndSession(session, f"nothing heard for {now - worker.heard_s:.1f} s"))
+                self._commands.add(ev.EndSession(session, f"nothing heard for {now - worker.heard_s:.1f} s"))
                 self._lose(worker, now)
 
-        self._state.timers.at(due_s, check)
+        self._timers.at(due_s, check)

@@ -94,10 +94,10 @@ class DeadLetterCalls:
         return await asyncio.to_thread(self._driver.journal.get_dead_letters, task_ids)
 
     async def _requeue(self, letter: SubmitRecord) -> Task | ev.Rejection:
-        while letter.task_id in self._driver.core.tasks:  # the core learns of the commit after its readers
+        while letter.task_id in self._driver.core.ledger.tasks:  # the core learns of the commit after its readers
             await self._driver.settled(letter.task_id, DURABLE_S)
         request_id = letter.request_id
-        known = self._driver.core.requests.get(request_id) or self._driver.known([request_id]).get(request_id)
+        known = self._driver.core.ledger.requests.get(request_id) or self._driver.known([request_id]).get(request_id)
         if known is not None and known.task_id != letter.task_id:
             return ev.Rejection(9, RUNS_AGAIN.format(request_id=request_id, task_id=known.task_id))
         spec = self._driver.specs.restore(letter.spec)

@@ -141,42 +141,42 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         core = self._core
         queues = caller_queues()
         visible = queues is None or request.queue in queues
-        queue = (core.queues.get(request.queue) if visible else None) or Queue(request.queue)
+        queue = (core.ledger.queues.get(request.queue) if visible else None) or Queue(request.queue)
         response = pb.GetStrategyResponse(
-            strategy=core.strategy_of(queue).name, inherited=bool(request.queue) and not queue.strategy
+            strategy=core.ledger.strategy_of(queue).name, inherited=bool(request.queue) and not queue.strategy
         )
-        for s in core.strategies.values():
+        for s in core.ledger.strategies.values():
             response.available.add(name=s.name, summary=s.summary, aliases=s.aliases)
         return response
 
     async def SetStrategy(self, request: Any, _context: Any) -> pb.SetStrategyResponse:
         core = self._core
-        name = canonical_name(request.strategy, core.strategies)
+        name = canonical_name(request.strategy, core.ledger.strategies)
         if request.queue and not request.strategy:
             name = ""
         if name is None or (not name and not request.queue):
-            names = ", ".join(sorted(core.strategies))
+            names = ", ".join(sorted(core.ledger.strategies))
             raise InvalidArgumentError(f"no strategy {request.strategy!r}; there are: {names}")
         if request.queue:
             self._admit_queue(request.queue)
         self._driver.handle(ev.SetStrategy(name, request.queue))
         if request.queue:
-            await save(self._driver, queue_setting(core.queue(request.queue)))
-            name = core.strategy_of(core.queue(request.queue)).name
+            await save(self._driver, queue_setting(core.ledger.queue(request.queue)))
+            name = core.ledger.strategy_of(core.ledger.queue(request.queue)).name
         else:
             await save(self._driver, {STRATEGY: name.encode()})
         return pb.SetStrategyResponse(strategy=name)
 
     async def ListQueues(self, request: Any, _context: Any) -> pb.ListQueuesResponse:
         queues = caller_queues()
-        found = {name for name, queue in self._core.queues.items() if not queue.idle}
+        found = {name for name, queue in self._core.ledger.queues.items() if not queue.idle}
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
         page, token = page_of(sorted(found if queues is None else queues & found), request)
         oldest_s = await queries.oldest_submits(self._core, page)
         return pb.ListQueuesResponse(queues=[self._queue(n, oldest_s) for n in page], next_page_token=token)
 
     def _queue(self, name: str, oldest_s: dict[str, float]) -> pb.Queue:
-        queue = self._core.queues.get(name) or Queue(name)
+        queue = self._core.ledger.queues.get(name) or Queue(name)
         message = pb.Queue(
             queue=name,
             **{field: getattr(queue, field) for field in ("paused", "strategy", "queued", "queued_bytes", "leased")},
@@ -203,7 +203,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             raise InvalidArgumentError('queue is missing; the usual one is "default"')
         self._admit_queue(event.queue)
         self._driver.handle(event)
-        await save(self._driver, queue_setting(self._core.queue(event.queue)))
+        await save(self._driver, queue_setting(self._core.ledger.queue(event.queue)))
         return self._queue(event.queue, await queries.oldest_submits(self._core, [event.queue]))
 
     def _admit_queue(self, name: str) -> None:
@@ -211,7 +211,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         core = self._core
         check_printable("queue", name)
         check_size("queue", name, NAME_BYTES_MAX)
-        if name not in core.queues and len(core.queues) >= QUEUES_MAX and not core.prune_queues():
+        if name not in core.ledger.queues and len(core.ledger.queues) >= QUEUES_MAX and not core.ledger.prune_queues():
             raise ExhaustedError(f"there are {QUEUES_MAX} queues with tasks or rules already; use one of them")
 
     # --- the circuit breaker -----------------------------------------------------------------------------------------
@@ -241,15 +241,15 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return pb.GetStatsResponse(
             version=self._version,
             start_time=timestamp(self._start_s),
-            queued=core.unsettled - core.leased,
-            leased=core.leased,
-            **{name: getattr(core.counters, name) for name in _COUNTERS},
+            queued=core.ledger.unsettled - core.ledger.leased,
+            leased=core.ledger.leased,
+            **{name: getattr(core.ledger.counters, name) for name in _COUNTERS},
             workers_active=active,
             workers_lost=len(core.fleet.workers) - active,
             journal_bytes=self._driver.journal.size_bytes(),
             journal_writable=self._driver.journaling.writable,
             memory_bytes=queries.rss_bytes(),
-            strategy=core.strategy,
+            strategy=core.ledger.strategy,
             outcomes_retained=sum(
                 (await asyncio.to_thread(self._driver.journal.count_outcomes, OutcomeFilter())).values()
             ),
@@ -263,7 +263,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return pb.GetHistoryResponse(points=self._driver.history.points)
 
     async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
-        found: Task | StoredOutcome | None = self._core.tasks.get(request.task_id)
+        found: Task | StoredOutcome | None = self._core.ledger.tasks.get(request.task_id)
         if found is None:
             found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
         if found is None or not queries.may_see(found):

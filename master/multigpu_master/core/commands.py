@@ -6,7 +6,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Task, Worker
 
 
-class Outbox:
+class Commands:
     """Collects the commands of an event, in order; the tasks that it settled come last, in one command. `take` ends the
     event.
     """
