@@ -1,11 +1,12 @@
 """ONNX Runtime sessions, on a CPU or a GPU.
 
-Settings for CPUs, measured with MiniLM on real sentences:
-- The SkipLayerNormalization kernel takes ten times as long as an addition and a LayerNormalization: without that fusion
-  the model is 15 % faster.
+Settings for CPUs, measured with MiniLM on real sentences, on an Intel core:
+- The SkipLayerNormalization kernel takes five times as long as an addition and a LayerNormalization: without that
+  fusion the model is 13 to 15 % faster.
 - Threads that spin while they wait take cores from other workers and gain nothing.
-- Memory plans are made for a shape, but nearly every batch has a new one, and the arena keeps the memory of the longest
-  batch. Without both the speed is the same.
+- The arena keeps the memory of the largest batch: after 64 texts of 256 tokens in one pass, a process kept 1,114 MiB,
+  and 201 MiB without the arena. Memory plans are made for a shape, but many batches have a new one. Without both the
+  speed is the same within 2 %.
 """
 
 import os
