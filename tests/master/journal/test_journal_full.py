@@ -141,6 +141,35 @@ def test_a_full_disk_rejects_submits_until_there_is_room(small_disk: Path, paylo
         assert journal.get_outcome(1) is not None
 
 
+def test_below_the_watermark_submits_are_rejected_and_all_else_is_written(small_disk: Path) -> None:
+    with opened(small_disk / "data") as (journal, commits):
+        commit(journal, commits, Entry(submits=[submit(1)]))
+        reserve = small_disk / "data" / "reserve"
+        whole_bytes = reserve.stat().st_size
+        ballast = fill(small_disk)
+        os.truncate(ballast, ballast.stat().st_size - whole_bytes // 2)
+        reject(journal, commits, Entry(submits=[submit(2)]))
+        commit(journal, commits, Entry(settles=[settle(1)]))
+        commit(journal, commits, Entry(settings={"queue/default": b"paused"}))
+        assert reserve.stat().st_size == whole_bytes, "it was not needed"
+        ballast.unlink()
+        until(lambda: journal.writable)
+        commit(journal, commits, Entry(submits=[submit(3)]))
+
+
+def test_large_settings_do_not_take_the_space_that_deletions_need(small_disk: Path) -> None:
+    with opened(small_disk / "data") as (journal, commits):
+        commit(journal, commits, Entry(settles=[dead(i, bytes(10_000)) for i in range(1, 81)]))
+        ballast = fill(small_disk)
+        reject(journal, commits, Entry(submits=[submit(100)]))
+        journal.append(large := Entry(settings={"strategy": bytes(900_000)}))
+        time.sleep(0.3)
+        commit(journal, commits, Entry(deleted_dead_letters=[1]))
+        assert not any(large in group for group, _, _ in commits)
+        ballast.unlink()
+        assert answered(commits, large) == "committed"
+
+
 def test_outcomes_that_do_not_fit_together_are_written_one_by_one(small_disk: Path) -> None:
     with opened(small_disk / "data") as (journal, commits):
         commit(journal, commits, Entry(settles=[settle(1)]))

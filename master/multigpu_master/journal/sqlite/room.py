@@ -135,8 +135,12 @@ class Room:
             self.need(size_bytes + max(0, size_bytes - empty_pages * PAGE_BYTES))
 
     def need(self, size_bytes: int) -> None:
-        """JournalFullError: fewer bytes are free on the disk."""
-        if free_bytes(self._path.parent) < size_bytes:
+        """JournalFullError: fewer bytes are free on the disk. JournalError: the directory is gone."""
+        try:
+            free = free_bytes(self._path.parent)
+        except FileNotFoundError as error:
+            raise failures.gone(self._path) from error
+        if free < size_bytes:
             raise failures.full(self._path)
 
     def measure(self) -> None:
