@@ -36,6 +36,7 @@ class SmallDisk(SqliteJournal):
 
     def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
         if journal_room.free_bytes(self._data_dir) < 2 * bytes_total + TRANSACTION_BYTES:
+            self._writer.execute("BEGIN IMMEDIATE")  # it fails in the middle
             raise failures.full(self._path)
         super()._commit(batch, bytes_total)
 
