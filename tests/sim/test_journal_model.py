@@ -33,17 +33,13 @@ class FillableJournal(SqliteJournal):
     disk_full = False
 
     def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
-        if not all(map(frees, batch)):
-            self._need_disk()
+        if self.disk_full and not all(map(frees, batch)):
+            raise failures.full(self._path)
         super()._commit(batch, bytes_total)
 
-    def _probe(self) -> None:
-        self._need_disk()
-        super()._probe()
-
-    def _need_disk(self) -> None:
-        if self.disk_full:
-            raise failures.full(self._path)
+    def _look_for_room(self) -> None:
+        if not self.disk_full:
+            super()._look_for_room()
 
 
 class Both:

@@ -27,6 +27,12 @@ def retries_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 0.05)
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", "6m") as disk:
+        yield disk
+
+
 @pytest.mark.usefixtures("sweeping")
 def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -> None:
     clock_s = [3000.0]
@@ -52,17 +58,14 @@ def test_over_its_limit_it_rejects_submits_and_writes_all_else(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("sweeping")
-def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
+def test_outcomes_wait_on_a_full_disk_in_their_order(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_sqlite, "RETRY_S", 1.0)  # no room again before all is appended
     monkeypatch.setattr(journal_room, "TRANSACTION_RECORDS", 1)  # so that the order of what is kept could be lost
     clock_s = [3000.0]
-    with opened(tmp_path / "data", 2 << 20, now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):
-        first = Entry(settles=[settle(i, bytes(10_000)) for i in range(1, 136)])
-        tasks = Entry(submits=[submit(500), submit(501)])
-        journal.append(first)
-        journal.append(tasks)
-        assert answered(commits, first) == answered(commits, tasks) == "committed"
+    with opened(small_disk / "data", now=lambda: clock_s[0], dedupe_window_s=10.0) as (journal, commits):
+        journal.append(*[Entry(settles=[settle(i, bytes(10_000))]) for i in range(1, 251)])
+        commit(journal, commits, Entry(submits=[submit(500), submit(501)]))
+        fill(small_disk)
         error = reject(journal, commits, Entry(submits=[submit(i, bytes(10_000)) for i in range(600, 680)]))
         assert "Free space on the disk (never delete files in data_dir)" in error
         assert "journal_bytes_max" in error
@@ -70,7 +73,7 @@ def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch
         kept = [
             Entry(settles=[settle(500, bytes(900_000))]),
             Entry(settles=[settle(501), settle(600), settle(502)]),  # 600 was rejected: nobody may hear of it
-            Entry(settings={"strategy": b"x" * 500_000}),
+            Entry(settings={"strategy": b"x" * 100_000}),
         ]
         for entry in kept:
             journal.append(entry)
@@ -87,11 +90,11 @@ def test_outcomes_wait_on_a_full_disk_in_their_order(tmp_path: Path, monkeypatch
         answered(commits, kept[1])
         done = [entry for group, _, error in commits if error is None for entry in group]
         wanted = [kept[2], *kept[:2]]  # settings don't wait behind outcomes
-        assert all(entry is known for entry, known in zip(done[2:], wanted, strict=False)), "the same objects, in order"
-        assert [record.task_id for record in done[4].settles] == [501, 502]
-        assert [o.task_id for o in journal.read_outcomes(135, 10, 10**9)] == [500, 501, 502]
+        assert [id(entry) for entry in done[251:]] == [id(entry) for entry in wanted], "the same objects, in order"
+        assert [record.task_id for record in kept[1].settles] == [501, 502]
+        assert [o.task_id for o in journal.read_outcomes(250, 10, 10**9)] == [500, 501, 502]
         commit(journal, commits, Entry(submits=[submit(701)]))
-    with opened(tmp_path / "data") as (journal, _):
+    with opened(small_disk / "data") as (journal, _):
         assert [task.task_id for task in journal.recover_tasks()] == [701]
 
 
@@ -116,12 +119,6 @@ def test_its_limit_holds_for_all_that_is_on_the_disk(tmp_path: Path, body_bytes:
     assert limit // 2 < largest < 1.1 * limit
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted(tmp_path / "disk", "6m") as disk:
-        yield disk
-
-
 @pytest.mark.parametrize("payload_bytes", [2000, LARGE_BYTES])
 def test_a_full_disk_rejects_submits_until_there_is_room(small_disk: Path, payload_bytes: int) -> None:
     with opened(small_disk / "data") as (journal, commits):
@@ -142,6 +139,35 @@ def test_a_full_disk_rejects_submits_until_there_is_room(small_disk: Path, paylo
     with opened(small_disk / "data") as (journal, _):
         assert list(journal.recover_tasks()) == again.submits
         assert journal.get_outcome(1) is not None
+
+
+def test_below_the_watermark_submits_are_rejected_and_all_else_is_written(small_disk: Path) -> None:
+    with opened(small_disk / "data") as (journal, commits):
+        commit(journal, commits, Entry(submits=[submit(1)]))
+        reserve = small_disk / "data" / "reserve"
+        whole_bytes = reserve.stat().st_size
+        ballast = fill(small_disk)
+        os.truncate(ballast, ballast.stat().st_size - whole_bytes // 2)
+        reject(journal, commits, Entry(submits=[submit(2)]))
+        commit(journal, commits, Entry(settles=[settle(1)]))
+        commit(journal, commits, Entry(settings={"queue/default": b"paused"}))
+        assert reserve.stat().st_size == whole_bytes, "it was not needed"
+        ballast.unlink()
+        until(lambda: journal.writable)
+        commit(journal, commits, Entry(submits=[submit(3)]))
+
+
+def test_large_settings_do_not_take_the_space_that_deletions_need(small_disk: Path) -> None:
+    with opened(small_disk / "data") as (journal, commits):
+        commit(journal, commits, Entry(settles=[dead(i, bytes(10_000)) for i in range(1, 81)]))
+        ballast = fill(small_disk)
+        reject(journal, commits, Entry(submits=[submit(100)]))
+        journal.append(large := Entry(settings={"strategy": bytes(900_000)}))
+        time.sleep(0.3)
+        commit(journal, commits, Entry(deleted_dead_letters=[1]))
+        assert not any(large in group for group, _, _ in commits)
+        ballast.unlink()
+        assert answered(commits, large) == "committed"
 
 
 def test_outcomes_that_do_not_fit_together_are_written_one_by_one(small_disk: Path) -> None:
@@ -235,14 +261,12 @@ def test_a_full_disk_can_be_emptied_also_by_a_new_master(small_disk: Path) -> No
         commit(journal, commits, Entry(submits=[submit(301)]))
 
 
-def test_deletions_do_not_wait_behind_entries_that_are_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_room, "UNLIMITED_BYTES", 2 << 20)  # the disk's
-    with opened(tmp_path / "data", 2 << 20) as (journal, commits):
+def test_deletions_do_not_wait_behind_entries_that_are_too_large(small_disk: Path) -> None:
+    with opened(small_disk / "data") as (journal, commits):
         journal.append(Entry(submits=[submit(i, bytes(100)) for i in range(1, 2001)]))
         commit(journal, commits, Entry(settles=[dead(i, bytes(10_000)) for i in range(5000, 5080)]))
-        reject(journal, commits, Entry(submits=[submit(i, bytes(10_000)) for i in range(6000, 6080)]))
+        fill(small_disk)
+        reject(journal, commits, Entry(submits=[submit(6000)]))
         journal.append(large := Entry(settles=[cancel(i) for i in range(1, 2001)]))
         for i in range(5000, 5010):
             commit(journal, commits, Entry(deleted_dead_letters=[i]))

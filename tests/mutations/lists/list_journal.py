@@ -117,12 +117,15 @@ JOURNAL = (
     ),
     sqlite(
         "P1: a commit is acknowledged before it is made",
-        "        try:\n            commit(batch, bytes_total)\n",
-        "        if batch:\n            self._on_commit(batch, first_cursor, None)\n"
-        "        try:\n            commit(batch, bytes_total)\n            return len(batch)\n",
+        "        self._commit(batch, bytes_total)\n        self._on_commit(batch, first_cursor, None)\n",
+        "        self._on_commit(batch, first_cursor, None)\n        self._commit(batch, bytes_total)\n",
     ),
-    sqlite("P1: entries that failed on a full disk are dropped", "waiting.extendleft(reversed(batch))"),
-    sqlite("cursors are not in order of settling", "waiting.extendleft(reversed(batch))", "waiting.extendleft(batch)"),
+    sqlite("P1: entries that failed on a full disk are dropped", "self._pending.extendleft(reversed(batch))"),
+    sqlite(
+        "cursors are not in order of settling",
+        "self._pending.extendleft(reversed(batch))",
+        "self._pending.extendleft(batch)",
+    ),
     sqlite("P9: the last cursor is not advanced", "self._last_cursor += outcomes"),
     statements(
         "P4: a dead letter can't be tried again",
@@ -159,13 +162,13 @@ JOURNAL = (
     sqlite("submits are rejected for ever", "self._full = None"),
     sqlite(
         "deletions wait for space",
-        "            (self._freeing if frees(entry) and not self._over else self._pending).append(entry)\n",
-        "            self._pending.append(entry)\n",
+        'order = "outcomes" if not frees(entry) else "settings" if entry.settings or entry.epoch else ""',
+        'order = "outcomes"',
     ),
-    room(
-        "outcomes wait for ever, and nothing expires, though the disk has room",
-        "self.size_max_bytes if self.limited else UNLIMITED_BYTES",
-        "self.size_max_bytes",
+    sqlite(
+        "outcomes wait for ever, though the disk has room",
+        "not self._stuck and self._write_batch()",
+        "self._full is None and self._write_batch()",
         checker="master/journal/test_journal_full.py::test_over_its_limit_it_rejects_submits_and_writes_all_else",
     ),
     log(
@@ -180,7 +183,7 @@ JOURNAL = (
         "    commits = list[int]()\n",
         LOG + "a_flipped_bit_in_the_log_is_noticed",
     ),
-    room("the reserve is never given up", "        self.reserve.give_up()\n        self.limit()\n", checker="full"),
+    room("the reserve is never released", "        self._reserve.release()\n", checker="full"),
     sqlite(
         "P1: entries after the close marker are lost",
         "            taken = [entry for entry in taken if entry is not _CLOSE]\n",

@@ -16,6 +16,7 @@ from typing import Any
 
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import failures
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite import schema as journal_schema
@@ -27,6 +28,22 @@ from tests.waiting import until
 
 SIZES = (0, 100, LARGE_BYTES - 1, LARGE_BYTES)
 TIMEOUT_S = 20.0
+TRANSACTION_BYTES = 16 << 10  # that any transaction takes
+
+
+class SmallDisk(SqliteJournal):
+    """The journal on a simulated disk: its transactions fail where SQLite would say that the disk is full."""
+
+    def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
+        if journal_room.free_bytes(self._data_dir) < 2 * bytes_total + TRANSACTION_BYTES:
+            self._writer.execute("BEGIN IMMEDIATE")  # it fails in the middle
+            raise failures.full(self._path)
+        super()._commit(batch, bytes_total)
+
+
+def set_disk_bytes(size_bytes: int) -> None:
+    """All journals are on disks of this size from now on, each on its own."""
+    journal_room.free_bytes = lambda path: max(0, size_bytes - _files_bytes(path))
 
 
 class Model:
@@ -65,7 +82,7 @@ class Life:
         self.acked: set[int] = set()  # entries, by identity
         self.wanted: list[Entry] = []
         self.changed = threading.Condition()
-        self.journal = SqliteJournal(directory, now=lambda: 3000.0, size_max_bytes=size_max_bytes)
+        self.journal = SmallDisk(directory, now=lambda: 3000.0, size_max_bytes=size_max_bytes)
         recovered = self.journal.open(self.on_commit)
         tasks = {record.task_id: record for record in recovered.tasks}
         assert tasks == model.tasks, f"tasks recovered: {sorted(tasks)}, expected: {sorted(model.tasks)}"
@@ -124,7 +141,8 @@ class Life:
 
     def make_room(self) -> None:
         """The disk grows, and the journal must find out by itself."""
-        journal_room.UNLIMITED_BYTES = self.journal._room.size_max_bytes = 1 << 30
+        self.journal._room.size_max_bytes = 1 << 30
+        set_disk_bytes(1 << 30)
         until(lambda: self.journal.writable, TIMEOUT_S, "the journal to accept tasks")
 
     def empty(self) -> None:
@@ -196,7 +214,7 @@ def check(seed: int) -> None:
         for _ in range(rng.choice((1, 2, 3))):
             size_max_bytes = 1 << 30 if rng.random() < 0.6 else _size(directory) + rng.choice((0, 200_000))
             # The disk ends where the limit does, or there is room beyond it for all but submits.
-            journal_room.UNLIMITED_BYTES = size_max_bytes if rng.random() < 0.7 else 1 << 30
+            set_disk_bytes(size_max_bytes if rng.random() < 0.7 else 1 << 30)
             life = Life(directory, model, rng, size_max_bytes)
             for _ in range(rng.randrange(40)):
                 entries = [writer.entry(model.dead) for _ in range(rng.choice((1, 1, 2, 5)))]
@@ -211,9 +229,9 @@ def check(seed: int) -> None:
 
 
 def check_reserve(_seed: int) -> None:
-    """A journal that has just filled up has room for what operators set."""
+    """A journal on a disk that has just filled up has room for what operators set."""
     journal_sqlite.RETRY_S = 0.02
-    journal_room.UNLIMITED_BYTES = 1 << 20  # the disk's
+    set_disk_bytes(1 << 20)
     with tempfile.TemporaryDirectory() as place:
         life = Life(Path(place) / "data", Model(), random.Random(1), 1 << 20)
         at = 0
@@ -222,13 +240,17 @@ def check_reserve(_seed: int) -> None:
             life.append(entry := Entry(submits=[SubmitRecord(at, "", b"spec", bytes(4000), "", 1, 1.0)]))
             with life.changed:
                 assert life.changed.wait_for(lambda entry=entry: id(entry) in life.acked, TIMEOUT_S)  # type: ignore[misc]
-        life.append(entry := Entry(settings={"large": bytes(20_000)}))
+        log_bytes = (life.directory / f"{journal_schema.DATABASE_NAME}-wal").stat().st_size
+        set_disk_bytes(_files_bytes(life.directory) - log_bytes)  # another program takes the rest
+        life.append(entry := Entry(settings={"large": bytes(10_000)}))
         with life.changed:
             assert life.changed.wait_for(lambda: id(entry) in life.acked, 5.0), "a full journal has no reserve"
         life.end()
 
 
 def _size(directory: Path) -> int:
-    return (
-        sum(f.stat().st_size for f in directory.glob("*") if f.is_file()) + (1 << 20) if directory.exists() else 1 << 20
-    )
+    return _files_bytes(directory) + (1 << 20)
+
+
+def _files_bytes(directory: Path) -> int:
+    return sum(f.stat().st_size for f in directory.rglob("*") if f.is_file())

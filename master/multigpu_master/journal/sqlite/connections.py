@@ -1,4 +1,4 @@
-"""Connections to the journal's database: one that writes, any number that read; its log and its size limit."""
+"""Connections to the journal's database: one that writes, any number that read; and its log."""
 
 # statements are put together from this package's constants; values are always bound
 
@@ -11,7 +11,6 @@ from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S, PAGE_BYTES, cl
 
 WAL_PAGES = (8 << 20) // PAGE_BYTES  # how much log is gathered before it is copied into the database
 WAL_KEEP_BYTES = 64 << 20
-_PAGES_MAX = 0xFFFFFFFE  # of SQLite
 
 
 def has_log(path: Path) -> bool:
@@ -104,13 +103,10 @@ def empty_log(writer: sqlite3.Connection) -> None:
         writer.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}").fetchall()
 
 
-def limit_size(writer: sqlite3.Connection, size_max_bytes: int, log_bytes: int, log_keep_bytes: int) -> None:
-    """Lets the database grow to that, and not further: commits fail then for lack of room. A log of more than
-    `log_bytes` is copied into the database at once, and its file is cut to `log_keep_bytes` then.
-    """
+def limit_log(writer: sqlite3.Connection, log_bytes: int, log_keep_bytes: int) -> None:
+    """A log of more than `log_bytes` is copied into the database at once, and its file is cut to `log_keep_bytes`."""
     writer.execute(f"PRAGMA journal_size_limit = {min(log_keep_bytes, WAL_KEEP_BYTES)}").fetchall()
     writer.execute(f"PRAGMA wal_autocheckpoint = {max(min(log_bytes // PAGE_BYTES, WAL_PAGES), 1)}").fetchall()
-    writer.execute(f"PRAGMA max_page_count = {min(max(size_max_bytes // PAGE_BYTES, 1), _PAGES_MAX)}").fetchall()
 
 
 def used_bytes(writer: sqlite3.Connection) -> int:

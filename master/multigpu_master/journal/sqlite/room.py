@@ -1,104 +1,85 @@
-"""Space for the journal: its size limit, and a reserve for a full disk.
+"""Space for the journal: a watermark and a size limit for new tasks, and a reserve for a full disk.
 
-Deletions take space, too: the log grows first, then the database. So a file in the journal's directory reserves some.
-On a full disk, the journal releases it for a transaction that empties the journal or for a new master's start, and
-takes it again afterwards. Once all of it can be taken, tasks are accepted again.
+Tasks are accepted while more than the watermark is free on the disk and the journal is below its limit. All else is
+written as long as the disk takes it. A file in the journal's directory reserves space for the time when another program
+has filled the disk: deletions need space, too, since the log grows first. It is deleted for transactions and for a new
+master's start, and made again afterwards from what is free. Reserve, watermark and the bytes of a transaction have one
+size: a share of the disk or of the limit.
 """
 
 import contextlib
 import errno
 import os
-import shutil
 import sqlite3
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from multigpu.v1 import task_pb2
 
+from multigpu_master.errors import JournalFullError
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import connections, failures
 from multigpu_master.journal.sqlite.schema import PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import Segments
 
-TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records,
-TRANSACTION_BYTES = 16 << 20  # or as many bytes of payloads and bodies,
-LOG_SHARE = 16  # or as much as may be this part of the journal's limit once it is in the log
+TRANSACTION_RECORDS = 8192  # a transaction takes no more entries once it has as many records
 SMALL_BODY_BYTES = 4 << 10  # limit of a cancellation's outcome that is written on a full disk
-UNLIMITED_BYTES = 1 << 60  # for entries without submits
-PROBE_BYTES = 64 << 10
 NAME = "reserve"
-# The reserve's part of the journal's limit or of the file system, within bounds.
 _SHARE = 16
-BYTES_MIN, BYTES_MAX = 64 << 10, 16 << 20
-_PART_BYTES_MIN = 16 << 10  # a smaller reserve is of no use
+_SHARE_BYTES_MIN, _SHARE_BYTES_MAX = 64 << 10, 16 << 20
+
+
+def free_bytes(path: Path) -> int:
+    """The bytes that are free on the disk of a directory."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
 
 
 class Reserve:
-    """The file that reserves the space. For one thread at a time."""
+    """The file that reserves the space. Only the journal's thread changes it."""
 
     def __init__(self, data_dir: Path, size_max_bytes: int) -> None:
         self._path = data_dir / NAME
         self._size_max_bytes = size_max_bytes
-        self.size_bytes = 0  # the reserved space
 
     @property
     def wanted_bytes(self) -> int:
         """The size of the whole reserve."""
         disk = os.statvfs(self._path.parent)
         share_bytes = min(self._size_max_bytes, disk.f_blocks * disk.f_frsize) // _SHARE
-        return min(max(share_bytes, BYTES_MIN), BYTES_MAX)
+        return min(max(share_bytes, _SHARE_BYTES_MIN), _SHARE_BYTES_MAX)
 
-    def room_bytes(self) -> int:
-        """The bytes of the reserve and those that are free on the disk. From any thread."""
-        disk = os.statvfs(self._path.parent)
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file. 0: there is none. From any thread."""
         try:
-            taken_bytes = self._path.stat().st_blocks * 512
+            return self._path.stat().st_size
         except FileNotFoundError:
-            taken_bytes = 0
-        return taken_bytes + disk.f_bavail * disk.f_frsize
+            return 0
 
     def make(self) -> None:
-        """Reserves the whole space, or a part. OSError: there is not enough space for the whole."""
-        wanted_bytes = size_bytes = self.wanted_bytes
+        """Makes the file whole, or smaller if there is less space. OSError: there is none, or no file descriptor."""
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(fd).st_size == wanted_bytes:
-                self.size_bytes = wanted_bytes
+            size_bytes, wanted_bytes = os.fstat(fd).st_size, self.wanted_bytes
+            if size_bytes >= wanted_bytes:
                 return
-            while True:
-                os.ftruncate(fd, 0)
-                try:
-                    os.posix_fallocate(fd, 0, size_bytes)
-                    break
-                except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or size_bytes <= _PART_BYTES_MIN:
-                        os.ftruncate(fd, 0)
-                        raise
-                    size_bytes //= 2
+            # Of the last free space, an eighth is left to the file system, which may need blocks for the file.
+            size_bytes = min(wanted_bytes, size_bytes + free_bytes(self._path.parent) * 7 // 8)
+            if not size_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            os.posix_fallocate(fd, 0, size_bytes)
         finally:
             os.close(fd)
-        self.size_bytes = size_bytes
-        if size_bytes < wanted_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
-    def give_up(self) -> bool:
-        """Returns the reserved space to the disk. False: no space was reserved."""
+    def release(self) -> bool:
+        """Deletes the file, which needs neither space nor a file descriptor. False: there was none."""
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in failures.NO_DESCRIPTOR:  # more space would not help
-                return False
-            self.size_bytes = 0
-            if error.errno == errno.ENOENT:
-                return False
-            raise
-        self.size_bytes = 0
-        try:
-            taken = os.fstat(fd).st_size > 0
-            os.ftruncate(fd, 0)
-        finally:
-            os.close(fd)
-        return taken
+            self._path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
 
 class Room:
@@ -110,77 +91,104 @@ class Room:
         self._path = path
         self._writer = writer
         self._segments = segments
-        self.reserve = reserve
+        self._reserve = reserve
         self.size_max_bytes = size_max_bytes
-        self.limited = False  # whether the limit holds for the next transaction: it may have submits
-        self._transaction_bytes = min(size_max_bytes // LOG_SHARE, TRANSACTION_BYTES)
+        self._share_bytes = reserve.wanted_bytes
         # Each record may change a page of its own in an index.
-        self._transaction_records = min(max(size_max_bytes // LOG_SHARE // PAGE_BYTES, 16), TRANSACTION_RECORDS)
+        self._transaction_records = min(max(self._share_bytes // PAGE_BYTES, 16), TRANSACTION_RECORDS)
+        self._used_bytes = 0
+        self._measure_in_bytes = 0  # how much may be written before `_used_bytes` is measured again
+        # The reserve must hold the pages that are in the log and not in the database.
+        connections.limit_log(writer, self._share_bytes // 2, max(size_max_bytes // _SHARE, PAGE_BYTES))
 
-    def need(self, size_bytes: int) -> None:
-        """JournalFullError: fewer bytes are free on the disk."""
-        if shutil.disk_usage(self._path.parent).free < size_bytes:
-            raise failures.full(self._path)
-
-    def need_for_transaction(self, size_bytes: int) -> None:
-        """As `need`, for the log and the database: without room in the database the log could not be emptied."""
-        if size_bytes > BYTES_MIN:
-            ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
-            self.need(size_bytes + max(0, size_bytes - empty_pages * PAGE_BYTES))
-
-    def need_for_segments(self) -> None:
-        """JournalFullError: the next `flush` of the segments would exceed the limit."""
-        if self._used_bytes() + self._segments.waiting_bytes > self._may_use_bytes():
-            raise failures.full(self._path)
-
-    def batch(self, waiting: deque[Entry], *, singly: bool) -> tuple[list[Entry], int]:
-        """Takes the entries of the next transaction; returns them with their bytes of payloads and bodies."""
+    def batch(self, waiting: deque[Entry]) -> tuple[list[Entry], int]:
+        """Takes the entries of the next transaction; returns them with their content's bytes."""
         batch: list[Entry] = []
         records = bytes_total = 0
-        records_max, bytes_max = self._transaction_records, self._transaction_bytes
+        records_max, bytes_max = self._transaction_records, self._share_bytes
         while waiting and records < records_max and bytes_total < bytes_max and len(batch) < records_max:
             entry = waiting.popleft()
             records += len(entry.submits) + len(entry.settles)
-            bytes_total += sum([len(record.payload) for record in entry.submits])
-            bytes_total += sum([len(record.body) for record in entry.settles])
+            bytes_total += content_bytes(entry)
             batch.append(entry)
-            if singly:
-                break
         return batch, bytes_total
 
-    def is_over(self) -> bool:
-        """Whether the limit leaves no room for submits."""
-        return self._used_bytes() + PROBE_BYTES > self.size_max_bytes - self._transaction_bytes
+    def need_for_submits(self, records: int, size_bytes: int) -> None:
+        """JournalFullError: a transaction with so many submits and bytes would pass the watermark or the limit."""
+        self._measure_in_bytes -= records * PAGE_BYTES + size_bytes
+        if self._measure_in_bytes < 0:
+            self.measure()
+        if self._used_bytes + size_bytes + self._share_bytes > self.size_max_bytes:
+            raise failures.full(self._path)
+        self.need(2 * size_bytes + self._share_bytes)
 
-    def give_up_reserve(self) -> None:
-        self.reserve.give_up()
-        self.limit()
+    def need_for_outcome(self, size_bytes: int) -> None:
+        """JournalFullError: an outcome on a full disk would take what is kept for entries that empty the journal."""
+        self.need(size_bytes + self._share_bytes // 2)
 
-    def take_reserve(self) -> None:
-        """OSError or sqlite3.Error: there is no room for all of it."""
-        connections.empty_log(self._writer)
-        self.reserve.make()
-        self.limit()
+    def need_for_transaction(self, size_bytes: int) -> None:
+        """JournalFullError: less is free than for the log and the database. Without room in the database, the log could
+        not be emptied.
+        """
+        if size_bytes > _SHARE_BYTES_MIN:
+            ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
+            self.need(size_bytes + max(0, size_bytes - empty_pages * PAGE_BYTES))
 
-    def take_some_reserve(self) -> None:
-        """Keeps other programs from taking the room before the next transaction, or a new master, needs it."""
-        with contextlib.suppress(OSError, sqlite3.OperationalError):  # the next transaction says what is wrong
-            self.take_reserve()
+    def need(self, size_bytes: int) -> None:
+        """JournalFullError: fewer bytes are free on the disk. JournalError: the directory is gone."""
+        try:
+            free = free_bytes(self._path.parent)
+        except FileNotFoundError as error:
+            raise failures.gone(self._path) from error
+        if free < size_bytes:
+            raise failures.full(self._path)
 
-    def limit(self) -> None:
-        """Tells SQLite how far the database may grow now."""
-        reserve_bytes = self.reserve.size_bytes
-        size_max_bytes = self._may_use_bytes() - self._segments.size_bytes - reserve_bytes - self._transaction_bytes
-        # If the disk is suddenly full, the reserve must hold the pages that are in the log and not in the database.
-        log_bytes, log_keep_bytes = reserve_bytes // 2, self.size_max_bytes // LOG_SHARE
-        connections.limit_size(self._writer, size_max_bytes, log_bytes, log_keep_bytes)
+    def measure(self) -> None:
+        """Measures the bytes that count for the limit: all except the log. Two calls into SQLite: not for each
+        transaction.
+        """
+        self._used_bytes = connections.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
+        self._measure_in_bytes = self._share_bytes // 2
 
-    def _used_bytes(self) -> int:
-        """The bytes that count for the limit: all except the log."""
-        return connections.used_bytes(self._writer) + self._segments.size_bytes + self.reserve.size_bytes
+    def accepts(self) -> bool:
+        """Whether tasks may be accepted again. Makes the reserve whole if there is space."""
+        try:
+            self._reserve.make()
+            self.measure()
+            self.need_for_submits(0, self._share_bytes // 4)  # room for more than the next few tasks
+        except (OSError, JournalFullError):
+            return False
+        return self._reserve.size_bytes >= self._share_bytes
 
-    def _may_use_bytes(self) -> int:
-        return self.size_max_bytes if self.limited else UNLIMITED_BYTES
+    def is_short(self) -> bool:
+        """Whether unused space of the journal's files should be returned to the disk, so that tasks are accepted."""
+        return free_bytes(self._path.parent) < 2 * self._share_bytes
+
+    @contextlib.contextmanager
+    def reserve_released(self) -> Iterator[None]:
+        """Within it, transactions may use the space of the reserve. Then the reserve is made again, so that other
+        programs do not take the space before the next transaction, or a new master, needs it. Not after an error: the
+        log must stay as it is then.
+        """
+        self._reserve.release()
+        self._empty_log()
+        yield
+        self._empty_log()
+        with contextlib.suppress(OSError):  # `accepts` tries again
+            self._reserve.make()
+
+    def _empty_log(self) -> None:
+        try:
+            connections.empty_log(self._writer)
+        except sqlite3.Error as error:
+            if not isinstance(failures.explain(error, self._path), JournalFullError):
+                raise
+
+
+def content_bytes(entry: Entry) -> int:
+    """The bytes of payloads, bodies and settings."""
+    settings_bytes = sum([len(value or b"") for value in entry.settings.values()]) if entry.settings else 0
+    return settings_bytes + sum([len(r.payload) for r in entry.submits]) + sum([len(r.body) for r in entry.settles])
 
 
 def frees(entry: Entry) -> bool:

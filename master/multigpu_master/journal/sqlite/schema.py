@@ -18,7 +18,7 @@ PAGE_BYTES = 8192
 BUSY_TIMEOUT_S = 30.0  # somebody's sqlite3 shell may hold the file for a moment
 
 SETTING_EPOCH = "journal.epoch"  # the last that was begun
-SETTING_PROBE = "journal.probe"
+SETTING_PROBE = "journal.probe"  # multigpu 0.1.0 may have left one
 SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
 # The incarnation that has the journal open, or ended without closing it: its log must be there.
 SETTING_OPEN = "journal.open"
