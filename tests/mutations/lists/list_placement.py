@@ -113,7 +113,7 @@ PLACEMENT = (
     ),
     classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        condition", "        condition"),
     classes("a growing backlog stays blocked", "            if backlog.waits_to_grow and", "            if False and"),
-    classes("an item that moved keeps its place", "if item.entry is heap[0]:", "if True:"),
+    classes("an item that moved keeps its place", "if item.ticket == ticket:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),
     classes("an ending task stays the first", "if self.tasks[0] is ending:"),
     classes_story(

@@ -332,7 +332,7 @@ class Invariants:
         for backlog, live in backlogs.items():
             check(backlog.size == live, "a backlog counts %s tasks, %s are found", backlog.size, live)
             check(blocked.pop(backlog, None) == backlog.blocked_by, "a backlog does not know what blocks it")
-            ready = any(entry is backlog.entry for entry in classes.ready._heap)
+            ready = backlog.ticket > 0 and any(backlog.ticket == entry[1] for entry in classes.ready._heap)
             check(ready == (backlog.blocked_by is None), "a backlog is both ready and blocked, or neither")
         check(not blocked, "an empty backlog is blocked")
         for task in waiting:

@@ -9,7 +9,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from multigpu_master.core.model import Queue, Shape, Spec, Task, Worker, shape_of
 from multigpu_master.core.placement.pins import Pins
@@ -26,7 +26,10 @@ Position = tuple[int, int]
 
 
 class _Item(Protocol):
-    entry: Any
+    # Of its entry in the heap; 0: it has none.
+    ticket: int
+    # Its position in that entry.
+    placed: Position
 
     @property
     def position(self) -> Position: ...
@@ -38,39 +41,40 @@ I = TypeVar("I", bound=_Item)  # an item
 class ByFirstTask(Generic[I]):
     """Resource classes, or backlogs, by the position of their first task."""
 
-    __slots__ = ("_heap", "_items", "_placed")
+    __slots__ = ("_heap", "_items", "_tickets")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Position, int, I]] = []  # an entry is stale unless it is its item's
+        self._heap: list[tuple[Position, int, I]] = []  # an entry is stale unless its item has its ticket
         self._items = 0
-        self._placed = 0
+        self._tickets = 0
 
     def place(self, item: I) -> None:
         """Adds an item, or moves it after a change of its position."""
-        heap, before = self._heap, item.entry
-        if before is not None and before[0] == item.position:
+        heap, before, position = self._heap, item.ticket, item.position
+        if before and item.placed == position:
             return
-        self._placed += 1
-        entry = item.entry = (item.position, self._placed, item)
-        if before is not None and heap[0] is before:
+        self._tickets += 1
+        item.ticket, item.placed = self._tickets, position
+        entry = position, item.ticket, item
+        if before and heap[0][1] == before:
             heapreplace(heap, entry)
             return
         heappush(heap, entry)
-        self._items += before is None
+        self._items += not before
         if len(heap) > 2 * self._items + STALE_MIN:
-            self._heap = [entry for entry in heap if entry[2].entry is entry]
+            self._heap = [each for each in heap if each[2].ticket == each[1]]
             heapify(self._heap)
 
     def remove(self, item: I) -> None:
         """Removes an item, if it is here."""
-        self._items -= item.entry is not None
-        item.entry = None
+        self._items -= item.ticket > 0
+        item.ticket = 0
 
     def first(self) -> I | None:
         heap = self._heap
         while heap:
-            item = heap[0][2]
-            if item.entry is heap[0]:
+            _, ticket, item = heap[0]
+            if item.ticket == ticket:
                 return item
             heappop(heap)
         return None
@@ -81,7 +85,7 @@ class ResourceClass:
     entry, which is dropped when it comes first, or when most entries are such.
     """
 
-    __slots__ = ("backlog", "entry", "position", "priority", "queue", "shape", "size", "tasks")
+    __slots__ = ("backlog", "placed", "position", "priority", "queue", "shape", "size", "tasks", "ticket")
 
     def __init__(self, queue: Queue, priority: int, shape: Shape) -> None:
         self.queue = queue
@@ -91,7 +95,8 @@ class ResourceClass:
         self.size = 0  # waiting tasks
         self.position: Position = (priority, 0)
         self.backlog: Backlog | None = None  # None: nothing waits, or the queue is paused
-        self.entry: Any = None  # in the order of its backlog
+        self.ticket = 0  # in the order of its backlog
+        self.placed = self.position
 
     def key(self) -> tuple[str, int, Shape]:
         return self.queue.name, self.priority, self.shape
@@ -124,7 +129,8 @@ class Backlog:
     """See the module."""
 
     __slots__ = (
-        "blocked_by", "classes", "entry", "no_room_for_model", "pin", "shape", "size", "strategy", "waits_to_grow",
+        "blocked_by", "classes", "no_room_for_model", "pin", "placed", "shape", "size", "strategy", "ticket",
+        "waits_to_grow",
     )  # fmt: skip
 
     def __init__(self, strategy: Strategy, shape: Shape, pin: Worker | None) -> None:
@@ -133,7 +139,8 @@ class Backlog:
         self.pin = pin  # the only worker for its tasks, if the strategy is pinned; None: there is none now
         self.classes: ByFirstTask[ResourceClass] = ByFirstTask()
         self.size = 0  # waiting tasks
-        self.entry: Any = None  # in the order of the ready backlogs
+        self.ticket = 0  # in the order of the ready backlogs
+        self.placed: Position = (0, 0)
         self.blocked_by: Condition | None = None  # None: it is ready
         self.waits_to_grow = False  # a worker has room, but needs a larger backlog
         self.no_room_for_model = False  # a worker has room in its window, but none for the model
@@ -261,7 +268,7 @@ class ResourceClasses:
         """Moves a class, and its backlog, to where its first task belongs."""
         head = resource_class.head()
         assert head is not None, "it has tasks"
-        if head.task_id != resource_class.position[1] or resource_class.entry is None:
+        if head.task_id != resource_class.position[1] or not resource_class.ticket:
             resource_class.position = resource_class.priority, head.task_id
             backlog.classes.place(resource_class)
             if backlog.blocked_by is None:
