@@ -15,12 +15,13 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any, Self, TypeVar
 
-from multigpu._calls.calls import CallFactory, Encode
-from multigpu._calls.core import Core
+from multigpu._calls.calls import CallFactory, Encode, ThreadCall
+from multigpu._calls.core import Core, outcome
 from multigpu._calls.mapping import SyncMap
 from multigpu._calls.progress import ProgressBar
 from multigpu._calls.streaming import Part
 from multigpu._calls.submitting import MakeHandle, Submission
+from multigpu._calls.timeouts import CANCELLED, timeout_error
 from multigpu._transport.loop_thread import LoopThread
 from multigpu.errors import ClientClosedError, MultigpuError
 from multigpu.outcome import Outcome, TaskName
@@ -93,7 +94,22 @@ class BlockingCore:
         return self._wait(self._core.explain(task_id, timeout_s))
 
     def run(self, kind: str, payload: Any, options: dict[str, Any], traceparent: str) -> Outcome:
-        return self._wait(self._core.run(kind, payload, options, traceparent))
+        self._check()
+        core = self._core
+        timeout_s = core.pop_timeout(options)
+        call = core.calls.one(ThreadCall, kind, payload, options, traceparent)
+        try:
+            self._thread.call(core.start, call)  # a coroutine and its futures would take more time than all the rest
+            answer = call.wait(timeout_s)
+        except KeyboardInterrupt:
+            self._wait(core.withdraw(call))
+            self._confirm_cancellations()
+            raise
+        if answer is None:
+            assert timeout_s is not None, "there is no answer only after a timeout"
+            self._wait(core.withdraw(call))
+            raise timeout_error(timeout_s, core.rejection(call), CANCELLED)
+        return outcome(answer)
 
     def parts(
         self, kind: str, payload: Any, options: dict[str, Any], traceparent: str

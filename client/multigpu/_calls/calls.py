@@ -4,6 +4,7 @@ import asyncio
 import base64
 import itertools
 import secrets
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,6 +48,30 @@ class FutureCall(Call):
     def settle(self, answer: Answer) -> None:
         if not self.future.done():
             self.future.set_result(answer)
+
+
+class ThreadCall(Call):
+    """A call whose answer one thread awaits, which is not the event loop's."""
+
+    __slots__ = ("_answer", "_answered")
+
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
+        self._answer: Answer | None = None
+        self._answered = threading.Lock()
+        self._answered.acquire()
+
+    def settle(self, answer: Answer) -> None:
+        if self._answer is None:
+            self._answer = answer
+            self._answered.release()
+
+    def wait(self, timeout_s: float | None) -> Answer | None:
+        """The answer; None: there was none within the time."""
+        if not self._answered.acquire(timeout=-1 if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
+            return None
+        assert self._answer is not None, "the call is settled"
+        return self._answer
 
 
 class FollowCall(FutureCall):

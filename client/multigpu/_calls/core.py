@@ -5,6 +5,7 @@ Everything here runs on one event loop, except that `calls` and `map_buffer` may
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import time
@@ -32,12 +33,12 @@ from multigpu._transport import forks
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu._transport.credentials import Credentials
 from multigpu._transport.run_state import Answer, Call
-from multigpu._transport.run_stream import RunStream
+from multigpu._transport.run_stream import RunStream, closed_error
 from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window
 from multigpu.config.config import ConfigError, load_client_config
 from multigpu.config.settings import ClientConfig
-from multigpu.errors import ClientClosedError, NotFoundError, TransportError
+from multigpu.errors import ClientClosedError, MultigpuError, NotFoundError, TransportError
 from multigpu.options import AnyIterable, to_proto_duration
 from multigpu.outcome import Outcome, TaskError, TaskName
 from multigpu.task import Task
@@ -75,6 +76,8 @@ class Core:
             connection = Connection(config.master, connect_timeout_s, credentials)
         self.connection = connection
         self.stream = RunStream(self.connection, self.window, wait_when_full=wait_when_full)
+        # Calls of other threads that wait for the window.
+        self._waiting: dict[Call, asyncio.Task[None]] = {}
         self._set_defaults(defaults)
 
     def _set_defaults(self, defaults: Mapping[str, Any]) -> None:
@@ -112,7 +115,32 @@ class Core:
             self.calls.one(FutureCall, kind, payload, options, traceparent), timeout_s, CANCELLED
         )
 
-    def _rejection(self, call: Call) -> str:
+    def start(self, call: Call) -> None:
+        """Starts a call from another thread. An error is its answer."""
+        try:
+            self.connection.check()
+            if not self.stream.try_start(call):
+                waiting = self._waiting[call] = asyncio.create_task(self.stream.start((call,)))
+                waiting.add_done_callback(partial(self._started, call))
+        except ClientClosedError as error:
+            call.settle(error)
+
+    def _started(self, call: Call, waiting: asyncio.Task[None]) -> None:
+        del self._waiting[call]
+        error = closed_error() if waiting.cancelled() else waiting.exception()
+        if error is not None:
+            assert isinstance(error, MultigpuError), "starting a call raises nothing else"
+            call.settle(error)
+
+    async def withdraw(self, call: Call) -> None:
+        """The caller of `start` has left. Harmless if the call is settled."""
+        if call in self._waiting:
+            self._waiting[call].cancel()
+        else:
+            self.stream.withdraw(call)
+
+    def rejection(self, call: Call) -> str:
+        """Why the call does not reach the master now, or ""."""
         return self.stream.rejection(lambda each: each is call)
 
     async def _answer(self, call: FutureCall) -> Answer:
@@ -128,7 +156,7 @@ class Core:
         timeout_s = self.pop_timeout(options)
         call = self.calls.one(StreamCall, kind, payload, options, traceparent)
         try:
-            rejection = partial(self._rejection, call)
+            rejection = partial(self.rejection, call)
             await within(timeout_s, self.stream.start((call,)), rejection)
             while isinstance(item := await within(timeout_s, call.next_item(), rejection), Part):
                 yield item
@@ -147,7 +175,7 @@ class Core:
         self.connection.check()
         timeout_s = self._timeout_of(timeout_s)
         call = FollowStreamCall(request_id)
-        rejection = partial(self._rejection, call)
+        rejection = partial(self.rejection, call)
         try:
             await within(timeout_s, self.stream.start((call,)), rejection, GOES_ON)
             while isinstance(item := await within(timeout_s, call.next_item(), rejection, GOES_ON), Part):
@@ -159,7 +187,7 @@ class Core:
 
     async def _outcome(self, call: FutureCall, timeout_s: float | None, fate: str) -> Outcome:
         try:
-            answer: Answer = await within(timeout_s, self._answer(call), partial(self._rejection, call), fate)
+            answer: Answer = await within(timeout_s, self._answer(call), partial(self.rejection, call), fate)
         finally:
             if not call.done:
                 self.stream.withdraw(call)

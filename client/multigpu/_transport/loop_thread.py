@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from multigpu._transport import forks
@@ -36,6 +36,13 @@ class LoopThread:
         if self.inherited:
             forks.check()
             raise ClientClosedError("this client was made before a fork; make a new one in the child process")
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Calls the function on the event loop. ClientClosedError: the loop has ended."""
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            raise ClientClosedError("this client is closed; make a new one") from None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

@@ -108,6 +108,16 @@ class RunState:
         return not self._unsettled and not self._cancelling
 
     @property
+    def in_flight(self) -> int:
+        """Calls without an answer."""
+        return len(self._unsettled)
+
+    @property
+    def waits_to_send(self) -> bool:
+        """Whether calls wait for the next frame."""
+        return bool(self._outbox)
+
+    @property
     def cancelling(self) -> int:
         """Withdrawn tasks that the master has not yet confirmed."""
         return len(self._cancelling)

@@ -1,6 +1,7 @@
 """The one Run stream of a client: sends tasks, settles calls, and reconnects when it breaks.
 
-The writer sends what has accumulated while its last write was in flight; it delays nothing to make a batch. The reader
+The writer sends what has accumulated while its last write was in flight. With few calls in flight it delays nothing to
+make a batch; with more it pauses between two frames, so that the next calls of those callers share one. The reader
 passes each frame to the RunState. When the stream ends, for whatever reason, the supervisor opens another, and the
 RunState sends every unsettled task again: no task waits on a stream that is gone.
 
@@ -28,6 +29,9 @@ from multigpu.v1 import task_service_pb2
 
 log = logging.getLogger("multigpu")
 
+# With this many calls in flight, frames are at least this far apart. Each frame costs four processes about as much as
+# ten small tasks in it. 64 threads with a call each are twice as fast as without the pause, and wait half as long.
+_PAUSE_CALLS, _PAUSE_S = 8, 0.002
 # Consecutive streams that a reachable master ends before a first frame. Beyond this we assume that our own frames are
 # at fault, and sending them again would not help.
 _EMPTY_STREAMS_MAX = 8
@@ -110,7 +114,7 @@ class RunStream:
         for call in self._state.unsettled():
             if condition(call):
                 self._state.withdraw(call)
-                call.settle(_closed_error())
+                call.settle(closed_error())
         self._wake()
 
     async def wait_for_cancellations(self, timeout_s: float = _CANCEL_TIMEOUT_S) -> None:
@@ -131,7 +135,7 @@ class RunStream:
         if supervisor is not None:
             supervisor.cancel()
             await asyncio.wait([supervisor])
-        self._state.fail_all(_closed_error)
+        self._state.fail_all(closed_error)
 
     def _wake(self) -> None:
         self._woken.set()
@@ -207,8 +211,11 @@ class RunStream:
             if frame is None:
                 await self._sleep_until_woken()
                 continue
+            pauses = self._state.in_flight >= _PAUSE_CALLS and not self._state.waits_to_send  # else the frame is full
             try:
                 await stream.write(frame)
+                if pauses:
+                    await asyncio.sleep(_PAUSE_S)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the stream is over; the reader gets its status
 
@@ -283,7 +290,7 @@ class RunStream:
         self._state.fail_all(lambda: explain(code, details))
 
 
-def _closed_error() -> errors.ClientClosedError:
+def closed_error() -> errors.ClientClosedError:
     return errors.ClientClosedError("the client was closed before the task ended; durable tasks go on without it")
 
 

@@ -1,6 +1,7 @@
 """AsyncClient.run and its relatives against a scripted master over real gRPC."""
 
 import asyncio
+import time
 import zlib
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -9,7 +10,9 @@ from typing import Any
 import multigpu
 import pytest
 from multigpu import AsyncClient
+from multigpu._transport import run_stream
 from multigpu._transport.payloads import LARGE_BYTES
+from multigpu._transport.run_stream import _PAUSE_S
 from multigpu.v1 import task_pb2, task_service_pb2
 
 from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, echo, failed
@@ -37,6 +40,33 @@ async def test_concurrent_runs_share_frames(master: ScriptedMaster, client: Asyn
     assert sum(master.frames) == 64
     assert len(master.frames) <= 4, master.frames
     assert master.streams == 1
+
+
+async def test_frames_of_a_client_with_many_calls_are_some_time_apart(
+    master: ScriptedMaster, client: AsyncClient
+) -> None:
+    """So that calls that begin one after the other share them."""
+    master.gate.clear()
+    first = [asyncio.create_task(client.run("echo", i)) for i in range(16)]
+    await until_async(lambda: len(master.inputs) == 16)
+    frames, began_s, others = len(master.frames), time.perf_counter(), []
+    for i in range(50):
+        others.append(asyncio.create_task(client.run("echo", i)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await until_async(lambda: len(master.inputs) == 66)
+    assert len(master.frames) - frames <= (time.perf_counter() - began_s) / _PAUSE_S + 1
+    assert len(master.frames) - frames <= 25, master.frames
+    master.gate.set()
+    await asyncio.gather(*first, *others)
+
+
+async def test_a_single_call_is_sent_at_once(
+    master: ScriptedMaster, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_stream, "_PAUSE_S", 60.0)
+    for i in range(20):
+        assert await client.run("echo", i) == i
 
 
 async def test_options_reach_the_spec_and_the_input(master: ScriptedMaster, client: AsyncClient) -> None:

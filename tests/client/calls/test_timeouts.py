@@ -5,6 +5,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,42 @@ def test_a_timeout_ends_the_call_and_cancels_its_tasks(name: str) -> None:
         odd = {task.request_id for task in master.inputs if task.payload == b"1"}
         while not odd <= set(master.cancelled):
             time.sleep(0.01)
+
+
+def never(_spec: Spec, _task: Task) -> Reply:
+    return None
+
+
+def test_a_call_that_ends_before_the_window_admits_it_is_never_sent() -> None:
+    with ThreadedMaster(never) as master, multigpu.Client(master.address, max_in_flight=1) as client:
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(client.run, "echo", "first", timeout=2.0)
+            while not master.inputs:
+                time.sleep(0.01)
+            with pytest.raises(multigpu.CallTimeoutError):
+                client.run("echo", "second", timeout=0.1)
+            with pytest.raises(multigpu.CallTimeoutError):
+                running.result()
+        with pytest.raises(multigpu.CallTimeoutError):
+            client.run("echo", "third", timeout=0.5)
+        assert [task.payload for task in master.inputs] == [b'"first"', b'"third"']
+
+
+@pytest.mark.parametrize("waiting", [1, 2])
+def test_a_client_that_is_closed_ends_the_calls_of_its_threads(waiting: int) -> None:
+    """One is in flight; a second one waits for the window."""
+    with ThreadedMaster(never) as master, ThreadPoolExecutor(2) as pool:
+        client = multigpu.Client(master.address, max_in_flight=1)
+        calls = [pool.submit(client.run, "echo", n) for n in range(waiting)]
+        while not master.inputs:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        client.close()
+        for call in calls:
+            with pytest.raises(multigpu.ClientClosedError):
+                call.result(timeout=10.0)
+        with pytest.raises(multigpu.ClientClosedError):
+            client.run("echo", 1)
 
 
 def only_first(spec: Spec, task: Task) -> Reply:
