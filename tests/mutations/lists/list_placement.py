@@ -23,12 +23,6 @@ PLACEMENT = (
     dispatch("a lease names the frame before its own", "now, worker.frame + 1, cost_s)", "now, worker.frame, cost_s)"),
     dispatch("P4: attempts are not counted", "task.attempts += 1"),
     dispatch("blocked backlogs wait for changes of members", "elif classes.blocked and freed:\n", "elif False:\n"),
-    dispatch(
-        "whatever a backlog waits for, it is a window",
-        "windows=fleet.open.keys().isdisjoint(able)",
-        "windows=True",
-        seeds=5000,
-    ),
     dispatch_story(
         "changed averages do not trigger dispatch",
         "(fleet.membership, fleet.averages):",
@@ -108,10 +102,10 @@ PLACEMENT = (
     ),
     classes(
         "an unblocked backlog is not ready",
-        "        self._forget_condition(backlog)\n        self.ready.place(backlog)\n",
-        "        self._forget_condition(backlog)\n",
+        "        self._forget_blocker(backlog)\n        self.ready.place(backlog)\n",
+        "        self._forget_blocker(backlog)\n",
     ),
-    classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        condition", "        condition"),
+    classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        blocker", "        blocker"),
     classes("a growing backlog stays blocked", "            if backlog.waits_to_grow and", "            if False and"),
     classes("an item that moved keeps its place", "if item.ticket == ticket:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),

@@ -108,7 +108,7 @@ class Dispatcher:
             worker = candidates.best()
             if worker is not None:
                 return worker
-        self._ledger.classes.block(backlog, able, windows=fleet.open.keys().isdisjoint(able))
+        self._ledger.classes.block(backlog, able)
         if fleet.planned and backlog.no_room_for_model:
             self._reservations.blocked(backlog, now)
         return None
@@ -138,5 +138,5 @@ class Dispatcher:
         if (self._membership, self._averages) != (fleet.membership, fleet.averages):
             classes.unblock_all()
         elif classes.blocked and freed:
-            classes.unblock_for(freed, fleet.open)
+            classes.unblock_for([worker for worker in freed if worker in fleet.open])
         self._membership, self._averages = fleet.membership, fleet.averages

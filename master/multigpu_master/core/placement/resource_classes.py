@@ -141,7 +141,7 @@ class Backlog:
         self.size = 0  # waiting tasks
         self.ticket = 0  # in the order of the ready backlogs
         self.placed: Position = (0, 0)
-        self.blocked_by: Condition | None = None  # None: it is ready
+        self.blocked_by: Blocker | None = None  # None: it is ready
         self.waits_to_grow = False  # a worker has room, but needs a larger backlog
         self.no_room_for_model = False  # a worker has room in its window, but none for the model
 
@@ -161,8 +161,8 @@ class Backlog:
         return first.head() if first is not None else None
 
 
-# The pin, or id() of the workers' dict; and whether the backlog waits for room in a window of one of them.
-Condition = tuple[Worker | int, bool]
+# The pin, or id() of the dict of workers.
+Blocker = Worker | int
 
 
 class ResourceClasses:
@@ -174,7 +174,7 @@ class ResourceClasses:
         self.by_key: dict[tuple[str, int, Shape], ResourceClass] = {}
         self.backlogs: dict[tuple[str, Shape, Worker | None], Backlog] = {}  # by their key
         self.ready: ByFirstTask[Backlog] = ByFirstTask()
-        self.blocked: dict[Condition, tuple[dict[Worker, None], dict[Backlog, None]]] = {}
+        self.blocked: dict[Blocker, tuple[dict[Worker, None], dict[Backlog, None]]] = {}
         self._shapes: dict[str, dict[Shape, int]] = {}  # queue -> shape without a partition -> resource classes
 
     # --- tasks -------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class ResourceClasses:
                 self.ready.place(backlog)
             return
         if backlog.blocked_by is not None:
-            self._forget_condition(backlog)
+            self._forget_blocker(backlog)
         self.ready.remove(backlog)
         del self.backlogs[backlog.key]
 
@@ -328,21 +328,20 @@ class ResourceClasses:
 
     # --- blocked backlogs --------------------------------------------------------------------------------------------
 
-    def block(self, backlog: Backlog, workers: dict[Worker, None], *, windows: bool) -> None:
-        """Blocks a backlog until one of the workers changes. `windows`: until one has room in its window."""
+    def block(self, backlog: Backlog, workers: dict[Worker, None]) -> None:
+        """Blocks a backlog until one of the workers has changed and has room in its window."""
         self.ready.remove(backlog)
-        condition = backlog.blocked_by = (backlog.pin or id(workers), windows)
-        self.blocked.setdefault(condition, (workers, {}))[1][backlog] = None
+        blocker = backlog.blocked_by = backlog.pin or id(workers)
+        self.blocked.setdefault(blocker, (workers, {}))[1][backlog] = None
 
     def unblock(self, backlog: Backlog) -> None:
-        self._forget_condition(backlog)
+        self._forget_blocker(backlog)
         self.ready.place(backlog)
 
-    def unblock_for(self, changed: Iterable[Worker], open_: dict[Worker, None]) -> None:
-        """Unblocks what may go to workers that changed. Workers in `open_` have room in their windows."""
-        roomy = [worker for worker in changed if worker in open_]
-        for (_, windows), (workers, backlogs) in list(self.blocked.items()):
-            if not workers.keys().isdisjoint(roomy if windows else changed):
+    def unblock_for(self, changed: Iterable[Worker]) -> None:
+        """Unblocks what may go to workers that have changed and have room in their windows."""
+        for workers, backlogs in list(self.blocked.values()):
+            if not workers.keys().isdisjoint(changed):
                 for backlog in list(backlogs):
                     self.unblock(backlog)
 
@@ -352,7 +351,7 @@ class ResourceClasses:
             for backlog in [b for b in backlogs if b.waits_to_grow or not growing]:
                 self.unblock(backlog)
 
-    def _forget_condition(self, backlog: Backlog) -> None:
+    def _forget_blocker(self, backlog: Backlog) -> None:
         assert backlog.blocked_by is not None, "it is blocked"
         _, backlogs = self.blocked[backlog.blocked_by]
         del backlogs[backlog]
