@@ -7,6 +7,7 @@ bursts' ratios, and the range in which that median lies with 95 % probability (b
 
 bulk     4,000 no-op tasks of 100 bytes, durable, by one map
 window   2,000 of them, one a call, 64 in flight
+threads  2,000 of them, one a call, by 64 threads with one Client
 latency  500 of them, one at a time: the median
 embed    200 sentences on the CPU
 """
@@ -23,10 +24,14 @@ from pathlib import Path
 # Runs in a tree: says "ready" after a warm-up, and then answers each line with a measure that is small if it is fast.
 _FLEET = """
 import asyncio, statistics, sys, time
-from multigpu import AsyncClient
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from multigpu import AsyncClient, Client
 from benchmarks.fleet import Fleet
 from benchmarks.measure import payloads
 from benchmarks.relay import loop_runner
+
+blocking = pool = None
 
 async def bulk(client):
     tasks = payloads(4000)
@@ -38,6 +43,20 @@ async def window(client):
         for payload in todo:
             assert await client.run("echo", payload) == payload
     await asyncio.gather(*(caller() for _ in range(64)))
+
+async def threads(client):
+    global blocking, pool
+    if blocking is None:
+        blocking, pool = Client(client.master), ThreadPoolExecutor(64)
+    todo, lock = iter(payloads(2000)), Lock()
+    def caller(_):
+        while True:
+            with lock:
+                payload = next(todo, None)
+            if payload is None:
+                return
+            assert blocking.run("echo", payload) == payload
+    await asyncio.to_thread(lambda: list(pool.map(caller, range(64))))
 
 async def latency(client):
     taken = []
@@ -59,11 +78,13 @@ async def main(fleet, case):
             start = time.perf_counter()
             measured = await case(client)
             print(measured or time.perf_counter() - start, flush=True)
+        if blocking is not None:
+            blocking.close()
 
 with Fleet() as fleet:
     loop_runner("uvloop")(main(fleet, globals()[sys.argv[1]]))
 """
-BURSTS = {"bulk": 60, "window": 150, "latency": 60, "embed": 60}
+BURSTS = {"bulk": 60, "window": 150, "threads": 150, "latency": 60, "embed": 60}
 
 
 class Subject:

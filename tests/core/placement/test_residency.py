@@ -155,6 +155,21 @@ def test_streams_don_t_starve_a_model_that_waits(stage: Models) -> None:
     assert [held["a"].lease is None, held["b"].lease is None].count(True) == 1, "one of them makes room"
 
 
+def test_a_worker_that_has_rested_is_reserved_for_the_model_that_has_asked_longest(stage: Models) -> None:
+    stage.offer(models=(model("a"), model("b"), model("c"), model("quick", load_s=0.01)))
+    stage.ask("a")
+    stage.ask("b")
+    stage.says("a", "b", after_s=5.0)  # it rests for five seconds, too
+    stage.ask("c")
+    stage.says("a", "b", after_s=2.5)  # it asks after two seconds
+    stage.ask("quick")  # it asks later, and is checked much more often
+    for _ in range(60):
+        stage.says("a", "b", after_s=0.1)
+        if room_for := stage.core.fleet.workers["w"].residency.room_for:
+            break
+    assert room_for == "c"
+
+
 def test_a_reservation_spares_pinned_and_more_important_models(stage: Models) -> None:
     stage.offer()
     stage.handle(ev.LoadModel("w", "a"))

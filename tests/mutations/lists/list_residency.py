@@ -31,7 +31,7 @@ RESIDENCY = (
         module="multigpu_master.core.workers.residency",
     ),
     reservations("a reservation is for ever", "worker.residency.end_reservation()"),
-    reservations(
+    pytest_reservations(
         "a worker that is free is not reserved",
         "            self._next(worker)\n\n        self._timers",
         "\n        self._timers",
