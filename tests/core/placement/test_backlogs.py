@@ -229,3 +229,14 @@ def test_an_item_that_moves_forward_again_and_again_leaves_no_trace_in_the_order
         order.place(resource_class)
         assert order.first() is resource_class
     assert len(order._heap) < 200
+
+
+def test_an_item_that_moved_to_another_order_is_not_found_in_the_first() -> None:
+    orders = [ByFirstTask[ResourceClass]() for _ in range(2)]
+    item = ResourceClass(Queue("q"), 3, shape_of(Spec(kind="run")))
+    item.position = (3, 7)
+    orders[0].place(item)
+    orders[0].remove(item)
+    orders[1].place(item)
+    assert orders[0].first() is None
+    assert orders[1].first() is item

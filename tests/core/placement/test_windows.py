@@ -4,7 +4,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Spec, Task
 from multigpu_master.core.placement.explain import explain
-from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, SPEC, Stage, held_lease, lease_of
 
@@ -261,3 +261,31 @@ def test_a_worker_that_was_fast_does_not_get_all_while_another_is_idle(stage: St
             (waiting,) = [t for t in tasks if t.lease is not None and t.lease.lease_id == lease_id]
             give_back(stage, lease_of(waiting))
     assert sorted(len(w.leases) for w in stage.core.fleet.workers.values()) == [2, 2]
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_lease_that_waits_for_its_model_is_recalled_for_an_idle_worker_that_has_it(loaded: bool) -> None:
+    stage = Stage()
+    stage.handle(ev.SetStrategy("round_robin"))
+    model = Model(name="m", memory_bytes=400, load_s=20.0)
+    for name in ("w0", "w1"):
+        capabilities = (Capability(kind="run", models=("m",)),)
+        stage.join(WorkerInfo(worker_id=name, capabilities=capabilities, models=(model,), model_memory_bytes=1000))
+    has_it, loads = stage.submit(2, spec=Spec(kind="run", model="m"))
+    first, second = lease_of(has_it), lease_of(loads)
+    assert first.worker is not second.worker
+
+    def beat(lease: Lease, state: ModelState) -> None:
+        held = [held_lease(x) for x in lease.worker.leases.values()]
+        resident = (Resident(model="m", state=state, memory_bytes=400),)
+        stage.handle(ev.Heartbeat(lease.worker.session, held, 1 << 30, Telemetry(), resident))
+
+    beat(second, ModelState.LOADING)
+    assert pass_s(stage, 0.2) == [], "both load it"
+    beat(first, ModelState.READY)
+    stage.report(first)
+    beat(first, ModelState.READY if loaded else ModelState.UNLOADING)
+    assert pass_s(stage, 0.2) == ([second.lease_id] if loaded else [])
+    if loaded:
+        give_back(stage, second)
+        assert lease_of(loads).worker is first.worker

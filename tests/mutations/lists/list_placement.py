@@ -130,7 +130,17 @@ PLACEMENT = (
     recall_story("tasks from before the clock was set back are as young as can be", "if 0 <= now", "if now"),
     recall("running leases are recalled", "if lease.running or lease.recalled", "if lease.recalled"),
     recall_story(
-        "leases behind a cancelled call are not recalled", "len(w.leases) > w.slots}", "len(w.leases) > w.info.slots}"
+        "leases behind a cancelled call are not recalled",
+        "    return len(worker.leases) > worker.slots or",
+        "    return len(worker.leases) > worker.info.slots or",
+    ),
+    recall_story(
+        "leases whose model is being loaded are not recalled",
+        " or (bool(worker.leases) and bool(worker.residency.began_s))",
+        "",
+    ),
+    recall_story(
+        "leases are recalled for workers that must load the model, too", "not (loaded and fleet", "not (False and fleet"
     ),
     recall(
         "adopted leases are not looked at",

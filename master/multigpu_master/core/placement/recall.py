@@ -3,9 +3,11 @@
 A window holds more leases than its worker has slots, so that a slot that ends a lease can begin the next at once. But a
 lease that runs long delays the leases behind it. So leases that have waited in a window are recalled for a worker with
 a free slot, and less urgent leases for a task that waits for room in a window. The worker returns the leases that it
-has not begun and continues the others: nothing runs twice. Each lease is recalled at most once a session.
+has not begun and continues the others: nothing runs twice. Each lease is recalled at most once a session. A lease whose
+model its worker still loads is recalled, too, for an idle worker that has the model.
 
-Only workers with more leases than slots are checked, every LOOK_S: the fast tasks of a wide window have ended by then.
+Only workers with more leases than slots, or that load a model, are checked, every LOOK_S: the fast tasks of a wide
+window have ended by then.
 """
 
 from collections.abc import Callable
@@ -36,13 +38,13 @@ class Recalls:
         self._timers = timers
         self._commands = commands
         self._grants = grants
-        self._deep: dict[Worker, None] = {}  # all workers with more leases than slots, and perhaps more workers
+        self._checked: dict[Worker, None] = {}  # all workers with leases that may wait, and perhaps more workers
         self._armed = False
 
     def granted(self, worker: Worker, now: float) -> None:
         """Call when a worker was granted leases, or has fewer slots for them."""
-        if len(worker.leases) > worker.slots:
-            self._deep[worker] = None
+        if _may_keep_waiting(worker):
+            self._checked[worker] = None
             if not self._armed:
                 self._arm(now)
 
@@ -51,30 +53,37 @@ class Recalls:
         self._timers.at(now + LOOK_S, self._look)
 
     def _look(self, now: float) -> None:
-        deep = self._deep = {w: None for w in self._deep if w.session and len(w.leases) > w.slots}
+        checked = self._checked = {w: None for w in self._checked if w.session and _may_keep_waiting(w)}
         self._armed = False
-        if not deep:
+        if not checked:
             return
         self._arm(now)
-        for worker in deep:
+        for worker in self._deep():
             self._fleet.learn_from_silence(worker, now)
         if self._grants(now):
             self._recall_for_slots(now)
             self._recall_for_urgent(now)
-        first = next(iter(deep))  # the next check begins with another worker: this one may have reached its limits
-        deep[first] = deep.pop(first)
+        first = next(iter(checked))  # the next check begins with another worker: this one may have reached its limits
+        checked[first] = checked.pop(first)
+
+    def _deep(self) -> list[Worker]:
+        """The workers with more leases than slots."""
+        return [w for w in self._checked if len(w.leases) > w.slots]
 
     def _recall_for_slots(self, now: float) -> None:
         """Recalls leases that wait in windows, a share for each worker that has free slots."""
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)
-        takers: dict[tuple[str, Shape], list[Worker]] = {}
-        for worker in self._deep if free else ():
+        takers: dict[tuple[str, Shape, bool], list[Worker]] = {}
+        for worker in self._checked if free else ():
             waiting = self._waiting(worker, now)
+            loads = len(worker.leases) <= worker.slots
+            if loads:
+                waiting = [lease for lease in waiting if lease.model in worker.residency.began_s]
             share = len(waiting) // (len(free) + 1)
             recalled = []
             for lease in waiting:
-                others = self._takers(lease, free, takers)
+                others = self._takers(lease, free, takers, loaded=loads)
                 while others:
                     other = others[-1]
                     held = len(other.leases)
@@ -86,28 +95,29 @@ class Recalls:
             self._commands.recall(worker, recalled)
 
     def _takers(
-        self, lease: Lease, free: list[Worker], known: dict[tuple[str, Shape], list[Worker]]
+        self, lease: Lease, free: list[Worker], known: dict[tuple[str, Shape, bool], list[Worker]], *, loaded: bool
     ) -> list[Worker]:  # fmt: skip
-        """The free workers that may get the lease's task."""
+        """The free workers that may get the lease's task. `loaded`: only those that have its model."""
         fleet, ledger, spec = self._fleet, self._ledger, lease.task.spec
         shape = shape_of(spec)
-        found = known.get((spec.queue, shape))
+        found = known.get((spec.queue, shape, loaded))
         if found is None:
             if len(known) >= SORTS_MAX:
                 return []
             strategy, able = ledger.strategy_of(ledger.queues[spec.queue]), fleet.eligible(shape)
             queued = self._ledger.classes.queued(strategy, shape) + 1
-            found = known[spec.queue, shape] = [
+            found = known[spec.queue, shape, loaded] = [
                 w for w in free
                 if w in able and not w.full and not obstructed(fleet, strategy, shape, w)
                 and backlog_suffices(fleet, strategy, shape, w, queued)
+                and not (loaded and fleet.load_s(w, shape))
             ]  # fmt: skip
         return found
 
     def _recall_for_urgent(self, now: float) -> None:
         """Recalls leases for more urgent waiting tasks, from workers that have reported nothing for LOOK_S."""
         fleet = self._fleet
-        stuck = [w for w in self._deep if w.accepting and now - w.pace.reported_s >= LOOK_S]
+        stuck = [w for w in self._deep() if w.accepting and now - w.pace.reported_s >= LOOK_S]
         for backlog in self._first_backlogs() if stuck else ():
             head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
             if head is None or strategy.pinned:
@@ -147,3 +157,8 @@ class Recalls:
         task, ledger = lease.task, self._ledger
         queue = ledger.queues[task.spec.queue]
         return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))
+
+
+def _may_keep_waiting(worker: Worker) -> bool:
+    """Whether a worker has leases that can't begin now: more than its slots, or on a model that it loads."""
+    return len(worker.leases) > worker.slots or (bool(worker.leases) and bool(worker.residency.began_s))

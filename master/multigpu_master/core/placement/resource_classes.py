@@ -6,6 +6,7 @@
   tried, or *blocked* until one of its workers changes.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
@@ -21,6 +22,8 @@ SORTED_IN = 64
 STALE_MIN = 64
 
 
+# Of the entries in all orders: an item may have moved from one order to another.
+_TICKETS = itertools.count(1)
 # The priority and the task_id of a first task.
 Position = tuple[int, int]
 
@@ -41,20 +44,18 @@ I = TypeVar("I", bound=_Item)  # an item
 class ByFirstTask(Generic[I]):
     """Resource classes, or backlogs, by the position of their first task."""
 
-    __slots__ = ("_heap", "_items", "_tickets")
+    __slots__ = ("_heap", "_items")
 
     def __init__(self) -> None:
         self._heap: list[tuple[Position, int, I]] = []  # an entry is stale unless its item has its ticket
         self._items = 0
-        self._tickets = 0
 
     def place(self, item: I) -> None:
         """Adds an item, or moves it after a change of its position."""
         heap, before, position = self._heap, item.ticket, item.position
         if before and item.placed == position:
             return
-        self._tickets += 1
-        item.ticket, item.placed = self._tickets, position
+        item.ticket, item.placed = next(_TICKETS), position
         entry = position, item.ticket, item
         if before and heap[0][1] == before:
             heapreplace(heap, entry)
