@@ -29,6 +29,14 @@ def test_a_rejected_task_does_not_affect_the_next_with_its_request_id(succeeds: 
     assert stage.core.ledger.requests["r"] is taken
 
 
+def test_a_task_that_the_journal_rejects_lowers_no_counter() -> None:
+    stage = Stage()
+    tasks = stage.submit(3)
+    stage.handle(ev.SubmitFailed(tasks[:1]))
+    counters = stage.core.ledger.counters
+    assert (counters.submitted, counters.unwritten, stage.core.ledger.unsettled) == (3, 1, 2)
+
+
 @pytest.mark.parametrize("withdrawn", [True, False])
 def test_a_cancel_that_comes_after_the_outcome_changes_nothing(withdrawn: bool) -> None:
     stage = Stage()

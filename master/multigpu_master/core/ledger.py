@@ -43,6 +43,7 @@ class Counters:
     """Since the master started."""
 
     submitted: int = 0
+    unwritten: int = 0  # of these, rejected after all, because the journal could not write them
     succeeded: int = 0
     failed: int = 0
     cancelled: int = 0

@@ -202,7 +202,7 @@ class Core:
             if task.outcome is None:
                 self._attempts.leave(task, "the master could not write the task to its journal")
                 ledger.close(task)
-                ledger.counters.submitted -= 1
+                ledger.counters.unwritten += 1
                 task.task_id = 0
 
     def _committed(self, event: ev.SettlesCommitted, now: float) -> None:

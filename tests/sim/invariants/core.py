@@ -305,7 +305,7 @@ class Invariants:
         c = core.ledger.counters
         ended = c.succeeded + c.failed + c.cancelled + c.expired + c.dead_lettered
         check(ended == len(self._settled), "%s tasks ended, %s were told", ended, len(self._settled))
-        check(c.submitted + self._recovered == unsettled + ended, "tasks were made or lost")
+        check(c.submitted - c.unwritten + self._recovered == unsettled + ended, "tasks were made or lost")
         check(len(core.ledger.requests) <= len(core.ledger.tasks), "a request outlives its task")
         return waiting
 
