@@ -2,9 +2,10 @@
 
 The core calls a strategy only for workers that can run the shape and whose window is not full. The strategy excludes
 further workers, and gives each of the others a score; the lowest score gets the task. Both depend on their arguments
-alone (no I/O, no clock, no state), so that the rpc Explain gets the same answer as the dispatch. A score may change
-only when the worker changes (a lease granted or ended, a heartbeat) or the fleet's averages do: the core keeps scores
-in a heap, and computes them again only then.
+alone (no I/O, no clock, no state), so that the rpc Explain gets the same answer as the dispatch. The core computes the
+scores of the workers that have room once for each event and shape, and within the event that of a worker again when it
+was granted a lease. So a score may change only when its worker changes (a lease granted or ended, a heartbeat), or the
+fleet's averages do.
 
 A strategy is a class behind an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
 """
