@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 from multigpu_master.core.identity import payload_crc
 from multigpu_master.core.model import OutcomeState, Task
-from multigpu_master.core.timers import FIRE_MAX, Timers
+from multigpu_master.core.timers import DUE_MAX, Timers
 
 
 def outcome_bytes(task: Task) -> int:
@@ -48,7 +48,7 @@ class EphemeralOutcomes:
     def _expire(self, now: float) -> None:
         if now < self._due_s:
             return  # an earlier timer was set since, and has fired
-        for _ in range(FIRE_MAX):
+        for _ in range(DUE_MAX):
             if not self._heap or self._heap[0][0] > now:
                 break
             self._drop()

@@ -131,7 +131,7 @@ class Core:
         streams = (event.stream,) if event.stream else ()
         for task in event.tasks:
             known = ledger.requests.get(task.request_id) if task.request_id else None
-            if known is not None and not _is_free(known.outcome, spec):
+            if known is not None and not _may_reuse_request_id(known.outcome, spec):
                 followed = event.stream in known.streams
                 results.append(self._join(known, task, event.stream))
                 pending += not followed and event.stream in known.streams and known.outcome is None
@@ -211,7 +211,7 @@ class Core:
             self.ledger.committed(task)
 
 
-def _is_free(outcome: Outcome | None, spec: Spec) -> bool:
+def _may_reuse_request_id(outcome: Outcome | None, spec: Spec) -> bool:
     """Whether a new task of this spec may have the request_id of a task with this outcome."""
     if outcome is None:
         return False

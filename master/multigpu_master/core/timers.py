@@ -13,7 +13,7 @@ from multigpu_master.core.task_table import TaskTable
 
 SWEEP_MIN = 1024
 SWEEP_STEP = 4  # old expiries checked for each new one
-FIRE_MAX = 256  # expiries in one event
+DUE_MAX = 256  # expiries in one event
 
 
 class TimeLimit(IntEnum):
@@ -33,12 +33,12 @@ class Timers:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
-        self._tickets = 0
+        self._next_tie = 0
 
     def at(self, when_s: float, callback: Callable[[float], None]) -> None:
         """Calls callback(now) at when_s or later. A callback that sets a timer must set it later than its `now`."""
-        self._tickets += 1
-        heappush(self._heap, (when_s, self._tickets, callback))
+        self._next_tie += 1
+        heappush(self._heap, (when_s, self._next_tie, callback))
 
     def fire(self, now: float) -> None:
         heap = self._heap
@@ -77,8 +77,8 @@ class Expiries:
             self._sweep_at = 2 * len(self._heap) + SWEEP_MIN
 
     def due(self, now: float) -> Iterator[tuple[Task, TimeLimit]]:
-        """Yields at most FIRE_MAX due expiries; call again for the others. The caller may add expiries meanwhile."""
-        for _ in range(FIRE_MAX):
+        """Yields at most DUE_MAX due expiries; call again for the others. The caller may add expiries meanwhile."""
+        for _ in range(DUE_MAX):
             heap = self._first()
             if not heap or heap[0][0] > now:
                 return

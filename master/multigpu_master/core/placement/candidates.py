@@ -20,10 +20,10 @@ class Candidates:
         self._backlog = backlog
         self._heap: list[tuple[float, int, int, int, Worker]] = []  # (score, last dispatch, tie, version, worker)
         self._pushes = 0
-        backlog.waits_to_grow = backlog.no_room_for_model = False
+        backlog.too_few_tasks = backlog.no_room_for_model = False
         able = fleet.eligible(backlog.shape)
-        for worker in fleet.open if len(fleet.open) < len(able) else able:
-            if worker in able and worker in fleet.open:
+        for worker in fleet.with_room if len(fleet.with_room) < len(able) else able:
+            if worker in able and worker in fleet.with_room:
                 self._rank(worker)
 
     def best(self) -> Worker | None:
@@ -34,20 +34,20 @@ class Candidates:
             worker = heap[0][4]
             if heap[0][3] != worker.version:
                 heappop(heap)
-                if worker in fleet.open:
+                if worker in fleet.with_room:
                     self._rank(worker)
             elif strategy.min_backlog(shape, worker, fleet) <= backlog.size or fleet.reserved(worker, shape):
                 return worker
             else:
                 heappop(heap)
-                backlog.waits_to_grow = True
+                backlog.too_few_tasks = True
         return None
 
     def _rank(self, worker: Worker) -> None:
         fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
         if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
             return
-        if fleet.planned and fleet.blocked(worker, shape) is not None:
+        if fleet.models_by_id and fleet.model_block(worker, shape) is not None:
             self._backlog.no_room_for_model = True
             return
         self._pushes += 1

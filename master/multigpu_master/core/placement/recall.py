@@ -24,7 +24,7 @@ from multigpu_master.core.workers.fleet import Fleet
 # How often windows are checked, and how long a lease may wait in one before it is recalled.
 LOOK_S = 0.05
 # Limit of (queue, shape) pairs for which one check determines the possible workers.
-SORTS_MAX = 64
+CHECKED_MAX = 64
 
 
 class Recalls:
@@ -41,7 +41,7 @@ class Recalls:
         self._checked: dict[Worker, None] = {}  # all workers with leases that may wait, and perhaps more workers
         self._armed = False
 
-    def granted(self, worker: Worker, now: float) -> None:
+    def watch(self, worker: Worker, now: float) -> None:
         """Call when a worker was granted leases, or has fewer slots for them."""
         if _may_keep_waiting(worker):
             self._checked[worker] = None
@@ -58,15 +58,15 @@ class Recalls:
         if not checked:
             return
         self._arm(now)
-        for worker in self._deep():
-            self._fleet.learn_from_silence(worker, now)
+        for worker in self._over_slots():
+            self._fleet.adjust_silent_worker(worker, now)
         if self._grants(now):
             self._recall_for_slots(now)
             self._recall_for_urgent(now)
         first = next(iter(checked))  # the next check begins with another worker: this one may have reached its limits
         checked[first] = checked.pop(first)
 
-    def _deep(self) -> list[Worker]:
+    def _over_slots(self) -> list[Worker]:
         """The workers with more leases than slots."""
         return [w for w in self._checked if len(w.leases) > w.slots]
 
@@ -87,7 +87,7 @@ class Recalls:
                 while others:
                     other = others[-1]
                     held = len(other.leases)
-                    if held + promised[other] < max(other.slots, min(other.pace.allowed, held + share)):
+                    if held + promised[other] < max(other.slots, min(other.pace.leases_max, held + share)):
                         promised[other] += 1
                         recalled.append(lease)
                         break
@@ -102,7 +102,7 @@ class Recalls:
         shape = shape_of(spec)
         found = known.get((spec.queue, shape, loaded))
         if found is None:
-            if len(known) >= SORTS_MAX:
+            if len(known) >= CHECKED_MAX:
                 return []
             strategy, able = ledger.strategy_of(ledger.queues[spec.queue]), fleet.eligible(shape)
             queued = self._ledger.classes.queued(strategy, shape) + 1
@@ -117,7 +117,7 @@ class Recalls:
     def _recall_for_urgent(self, now: float) -> None:
         """Recalls leases for more urgent waiting tasks, from workers that have reported nothing for LOOK_S."""
         fleet = self._fleet
-        stuck = [w for w in self._deep() if w.accepting and now - w.pace.reported_s >= LOOK_S]
+        stuck = [w for w in self._over_slots() if w.accepting and now - w.pace.reported_s >= LOOK_S]
         for backlog in self._first_backlogs() if stuck else ():
             head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
             if head is None or strategy.pinned:
@@ -136,7 +136,7 @@ class Recalls:
 
     def _first_backlogs(self) -> list[Backlog]:
         """The backlogs with the most urgent first tasks."""
-        return nsmallest(SORTS_MAX, self._ledger.classes.backlogs.values(), key=lambda backlog: backlog.position)
+        return nsmallest(CHECKED_MAX, self._ledger.classes.backlogs.values(), key=lambda backlog: backlog.position)
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
         """A worker's leases that may be recalled, in the order in which they should begin, or the reverse. The oldest
@@ -146,13 +146,13 @@ class Recalls:
         for lease in worker.leases.values():
             if lease.running or lease.recalled == worker.session:
                 begun += 1
-            elif lease.dispatch_s <= now - LOOK_S and self._may(lease):
+            elif lease.dispatch_s <= now - LOOK_S and self._may_recall(lease):
                 leases.append(lease)
         likely = max(0, worker.slots - begun)
         order = sorted(leases[likely:], key=lambda x: (x.task.spec.priority, x.task.task_id), reverse=last_first)
         return order + leases[:likely]
 
-    def _may(self, lease: Lease) -> bool:
+    def _may_recall(self, lease: Lease) -> bool:
         """Whether the lease's task would get another lease, and from any worker."""
         task, ledger = lease.task, self._ledger
         queue = ledger.queues[task.spec.queue]

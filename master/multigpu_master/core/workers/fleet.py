@@ -11,8 +11,8 @@ from multigpu_master.core.workers.pace import (
     WINDOW_S,
     Key,
     SteppedAverages,
-    learn,
     narrow_window,
+    update_average,
 )
 from multigpu_master.core.workers.residency import LOAD_S, Block, ModelSizes
 
@@ -31,11 +31,11 @@ class Fleet:
         self.memory_threshold = memory_threshold
         self.workers: dict[str, Worker] = {}
         self.sessions: dict[int, Worker] = {}
-        self.open: dict[Worker, None] = {}  # workers that take work and have room in their windows
+        self.with_room: dict[Worker, None] = {}  # workers that take work and have room in their windows
         self.freed: dict[Worker, None] = {}  # workers that may have gained room since the last take_freed
-        self.membership = 0  # counts workers that joined, left, or changed which tasks they can take
-        self.averages = 0  # counts the steps of the fleet's averages
-        self.planned = False  # whether any worker offers models by id
+        self.membership_changes = 0  # counts workers that joined, left, or changed which tasks they can take
+        self.averages_changes = 0  # counts the steps of the fleet's averages
+        self.models_by_id = False  # whether any worker offers models by id
         self.sizes = ModelSizes()
         self._dispatches = 0
         self._unit_s = SteppedAverages()
@@ -62,11 +62,11 @@ class Fleet:
             worker.kinds.setdefault(capability.kind, []).append(capability)
         worker.shares = {c.kind: max(1, SLOT // c.concurrency) for c in info.capabilities if c.concurrency > 1}
         worker.residency.offer(info.models, info.model_memory_bytes)
-        self.planned = self.planned or bool(info.models)
+        self.models_by_id = self.models_by_id or bool(info.models)
         self._measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
         self.members_changed(worker)
 
-    def make_room(self, worker_id: str, token_id: str = "") -> Worker | None:
+    def evict_lost_worker(self, worker_id: str, token_id: str = "") -> Worker | None:
         """Call before a worker joins: if too many workers are lost, of all or of its token, forgets and returns the one
         lost first. Cordoned workers stay: once forgotten, they could reconnect and would get tasks.
         """
@@ -107,7 +107,7 @@ class Fleet:
 
     def members_changed(self, worker: Worker) -> None:
         """Call when a worker joined, left, or changed which tasks it can take."""
-        self.membership += 1
+        self.membership_changes += 1
         self._groups.clear()
         self._eligible.clear()
         self._resident.clear()
@@ -117,11 +117,11 @@ class Fleet:
         """Call when a worker changed in a way that may change its score."""
         worker.version += 1
         if worker.accepting and not worker.full:
-            self.open[worker] = None
+            self.with_room[worker] = None
         else:
-            self.open.pop(worker, None)
+            self.with_room.pop(worker, None)
 
-    def free(self, worker: Worker) -> None:
+    def gained_room(self, worker: Worker) -> None:
         """Call when a worker may have gained room."""
         self.freed[worker] = None
         self.touch(worker)
@@ -134,7 +134,7 @@ class Fleet:
         """Call when a worker's models, or its room for them, changed."""
         worker.residency.changed()
         self._resident.clear()
-        self.free(worker)
+        self.gained_room(worker)
 
     # --- what they can run -------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Fleet:
             found = residency.ids[kind, model] = residency.names.get(name, "")
         return found
 
-    def blocked(self, worker: Worker, shape: Shape) -> Block | None:
+    def model_block(self, worker: Worker, shape: Shape) -> Block | None:
         """Why the worker gets no tasks of this shape now because of its model; None if it may."""
         residency = worker.residency
         model = residency.ids.get((shape.kind, shape.model))
@@ -217,13 +217,13 @@ class Fleet:
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         residency = worker.residency
-        model = residency.ids.get((shape.kind, shape.model)) if self.planned else ""
+        model = residency.ids.get((shape.kind, shape.model)) if self.models_by_id else ""
         if model is None:
             model = self.model_id(worker, shape.kind, shape.model)
         if model:
             stays = model not in residency.unwanted and model not in residency.retiring
             return 0.0 if stays and residency.placed(model) else residency.cost_s(model)
-        if (shape.kind, shape.model) in residency.unplanned:
+        if (shape.kind, shape.model) in residency.granted_without_id:
             return 0.0
         model = self.model_of(worker, shape)
         return LOAD_S if model and model not in residency.reported else 0.0
@@ -243,8 +243,8 @@ class Fleet:
 
     def idle(self, worker: Worker) -> None:
         """Call when the worker holds no lease: only the models in its heartbeat are loaded."""
-        unplanned, worker.residency.unplanned = worker.residency.unplanned, {}
-        if any(self.load_s(worker, Shape(*key, (), 0, -1)) > 0 for key in unplanned):
+        granted, worker.residency.granted_without_id = worker.residency.granted_without_id, {}
+        if any(self.load_s(worker, Shape(*key, (), 0, -1)) > 0 for key in granted):
             self._resident.clear()
 
     def _measured(self, sizes: Iterable[tuple[str, int, float]]) -> None:
@@ -252,7 +252,7 @@ class Fleet:
         before = self.sizes.changes
         for model, memory_bytes, load_s in sizes:
             self.sizes.learn(model, memory_bytes, load_s)
-        self.averages += self.sizes.changes != before  # backlogs may suffice for other workers now
+        self.averages_changes += self.sizes.changes != before  # backlogs may suffice for other workers now
 
     # --- how fast ----------------------------------------------------------------------------------------------------
 
@@ -264,12 +264,12 @@ class Fleet:
     def learned(self, worker: Worker, key: Key, n: int, units: int, ran_s: float) -> None:
         """Learns from n tasks, `units` of work of one (kind, model), that took the engine ran_s together."""
         units = max(units, 1)
-        learn(worker.pace.unit_s, key, ran_s / units)
+        update_average(worker.pace.unit_s, key, ran_s / units)
         moved = self._unit_s.learn(key, ran_s / units)
         if self._units.learn(key, units / n) or moved:
-            self.averages += 1
+            self.averages_changes += 1
 
-    def learn_from_silence(self, worker: Worker, now: float) -> None:
+    def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Narrows the window of a worker that has reported nothing for longer than its leases were expected to take,
         and expects each running lease to take as long as it has run already.
         """
@@ -277,16 +277,16 @@ class Fleet:
         silent_s = now - pace.reported_s
         if silent_s < PACE_S:
             return
-        share = max(1.0, pace.together / slots)  # tasks of a batch, or reported together, for each slot
-        window = max(narrow_window(worker.info), int(min(pace.allowed, share * slots * WINDOW_S / silent_s)))
+        share = max(1.0, pace.last_report_tasks / slots)  # tasks of a batch, or reported together, for each slot
+        window = max(narrow_window(worker.info), int(min(pace.leases_max, share * slots * WINDOW_S / silent_s)))
         first = islice(worker.leases.values(), int(share * slots))
         late = [x for x in first if min(silent_s, now - x.dispatch_s) > LATE * x.cost_s * share]
         for lease in late:
             cost_s = min(silent_s, now - lease.dispatch_s) / share
             worker.backlog_s += cost_s - lease.cost_s
             lease.cost_s = cost_s
-        if late or window < pace.allowed:
-            pace.allowed = min(pace.allowed, window)
+        if late or window < pace.leases_max:
+            pace.leases_max = min(pace.leases_max, window)
             self.touch(worker)
 
     # --- what they hold ----------------------------------------------------------------------------------------------
@@ -308,14 +308,14 @@ class Fleet:
         self._dispatches += 1
         worker.last_dispatch = self._dispatches
         key, residency, loads = (task.spec.kind, task.spec.model), worker.residency, False
-        if self.planned and (model := self.model_id(worker, *key)):
+        if self.models_by_id and (model := self.model_id(worker, *key)):
             lease.model = model
             loads = residency.grant(model, lease.frame, now)
-        elif key not in residency.unplanned:
+        elif key not in residency.granted_without_id:
             loads = self.load_s(worker, Shape(*key, (), 0, -1)) > 0
-            residency.unplanned[key] = None
-            if len(residency.unplanned) > PACES_MAX:
-                del residency.unplanned[next(iter(residency.unplanned))]
+            residency.granted_without_id[key] = None
+            if len(residency.granted_without_id) > PACES_MAX:
+                del residency.granted_without_id[next(iter(residency.granted_without_id))]
         if loads:
             self._resident.clear()
         self.touch(worker)
@@ -327,14 +327,14 @@ class Fleet:
         del lease.worker.leases[lease.lease_id]
         lease.task.lease = None
         self.released(lease.worker, [lease], len(lease.task.payload))
-        self.free(lease.worker)
+        self.gained_room(lease.worker)
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
         """Subtracts leases, already removed from worker.leases and their tasks, from the worker's sums."""
         worker.leased_bytes -= payload_bytes
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])
-        if self.planned:
+        if self.models_by_id:
             for lease in leases:
                 if lease.model and worker.residency.release(lease.model):
                     self._resident.clear()

@@ -26,17 +26,17 @@ Key = tuple[str, str]
 class Pace:
     """The measured pace of one worker. Times in seconds since the epoch."""
 
-    allowed: int = 1  # leases that the worker may hold now
+    leases_max: int = 1  # leases that the worker may hold now
     task_s: float = 0.0  # seconds a task, all kinds; 0.0: not measured
     unit_s: dict[Key, float] = field(default_factory=dict)  # seconds a unit of work
     since_s: float = 0.0  # start of the present measurement, without the time the worker was idle
     finished: int = 0  # attempts that ended since then
     reported_s: float = 0.0
-    together: int = 1  # tasks in the last report
+    last_report_tasks: int = 1
 
     def restart(self, info: WorkerInfo, now: float) -> None:
         """Begins a session: the window is narrow until the pace is measured."""
-        self.allowed = narrow_window(info)
+        self.leases_max = narrow_window(info)
         self.task_s = 0.0
         self.finished = 0
         self.reported_s = self.since_s = now
@@ -48,7 +48,7 @@ class Pace:
     def report(self, info: WorkerInfo, n: int, now: float) -> None:
         """Records that `n` attempts have ended, and adapts the window."""
         self.reported_s = now
-        self.together = n
+        self.last_report_tasks = n
         self.finished += n
         elapsed_s = now - self.since_s
         if elapsed_s < (PACE_S if self.task_s else FIRST_PACE_S) or not self.finished:
@@ -60,7 +60,7 @@ class Pace:
         self.task_s = 1 / rate
         self.since_s = now
         self.finished = 0
-        self.allowed = max(narrow_window(info), min(int(rate * WINDOW_S), info.window_tasks))
+        self.leases_max = max(narrow_window(info), min(int(rate * WINDOW_S), info.window_tasks))
 
 
 class SteppedAverages:
@@ -72,7 +72,7 @@ class SteppedAverages:
 
     def learn(self, key: Key, sample: float) -> bool:
         """Adds a sample. Returns whether `values` changed."""
-        exact = learn(self._exact, key, sample)
+        exact = update_average(self._exact, key, sample)
         value = self.values.get(key)
         if value is not None and value * 0.8 <= exact <= value * 1.25:
             return False
@@ -82,7 +82,7 @@ class SteppedAverages:
         return True
 
 
-def learn(averages: dict[Key, float], key: Key, sample: float) -> float:
+def update_average(averages: dict[Key, float], key: Key, sample: float) -> float:
     """Adds a sample to the moving average of a key. Returns the average."""
     old = averages.get(key)
     new = averages[key] = sample if old is None else GAIN * sample + (1 - GAIN) * old

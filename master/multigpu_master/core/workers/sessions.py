@@ -22,7 +22,7 @@ from multigpu_master.core.workers.quarantine import Quarantine
 PARTIALS_BYTES_MAX = 16 << 20
 PARTIAL_OVERHEAD_BYTES = 64  # added to the size of each partial output
 # A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was paused.
-LATE_S = 1.0
+TIMER_LATE_S = 1.0
 # The error type of a lease whose model had to make room for another, and the task's pause before it is requeued.
 MAKES_ROOM, MAKES_ROOM_S = "ModelMakesRoom", 0.1
 # The error type of a lease that was recalled.
@@ -42,7 +42,7 @@ class Sessions:
         self._reservations = reservations
         self._recalls = recalls
         timeout_s = ledger.limits.session_timeout_s
-        self._grace_s = min(LATE_S, timeout_s / 4)
+        self._grace_s = min(TIMER_LATE_S, timeout_s / 4)
         self._suspect_s = timeout_s - self._grace_s  # after this silence a worker is suspected to be lost
 
     # --- a session begins --------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Sessions:
         if worker is not None and worker.session:
             commands.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
-        if (gone := fleet.make_room(event.info.worker_id, event.token_id)) is not None:
+        if (gone := fleet.evict_lost_worker(event.info.worker_id, event.token_id)) is not None:
             commands.worker_changed(gone, remember=True, gone=True)
         worker = fleet.register(event.info)
         worker.token_id = event.token_id
@@ -68,7 +68,7 @@ class Sessions:
                 self._observe(lease, held, now)
             elif self._adopt(worker, held, now):
                 adopted.append(held.lease_id)
-        self._recalls.granted(worker, now)
+        self._recalls.watch(worker, now)
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
         commands.add(ev.Welcome(event.session, adopted))
         commands.revoke(event.session, revoked, STALE)
@@ -95,7 +95,7 @@ class Sessions:
             extra.losses = max(0, extra.losses - 1)  # the lease was counted as lost
         task.attempts = max(task.attempts, held.attempt)
         lease = Lease(held.lease_id, task, worker, held.attempt, now, 0, 0.0)
-        self._ledger.book(lease, now)
+        self._ledger.record_lease(lease, now)
         self._observe(lease, held, now)
         return True
 
@@ -120,10 +120,10 @@ class Sessions:
         # A restored quarantine may have ended; the breaker may have been reset since the last session.
         if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
-        if not worker.leases and worker.residency.unplanned:
+        if not worker.leases and worker.residency.granted_without_id:
             fleet.idle(worker)
         if event.catalog is not None:
-            self._offers(worker, event.catalog)
+            self._replace_catalog(worker, event.catalog)
         fleet.heard(worker, event.models, event.last_frame, now)
         if event.stopping != worker.stopping:
             worker.stopping = event.stopping
@@ -131,15 +131,15 @@ class Sessions:
         if worker.residency.unwanted and worker.residency.forget_unloaded():
             fleet.models_changed(worker)
             self._commands.desire(worker)
-        self._reservations.look_at(worker)
-        fleet.free(worker)
-        self._held(worker, event, now)
+        self._reservations.start_rest_timer(worker)
+        fleet.gained_room(worker)
+        self._reconcile_leases(worker, event, now)
         worker.occupied = event.occupied_slots
         if worker.occupied:
-            self._recalls.granted(worker, now)
+            self._recalls.watch(worker, now)
         self._commands.worker_changed(worker)
 
-    def _held(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
+    def _reconcile_leases(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
         """Compares the leases in a heartbeat with those that the worker should hold."""
         held: dict[int, None] = {}
         unknown = []
@@ -156,7 +156,7 @@ class Sessions:
             for lease in reversed(gone):
                 self._attempts.take_back(lease, None, now)
 
-    def _offers(self, worker: Worker, catalog: ev.Catalog) -> None:
+    def _replace_catalog(self, worker: Worker, catalog: ev.Catalog) -> None:
         """Replaces the capabilities and models that the worker offers, if they changed."""
         info = worker.info
         if (catalog.capabilities, catalog.models) == (info.capabilities, info.models):
@@ -186,8 +186,8 @@ class Sessions:
             fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s)
         if succeeded and worker.residency.began_s:
             spec = succeeded[0].spec
-            self._reservations.used(worker, fleet.model_id(worker, spec.kind, spec.model), now)
-        fleet.free(worker)  # its window may have grown, even if every report was stale
+            self._reservations.model_answered(worker, fleet.model_id(worker, spec.kind, spec.model), now)
+        fleet.gained_room(worker)  # its window may have grown, even if every report was stale
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
         """Settles the tasks whose lease the worker still holds."""
@@ -225,9 +225,9 @@ class Sessions:
                 continue
             self._ledger.release(lease)
             if failure.returned and failure.error.type == MAKES_ROOM:
-                attempts.spare(lease, now, MAKES_ROOM_S)
+                attempts.requeue_uncharged(lease, now, MAKES_ROOM_S)
             elif failure.returned and failure.error.type == RECALLED and lease.recalled:
-                attempts.spare(lease, now, 0.0)
+                attempts.requeue_uncharged(lease, now, 0.0)
             elif failure.returned:
                 message = f"worker {worker.worker_id} returned the task"
                 attempts.lost(lease, message, now, sick=not worker.health.fit)
