@@ -9,7 +9,9 @@ admission = partial(Mutation, module="multigpu_master.core.admission")
 operators = partial(Mutation, module="multigpu_master.core.operators")
 
 EVENTS = (
-    scheduler("a requeued dead letter gets another id", "task.task_id = requeued or", "task.task_id =", seeds=20_000),
+    scheduler(
+        "a requeued dead letter gets another id", "task.task_id = dead_letter_id or", "task.task_id =", seeds=20_000
+    ),
     scheduler("timers never fire", "self.timers.fire(now)"),
     scheduler(
         "deadlines ignored",
