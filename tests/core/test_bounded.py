@@ -7,7 +7,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Spec, Task
 from multigpu_master.core.placement import explain as explaining
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
-from multigpu_master.core.timers import FIRE_MAX, SWEEP_MIN, Expiries, TimeLimit
+from multigpu_master.core.timers import DUE_MAX, SWEEP_MIN, Expiries, TimeLimit
 
 from tests.core.stage import Stage, lease_of, state_of
 
@@ -27,14 +27,14 @@ def test_deadlines_that_come_together_are_spread_over_events_and_none_is_dispatc
     commands = stage.worker()  # a worker comes in the same moment
     events = 0
     while True:
-        assert settled_by(commands) <= 2 * FIRE_MAX
+        assert settled_by(commands) <= 2 * DUE_MAX
         assert not [c for c in commands if isinstance(c, ev.Dispatch) and c.leases[0].task in tasks]
         next_s = stage.core.next_timer_s()
         if next_s is None or next_s > stage.now:
             break
         commands = stage.handle(ev.Tick())
         events += 1
-    assert events > 3000 // (2 * FIRE_MAX) - 1
+    assert events > 3000 // (2 * DUE_MAX) - 1
     assert {state_of(task) for task in tasks} == {OutcomeState.EXPIRED}
     assert later.lease is not None
 

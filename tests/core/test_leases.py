@@ -69,7 +69,7 @@ def test_a_task_that_failed_goes_to_another_worker_with_room() -> None:
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Tick(), 5.0)
     assert lease_of(task).worker is other, "although the one on which it failed has less to do"
-    other.pace.allowed = 0
+    other.pace.leases_max = 0
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Tick(), 5.0)
     assert lease_of(task).worker is failed_on, "nobody else has room, and it doesn't wait for that"

@@ -42,7 +42,7 @@ def test_reports_that_come_together_do_not_widen_the_window() -> None:
         for i, task in enumerate(leased[:2]):
             stage.report(lease_of(task), after_s=0.0005 if i else 0.2)
     worker = stage.core.fleet.workers["w"]
-    assert 2 <= worker.pace.allowed <= 6  # ten tasks a second, half a second ahead
+    assert 2 <= worker.pace.leases_max <= 6  # ten tasks a second, half a second ahead
     assert worker.pace.unit_s == {}  # nobody said how long they ran
 
 

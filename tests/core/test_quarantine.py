@@ -133,7 +133,7 @@ def test_a_task_that_breaks_two_devices_is_a_dead_letter_and_they_keep_their_goo
 def test_a_task_that_broke_an_engine_waits_for_another_device_and_others_do_not_wait_for_it() -> None:
     fleet = Fleet().gpus(2, slots=1)
     for name in ("w0", "w1"):
-        fleet.get(name).pace.allowed = 1
+        fleet.get(name).pace.leases_max = 1
     (poison,) = fleet.submit()
     (long,) = fleet.submit()
     bad = fleet.breaks(poison)
@@ -143,7 +143,7 @@ def test_a_task_that_broke_an_engine_waits_for_another_device_and_others_do_not_
     assert lease_of(good).worker is bad
     other = lease_of(long).worker
     fleet.report(lease_of(long))
-    other.pace.allowed = 1
+    other.pace.leases_max = 1
     fleet.wait(0.2)
     assert lease_of(poison).worker is other
 

@@ -106,7 +106,7 @@ class Attempts:
         else:
             self.lost(lease, f"worker {worker_id} was lost", now)
 
-    def spare(self, lease: Lease, now: float, after_s: float) -> None:
+    def requeue_uncharged(self, lease: Lease, now: float, after_s: float) -> None:
         """Requeues the task uncharged, any number of times: its worker had no room, or returned a recalled lease."""
         self._uncharge(lease)
         if lease.recalled:
@@ -227,7 +227,7 @@ class Attempts:
             self._withdraw(lease, NOT_BEGUN)
             self._ledger.counters.requeued += 1
             task.ensure_extra().avoids = worker.device_key
-            self.spare(lease, now, 0.0)
+            self.requeue_uncharged(lease, now, 0.0)
 
     # --- back to the queue -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Settled ephemeral tasks: kept for their result_ttl, within a limit of bytes."""
+"""Keeps settled ephemeral tasks for their result_ttl, within a limit of bytes."""
 
 import math
 from collections.abc import Callable
@@ -6,32 +6,36 @@ from heapq import heappop, heappush
 
 from multigpu_master.core.identity import payload_crc
 from multigpu_master.core.model import OutcomeState, Task
-from multigpu_master.core.timers import FIRE_MAX, Timers
+from multigpu_master.core.timers import DUE_MAX, Timers
+
+# Assumed size of the objects of a settled task, without the result, the payload and the partial outputs.
+OBJECTS_BYTES = 512
 
 
 def outcome_bytes(task: Task) -> int:
-    """The approximate memory of a settled task."""
-    assert task.outcome is not None, "it is settled"
-    size = len(task.outcome.result) + len(task.payload) + 512
+    """The approximate memory of a settled task, in bytes."""
+    assert task.outcome is not None, "outcome_bytes needs a settled task"
+    size = len(task.outcome.result) + len(task.payload) + OBJECTS_BYTES
     return size if task.extra is None else size + task.extra.partials_bytes
 
 
 class EphemeralOutcomes:
-    """See the module. `forget` is called for each task that is dropped."""
+    """See the module. Calls `forget` for each task that it no longer keeps."""
 
     def __init__(self, bytes_max: int, timers: Timers, forget: Callable[[Task], None]) -> None:
         self.size_bytes = 0
         self._bytes_max = bytes_max
         self._timers = timers
         self._forget = forget
-        self._heap: list[tuple[float, int, Task]] = []  # (when it expires, task_id, task)
+        self._heap: list[tuple[float, int, Task]] = []  # (when the task expires, task_id, task)
         self._due_s = math.inf  # when the timer fires
 
     def keep(self, task: Task) -> None:
-        assert task.outcome is not None, "it is settled"
+        """Keeps a settled task. Beyond the limit of bytes, forgets the tasks that would expire first."""
+        assert task.outcome is not None, "keep needs a settled task"
         if task.outcome.state is not OutcomeState.DEAD_LETTERED:
             if task.request_id:
-                payload_crc(task)
+                payload_crc(task)  # stored in the task: a resubmit is compared with it, without the payload
             task.payload = b""
         expire_s = task.outcome.finish_s + task.spec.result_ttl_s
         heappush(self._heap, (expire_s, task.task_id, task))
@@ -47,13 +51,14 @@ class EphemeralOutcomes:
 
     def _expire(self, now: float) -> None:
         if now < self._due_s:
-            return  # an earlier timer was set since, and has fired
-        for _ in range(FIRE_MAX):
+            return  # keep() has set a timer for an earlier time since, and that one has fired
+        for _ in range(DUE_MAX):
             if not self._heap or self._heap[0][0] > now:
                 break
             self._drop()
         self._due_s = math.inf
         if self._heap:
+            # After DUE_MAX tasks the next one may be due already, but a callback must set a timer for later than `now`.
             self._arm(max(self._heap[0][0], math.nextafter(now, math.inf)))
 
     def _drop(self) -> None:

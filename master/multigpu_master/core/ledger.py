@@ -124,7 +124,7 @@ class Ledger:
         if spec.queue_timeout_s is not None:
             self.expiries.at(task.submit_s + spec.queue_timeout_s, task, TimeLimit.QUEUE_TIMEOUT)
 
-    def book(self, lease: Lease, now: float) -> Key | None:
+    def record_lease(self, lease: Lease, now: float) -> Key | None:
         """From queued to leased; the task has left its class. Returns the (kind, model) that the worker has to load."""
         task = lease.task
         loads = self._fleet.grant(lease.worker, lease, now)

@@ -323,7 +323,7 @@ class Worker:
         several tasks together, enough leases to fill its slots and one more.
         """
         held = len(self.leases)
-        if held < self.pace.allowed:
+        if held < self.pace.leases_max:
             return False
         filled = not self.shares or self.leased_shares >= (self.info.slots + 1) * SLOT
         return filled or held >= self.info.window_tasks

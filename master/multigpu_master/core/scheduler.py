@@ -37,8 +37,8 @@ TOO_MANY_STREAMS = (
 
 
 class Core:
-    """See the module. `first_id` must be above every task_id and lease_id issued before, and so must the ids after it
-    in its range (model.EPOCH_IDS). `random` returns 0.0 <= x < 1.0.
+    """See the module. Issues task_ids and lease_ids from `first_id` up to the end of the range of EPOCH_IDS ids
+    (model.py) in which it lies; all ids issued before must be below `first_id`. `random` returns 0.0 <= x < 1.0.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Core:
         }  # fmt: skip
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
-        """Handles one event and returns the commands to execute. `now`: seconds since the epoch, never decreasing."""
+        """Handles one event and returns the commands to execute. `now`: seconds since 1970, never decreasing."""
         self.timers.fire(now)
         for task, what in self.ledger.expiries.due(now):
             self._attempts.due(task, what, now)
@@ -90,7 +90,7 @@ class Core:
         return commands
 
     def grants(self, now: float) -> bool:
-        """Whether leases can be granted: the recovery hold is over, the journal keeps up, and an id is left."""
+        """Whether leases can be granted: the recovery hold is over, the journal keeps up, and there is an unused id."""
         return not self.hold.active(now) and not self.ledger.clogged() and self.ids.next_id < self.ids.end
 
     @property
@@ -99,7 +99,7 @@ class Core:
         return self._dispatcher.unfinished_s is not None
 
     def next_timer_s(self) -> float | None:
-        """When the next Tick is due; None: never."""
+        """When the next Tick is due, in seconds since 1970; None: there is no timer."""
         due_s = self._dispatcher.unfinished_s
         for when_s in (self.timers.next_s(), self.ledger.expiries.next_s()):
             if when_s is not None and (due_s is None or when_s < due_s):
@@ -107,7 +107,7 @@ class Core:
         return due_s
 
     def _tick(self, event: ev.Tick, now: float) -> None:
-        """The timers have fired already."""
+        """Does nothing: `handle` fires the due timers and dispatches tasks at every event."""
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
@@ -123,15 +123,15 @@ class Core:
         reason = rejection(ledger, self.fleet, spec, now)
         results: list[Task | ev.Rejection] = []
         fresh: list[Task] = []
-        # A rejected submit does not register a queue.
+        # A submit that rejection() rejects must not create its queue.
         queue = ledger.queue(spec.queue) if reason is None else Queue(spec.queue)
         resource_class: ResourceClass | None = None
-        key = ""
-        pending = 0
+        key = ""  # partition_key of resource_class
+        pending = 0  # known unsettled tasks that the stream did not follow before
         streams = (event.stream,) if event.stream else ()
         for task in event.tasks:
             known = ledger.requests.get(task.request_id) if task.request_id else None
-            if known is not None and not _is_free(known.outcome, spec):
+            if known is not None and not _may_reuse_request_id(known.outcome, spec):
                 followed = event.stream in known.streams
                 results.append(self._join(known, task, event.stream))
                 pending += not followed and event.stream in known.streams and known.outcome is None
@@ -140,30 +140,36 @@ class Core:
             if why_not is not None:
                 results.append(why_not)
                 continue
-            requeued = task.task_id  # a requeued dead letter keeps its id; 0: a new task
-            task.task_id = requeued or ids.take()
+            dead_letter_id = task.task_id  # a requeued dead letter keeps its id; 0: a new task
+            task.task_id = dead_letter_id or ids.take()
             task.submit_s = now
             task.streams = streams
             if resource_class is None or task.partition_key != key:
                 key = task.partition_key
                 resource_class = ledger.classes.get(queue, spec, partition_of(key))
-            ledger.enter(task, resource_class, requeued)
+            ledger.enter(task, resource_class, dead_letter_id)
             results.append(task)
             fresh.append(task)
         ledger.counters.submitted += len(fresh)
         self._commands.add(ev.Submitted(results, fresh, pending + len(fresh) if event.stream else 0))
 
-    def _join(self, known: Task, again: Task, stream: int) -> Task | ev.Rejection:
-        """Answers a resubmit: the known task with the same request_id, which `stream` now follows, or a rejection."""
+    def _join(self, known: Task, resubmitted: Task, stream: int) -> Task | ev.Rejection:
+        """Answers a resubmit: returns the known task with the same request_id, which `stream` now follows, or a
+        rejection.
+        """
         spec = known.spec
         state = known.outcome.state if known.outcome is not None else None
-        other = conflict(known.task_id, spec.kind, spec.model, fingerprint(known), again, state, durable=spec.durable)
-        if other is not None:
-            return other
+        rejected = conflict(
+            known.task_id, spec.kind, spec.model, fingerprint(known), resubmitted, state, durable=spec.durable
+        )
+        if rejected is not None:
+            return rejected
         return self.follow(known, stream) or known
 
     def follow(self, task: Task, stream: int) -> ev.Rejection | None:
-        """Sends the outcome of an unsettled task to `stream` too; 0: no stream. Returns why it can't."""
+        """Adds `stream` (0: none) to the streams that get the task's outcome. Returns a rejection if STREAMS_MAX open
+        streams follow the task already.
+        """
         if stream and stream not in task.streams:
             open_streams = [each for each in task.streams if each in self._streams]
             if len(open_streams) >= STREAMS_MAX:
@@ -182,15 +188,15 @@ class Core:
     # --- the journal -------------------------------------------------------------------------------------------------
 
     def _ids_renewed(self, event: ev.IdsRenewed, now: float) -> None:
-        assert event.first_id >= self.ids.end, "new ids are above all others"
+        assert event.first_id >= self.ids.end, "the new range of ids must be above the present one"
         self.ids.begin(event.first_id)
 
     def _recover(self, event: ev.Recover, now: float) -> None:
         self.hold.until_s = event.hold_until_s
-        self.timers.at(event.hold_until_s, lambda _now: None)
+        self.timers.at(event.hold_until_s, lambda _now: None)  # a Tick when the hold ends: it dispatches the tasks
         ledger = self.ledger
         for task in event.tasks:
-            assert 0 < task.task_id < self.ids.next_id, "recovered ids are older than new ones"
+            assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
             ledger.enter(task, ledger.class_of(task))
         for task, what in self.ledger.expiries.due(now):  # deadlines that passed while there was no master
             self._attempts.due(task, what, now)
@@ -207,11 +213,11 @@ class Core:
 
     def _committed(self, event: ev.SettlesCommitted, now: float) -> None:
         for task in event.tasks:
-            assert task.outcome is not None, "only outcomes are committed"
+            assert task.outcome is not None, "a committed task must have an outcome"
             self.ledger.committed(task)
 
 
-def _is_free(outcome: Outcome | None, spec: Spec) -> bool:
+def _may_reuse_request_id(outcome: Outcome | None, spec: Spec) -> bool:
     """Whether a new task of this spec may have the request_id of a task with this outcome."""
     if outcome is None:
         return False

@@ -1,7 +1,7 @@
-"""Two heaps: `Timers` runs callbacks, `Expiries` yields tasks of which a time limit has passed.
+"""`Timers` runs callbacks. `Expiries` yields the tasks that have passed one of their time limits.
 
-An expiry is a small tuple: a million tasks may have several. Most tasks end before their time limits, so the expiries
-of ended tasks are dropped whenever they may be half of the heap.
+An expiry is a small tuple, because a million tasks may have several expiries each. Most tasks end before their time
+limits. So the expiries of ended tasks are removed each time the number of expiries has doubled since the last removal.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,9 +11,10 @@ from heapq import heappop, heappush
 from multigpu_master.core.model import Task
 from multigpu_master.core.task_table import TaskTable
 
-SWEEP_MIN = 1024
-SWEEP_STEP = 4  # old expiries checked for each new one
-FIRE_MAX = 256  # expiries in one event
+SWEEP_MIN = 1024  # fewer expiries are not swept
+SWEEP_STEP = 4  # old expiries that a sweep checks for each new one
+# Limit of due expiries, and of ephemeral outcomes whose result_ttl is over, that one event handles.
+DUE_MAX = 256
 
 
 class TimeLimit(IntEnum):
@@ -24,7 +25,7 @@ class TimeLimit(IntEnum):
     RUN_TIMEOUT = 2
 
 
-# (when_s, task_id, time limit)
+# When the time limit passes (seconds since 1970), the task_id, and which time limit.
 Expiry = tuple[float, int, TimeLimit]
 
 
@@ -32,15 +33,18 @@ class Timers:
     """Runs callbacks in order of time."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
-        self._tickets = 0
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []  # (when_s, tie, callback)
+        self._next_tie = 0  # different for each timer, so that no two callbacks are compared
 
     def at(self, when_s: float, callback: Callable[[float], None]) -> None:
-        """Calls callback(now) at when_s or later. A callback that sets a timer must set it later than its `now`."""
-        self._tickets += 1
-        heappush(self._heap, (when_s, self._tickets, callback))
+        """Calls callback(now) at when_s or later. A callback that sets a timer must set it for later than `now`: fire()
+        runs all due timers.
+        """
+        self._next_tie += 1
+        heappush(self._heap, (when_s, self._next_tie, callback))
 
     def fire(self, now: float) -> None:
+        """Runs the due callbacks."""
         heap = self._heap
         while heap and heap[0][0] <= now:
             heappop(heap)[2](now)
@@ -52,8 +56,9 @@ class Timers:
 class Expiries:
     """The expiries of unsettled tasks.
 
-    Compaction is incremental: a heap with more than `_sweep_at` expiries becomes `_old`. Each later `at` checks up to
-    SWEEP_STEP old ones and keeps those of unsettled tasks, so no event pays for the whole compaction.
+    A sweep removes the expiries of settled tasks in small steps, so that no event takes long. The heap becomes `_old`
+    when it has more than `_sweep_at` expiries. Then each call of `at` takes up to SWEEP_STEP expiries from `_old`, and
+    moves those of unsettled tasks to the new heap.
     """
 
     def __init__(self, tasks: TaskTable) -> None:
@@ -77,8 +82,10 @@ class Expiries:
             self._sweep_at = 2 * len(self._heap) + SWEEP_MIN
 
     def due(self, now: float) -> Iterator[tuple[Task, TimeLimit]]:
-        """Yields at most FIRE_MAX due expiries; call again for the others. The caller may add expiries meanwhile."""
-        for _ in range(FIRE_MAX):
+        """Takes at most DUE_MAX due expiries, and yields those of unsettled tasks; call it again for the others. The
+        caller may add expiries meanwhile.
+        """
+        for _ in range(DUE_MAX):
             heap = self._first()
             if not heap or heap[0][0] > now:
                 return
@@ -92,11 +99,11 @@ class Expiries:
         return heap[0][0] if heap else None
 
     def _first(self) -> list[Expiry]:
-        """The heap whose first expiry is the earlier one."""
+        """Of the two heaps, the one with the earliest expiry."""
         heap, old = self._heap, self._old
         return old if old and (not heap or old[0] < heap[0]) else heap
 
     def _task(self, expiry: Expiry) -> Task | None:
-        """The task of an expiry; None if it has ended."""
+        """The task of an expiry; None: it is settled."""
         task = self._tasks.get(expiry[1])
         return task if task is not None and task.outcome is None else None

@@ -6,7 +6,7 @@ from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
 from multigpu_master.core.model import Queue, Spec, Task, Worker, shape_of
 from multigpu_master.core.placement.dispatch import BLOCKS_MAX
 from multigpu_master.core.placement.resource_classes import SORTED_IN, Backlog, ByFirstTask, ResourceClass
-from multigpu_master.core.timers import FIRE_MAX
+from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 
 from tests.core.stage import Stage, lease_of
@@ -159,7 +159,7 @@ def test_a_class_that_ends_before_it_is_tried_leaves_its_turn_to_the_next(strate
     stage.worker(slots=1)
     held = stage.submit(2)
     late = Spec(kind="run", queue="late", wait_for_worker=True, deadline_s=stage.now + 1.0)
-    stage.submit(2 * FIRE_MAX + 50, late)
+    stage.submit(2 * DUE_MAX + 50, late)
     (task,) = stage.submit(1, Spec(kind="run", queue="other", wait_for_worker=True))
     assert task.lease is None
     stage.report(lease_of(held[0]), after_s=2.0)

@@ -25,7 +25,7 @@ def fleet_of(workers: int, resident: int) -> Fleet:
         capabilities = (Capability(kind="embed", models=("m", "n")),)
         worker = fleet.register(WorkerInfo(worker_id=f"w{i}", capabilities=capabilities, window_tasks=64))
         fleet.open_session(worker, i + 1, 0.0)
-        worker.pace.allowed = 64
+        worker.pace.leases_max = 64
         worker.residency.reported = {"m": Resident(model="m")} if i < resident else {}
     return fleet
 
@@ -80,7 +80,7 @@ def test_the_best_candidate_is_the_best_of_all_workers(seed: int) -> None:
     workers = list(fleet.workers.values())
     for worker in workers:
         worker.pace.unit_s["embed", "m"] = dice.uniform(0.01, 1)
-        worker.pace.allowed = dice.choice((0, 64, 64))
+        worker.pace.leases_max = dice.choice((0, 64, 64))
         worker.backlog_s = dice.uniform(0, 9)
         fleet.touch(worker)
     backlog = Backlog(strategy, EMBED, None)
@@ -92,11 +92,11 @@ def test_the_best_candidate_is_the_best_of_all_workers(seed: int) -> None:
         found = candidates.best()
         if found is None:
             assert not able
-            assert backlog.waits_to_grow == bool(free)
+            assert backlog.too_few_tasks == bool(free)
             return
         assert strategy.score(EMBED, found, fleet) == min(strategy.score(EMBED, w, fleet) for w in able)
         found.backlog_s += dice.uniform(0, 3)
-        found.pace.allowed = dice.choice((0, 64))
+        found.pace.leases_max = dice.choice((0, 64))
         fleet.touch(found)
         backlog.size = max(1, backlog.size - 1)
 

@@ -35,7 +35,7 @@ def give_back(stage: Stage, lease: Lease) -> list[ev.Command]:
 def stuck(stage: Stage, name: str = "w0", n: int = 2) -> list[Task]:
     """n tasks with one worker of one slot, which says that it runs the first."""
     stage.worker(name, slots=1)
-    stage.core.fleet.workers[name].pace.allowed = n
+    stage.core.fleet.workers[name].pace.leases_max = n
     tasks = stage.submit(n)
     running = lease_of(tasks[0])
     stage.handle(ev.Heartbeat(running.worker.session, [held_lease(lease_of(t), running=t is tasks[0]) for t in tasks],
@@ -52,7 +52,7 @@ def test_explain_says_that_the_limit_of_a_window_was_lowered(stage: Stage) -> No
         return explain(stage.core, waiting, stage.now).candidates[0].excluded_by
 
     assert excluded_by() == ["window full (4 of 4 leases)"]
-    worker.pace.allowed = 2
+    worker.pace.leases_max = 2
     assert excluded_by() == ["window full (4 leases; the limit was lowered to 2)"]
 
 
@@ -143,7 +143,7 @@ def test_waiting_leases_are_shared_out_among_free_workers(stage: Stage) -> None:
     stuck(stage, n=41)
     for n in range(1, 4):
         stage.worker(f"w{n}", slots=1)
-        stage.core.fleet.workers[f"w{n}"].pace.allowed = 64
+        stage.core.fleet.workers[f"w{n}"].pace.leases_max = 64
     assert len(pass_s(stage, 0.06)) == 30, "ten for each, and ten stay"
 
 
@@ -193,7 +193,7 @@ def test_an_urgent_task_gets_a_place_though_the_clock_was_set_back_since_its_sub
 def test_an_urgent_task_gets_the_place_of_the_youngest_waiting_one(stage: Stage) -> None:
     """Of leases of which none is known to run the oldest probably does: it is recalled last."""
     stage.worker("w0", slots=1)
-    stage.core.fleet.workers["w0"].pace.allowed = 3
+    stage.core.fleet.workers["w0"].pace.leases_max = 3
     tasks = stage.submit(3, LOW)
     stage.submit(spec=URGENT)
     assert pass_s(stage, 0.1) == [lease_of(tasks[2]).lease_id]
@@ -205,11 +205,11 @@ def test_a_window_narrows_while_running_tasks_take_longer_than_earlier_ones(stag
     for task in stage.submit(40):
         if task.lease is not None:
             stage.report(task.lease, after_s=0.01)
-    assert worker.pace.allowed > 20
+    assert worker.pace.leases_max > 20
     stage.submit(3)
     before_s = worker.backlog_s
     pass_s(stage, 0.6)
-    assert worker.pace.allowed == 2
+    assert worker.pace.leases_max == 2
     assert worker.backlog_s > before_s + 0.5
 
 
@@ -217,7 +217,7 @@ def test_a_window_narrows_while_running_tasks_take_longer_than_earlier_ones(stag
 def test_a_window_keeps_its_width_while_tasks_run_in_batches(stage: Stage, every_s: float, batch: int) -> None:
     stage.worker("w0", slots=1)
     worker = stage.core.fleet.workers["w0"]
-    worker.pace.allowed = batch
+    worker.pace.leases_max = batch
     stage.submit(1000)
 
     def run_batch() -> None:
@@ -230,9 +230,9 @@ def test_a_window_keeps_its_width_while_tasks_run_in_batches(stage: Stage, every
     widths = []
     for _ in range(8):
         run_batch()
-        before = worker.pace.allowed
+        before = worker.pace.leases_max
         pass_s(stage, every_s * 0.9)
-        widths.append((before, worker.pace.allowed))
+        widths.append((before, worker.pace.leases_max))
     assert all(after == before for before, after in widths[2:]), widths
 
 

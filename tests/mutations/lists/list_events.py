@@ -9,7 +9,9 @@ admission = partial(Mutation, module="multigpu_master.core.admission")
 operators = partial(Mutation, module="multigpu_master.core.operators")
 
 EVENTS = (
-    scheduler("a requeued dead letter gets another id", "task.task_id = requeued or", "task.task_id =", seeds=20_000),
+    scheduler(
+        "a requeued dead letter gets another id", "task.task_id = dead_letter_id or", "task.task_id =", seeds=20_000
+    ),
     scheduler("timers never fire", "self.timers.fire(now)"),
     scheduler(
         "deadlines ignored",
@@ -25,7 +27,12 @@ EVENTS = (
         "known = ledger.requests.get(task.request_id) if task.request_id else None",
         "known = None",
     ),
-    scheduler("a withdrawn request_id stays taken", " and not _is_free(known.outcome, spec):", ":", checker="pytest"),
+    scheduler(
+        "a withdrawn request_id stays taken",
+        " and not _may_reuse_request_id(known.outcome, spec):",
+        ":",
+        checker="pytest",
+    ),
     scheduler("a second stream is not followed", "task.streams = (*open_streams, stream)"),
     scheduler("P10: queues grow without end", "reason or full(ledger, ids, queue, len(task.payload))", "reason"),
     scheduler("rejections ignored", "why_not = reason or", "why_not ="),

@@ -213,7 +213,7 @@ JOURNAL = (
     ),
     Mutation(
         "P5: another task is given the one that waits",
-        "        if other is not None:\n            return other\n",
+        "        if rejected is not None:\n            return rejected\n",
         module="multigpu_master.core.scheduler",
     ),
     Mutation(

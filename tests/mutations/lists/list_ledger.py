@@ -14,7 +14,9 @@ LEDGER = (
         "a lease is recalled again and again", "lease.recalled = worker.session", module="multigpu_master.core.commands"
     ),
     ledger("tasks of one class run out of order", "if requeued:", seeds=20_000),
-    fleet("long run times do not narrow the window", "pace.allowed = min(pace.allowed, window)", checker="pytest"),
+    fleet(
+        "long run times do not narrow the window", "pace.leases_max = min(pace.leases_max, window)", checker="pytest"
+    ),
     fleet(
         "eligible workers are not recomputed",
         "        self._eligible.clear()\n        self._resident.clear()\n        self.touch(worker)\n",
@@ -38,7 +40,7 @@ LEDGER = (
     ),
     Mutation(
         "P10: a worker that comes back narrower is given too much",
-        "self.allowed = narrow_window(info)",
+        "self.leases_max = narrow_window(info)",
         module="multigpu_master.core.workers.pace",
     ),
     fleet("bytes of a window don't come back", "worker.leased_bytes -= payload_bytes"),
@@ -53,8 +55,8 @@ LEDGER = (
     fleet("a new session goes on with the old one's frames", "worker.frame = 0"),
     model(
         "P10: a worker holds one lease more than it may",
-        "if held < self.pace.allowed:",
-        "if held <= self.pace.allowed:",
+        "if held < self.pace.leases_max:",
+        "if held <= self.pace.leases_max:",
     ),
     model(
         "P10: a slot of a worker that runs tasks together gets no more than its pace allows",
@@ -80,7 +82,7 @@ LEDGER = (
         "        queue.queued -= 1\n        queue.queued_bytes -= size\n        queue.leased += 1\n",
         "        queue.queued_bytes -= size\n        queue.leased += 1\n",
     ),
-    fleet("a lease that ends frees nothing", "self.free(lease.worker)"),
+    fleet("a lease that ends frees nothing", "self.gained_room(lease.worker)"),
     fleet("P2: a lease that was taken back can still be reported", "del lease.worker.leases[lease.lease_id]"),
     ledger("P10: the master fills up with tasks that have ended", "self.unsettled -= 1"),
     ledger("P10: outcomes on their way are not counted", "self.uncommitted_bytes += outcome_bytes(task)"),
@@ -117,7 +119,7 @@ LEDGER = (
     ),
     timers(
         "P12: deadlines that come together hold the event loop",
-        "        for _ in range(FIRE_MAX):\n",
+        "        for _ in range(DUE_MAX):\n",
         "        while True:\n",
         checker="pytest",
     ),

@@ -25,8 +25,8 @@ PLACEMENT = (
     dispatch("blocked backlogs wait for changes of members", "elif classes.blocked and freed:\n", "elif False:\n"),
     dispatch_story(
         "changed averages do not trigger dispatch",
-        "(fleet.membership, fleet.averages):",
-        "(fleet.membership, self._averages):",
+        "(fleet.membership_changes, fleet.averages_changes):",
+        "(fleet.membership_changes, self._averages):",
     ),
     dispatch_story(
         "a task goes back to where it failed",
@@ -47,7 +47,7 @@ PLACEMENT = (
     ),
     dispatch(
         "a worker that comes is not tried",
-        "if (self._membership, self._averages) != (fleet.membership,",
+        "if (self._membership, self._averages) != (fleet.membership_changes,",
         "if (0, self._averages) != (0,",
     ),
     dispatch("backlogs outlive the pins", "            classes.repin()\n"),
@@ -55,19 +55,21 @@ PLACEMENT = (
     dispatch("P10: pinned windows are never full", "or pin.full or", "or"),
     obstacles("device memory is promised twice", "free -= worker.leased_memory_bytes"),
     candidates(
-        "P10: full windows get leases", "                if worker in fleet.open:\n", "                if True:\n"
+        "P10: full windows get leases", "                if worker in fleet.with_room:\n", "                if True:\n"
     ),
-    candidates("workers without room get leases", "if worker in able and worker in fleet.open:", "if worker in able:"),
+    candidates(
+        "workers without room get leases", "if worker in able and worker in fleet.with_room:", "if worker in able:"
+    ),
     candidates("device memory ignored", "if short_of_memory(worker, shape) is not None or ", "if "),
     candidates(
         "exclusions of a strategy ignored", " or strategy.excludes(shape, worker, fleet) is not None:", ":", seeds=2000
     ),
     candidates("a worker keeps its score", "if heap[0][3] != worker.version:"),
     candidates_story("the worst worker is chosen", "(score, worker.last_dispatch,", "(-score, worker.last_dispatch,"),
-    candidates_story("no backlog waits to grow", "backlog.waits_to_grow = True"),
+    candidates_story("no backlog waits to grow", "backlog.too_few_tasks = True"),
     candidates("a backlog of one task less suffices", "<= backlog.size or", "<= backlog.size + 1 or", seeds=5000),
     pins("pins outlive their workers", "del self._pins[key]"),
-    pins("pins outlive the fleet", "self._membership != self._fleet.membership:", "self._membership == -1:"),
+    pins("pins outlive the fleet", "self._membership != self._fleet.membership_changes:", "self._membership == -1:"),
     pins("a new worker takes no partition keys", "elif joined:\n", "elif False:\n", seeds=2000),
     classes("priority ignored", "= resource_class.priority, head.task_id", "= 0, head.task_id"),
     classes(
@@ -106,7 +108,7 @@ PLACEMENT = (
         "        self._forget_blocker(backlog)\n",
     ),
     classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        blocker", "        blocker"),
-    classes("a growing backlog stays blocked", "            if backlog.waits_to_grow and", "            if False and"),
+    classes("a growing backlog stays blocked", "            if backlog.too_few_tasks and", "            if False and"),
     classes("an item that moved keeps its place", "if item.ticket == ticket:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),
     classes("an ending task stays the first", "if self.tasks[0] is ending:"),
@@ -144,7 +146,7 @@ PLACEMENT = (
     ),
     recall(
         "adopted leases are not looked at",
-        "        self._recalls.granted(worker, now)\n        revoked",
+        "        self._recalls.watch(worker, now)\n        revoked",
         "        revoked",
         module="multigpu_master.core.workers.sessions",
         seeds=20000,

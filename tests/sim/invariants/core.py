@@ -167,9 +167,9 @@ class Invariants:
         check(before < worker.info.window_bytes, "the window's bytes were exceeded on %s", worker.worker_id)
         shares = worker.leased_shares - sum(x.share for x in command.leases[-1:])
         narrow = worker.shares and shares < (worker.info.slots + 1) * SLOT
-        check(len(worker.leases) <= worker.pace.allowed or narrow, "%s holds more than it may", worker.worker_id)
+        check(len(worker.leases) <= worker.pace.leases_max or narrow, "%s holds more than it may", worker.worker_id)
         check(len(worker.leases) <= worker.info.window_tasks, "%s holds more than it said", worker.worker_id)
-        check(worker.pace.allowed <= worker.info.window_tasks, "%s may hold more than it said", worker.worker_id)
+        check(worker.pace.leases_max <= worker.info.window_tasks, "%s may hold more than it said", worker.worker_id)
         free = worker.memory_free_bytes()
         if free is not None and any(x.task.spec.memory_bytes for x in command.leases):
             check(worker.leased_memory_bytes <= free, "%s was promised memory it hasn't got", worker.worker_id)

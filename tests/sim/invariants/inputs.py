@@ -41,8 +41,8 @@ class Inputs:
                 self._loading[worker] = {(t.spec.kind, t.spec.model): None for t in tasks}
                 self._observed(event, now)
                 narrow = min(worker.info.slots + 1, worker.info.window_tasks)
-                if worker.pace.allowed != narrow:
-                    raise ViolationError(f"{worker.worker_id} begins with a window of {worker.pace.allowed}")
+                if worker.pace.leases_max != narrow:
+                    raise ViolationError(f"{worker.worker_id} begins with a window of {worker.pace.leases_max}")
             case ev.Heartbeat() if event.session in self._core.fleet.sessions:
                 self._reported[event.session] = tuple(m.model for m in event.models), event.stopping
                 self._observed(event, now)
@@ -155,5 +155,5 @@ class Inputs:
                 check(lease.frame <= worker.frame, "lease %s came in a frame that was not sent yet", lease.lease_id)
                 key = lease.task.spec.kind, lease.task.spec.model
                 self._loading.setdefault(worker, {})[key] = None
-            extra = [key for key in worker.residency.unplanned if key not in self._loading.get(worker, {})]
+            extra = [key for key in worker.residency.granted_without_id if key not in self._loading.get(worker, {})]
             check(not extra, "%s counts as loading %s", worker.worker_id, extra)

@@ -12,7 +12,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import Task
 from multigpu_master.core.scheduler import Core
-from multigpu_master.core.workers.sessions import LATE_S
+from multigpu_master.core.workers.sessions import TIMER_LATE_S
 
 from tests.sim.world import ViolationError, check
 
@@ -27,7 +27,7 @@ class Time:
         self._awaited: dict[str, None] = {}
         self._heard_s: dict[int, float] = {}  # session -> when it last spoke
         timeout_s = core.ledger.limits.session_timeout_s
-        self._grace_s = min(LATE_S, timeout_s / 4)  # a timer that fires later than this shows that the master was away
+        self._grace_s = min(TIMER_LATE_S, timeout_s / 4)  # a later timer: the master was paused
         self._away: deque[tuple[float, float]] = deque(maxlen=8)  # from when and to when
         self._due_s: float | None = None
         self._taken: dict[Task, None] = {}  # unsettled tasks that a worker took at some time

@@ -1,4 +1,4 @@
-"""Chooses the worker of a task, for strategies that compare workers (pins.py has the others)."""
+"""Chooses the worker of a task, for strategies that compare workers (pins.py is for pinned strategies)."""
 
 from heapq import heappop, heappush
 
@@ -9,8 +9,11 @@ from multigpu_master.core.workers.fleet import Fleet
 
 
 class Candidates:
-    """The workers that may get tasks of a backlog, the lowest score first, during one event: no worker gains room
-    meanwhile, and a worker that was granted a lease is ranked again when it comes first.
+    """The workers that may get tasks of a backlog, the lowest score first. Valid for one event, in which no worker
+    gains room. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
+
+    Resets the flags `too_few_tasks` and `no_room_for_model` of the backlog, and sets them when workers are left out for
+    these reasons.
     """
 
     __slots__ = ("_backlog", "_fleet", "_heap", "_pushes")
@@ -18,12 +21,12 @@ class Candidates:
     def __init__(self, fleet: Fleet, backlog: Backlog) -> None:
         self._fleet = fleet
         self._backlog = backlog
-        self._heap: list[tuple[float, int, int, int, Worker]] = []  # (score, last dispatch, tie, version, worker)
-        self._pushes = 0
-        backlog.waits_to_grow = backlog.no_room_for_model = False
+        self._heap: list[tuple[float, int, int, int, Worker]] = []  # score, last_dispatch, tie, version, worker
+        self._pushes = 0  # breaks ties, so that no two workers are compared
+        backlog.too_few_tasks = backlog.no_room_for_model = False
         able = fleet.eligible(backlog.shape)
-        for worker in fleet.open if len(fleet.open) < len(able) else able:
-            if worker in able and worker in fleet.open:
+        for worker in fleet.with_room if len(fleet.with_room) < len(able) else able:
+            if worker in able and worker in fleet.with_room:
                 self._rank(worker)
 
     def best(self) -> Worker | None:
@@ -34,20 +37,21 @@ class Candidates:
             worker = heap[0][4]
             if heap[0][3] != worker.version:
                 heappop(heap)
-                if worker in fleet.open:
+                if worker in fleet.with_room:
                     self._rank(worker)
             elif strategy.min_backlog(shape, worker, fleet) <= backlog.size or fleet.reserved(worker, shape):
                 return worker
             else:
                 heappop(heap)
-                backlog.waits_to_grow = True
+                backlog.too_few_tasks = True
         return None
 
     def _rank(self, worker: Worker) -> None:
+        """Adds a worker to the heap, unless it may not get the backlog's tasks now."""
         fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
         if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
             return
-        if fleet.planned and fleet.blocked(worker, shape) is not None:
+        if fleet.models_by_id and fleet.model_block(worker, shape) is not None:
             self._backlog.no_room_for_model = True
             return
         self._pushes += 1
@@ -56,8 +60,8 @@ class Candidates:
 
 
 def elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
-    """The eligible, accepting workers that are not `avoided` (device_keys and worker_ids), and the one with the lowest
-    score of those that may get a task now.
+    """The eligible and accepting workers, without those that `avoided` (device_keys and worker_ids) names. And, of
+    those that may get a task now, the one with the lowest score; None: there is none.
     """
     strategy, shape = backlog.strategy, backlog.shape
     others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]

@@ -14,7 +14,7 @@ from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.restart import IdRange
-from multigpu_master.core.timers import FIRE_MAX
+from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.load_reservations import LoadReservations
 
@@ -50,13 +50,13 @@ class Dispatcher:
         self._unblock_changed()
         self._candidates.clear()
         ledger, classes = self._ledger, self._ledger.classes
-        fleet, ids, open_ = self._fleet, self._ids, self._fleet.open
+        fleet, ids, open_ = self._fleet, self._ids, self._fleet.with_room
         dispatched = dict[Worker, list[Lease]]()
         expired = blocked = 0
-        while open_ and (first := classes.first()) is not None and expired < FIRE_MAX and ids.next_id < ids.end:
+        while open_ and (first := classes.first()) is not None and expired < DUE_MAX and ids.next_id < ids.end:
             backlog, resource_class, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
-            if limited and self._attempts.overdue(task, now):  # its expiry is due, but beyond FIRE_MAX
+            if limited and self._attempts.overdue(task, now):  # its expiry is due, but beyond DUE_MAX
                 expired += 1
                 continue
             worker = self._choose(backlog, now)
@@ -75,7 +75,7 @@ class Dispatcher:
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
             lease = Lease(ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
-            if ledger.book(lease, now):  # the worker loads the model: the tasks need no larger backlog there
+            if ledger.record_lease(lease, now):  # the worker loads the model: the tasks need no larger backlog there
                 self._candidates.clear()
                 classes.unblock_all(growing=True)
             if self._reservations.by_backlog and self._reservations.granted(backlog):
@@ -88,7 +88,7 @@ class Dispatcher:
         for worker, leases in dispatched.items():
             worker.frame += 1
             self._commands.add(ev.Dispatch(worker.session, worker.frame, leases))
-            self._recalls.granted(worker, now)
+            self._recalls.watch(worker, now)
 
     def _choose(self, backlog: Backlog, now: float) -> Worker | None:
         """The worker for the first task of the first ready backlog. None: no worker can get it, and the backlog is
@@ -97,7 +97,7 @@ class Dispatcher:
         fleet, pin = self._fleet, backlog.pin
         able = fleet.eligible(backlog.shape)
         if pin is not None:
-            backlog.no_room_for_model = fleet.blocked(pin, backlog.shape) is not None
+            backlog.no_room_for_model = fleet.model_block(pin, backlog.shape) is not None
             if not (backlog.no_room_for_model or pin.full or short_of_memory(pin, backlog.shape) is not None):
                 return pin
             able = {pin: None}
@@ -109,7 +109,7 @@ class Dispatcher:
             if worker is not None:
                 return worker
         self._ledger.classes.block(backlog, able)
-        if fleet.planned and backlog.no_room_for_model:
+        if fleet.models_by_id and backlog.no_room_for_model:
             self._reservations.blocked(backlog, now)
         return None
 
@@ -133,10 +133,10 @@ class Dispatcher:
         """Unblocks the backlogs that changes of workers concern."""
         fleet, classes = self._fleet, self._ledger.classes
         freed = fleet.take_freed()
-        if self._membership != fleet.membership:
+        if self._membership != fleet.membership_changes:
             classes.repin()
-        if (self._membership, self._averages) != (fleet.membership, fleet.averages):
+        if (self._membership, self._averages) != (fleet.membership_changes, fleet.averages_changes):
             classes.unblock_all()
         elif classes.blocked and freed:
-            classes.unblock_for([worker for worker in freed if worker in fleet.open])
-        self._membership, self._averages = fleet.membership, fleet.averages
+            classes.unblock_for([worker for worker in freed if worker in fleet.with_room])
+        self._membership, self._averages = fleet.membership_changes, fleet.averages_changes

@@ -14,7 +14,9 @@ AHEAD_MAX = 10_000
 
 @dataclass(slots=True)
 class Candidate:
-    """A worker. An excluded worker has rank 0, and score 0.0 if it could never take the task."""
+    """A worker, and whether it may get the task. An excluded worker has rank 0. A worker that could never take the task
+    also has score 0.0.
+    """
 
     worker: Worker
     excluded_by: list[str]
@@ -27,12 +29,14 @@ class Explanation:
     summary: str
     strategy: str
     score_meaning: str
-    ahead: int | None
+    ahead: int | None  # tasks of its queue that are dispatched before it; None: it does not wait
     candidates: list[Candidate]
 
 
 def explain(core: Core, task: Task, now: float) -> Explanation:
-    """All workers, with the reasons that exclude them or their rank."""
+    """Explains the task's state. Lists all workers: those that may get the task in the order of their ranks, then the
+    excluded ones with the reasons.
+    """
     queue = core.ledger.queue(task.spec.queue)
     strategy = core.ledger.strategy_of(queue)
     shape = shape_of(task.spec, partition_of(task.partition_key))
@@ -43,11 +47,14 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
         unfit = fleet.unfit(worker, shape)
         candidate = Candidate(worker, [unfit] if unfit is not None else obstacles(fleet, strategy, shape, worker))
         if task.extra is not None and worker.device_key in task.extra.broke:
-            candidate.excluded_by.append("the task broke an engine on this device; other devices go first")
+            candidate.excluded_by.append(
+                "the task broke an engine on this device: it runs here again only if no other device accepts such tasks"
+            )
         if unfit is None:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
+    # queued() wants the shape without its partition. The task itself counts, also if it does not wait.
     queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
     for candidate in [c for c in free if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
@@ -69,7 +76,9 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
 
 
 def _ahead(core: Core, task: Task) -> tuple[int | None, bool]:
-    """How many tasks of its queue go before a task (None: it does not wait), and whether all were counted."""
+    """How many tasks of the task's queue are dispatched before it (None: it does not wait), and whether all of them
+    were counted. Of two tasks the one with the smaller priority goes first, then the one with the smaller task_id.
+    """
     if not task.waiting:
         return None, True
     spec, ahead, left = task.spec, 0, AHEAD_MAX

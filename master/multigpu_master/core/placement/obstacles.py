@@ -25,7 +25,7 @@ def obstructed(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -
     return (
         short_of_memory(worker, shape) is not None
         or strategy.excludes(shape, worker, fleet) is not None
-        or (fleet.planned and fleet.blocked(worker, shape) is not None)
+        or (fleet.models_by_id and fleet.model_block(worker, shape) is not None)
     )
 
 
@@ -53,7 +53,7 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
     if worker.stopping:
         why.append("stopping")
     if worker.window_full:
-        leases, allowed = len(worker.leases), worker.pace.allowed
+        leases, allowed = len(worker.leases), worker.pace.leases_max
         if worker.shares:
             why.append(f"window full ({leases} leases)")
         elif leases > allowed:
@@ -64,7 +64,7 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
         why.append(f"window full ({worker.leased_bytes} of {worker.info.window_bytes} bytes)")
     if (free := short_of_memory(worker, shape)) is not None:
         why.append(f"{shape.memory_bytes} bytes of device memory required, {free} free")
-    if (block := fleet.blocked(worker, shape)) is not None:
+    if (block := fleet.model_block(worker, shape)) is not None:
         why.append(_model_blocked(fleet, worker, shape, block))
     if (excluded := strategy.excludes(shape, worker, fleet)) is not None:
         why.append(excluded)

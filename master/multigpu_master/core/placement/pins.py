@@ -29,7 +29,7 @@ class Pins:
 
     def pin(self, strategy: Strategy, shape: Shape) -> Worker | None:
         """The worker to which a pinned strategy assigns the shape, whether or not it has room now."""
-        if self._membership != self._fleet.membership:
+        if self._membership != self._fleet.membership_changes:
             self._move_pins()
         if len(self._pins) >= PINS_MAX:
             self._pins.clear()
@@ -52,7 +52,7 @@ class Pins:
         """
         before, fleet = self._members, self._fleet
         now = self._members = {w: w.info for w in fleet.workers.values() if w.accepting}
-        self._membership = fleet.membership
+        self._membership = fleet.membership_changes
         joined = [w for w, info in now.items() if before.get(w) is not info]
         if not joined and len(now) == len(before):
             return  # none joined or left

@@ -4,10 +4,10 @@ A window holds more leases than its worker has slots, so that a slot that ends a
 lease that runs long delays the leases behind it. So leases that have waited in a window are recalled for a worker with
 a free slot, and less urgent leases for a task that waits for room in a window. The worker returns the leases that it
 has not begun and continues the others: nothing runs twice. Each lease is recalled at most once a session. A lease whose
-model its worker still loads is recalled, too, for an idle worker that has the model.
+model its worker still loads is recalled, too, for a worker with a free slot that has the model.
 
-Only workers with more leases than slots, or that load a model, are checked, every LOOK_S: the fast tasks of a wide
-window have ended by then.
+Only workers that have more leases than slots, or load a model, are checked. They are checked every LOOK_S, because most
+leases on fast tasks have ended by then and need no check.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,15 @@ from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
 
-# How often windows are checked, and how long a lease may wait in one before it is recalled.
+# Seconds between two checks of the windows, and seconds that a lease waits in a window before it may be recalled.
 LOOK_S = 0.05
-# Limit of (queue, shape) pairs for which one check determines the possible workers.
-SORTS_MAX = 64
+# Limit of the (queue, shape) pairs for which one check looks for workers with free slots, and of the backlogs for which
+# it looks for less urgent leases.
+CHECKED_MAX = 64
 
 
 class Recalls:
-    """See the module. `grants` says whether leases can be granted now."""
+    """See the module. `grants` returns whether leases can be granted now."""
 
     def __init__(
         self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, grants: Callable[[float], bool]
@@ -38,11 +39,13 @@ class Recalls:
         self._timers = timers
         self._commands = commands
         self._grants = grants
-        self._checked: dict[Worker, None] = {}  # all workers with leases that may wait, and perhaps more workers
-        self._armed = False
+        self._checked: dict[Worker, None] = {}  # all workers for which _may_keep_waiting is true, or was
+        self._armed = False  # whether the timer of the next check is set
 
-    def granted(self, worker: Worker, now: float) -> None:
-        """Call when a worker was granted leases, or has fewer slots for them."""
+    def watch(self, worker: Worker, now: float) -> None:
+        """Call when a worker was granted leases, or has fewer slots for them. If leases may wait there, checks it from
+        now on.
+        """
         if _may_keep_waiting(worker):
             self._checked[worker] = None
             if not self._armed:
@@ -58,40 +61,43 @@ class Recalls:
         if not checked:
             return
         self._arm(now)
-        for worker in self._deep():
-            self._fleet.learn_from_silence(worker, now)
+        for worker in self._over_slots():
+            self._fleet.adjust_silent_worker(worker, now)
         if self._grants(now):
             self._recall_for_slots(now)
             self._recall_for_urgent(now)
-        first = next(iter(checked))  # the next check begins with another worker: this one may have reached its limits
+        # Begin the next check with another worker: the first workers may use up the CHECKED_MAX pairs of each check.
+        first = next(iter(checked))
         checked[first] = checked.pop(first)
 
-    def _deep(self) -> list[Worker]:
+    def _over_slots(self) -> list[Worker]:
         """The workers with more leases than slots."""
         return [w for w in self._checked if len(w.leases) > w.slots]
 
     def _recall_for_slots(self, now: float) -> None:
-        """Recalls leases that wait in windows, a share for each worker that has free slots."""
+        """Recalls leases that wait in windows, for the workers that have free slots. Each of these gets leases for its
+        free slots; within its window also more, up to an equal part of the leases that wait at one worker.
+        """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
-        promised = dict.fromkeys(free, 0)
+        promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
         takers: dict[tuple[str, Shape, bool], list[Worker]] = {}
         for worker in self._checked if free else ():
             waiting = self._waiting(worker, now)
-            loads = len(worker.leases) <= worker.slots
+            loads = len(worker.leases) <= worker.slots  # it is checked only because it loads a model
             if loads:
                 waiting = [lease for lease in waiting if lease.model in worker.residency.began_s]
-            share = len(waiting) // (len(free) + 1)
+            quota = len(waiting) // (len(free) + 1)
             recalled = []
             for lease in waiting:
                 others = self._takers(lease, free, takers, loaded=loads)
                 while others:
                     other = others[-1]
                     held = len(other.leases)
-                    if held + promised[other] < max(other.slots, min(other.pace.allowed, held + share)):
+                    if held + promised[other] < max(other.slots, min(other.pace.leases_max, held + quota)):
                         promised[other] += 1
                         recalled.append(lease)
                         break
-                    others.pop()
+                    others.pop()  # from the cached list: leases of other workers skip this worker, too
             self._commands.recall(worker, recalled)
 
     def _takers(
@@ -102,10 +108,10 @@ class Recalls:
         shape = shape_of(spec)
         found = known.get((spec.queue, shape, loaded))
         if found is None:
-            if len(known) >= SORTS_MAX:
+            if len(known) >= CHECKED_MAX:
                 return []
             strategy, able = ledger.strategy_of(ledger.queues[spec.queue]), fleet.eligible(shape)
-            queued = self._ledger.classes.queued(strategy, shape) + 1
+            queued = ledger.classes.queued(strategy, shape) + 1  # with the lease's own task
             found = known[spec.queue, shape, loaded] = [
                 w for w in free
                 if w in able and not w.full and not obstructed(fleet, strategy, shape, w)
@@ -117,14 +123,15 @@ class Recalls:
     def _recall_for_urgent(self, now: float) -> None:
         """Recalls leases for more urgent waiting tasks, from workers that have reported nothing for LOOK_S."""
         fleet = self._fleet
-        stuck = [w for w in self._deep() if w.accepting and now - w.pace.reported_s >= LOOK_S]
+        stuck = [w for w in self._over_slots() if w.accepting and now - w.pace.reported_s >= LOOK_S]
         for backlog in self._first_backlogs() if stuck else ():
             head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
             if head is None or strategy.pinned:
                 continue
-            if 0 <= now - head.submit_s < LOOK_S:  # below 0: the clock was set back
+            # Below 0: an earlier master accepted the task, and the clock was set back since.
+            if 0 <= now - head.submit_s < LOOK_S:
                 continue
-            priority = head.spec.priority
+            priority = head.spec.priority  # a smaller number is more urgent
             needed, able = backlog.size, fleet.eligible(shape)
             for worker in stuck:
                 less_urgent = any(x.task.spec.priority > priority for x in worker.leases.values())
@@ -136,24 +143,27 @@ class Recalls:
 
     def _first_backlogs(self) -> list[Backlog]:
         """The backlogs with the most urgent first tasks."""
-        return nsmallest(SORTS_MAX, self._ledger.classes.backlogs.values(), key=lambda backlog: backlog.position)
+        return nsmallest(CHECKED_MAX, self._ledger.classes.backlogs.values(), key=lambda backlog: backlog.position)
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
-        """A worker's leases that may be recalled, in the order in which they should begin, or the reverse. The oldest
-        leases come last in both cases: they likely run, although no heartbeat has reported that yet.
+        """A worker's leases that may be recalled, in the order in which they should begin, or with last_first in the
+        reverse order. In both cases the oldest come last, one for each slot without a running or recalled lease: they
+        likely run, although no heartbeat has reported that yet.
         """
-        leases, begun = [], 0
+        leases, excluded = [], 0
         for lease in worker.leases.values():
             if lease.running or lease.recalled == worker.session:
-                begun += 1
-            elif lease.dispatch_s <= now - LOOK_S and self._may(lease):
+                excluded += 1
+            elif lease.dispatch_s <= now - LOOK_S and self._may_recall(lease):
                 leases.append(lease)
-        likely = max(0, worker.slots - begun)
+        likely = max(0, worker.slots - excluded)  # number of leases that likely run
         order = sorted(leases[likely:], key=lambda x: (x.task.spec.priority, x.task.task_id), reverse=last_first)
         return order + leases[:likely]
 
-    def _may(self, lease: Lease) -> bool:
-        """Whether the lease's task would get another lease, and from any worker."""
+    def _may_recall(self, lease: Lease) -> bool:
+        """Whether the lease's task could run on any eligible worker: its queue is not paused, its strategy is not
+        pinned, and the task has broken no engine.
+        """
         task, ledger = lease.task, self._ledger
         queue = ledger.queues[task.spec.queue]
         return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))

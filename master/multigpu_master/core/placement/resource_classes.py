@@ -131,7 +131,7 @@ class Backlog:
 
     __slots__ = (
         "blocked_by", "classes", "no_room_for_model", "pin", "placed", "shape", "size", "strategy", "ticket",
-        "waits_to_grow",
+        "too_few_tasks",
     )  # fmt: skip
 
     def __init__(self, strategy: Strategy, shape: Shape, pin: Worker | None) -> None:
@@ -143,7 +143,7 @@ class Backlog:
         self.ticket = 0  # in the order of the ready backlogs
         self.placed: Position = (0, 0)
         self.blocked_by: Blocker | None = None  # None: it is ready
-        self.waits_to_grow = False  # a worker has room, but needs a larger backlog
+        self.too_few_tasks = False  # a worker has room, but needs a larger backlog
         self.no_room_for_model = False  # a worker has room in its window, but none for the model
 
     @property
@@ -240,7 +240,7 @@ class ResourceClasses:
         if backlog is not None:
             backlog.size += 1
             self._place(backlog, resource_class)
-            if backlog.waits_to_grow and backlog.blocked_by is not None:
+            if backlog.too_few_tasks and backlog.blocked_by is not None:
                 self.unblock(backlog)
 
     def _shrink(self, resource_class: ResourceClass) -> None:
@@ -293,7 +293,7 @@ class ResourceClasses:
         resource_class.backlog = backlog
         backlog.size += resource_class.size
         self._place(backlog, resource_class)
-        if backlog.waits_to_grow and backlog.blocked_by is not None:
+        if backlog.too_few_tasks and backlog.blocked_by is not None:
             self.unblock(backlog)
 
     def _withdraw(self, resource_class: ResourceClass) -> None:
@@ -349,7 +349,7 @@ class ResourceClasses:
     def unblock_all(self, *, growing: bool = False) -> None:
         """Unblocks all backlogs. `growing`: only those for which a worker has room, but needs a larger backlog."""
         for _, backlogs in list(self.blocked.values()):
-            for backlog in [b for b in backlogs if b.waits_to_grow or not growing]:
+            for backlog in [b for b in backlogs if b.too_few_tasks or not growing]:
                 self.unblock(backlog)
 
     def _forget_blocker(self, backlog: Backlog) -> None:

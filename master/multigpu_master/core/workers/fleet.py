@@ -1,4 +1,8 @@
-"""The registry of workers: which exist, what each can run, how fast, and which leases and models each holds."""
+"""The registry of workers: which exist, what each can run, how fast, and which leases and models each holds.
+
+A worker offers models *by id* if it lists them in info.models, with their sizes; then the master knows and controls
+which models the worker has loaded (residency.py). Otherwise the worker only names models in its capabilities.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -11,19 +15,20 @@ from multigpu_master.core.workers.pace import (
     WINDOW_S,
     Key,
     SteppedAverages,
-    learn,
     narrow_window,
+    update_average,
 )
 from multigpu_master.core.workers.residency import LOAD_S, Block, ModelSizes
 
-# Assumed for a unit of work where nothing is measured.
+# Seconds assumed for a unit of work until a task of its (kind, model) has succeeded.
 UNIT_S = 0.01
-# A lease is late when it has run for this many times its expected duration.
+# A lease is late when it has taken more than this many times its expected time.
 LATE = 1.25
-# Limit of shapes whose eligible workers are kept; beyond it all are computed anew.
+# Limit of the cache of eligible workers by shape; beyond it the cache is emptied.
 SHAPES_MAX = 8192
-LOST_WORKERS_MAX = 1000
-LOST_WORKERS_TOKEN_MAX = 500  # whose last session had the same token
+# Limit of lost workers, and of lost workers whose last sessions had the same token: a peer that invents worker_ids
+# takes at most half of the places. Cordoned workers do not count.
+LOST_WORKERS_MAX, LOST_WORKERS_TOKEN_MAX = 1000, 500
 
 
 class Fleet:
@@ -31,18 +36,18 @@ class Fleet:
         self.memory_threshold = memory_threshold
         self.workers: dict[str, Worker] = {}
         self.sessions: dict[int, Worker] = {}
-        self.open: dict[Worker, None] = {}  # workers that take work and have room in their windows
+        self.with_room: dict[Worker, None] = {}  # accepting workers with room in their windows
         self.freed: dict[Worker, None] = {}  # workers that may have gained room since the last take_freed
-        self.membership = 0  # counts workers that joined, left, or changed which tasks they can take
-        self.averages = 0  # counts the steps of the fleet's averages
-        self.planned = False  # whether any worker offers models by id
+        self.membership_changes = 0  # counts the calls of members_changed
+        self.averages_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
+        self.models_by_id = False  # whether any worker has ever offered models by id
         self.sizes = ModelSizes()
-        self._dispatches = 0
-        self._unit_s = SteppedAverages()
-        self._units = SteppedAverages()
-        self._eligible: dict[Shape, dict[Worker, None]] = {}
-        self._groups: dict[tuple[Worker, ...], dict[Worker, None]] = {}
-        self._resident: dict[Shape, int] = {}
+        self._dispatches = 0  # granted leases
+        self._unit_s = SteppedAverages()  # seconds for each unit of work, over all workers
+        self._units = SteppedAverages()  # units of work of a task
+        self._eligible: dict[Shape, dict[Worker, None]] = {}  # cache of eligible()
+        self._groups: dict[tuple[Worker, ...], dict[Worker, None]] = {}  # each different value of _eligible
+        self._resident: dict[Shape, int] = {}  # cache of resident_workers()
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -62,13 +67,14 @@ class Fleet:
             worker.kinds.setdefault(capability.kind, []).append(capability)
         worker.shares = {c.kind: max(1, SLOT // c.concurrency) for c in info.capabilities if c.concurrency > 1}
         worker.residency.offer(info.models, info.model_memory_bytes)
-        self.planned = self.planned or bool(info.models)
+        self.models_by_id = self.models_by_id or bool(info.models)
         self._measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
         self.members_changed(worker)
 
-    def make_room(self, worker_id: str, token_id: str = "") -> Worker | None:
-        """Call before a worker joins: if too many workers are lost, of all or of its token, forgets and returns the one
-        lost first. Cordoned workers stay: once forgotten, they could reconnect and would get tasks.
+    def evict_lost_worker(self, worker_id: str, token_id: str = "") -> Worker | None:
+        """Call before a worker joins. If the worker is new, and LOST_WORKERS_MAX workers are lost, or
+        LOST_WORKERS_TOKEN_MAX with this token, deletes and returns the one of them that was lost first. Keeps cordoned
+        workers: if one were deleted, it could reconnect and would get tasks.
         """
         if worker_id in self.workers:
             return None
@@ -106,8 +112,8 @@ class Fleet:
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def members_changed(self, worker: Worker) -> None:
-        """Call when a worker joined, left, or changed which tasks it can take."""
-        self.membership += 1
+        """Call when a worker joined or left, or when the tasks that it can or may take have changed."""
+        self.membership_changes += 1
         self._groups.clear()
         self._eligible.clear()
         self._resident.clear()
@@ -117,16 +123,17 @@ class Fleet:
         """Call when a worker changed in a way that may change its score."""
         worker.version += 1
         if worker.accepting and not worker.full:
-            self.open[worker] = None
+            self.with_room[worker] = None
         else:
-            self.open.pop(worker, None)
+            self.with_room.pop(worker, None)
 
-    def free(self, worker: Worker) -> None:
+    def gained_room(self, worker: Worker) -> None:
         """Call when a worker may have gained room."""
         self.freed[worker] = None
         self.touch(worker)
 
     def take_freed(self) -> dict[Worker, None]:
+        """Returns the workers that may have gained room since the last call."""
         freed, self.freed = self.freed, {}
         return freed
 
@@ -134,7 +141,7 @@ class Fleet:
         """Call when a worker's models, or its room for them, changed."""
         worker.residency.changed()
         self._resident.clear()
-        self.free(worker)
+        self.gained_room(worker)
 
     # --- what they can run -------------------------------------------------------------------------------------------
 
@@ -156,13 +163,15 @@ class Fleet:
             if worker.info.labels.get(key) != value:
                 has = worker.info.labels.get(key)
                 return f"needs the label {key}={value}, has {'none' if has is None else repr(has)}"
-        there = worker.info.memory_total_bytes
-        if shape.memory_bytes > there:
-            return f"needs {shape.memory_bytes:,} bytes of device memory, has {there:,}"
+        total_bytes = worker.info.memory_total_bytes
+        if shape.memory_bytes > total_bytes:
+            return f"needs {shape.memory_bytes:,} bytes of device memory, has {total_bytes:,}"
         return None
 
     def load_error(self, name: str) -> tuple[Worker, str] | None:
-        """A worker that offers this model, or a version of it, but can't load it, and why."""
+        """The first worker that offers this model, or a version of it, but can't load it; and the error. None: there is
+        no such worker.
+        """
         for worker in self.workers.values():
             for model in worker.info.models:
                 if model.error and name in (model.name, model.model_id):
@@ -170,7 +179,9 @@ class Fleet:
         return None
 
     def eligible(self, shape: Shape) -> dict[Worker, None]:
-        """The workers that could take such a task, lost ones too. Shapes with the same workers share one object."""
+        """The workers that could take tasks of this shape, lost workers too. Shapes with the same workers share one
+        dict.
+        """
         found = self._eligible.get(shape)
         if found is None:
             if len(self._eligible) > SHAPES_MAX:
@@ -183,14 +194,16 @@ class Fleet:
     # --- models ------------------------------------------------------------------------------------------------------
 
     def model_of(self, worker: Worker, shape: Shape) -> str:
-        """The model this worker would run the shape on; "" if the kind needs none."""
+        """The name of the model on which this worker would run the shape's tasks; "": they need none."""
         if shape.model:
             return shape.model
         capability = self.capability(worker, shape)
         return capability.models[0] if capability is not None and capability.models else ""
 
     def model_id(self, worker: Worker, kind: str, model: str) -> str:
-        """The id of the worker's model that tasks of this kind and model run on; "" if it offers none by id."""
+        """The id of the worker's model on which tasks of this kind and model run; "": the tasks need none, or the
+        worker offers it without an id.
+        """
         residency = worker.residency
         if not residency.offered:
             return ""
@@ -198,12 +211,12 @@ class Fleet:
         if found is None:
             if len(residency.ids) > PACES_MAX:
                 residency.ids.clear()
-            name = self.model_of(worker, Shape(kind, model, (), 0, -1))
+            name = self.model_of(worker, _plain_shape((kind, model)))
             found = residency.ids[kind, model] = residency.names.get(name, "")
         return found
 
-    def blocked(self, worker: Worker, shape: Shape) -> Block | None:
-        """Why the worker gets no tasks of this shape now because of its model; None if it may."""
+    def model_block(self, worker: Worker, shape: Shape) -> Block | None:
+        """The reason why the shape's model can't be used on this worker now; None: it can."""
         residency = worker.residency
         model = residency.ids.get((shape.kind, shape.model))
         if model is None:
@@ -211,24 +224,28 @@ class Fleet:
         return residency.blocked(model, idle=not worker.leases) if model else None
 
     def reserved(self, worker: Worker, shape: Shape) -> bool:
-        """Whether the worker makes room for the shape's model."""
+        """Whether the worker has a load reservation for the shape's model."""
         room_for = worker.residency.room_for
         return bool(room_for) and room_for == self.model_id(worker, shape.kind, shape.model)
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
+        """The expected time to load the shape's model, and later again the models that must be unloaded for it, in
+        seconds. 0.0: the model is loaded, or a granted lease already makes the worker load it, or the tasks need none.
+        """
         residency = worker.residency
-        model = residency.ids.get((shape.kind, shape.model)) if self.planned else ""
+        model = residency.ids.get((shape.kind, shape.model)) if self.models_by_id else ""
         if model is None:
             model = self.model_id(worker, shape.kind, shape.model)
         if model:
             stays = model not in residency.unwanted and model not in residency.retiring
             return 0.0 if stays and residency.placed(model) else residency.cost_s(model)
-        if (shape.kind, shape.model) in residency.unplanned:
+        if (shape.kind, shape.model) in residency.granted_without_id:
             return 0.0
         model = self.model_of(worker, shape)
         return LOAD_S if model and model not in residency.reported else 0.0
 
     def resident_workers(self, shape: Shape) -> int:
+        """The number of accepting workers that need not load the shape's model (load_s is 0.0)."""
         count = self._resident.get(shape)
         if count is None:
             count = sum(1 for w in self.eligible(shape) if w.accepting and self.load_s(w, shape) == 0.0)
@@ -242,60 +259,72 @@ class Fleet:
             self._measured((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
     def idle(self, worker: Worker) -> None:
-        """Call when the worker holds no lease: only the models in its heartbeat are loaded."""
-        unplanned, worker.residency.unplanned = worker.residency.unplanned, {}
-        if any(self.load_s(worker, Shape(*key, (), 0, -1)) > 0 for key in unplanned):
+        """Call when the worker holds no lease. Then its heartbeats list all models that are loaded, so the record of
+        the models of granted leases is deleted.
+        """
+        granted, worker.residency.granted_without_id = worker.residency.granted_without_id, {}
+        if any(self.load_s(worker, _plain_shape(key)) > 0 for key in granted):
             self._resident.clear()
 
     def _measured(self, sizes: Iterable[tuple[str, int, float]]) -> None:
-        """Records measurements: (model id, memory in bytes, loading time in seconds), 0 if not measured."""
+        """Records measurements: (model id, memory in bytes, loading time in seconds). 0: not measured."""
         before = self.sizes.changes
         for model, memory_bytes, load_s in sizes:
             self.sizes.learn(model, memory_bytes, load_s)
-        self.averages += self.sizes.changes != before  # backlogs may suffice for other workers now
+        # The loading time decides how many tasks must wait before a worker loads the model, and the size decides
+        # whether there is room for it: dispatch tries all backlogs again.
+        self.averages_changes += self.sizes.changes != before
 
     # --- how fast ----------------------------------------------------------------------------------------------------
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
+        """The expected run time of a task, in seconds. See strategy.FleetView."""
         key = (shape.kind, shape.model)
         unit_s = worker.pace.unit_s.get(key) or self._unit_s.values.get(key, UNIT_S)
         return unit_s * (units or self._units.values.get(key, 1.0))
 
     def learned(self, worker: Worker, key: Key, n: int, units: int, ran_s: float) -> None:
-        """Learns from n tasks, `units` of work of one (kind, model), that took the engine ran_s together."""
+        """Records that n tasks of one (kind, model), which had `units` units of work in all, together ran for ran_s
+        seconds.
+        """
         units = max(units, 1)
-        learn(worker.pace.unit_s, key, ran_s / units)
-        moved = self._unit_s.learn(key, ran_s / units)
-        if self._units.learn(key, units / n) or moved:
-            self.averages += 1
+        update_average(worker.pace.unit_s, key, ran_s / units)
+        changed = self._unit_s.learn(key, ran_s / units)
+        if self._units.learn(key, units / n) or changed:
+            self.averages_changes += 1
 
-    def learn_from_silence(self, worker: Worker, now: float) -> None:
-        """Narrows the window of a worker that has reported nothing for longer than its leases were expected to take,
-        and expects each running lease to take as long as it has run already.
+    def adjust_silent_worker(self, worker: Worker, now: float) -> None:
+        """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
+        PACE_S, narrows its window to the pace that this silence allows, and raises the expected time of its late
+        leases.
+
+        Only the leases that likely run are checked: the first ones, as many as the worker has slots, or as many as it
+        ended in its last report if these are more. A late lease is expected to take as long as it has taken until now:
+        the time since the last report or since its dispatch, whichever is later, divided among the tasks of a slot.
         """
         pace, slots = worker.pace, worker.info.slots
         silent_s = now - pace.reported_s
         if silent_s < PACE_S:
             return
-        share = max(1.0, pace.together / slots)  # tasks of a batch, or reported together, for each slot
-        window = max(narrow_window(worker.info), int(min(pace.allowed, share * slots * WINDOW_S / silent_s)))
-        first = islice(worker.leases.values(), int(share * slots))
-        late = [x for x in first if min(silent_s, now - x.dispatch_s) > LATE * x.cost_s * share]
+        slot_tasks = max(1.0, pace.last_report_tasks / slots)  # tasks that a slot runs, or reports, together
+        window = max(narrow_window(worker.info), int(min(pace.leases_max, slot_tasks * slots * WINDOW_S / silent_s)))
+        first = islice(worker.leases.values(), int(slot_tasks * slots))
+        late = [x for x in first if min(silent_s, now - x.dispatch_s) > LATE * x.cost_s * slot_tasks]
         for lease in late:
-            cost_s = min(silent_s, now - lease.dispatch_s) / share
+            cost_s = min(silent_s, now - lease.dispatch_s) / slot_tasks
             worker.backlog_s += cost_s - lease.cost_s
             lease.cost_s = cost_s
-        if late or window < pace.allowed:
-            pace.allowed = min(pace.allowed, window)
+        if late or window < pace.leases_max:
+            pace.leases_max = min(pace.leases_max, window)
             self.touch(worker)
 
     # --- what they hold ----------------------------------------------------------------------------------------------
 
     def grant(self, worker: Worker, lease: Lease, now: float) -> Key | None:
-        """Adds a lease to the worker's window. Returns its (kind, model) if the worker has to load the model."""
+        """Adds a lease to the worker's window. Returns the task's (kind, model) if the worker has to load the model."""
         task = lease.task
-        assert task.lease is None, "a task is leased once at a time"
-        assert task.outcome is None, "a settled task is not leased"
+        assert task.lease is None, "the task has a lease already"
+        assert task.outcome is None, "the task is settled"
         if not worker.leases:
             worker.pace.end_idle(now)
         task.lease = lease
@@ -308,14 +337,14 @@ class Fleet:
         self._dispatches += 1
         worker.last_dispatch = self._dispatches
         key, residency, loads = (task.spec.kind, task.spec.model), worker.residency, False
-        if self.planned and (model := self.model_id(worker, *key)):
+        if self.models_by_id and (model := self.model_id(worker, *key)):
             lease.model = model
             loads = residency.grant(model, lease.frame, now)
-        elif key not in residency.unplanned:
-            loads = self.load_s(worker, Shape(*key, (), 0, -1)) > 0
-            residency.unplanned[key] = None
-            if len(residency.unplanned) > PACES_MAX:
-                del residency.unplanned[next(iter(residency.unplanned))]
+        elif key not in residency.granted_without_id:
+            loads = self.load_s(worker, _plain_shape(key)) > 0
+            residency.granted_without_id[key] = None
+            if len(residency.granted_without_id) > PACES_MAX:
+                del residency.granted_without_id[next(iter(residency.granted_without_id))]
         if loads:
             self._resident.clear()
         self.touch(worker)
@@ -323,20 +352,26 @@ class Fleet:
 
     def release(self, lease: Lease) -> None:
         """Removes a lease from its worker and its task."""
-        assert lease.task.lease is lease, "a live lease is its task's"
+        assert lease.task.lease is lease, "the task has another lease, or none"
         del lease.worker.leases[lease.lease_id]
         lease.task.lease = None
         self.released(lease.worker, [lease], len(lease.task.payload))
-        self.free(lease.worker)
+        self.gained_room(lease.worker)
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
-        """Subtracts leases, already removed from worker.leases and their tasks, from the worker's sums."""
+        """Subtracts leases from the worker's sums. The caller has removed them from worker.leases and their tasks."""
         worker.leased_bytes -= payload_bytes
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])
-        if self.planned:
+        if self.models_by_id:
             for lease in leases:
                 if lease.model and worker.residency.release(lease.model):
                     self._resident.clear()
         cost_s = sum([lease.cost_s for lease in leases])
         worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0
+
+
+def _plain_shape(key: Key) -> Shape:
+    """The shape of tasks that require nothing but this kind and model."""
+    kind, model = key
+    return Shape(kind, model, labels=(), memory_bytes=0)

@@ -73,7 +73,7 @@ class LoadReservations:
         """Whether the model is placed where the tasks may use it: they only wait for room in a window."""
         fleet, shape = self._fleet, backlog.shape
         return any(
-            w.accepting and fleet.load_s(w, shape) == 0.0 and fleet.blocked(w, shape) is None
+            w.accepting and fleet.load_s(w, shape) == 0.0 and fleet.model_block(w, shape) is None
             for w in self._workers(backlog)
         )
 
@@ -154,7 +154,7 @@ class LoadReservations:
 
     # --- rest --------------------------------------------------------------------------------------------------------
 
-    def look_at(self, worker: Worker) -> None:
+    def start_rest_timer(self, worker: Worker) -> None:
         """Call when a worker's models changed: starts the timer of its rest."""
         if worker.residency.resting and worker not in self._resting:
             self._resting[worker] = None
@@ -172,11 +172,11 @@ class LoadReservations:
 
         self._timers.at(worker.residency.rest_until_s, over)
 
-    def used(self, worker: Worker, model: str, now: float) -> None:
+    def model_answered(self, worker: Worker, model: str, now: float) -> None:
         """Records that a model is loaded, because a task has succeeded on it."""
         if model in worker.residency.began_s:
             worker.residency.ready(model, now)
-            self.look_at(worker)
+            self.start_rest_timer(worker)
 
 
 def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:

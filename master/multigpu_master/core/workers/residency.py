@@ -81,7 +81,7 @@ class Residency:
     retiring: dict[str, None] = field(default_factory=dict)  # get no new leases, so that room_for can be loaded
     # For workers that offer no models by id: (kind, model) of the leases granted since the worker was last idle. These
     # models are loaded, or will be.
-    unplanned: dict[tuple[str, str], None] = field(default_factory=dict)
+    granted_without_id: dict[tuple[str, str], None] = field(default_factory=dict)
     _uses: int = 0
     _sizes: int = 0  # the `sizes.changes` that the sums are based on
     # Caches; None: stale.
@@ -271,7 +271,7 @@ class Residency:
 
     def lost(self) -> None:
         """The session is over: nothing is known until the next heartbeat. `pins` and `unwanted` stay."""
-        self.reported, self.granted, self.going, self.began_s, self.unplanned = {}, {}, {}, {}, {}
+        self.reported, self.granted, self.going, self.began_s, self.granted_without_id = {}, {}, {}, {}, {}
         self.resting, self.rest_until_s = False, 0.0
         self.room_for, self.retiring = "", {}
         self.changed()

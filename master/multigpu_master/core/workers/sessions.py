@@ -1,7 +1,7 @@
 """Handles the workers' events: sessions that begin, report, fall silent and end.
 
-A report counts only if its session's worker holds that lease (`worker.leases`). There is no other fence: a lease that
-is released is no longer there, so a late report finds no lease.
+A report on a lease counts only if the session's worker holds the lease (`worker.leases`). No other check is necessary:
+a released lease is not in `worker.leases`, so a late report finds none.
 """
 
 from collections.abc import Container
@@ -21,12 +21,15 @@ from multigpu_master.core.workers.quarantine import Quarantine
 
 PARTIALS_BYTES_MAX = 16 << 20
 PARTIAL_OVERHEAD_BYTES = 64  # added to the size of each partial output
-# A timer that fires later than this (or a quarter of the session's timeout) shows that the master itself was paused.
-LATE_S = 1.0
-# The error type of a lease whose model had to make room for another, and the task's pause before it is requeued.
+# A timer that fires more than this many seconds late (or a quarter of session_timeout, if that is less) shows that the
+# master itself was paused.
+TIMER_LATE_S = 1.0
+# The error type of a returned lease whose model had to make room for another, and the pause in seconds before its task
+# is requeued.
 MAKES_ROOM, MAKES_ROOM_S = "ModelMakesRoom", 0.1
-# The error type of a lease that was recalled.
+# The error type of a lease that its worker returned because the master recalled it.
 RECALLED = "Recalled"
+# The reason for revoking a lease that its worker should not hold.
 STALE = "the lease no longer counts"
 
 
@@ -42,7 +45,7 @@ class Sessions:
         self._reservations = reservations
         self._recalls = recalls
         timeout_s = ledger.limits.session_timeout_s
-        self._grace_s = min(LATE_S, timeout_s / 4)
+        self._grace_s = min(TIMER_LATE_S, timeout_s / 4)
         self._suspect_s = timeout_s - self._grace_s  # after this silence a worker is suspected to be lost
 
     # --- a session begins --------------------------------------------------------------------------------------------
@@ -50,12 +53,13 @@ class Sessions:
     def hello(self, event: ev.Hello, now: float) -> None:
         fleet, commands = self._fleet, self._commands
         worker = fleet.workers.get(event.info.worker_id)
+        # Tasks and leases share one sequence of ids. From ids_end on it is another journal's (see ev.Hello).
         ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
             commands.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
-        if (gone := fleet.make_room(event.info.worker_id, event.token_id)) is not None:
+        if (gone := fleet.evict_lost_worker(event.info.worker_id, event.token_id)) is not None:
             commands.worker_changed(gone, remember=True, gone=True)
         worker = fleet.register(event.info)
         worker.token_id = event.token_id
@@ -64,11 +68,11 @@ class Sessions:
         for held in ours:
             lease = worker.leases.get(held.lease_id)
             if lease is not None:
-                lease.frame = 0
+                lease.frame = 0  # no frame of the new session carried it, and the worker has it
                 self._observe(lease, held, now)
             elif self._adopt(worker, held, now):
                 adopted.append(held.lease_id)
-        self._recalls.granted(worker, now)
+        self._recalls.watch(worker, now)
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
         commands.add(ev.Welcome(event.session, adopted))
         commands.revoke(event.session, revoked, STALE)
@@ -81,25 +85,28 @@ class Sessions:
         commands.worker_changed(worker, remember=True)
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
-        """Takes over a lease of an earlier session, if its task has no lease and no outcome."""
+        """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
+        leased, or if the attempt's failure was reported.
+        """
         task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
             return False
         extra = task.extra
         if extra is not None and held.attempt <= extra.failed_attempt:
-            return False  # the attempt's failure was reported and charged: it must not be charged again
+            return False  # the failure counts against attempts_max already, and must not count twice
         if task.waiting:
             self._ledger.classes.remove(self._ledger.class_of(task), task)
         if extra is not None:
             extra.not_before_s = 0.0
-            extra.losses = max(0, extra.losses - 1)  # the lease was counted as lost
+            extra.losses = max(0, extra.losses - 1)  # the lease was counted as lost when its session ended
         task.attempts = max(task.attempts, held.attempt)
         lease = Lease(held.lease_id, task, worker, held.attempt, now, 0, 0.0)
-        self._ledger.book(lease, now)
+        self._ledger.record_lease(lease, now)
         self._observe(lease, held, now)
         return True
 
     def _observe(self, lease: Lease, held: ev.HeldLease, now: float) -> None:
+        """Applies what the worker reports of a lease that it holds."""
         if held.running and not lease.running:
             lease.run_s = now
         lease.running = held.running
@@ -117,13 +124,14 @@ class Sessions:
         worker.heard_s = now
         worker.telemetry = event.telemetry
         worker.engine = event.engine
-        # A restored quarantine may have ended; the breaker may have been reset since the last session.
+        # Also if the health is unchanged: a quarantine that the journal had may have to end, and a sick worker that the
+        # tripped breaker kept in service may have to be quarantined, because an operator has reset the breaker.
         if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
-        if not worker.leases and worker.residency.unplanned:
+        if not worker.leases and worker.residency.granted_without_id:
             fleet.idle(worker)
         if event.catalog is not None:
-            self._offers(worker, event.catalog)
+            self._replace_catalog(worker, event.catalog)
         fleet.heard(worker, event.models, event.last_frame, now)
         if event.stopping != worker.stopping:
             worker.stopping = event.stopping
@@ -131,16 +139,16 @@ class Sessions:
         if worker.residency.unwanted and worker.residency.forget_unloaded():
             fleet.models_changed(worker)
             self._commands.desire(worker)
-        self._reservations.look_at(worker)
-        fleet.free(worker)
-        self._held(worker, event, now)
+        self._reservations.start_rest_timer(worker)
+        fleet.gained_room(worker)
+        self._reconcile_leases(worker, event, now)
         worker.occupied = event.occupied_slots
         if worker.occupied:
-            self._recalls.granted(worker, now)
+            self._recalls.watch(worker, now)
         self._commands.worker_changed(worker)
 
-    def _held(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
-        """Compares the leases in a heartbeat with those that the worker should hold."""
+    def _reconcile_leases(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
+        """Revokes the leases in a heartbeat that the worker should not hold, and takes back those that it has lost."""
         held: dict[int, None] = {}
         unknown = []
         for h in event.leases:
@@ -153,10 +161,10 @@ class Sessions:
         self._commands.revoke(event.session, unknown, STALE)
         if len(worker.leases) > len(held):
             gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
-            for lease in reversed(gone):
+            for lease in reversed(gone):  # each task is put at the front of its class, so the oldest lease comes last
                 self._attempts.take_back(lease, None, now)
 
-    def _offers(self, worker: Worker, catalog: ev.Catalog) -> None:
+    def _replace_catalog(self, worker: Worker, catalog: ev.Catalog) -> None:
         """Replaces the capabilities and models that the worker offers, if they changed."""
         info = worker.info
         if (catalog.capabilities, catalog.models) == (info.capabilities, info.models):
@@ -186,12 +194,12 @@ class Sessions:
             fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s)
         if succeeded and worker.residency.began_s:
             spec = succeeded[0].spec
-            self._reservations.used(worker, fleet.model_id(worker, spec.kind, spec.model), now)
-        fleet.free(worker)  # its window may have grown, even if every report was stale
+            self._reservations.model_answered(worker, fleet.model_id(worker, spec.kind, spec.model), now)
+        fleet.gained_room(worker)  # its window may have grown, even if every report was stale
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
-        """Settles the tasks whose lease the worker still holds."""
-        # A worker's clock may be ahead, and the retention of an outcome begins at its finish time.
+        """Settles the tasks reported as succeeded whose leases the worker still holds. Returns these tasks."""
+        # The worker's clock may be ahead of the master's, and an outcome's retention begins at finish_s.
         finish_s, start_s, content_type = min(event.finish_s or now, now), event.start_s, event.content_type
         worker_id, device_id = worker.info.worker_id, worker.info.device_id
         leases = []
@@ -216,7 +224,9 @@ class Sessions:
         return self._ledger.succeed(worker, leases)
 
     def _failed(self, worker: Worker, event: ev.Reports, now: float) -> int:
-        """Releases the leases of tasks that did not succeed. Returns the number of failed attempts."""
+        """Releases the leases of tasks that did not succeed. Returns how many attempts failed: returned leases are not
+        counted.
+        """
         attempts, charged, finish_s = self._attempts, 0, min(event.finish_s or now, now)
         for failure in event.failures:
             lease = worker.leases.get(failure.lease_id)
@@ -225,9 +235,9 @@ class Sessions:
                 continue
             self._ledger.release(lease)
             if failure.returned and failure.error.type == MAKES_ROOM:
-                attempts.spare(lease, now, MAKES_ROOM_S)
+                attempts.requeue_uncharged(lease, now, MAKES_ROOM_S)
             elif failure.returned and failure.error.type == RECALLED and lease.recalled:
-                attempts.spare(lease, now, 0.0)
+                attempts.requeue_uncharged(lease, now, 0.0)
             elif failure.returned:
                 message = f"worker {worker.worker_id} returned the task"
                 attempts.lost(lease, message, now, sick=not worker.health.fit)
@@ -240,6 +250,7 @@ class Sessions:
         return charged
 
     def partials(self, event: ev.Partials, now: float) -> None:
+        """Records partial outputs, and forwards the new ones to the streams that follow their tasks."""
         worker = self._fleet.sessions.get(event.session)
         if worker is None:
             return
@@ -254,7 +265,7 @@ class Sessions:
             if partial.index < known:
                 continue  # repeated after a reconnect
             if partial.index > known:
-                # The attempt continues partial outputs that this master does not have: only a new attempt yields all.
+                # This master lacks earlier partial outputs of the attempt: only a new attempt sends all of them.
                 self._attempts.take_back(lease, None, now)
                 continue
             size = len(partial.data) + len(partial.content_type) + PARTIAL_OVERHEAD_BYTES
@@ -290,8 +301,9 @@ class Sessions:
             self._lose(worker, now)
 
     def _lose(self, worker: Worker, now: float, kept: Container[int] = ()) -> None:
-        """Marks the worker as lost, and requeues its tasks, the youngest first, so that each is put at the front.
-        `kept`: the lease_ids that its next session, which has begun already, keeps.
+        """Marks the worker as lost. Releases its leases, except those with lease_ids in `kept`, which the worker's next
+        session has brought along. Requeues the tasks, the youngest first: each is put at the front of its class, so
+        the oldest is at the front in the end.
         """
         leases = [x for x in worker.leases.values() if x.lease_id not in kept]
         leases.sort(key=lambda x: -x.task.task_id)
@@ -304,8 +316,9 @@ class Sessions:
         self._commands.worker_changed(worker, remember=True)
 
     def _watch_silence(self, worker: Worker, due_s: float, *, suspected: bool = False) -> None:
-        """Checks at due_s whether the worker has reported. It is lost when two punctual checks found it silent: one
-        check may run right after the master was paused, while the reports of that time are unread.
+        """Checks at due_s whether the worker has been silent. A worker that one check finds silent is `suspected`. It
+        is lost if the next check finds it silent, too, and is at most _grace_s late. A later check is repeated: the
+        master was paused, and may not have read yet what the worker has sent meanwhile.
         """
         session, grace_s = worker.session, self._grace_s
 
