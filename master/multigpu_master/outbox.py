@@ -1,7 +1,7 @@
 """A bidirectional stream: the messages that wait to be sent, and the loop that reads and writes.
 
-The frame under construction is the queue: items added during one write are sent together by the next. There is no
-timer, and no added latency on an idle stream.
+Callers add items to the open frame. While the writer writes a frame, items gather in the open frame, and the next write
+sends them together. There is no timer, and on an idle stream no added latency.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import grpc
 from multigpu_master.errors import CallError
 from multigpu_master.wire.payloads import Peer
 
+# Limits of a frame. Only a frame with a single item may be larger than FRAME_BYTES.
 FRAME_BYTES = 4 << 20
 FRAME_ITEMS = 2048
 
@@ -35,15 +36,17 @@ class Outbox(Generic[F]):
         self._drained.set()
         self._finished = False
         self.aborted: asyncio.Future[CallError] = asyncio.get_running_loop().create_future()
-        self.bytes = 0  # of all waiting items
-        # By task_id, the first partial output to send: the peer has the ones before from an earlier master.
+        self.bytes = 0  # size of all waiting items
+        # By task_id: index of the first partial output to send. The peer got the earlier ones from an earlier master.
         self.partials_from: dict[int, int] = {}
-        self.peer_id = ""  # names the client, or the worker's process, at the other end
-        self.pending_outcomes = 0  # that the peer waits for
+        self.peer_id = ""  # the name of the client, or of the worker's process, at the other end
+        self.pending_outcomes = 0  # outcomes that the peer waits for
         self._none_pending = asyncio.Event()
 
     def room_for(self, size: int, items: int = 1) -> F:
-        """The frame to which the caller adds items of this total size."""
+        """Counts items of this total size as waiting, wakes the writer, and returns the open frame. The caller must add
+        the items to the frame before the next await.
+        """
         if self._open_items and (self._open_items >= FRAME_ITEMS or self._open_bytes + size > FRAME_BYTES):
             self._full.append((self._open, self._open_bytes))
             self._open = self._type()
@@ -57,7 +60,7 @@ class Outbox(Generic[F]):
         return self._open
 
     async def next(self) -> F | None:
-        """The next frame to write. None: the stream has finished."""
+        """Takes the next frame to write; waits until there is one. None: the stream has finished."""
         while True:
             if self._full:
                 frame, size = self._full.popleft()
@@ -78,13 +81,13 @@ class Outbox(Generic[F]):
         return frame
 
     def finish(self) -> None:
-        """Ends the stream with OK once the waiting frames are sent."""
+        """Ends the stream with OK after the waiting frames are sent."""
         self._finished = True
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
     def abort(self, error: CallError) -> None:
-        """Ends the stream at once with this status, and drops the waiting frames."""
+        """Ends the stream with this error at once, and drops the waiting frames. The first error counts."""
         self._full.clear()
         self._open = self._type()
         self._open_items = self._open_bytes = self.bytes = 0
@@ -98,13 +101,14 @@ class Outbox(Generic[F]):
         if self.pending_outcomes <= 0:
             self._none_pending.set()
 
-    async def no_pending_outcomes(self) -> None:
-        """Waits until the peer waits for no outcome."""
-        self._none_pending.clear()
-        await self._none_pending.wait()
+    async def wait_none_pending(self) -> None:
+        """Returns when there are no pending outcomes."""
+        if self.pending_outcomes > 0:
+            self._none_pending.clear()
+            await self._none_pending.wait()
 
-    async def below(self, limit_bytes: int) -> None:
-        """Waits until the waiting items have at most this size."""
+    async def wait_below(self, limit_bytes: int) -> None:
+        """Returns when the size of all waiting items is at most `limit_bytes`."""
         while self.bytes > limit_bytes:
             self._drained.clear()
             await self._drained.wait()
@@ -116,7 +120,7 @@ async def serve_stream(
     on_message: Callable[[bytes], Awaitable[None]],
     serialize: Callable[[F], bytes],
 ) -> None:
-    """Serves the stream until the peer has half-closed and has every pending outcome. CallError: it was aborted."""
+    """Serves the stream until the peer has half-closed it and no outcome is pending. CallError: it was aborted."""
 
     async def write_frames() -> None:
         while (frame := await outbox.next()) is not None:
@@ -127,8 +131,7 @@ async def serve_stream(
     async def read_messages() -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             await on_message(message)
-        if outbox.pending_outcomes > 0:
-            await outbox.no_pending_outcomes()
+        await outbox.wait_none_pending()
         outbox.finish()
         await writer
 

@@ -9,30 +9,32 @@ log = structlog.get_logger()
 
 
 class WorkerLog:
-    """Logs the changes of workers. It keeps what it last logged of each."""
+    """Logs the changes of workers. Keeps the session and the logged state of each worker."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        # By worker_id: its session, and whether its quarantine was logged. None: it was not logged, because the
-        # worker was quarantined before this master started and has not yet reported the reason.
+        # By worker_id: the session, and the last logged state. True: quarantined. False: in service, or nothing was
+        # logged yet. None: quarantined before this master started; that is logged when the worker reports the reason.
         self._seen: dict[str, tuple[int, bool | None]] = {}
 
     def changed(self, worker: Worker) -> None:
         """Called with every WorkerChanged while the master is not stopping."""
-        session, logged = self._seen.get(worker.worker_id, (0, False))
-        silent = worker.quarantined and not logged and not worker.health.since_s
-        self._seen[worker.worker_id] = worker.session, None if silent else worker.quarantined
+        session, last_state = self._seen.get(worker.worker_id, (0, False))
+        reason_unknown = worker.quarantined and not last_state and not worker.health.since_s
+        self._seen[worker.worker_id] = worker.session, None if reason_unknown else worker.quarantined
         if session and not worker.session:
             self._lost(worker, session)
-        if worker.quarantined != logged and not silent:
+        # After None, the first state that is known is always logged.
+        if worker.quarantined != last_state and not reason_unknown:
             self._quarantined(worker)
 
     def forget(self, worker: Worker) -> None:
         self._seen.pop(worker.worker_id, None)
 
     def _lost(self, worker: Worker, session: int) -> None:
+        """Logs that a worker was lost, or has stopped. `session`: the one that it had."""
         driver = self._driver
-        # Counts the leases of all workers that were lost in this event; usually that is one worker.
+        # The requeued leases of all workers that this event lost; usually that is one worker.
         requeued = driver.core.ledger.counters.requeued - driver.requeued_before
         reason = driver.workers.end_reasons.get(session, "its stream ended")
         if worker.stopping and not requeued:
@@ -43,6 +45,7 @@ class WorkerLog:
             )
 
     def _quarantined(self, worker: Worker) -> None:
+        """Logs whether a worker is quarantined. A degraded device is in service, and has reasons too."""
         reasons = "; ".join(f"{r.code}: {r.message}" for r in worker.health.reasons)
         if worker.quarantined:
             reasons = reasons or "it is being checked"

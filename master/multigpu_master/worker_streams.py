@@ -21,12 +21,12 @@ from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.times import set_time
 
 SessionOutbox = Outbox[worker_service_pb2.SessionResponse]
-# Size of a lease on the wire, without its payload.
-LEASE_BYTES = 40
+# Estimated sizes on the wire: a lease without its payload, a lease_id, any other small message.
+LEASE_BYTES, LEASE_ID_BYTES, MESSAGE_BYTES = 40, 10, 64
 
 
 class WorkerStreams:
-    """The outboxes by session. `handle` feeds an event to the core."""
+    """The outboxes of the sessions that have a stream. `handle` feeds an event to the core."""
 
     def __init__(
         self, handle: Callable[[ev.Event], object], fleet: Fleet, specs: SpecReader, proofs: LeaseProofs,
@@ -41,40 +41,44 @@ class WorkerStreams:
         self._outboxes: dict[int, SessionOutbox] = {}
         # Why the master ended sessions whose streams are not closed yet.
         self.end_reasons: dict[int, str] = {}
-        # By worker_id, oldest first. WorkerService fills it.
+        # The last rejection of each worker_id's hello, the oldest first. WorkerService fills it.
         self.rejections: dict[str, WorkerRejection] = {}
 
     def __len__(self) -> int:
         return len(self._outboxes)
 
     def open(self, session: int, process: str) -> SessionOutbox:
-        """`process`: the name of the worker's process, from its hello."""
+        """Makes the outbox of a session. `process`: the name of the worker's process, from its hello."""
         outbox = SessionOutbox(worker_service_pb2.SessionResponse, payload_messages.Peer(self._payloads))
         outbox.peer_id = process
         self._outboxes[session] = outbox
         return outbox
 
     def has_other_process(self, worker_id: str, process: str) -> bool:
-        """Whether another process than this one has a live session with that worker_id."""
+        """Whether a process other than `process` has an open stream with this worker_id."""
         worker = self._fleet.workers.get(worker_id)
         outbox = self._outboxes.get(worker.session) if worker is not None else None
         return outbox is not None and outbox.peer_id != process
 
     def close(self, session: int) -> None:
+        """Removes the outbox, and tells the core that the session is closed."""
         self._outboxes.pop(session, None)
         self._handle(ev.SessionClosed(session))
         self.end_reasons.pop(session, None)
 
     def _frame(self, session: int, size: int) -> worker_service_pb2.SessionResponse:
-        """The frame to which the caller adds `size` bytes; a frame that is never sent if the session has no stream."""
+        """The frame to which the caller adds about `size` bytes. If the session has no stream, returns a new frame that
+        nobody sends.
+        """
         outbox = self._outboxes.get(session)
         return outbox.room_for(size) if outbox is not None else worker_service_pb2.SessionResponse()
 
     def reload_handlers(self, session: int) -> None:
         """Tells a worker to reload its handlers; does nothing if the session has ended."""
-        self._frame(session, 8).reload_handlers = True
+        self._frame(session, MESSAGE_BYTES).reload_handlers = True
 
     def dispatch(self, command: ev.Dispatch) -> None:
+        """Sends leases, in parts of one spec and about FRAME_BYTES."""
         outbox = self._outboxes.get(command.session)
         if outbox is None:
             return
@@ -84,7 +88,8 @@ class WorkerStreams:
         for lease in command.leases:
             task = lease.task
             if task.spec is not spec or part_bytes > FRAME_BYTES:
-                # Only the last part of a dispatch carries its number; the parts before it carry the number before.
+                # Heartbeats acknowledge the highest number that came. A worker that acknowledges dispatch N must have
+                # all leases of N. So only the last part has the number N; the earlier parts have N - 1.
                 self._put_leases(command.session, outbox, part, part_bytes, command.frame - 1)
                 part, part_bytes, spec = [], 0, task.spec
             part.append(lease)
@@ -92,29 +97,32 @@ class WorkerStreams:
         self._put_leases(command.session, outbox, part, part_bytes, command.frame)
 
     def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
+        """Adds a part of a dispatch, of `size` bytes. Leases whose payloads can't be read are reported as failed."""
         inlined: dict[int, bytes] | None = None
         if payload_messages.is_large(size):
             leases, inlined, lost = payload_messages.readable(leases, outbox.peer)
             if lost:
                 self._loop.call_soon(self._handle, ev.Reports(session, failures=lost))
-        frame = outbox.room_for(size, len(leases))
-        frame.frame = number
+        response = outbox.room_for(size, len(leases))
+        response.frame = number
         if leases:
-            fill_leases(frame.lease_batches.add(), self._specs, self._proofs, leases, inlined)
+            fill_leases(response.lease_batches.add(), self._specs, self._proofs, leases, inlined)
 
     def welcome(self, command: ev.Welcome) -> None:
-        self._frame(command.session, 64).welcome.adopted_lease_ids.extend(command.adopted)
+        self._frame(command.session, MESSAGE_BYTES).welcome.adopted_lease_ids.extend(command.adopted)
 
     def revoke(self, command: ev.Revoke) -> None:
         for lease_id in command.lease_ids:
-            self._frame(command.session, 64).revocations.add(lease_id=lease_id, reason=command.reason)
+            self._frame(command.session, MESSAGE_BYTES).revocations.add(lease_id=lease_id, reason=command.reason)
 
     def recall(self, command: ev.Recall) -> None:
-        self._frame(command.session, 10 * len(command.lease_ids)).recalled_lease_ids.extend(command.lease_ids)
+        frame = self._frame(command.session, LEASE_ID_BYTES * len(command.lease_ids))
+        frame.recalled_lease_ids.extend(command.lease_ids)
 
     def desire(self, command: ev.Desire) -> None:
-        desired = self._frame(command.session, 64).desired
-        desired.Clear()
+        """Sends the state that the worker should have: its mode, the checks of its device, and its models."""
+        desired = self._frame(command.session, MESSAGE_BYTES).desired
+        desired.Clear()  # the frame may have an earlier state
         if command.draining:
             desired.mode = worker_service_pb2.WORKER_MODE_DRAINING
             if command.drain_deadline_s is not None:
@@ -127,6 +135,7 @@ class WorkerStreams:
             fill_desired(desired, worker)
 
     def end(self, command: ev.EndSession) -> None:
+        """Ends the stream of a session at once. ABORTED tells the worker that another process has its worker_id."""
         outbox = self._outboxes.get(command.session)
         if outbox is not None:
             self.end_reasons[command.session] = command.reason

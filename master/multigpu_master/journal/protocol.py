@@ -5,7 +5,7 @@ outcomes of settled ones, dead letters with their payloads, workers, and setting
 restart the workers report them.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from multigpu._transport.payloads import Reference
@@ -16,35 +16,37 @@ from multigpu_master.ids import Incarnation
 
 @dataclass(slots=True)
 class SubmitRecord:
-    """A durable task, as submitted. `spec` and `payload` are never parsed by the journal."""
+    """A durable task, as it was submitted. The journal parses neither `spec` nor `payload`."""
 
     task_id: int
     request_id: str  # "" if the client gave none
     spec: bytes  # a serialized multigpu.v1.TaskSpec; equal for all tasks of a batch (often the same object)
-    payload: bytes | Sized  # bytes, or a Reference to them
+    payload: bytes | Reference
     partition_key: str
     units: int
-    submit_time_s: float  # seconds since the epoch
+    submit_time_s: float  # seconds since 1970
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LargeBody:
-    """A body that ends with a large result. The two parts stay separate, so that the result is not copied."""
+    """A serialized multigpu.v1.Outcome whose last field is a large result. The two parts are kept apart, so that
+    the result is not copied.
+    """
 
-    head: bytes
-    tail: bytes | Reference
+    head: bytes  # all before the result
+    tail: bytes | Reference  # the result
 
     def __len__(self) -> int:
         return len(self.head) + len(self.tail)
 
     def whole(self) -> bytes:
-        """The joined bytes. OSError: the file that it refers to is gone."""
+        """Both parts, joined. OSError: the file to which `tail` refers can't be read."""
         return self.head + (self.tail if isinstance(self.tail, bytes) else self.tail.read())
 
 
 @dataclass(slots=True)
 class SettleRecord:
-    """How a durable task ended."""
+    """How a durable task ended. Times are in seconds since 1970."""
 
     task_id: int
     request_id: str
@@ -57,27 +59,29 @@ class SettleRecord:
     settle_time_s: float
     expire_time_s: float  # after this time the body is not returned, unless the task is a dead letter
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
-    dead: SubmitRecord | None  # the task itself, kept if it became a dead letter
+    dead: SubmitRecord | None  # the task as it was submitted, if it became a dead letter
     fingerprint: int | None = None  # see core/identity.py; None: not known
-    submitted: bool = True  # whether the journal may hold the task as submitted
+    submitted: bool = True  # False: the journal certainly has no SubmitRecord of the task
 
 
 @dataclass(slots=True)
 class Entry:
-    """One atomic step of the core. All of it is written, or none of it."""
+    """Records that are written all or not at all. An entry with `submits` has no `settles`. A transaction writes one or
+    more entries.
+    """
 
     submits: Sequence[SubmitRecord] = ()
     settles: Sequence[SettleRecord] = ()
     settings: Mapping[str, bytes | None] = field(default_factory=dict)  # key -> value; None deletes
-    deleted_dead_letters: Sequence[int] = ()  # deleted before `settles` are written, which may add dead letters
-    epoch: int = 0  # one that a running master begins; 0: none
+    deleted_dead_letters: Sequence[int] = ()  # task_ids, deleted first: `settles` may add one of them again
+    epoch: int = 0  # the epoch of ids (see ids.py) that the running master begins with this entry; 0: none
 
 
 @dataclass(slots=True)
 class SettledTask:
     """A task that ended, without the body of its outcome."""
 
-    cursor: int
+    cursor: int  # the outcome's number in the order of commits
     task_id: int
     request_id: str
     state: int
@@ -90,7 +94,7 @@ class SettledTask:
 
 @dataclass(slots=True)
 class StoredOutcome(SettledTask):
-    """An outcome read from the journal. `body` is None if it was lost or has expired."""
+    """An outcome read from the journal. `body` is None if the body was lost or has expired."""
 
     body: bytes | None
     lost: str = ""  # why a body that has not expired is missing
@@ -98,7 +102,7 @@ class StoredOutcome(SettledTask):
 
 @dataclass(frozen=True, slots=True)
 class OutcomeFilter:
-    """Which settled tasks to list or count. The default values match all."""
+    """Which settled tasks to list or count. The default values match all. Times are in seconds since 1970."""
 
     states: Collection[int] = ()
     queue: str = ""
@@ -115,17 +119,26 @@ class OutcomeFilter:
 class Recovered:
     """The state from which a new master starts."""
 
-    tasks: Iterator[SubmitRecord]  # unsettled, in task_id order; to be exhausted before the first append
+    tasks: Iterator[SubmitRecord]  # unsettled, in task_id order; read all of them before the first append
     settings: dict[str, bytes]
-    epoch: int  # of this opening, above those of all others; see ids.py
-    incarnations: Sequence[Incarnation]  # the last one is this opening
+    epoch: int  # the epoch of ids of this start of the master, above all earlier epochs; see ids.py
+    incarnations: Sequence[Incarnation]  # the starts of masters on this journal, oldest first; the last is this start
     last_cursor: int  # of the newest outcome; 0 if there was none
-    lease_key: bytes  # of ids.LeaseProofs
+    lease_key: bytes  # the secret from which ids.LeaseProofs computes the proofs of leases
     downtime_s: float  # how far the clock is ahead of the last time in the journal; 0: the journal had none
 
 
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
-"""(entries, first_cursor, error): the entries of one transaction, in order. Their settles, in order, have the cursors
-first_cursor, first_cursor + 1, ... With an error, none of the entries was or will be written. After a JournalFullError,
-settles of rejected tasks are removed from their entries, and entries that empty the journal are still written. No
-entries and an error: the journal is full. No entries and no error: it accepts submits again."""
+"""The journal calls it on its own thread, with (entries, first_cursor, error). A call has one of these meanings:
+
+- Entries, no error: they are committed, in this order. The cursors of their settles are first_cursor, first_cursor + 1
+  and so on.
+- Entries, JournalFullError: they are rejected; they were not written and will not be. first_cursor is 0.
+- No entries, JournalFullError: the journal is full, and rejects entries with submits from now on. Other entries wait
+  until there is room for them, or until the journal is closed. From entries that wait, the journal removes the settles
+  of tasks whose submits it has rejected.
+- No entries, no error: the journal accepts submits again.
+
+Any other error means that the journal has failed. It writes nothing more. Whether the entries of that call, if any, are
+on the disk is not known.
+"""

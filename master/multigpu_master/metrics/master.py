@@ -1,7 +1,8 @@
 """The master's metrics, for Prometheus and OTLP.
 
 The event loop, which owns the counters, takes a snapshot once a second. Scrapes and exports get the last snapshot. The
-search for the oldest task of each queue pauses for other calls: a snapshot has the result of the last search.
+search for the oldest task of each queue takes several rounds of the event loop, so that other coroutines run meanwhile.
+The last snapshot, which `stop` takes, has the result of the last search that ended.
 """
 
 import asyncio
@@ -38,20 +39,21 @@ class MasterMetrics:
         self._listen = config.metrics_listen
         self._telemetry = telemetry
         self._certificate = _Certificate(config.tls_cert) if config.tls_cert else None
-        # Certificate, key and client CA, if the endpoint is served over TLS; then scrapers need a certificate.
+        # Paths of the certificate, the key and the client CA, if the endpoint is served over TLS: scrapers then need a
+        # certificate.
         self._tls: tuple[str, str, str] | None = None
         if self._listen and config.tls_client_ca and not is_loopback(self._listen):
             cert, key, ca = (str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca))
             self._tls = cert, key, ca
         self._last: tuple[Metric, ...] = ()
         self._devices: list[DeviceSnapshot] = []
-        self._oldest: dict[str, float] = {}  # when the oldest queued task of each queue was submitted
-        self._running: asyncio.Task[None] | None = None
+        self._oldest: dict[str, float] = {}  # by queue: when its oldest queued task was submitted
+        self._loop_task: asyncio.Task[None] | None = None
         self._prometheus: MetricsServer | None = None
         self._otlp: OtlpMetrics | None = None
 
     def start(self) -> None:
-        """ConfigError: the address is not available, or the exporter is not installed."""
+        """Starts what is configured. ConfigError: the address is not available, or the exporter is not installed."""
         resource = {"service.name": "mgpu-master", "service.version": VERSION}
         self._otlp = configure_metrics(self._telemetry, resource, self._collect)
         if self._listen:
@@ -60,11 +62,12 @@ class MasterMetrics:
         if self._otlp is not None or self._prometheus is not None:
             self._driver.history.latencies = Latencies(self._driver.now())
             self._take_snapshot()
-            self._running = asyncio.get_running_loop().create_task(self._run())
+            self._loop_task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
+        """Takes and exports a last snapshot, and ends the exporter and the endpoint."""
+        if self._loop_task is not None:
+            self._loop_task.cancel()
             self._take_snapshot()
         if self._otlp is not None:
             self._otlp.close()
@@ -82,8 +85,9 @@ class MasterMetrics:
                 log.exception("metrics were not taken")
 
     def _take_snapshot(self) -> None:
-        if self._certificate is not None and self._certificate.changed() and self._tls is not None:
-            assert self._prometheus is not None, "the endpoint is served over TLS"
+        certificate_changed = self._certificate is not None and self._certificate.read_if_changed()
+        if certificate_changed and self._tls is not None:
+            assert self._prometheus is not None, "_tls needs an endpoint"
             try:
                 self._prometheus.reload_certificate(self._tls[0], self._tls[1])
             except OSError as error:
@@ -99,22 +103,22 @@ class MasterMetrics:
 
 
 class _Certificate:
-    """The master's certificate, read again when its file changes."""
+    """When the master's certificate expires, in seconds since 1970; 0.0: it could not be read yet."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path).expanduser()
         self._changed_ns = 0
         self._expire_s = 0.0
 
-    def changed(self) -> bool:
-        """Whether the file has changed and has a valid certificate."""
+    def read_if_changed(self) -> bool:
+        """Reads the certificate if its file has changed. Returns whether it has changed and can be parsed."""
         try:
             changed_ns = self._path.stat().st_mtime_ns
             if changed_ns == self._changed_ns:
                 return False
             self._expire_s = x509.load_pem_x509_certificate(self._path.read_bytes()).not_valid_after_utc.timestamp()
         except (OSError, ValueError):
-            return False  # the listener logs what is wrong with it
+            return False  # the listener logs what is wrong with the file
         self._changed_ns = changed_ns
         return True
 
@@ -152,7 +156,7 @@ def _of_tasks(core: Core) -> Iterator[Metric]:
     states = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
     settled = [sample(getattr(c, state), outcome=state) for state in states]
     yield metric("mgpu_tasks_settled_total", "Settled tasks, by outcome.", *settled)
-    text = "Leases taken back from lost workers or returned by workers."
+    text = "Leases that lost workers held, that workers returned, or that the master took back; recalled ones excluded."
     yield metric("mgpu_leases_requeued_total", text, sample(c.requeued))
     yield metric("mgpu_reports_stale_total", "Reports that came too late to count.", sample(c.stale_reports))
     queues = list(core.ledger.queues.values())
@@ -164,7 +168,7 @@ def _of_tasks(core: Core) -> Iterator[Metric]:
 
 def _of_fleet(core: Core, now: float) -> Iterator[Metric]:
     active, workers = len(core.fleet.sessions), core.fleet.workers.values()
-    yield metric("mgpu_workers_active", "Connected workers, also those that get no tasks.", sample(active))
+    yield metric("mgpu_workers_active", "Connected workers, including those that get no tasks.", sample(active))
     yield metric("mgpu_workers_lost", "Known workers that are not connected.", sample(len(workers) - active))
     held = {
         "cordoned": sum(w.cordon is not None for w in workers),
@@ -172,11 +176,11 @@ def _of_fleet(core: Core, now: float) -> Iterator[Metric]:
         "quarantined": sum(w.quarantined for w in workers),
     }
     samples = [sample(count, reason=reason) for reason, count in held.items()]
-    yield metric("mgpu_workers_held", "Workers that get no tasks, by reason; one may have several.", *samples)
+    yield metric("mgpu_workers_held", "Workers that get no tasks, by reason; one can have several reasons.", *samples)
     breaker = core.quarantine.breaker
     tripped = float(breaker.tripped_s > 0)
     yield metric("mgpu_breaker_tripped", "1 if the circuit breaker has tripped.", sample(tripped))
-    text = "Devices that fell sick within the breaker's window, with the device that tripped it."
+    text = "Devices that fell sick within the breaker's window, including the device that tripped it."
     yield metric("mgpu_breaker_quarantines", text, sample(breaker.count(now)))
 
 
@@ -186,9 +190,9 @@ def _of_workers(workers: list[Worker]) -> Iterator[Metric]:
             name, text, *[sample(value(w), worker_id=w.worker_id, device_id=w.info.device_id) for w in workers]
         )
 
-    yield each("mgpu_worker_leases", "Unsettled leases.", lambda w: len(w.leases))
-    yield each("mgpu_worker_succeeded_total", "Tasks that succeeded there.", lambda w: w.succeeded)
-    yield each("mgpu_worker_failed_total", "Attempts that failed there.", lambda w: w.failed)
+    yield each("mgpu_worker_leases", "Leases that the worker holds.", lambda w: len(w.leases))
+    yield each("mgpu_worker_succeeded_total", "Tasks that succeeded on the worker.", lambda w: w.succeeded)
+    yield each("mgpu_worker_failed_total", "Attempts that failed on the worker.", lambda w: w.failed)
 
 
 def _of_models(workers: list[Worker]) -> Iterator[Metric]:
@@ -202,7 +206,7 @@ def _of_models(workers: list[Worker]) -> Iterator[Metric]:
     ]
     yield metric("mgpu_models_resident", "Models that are loaded and ready.", *ready)
     yield each("mgpu_model_memory_bytes", "Device memory that a loaded model takes.", lambda r: r.memory_bytes)
-    yield each("mgpu_model_loads_total", "How often the worker has loaded it.", lambda r: r.loads)
+    yield each("mgpu_model_loads_total", "How often the worker has loaded the model.", lambda r: r.loads)
 
 
 def _of_caches(workers: list[Worker]) -> Iterator[Metric]:
@@ -221,4 +225,4 @@ def _of_caches(workers: list[Worker]) -> Iterator[Metric]:
     entries = [sample(c.entries, worker_id=worker_id) for worker_id, c in caches]
     yield metric("mgpu_embedding_cache_entries", "Vectors in the cache's memory.", *entries)
     size = [sample(c.size_bytes, worker_id=worker_id) for worker_id, c in caches]
-    yield metric("mgpu_embedding_cache_bytes", "Size of these vectors.", *size)
+    yield metric("mgpu_embedding_cache_bytes", "Size of the vectors in the cache's memory.", *size)

@@ -1,7 +1,8 @@
-"""grpc.health.v1, which needs no token. A peer that does not read responses delays no other, and holds few streams.
+"""grpc.health.v1, which needs no token. A peer that does not read its responses can't delay other peers, and can keep
+at most CALLS_MAX streams open in a connection.
 
-gRPC cannot end a stream whose peer has no room for the response: it stays open until the connection ends. So calls
-count as open until the peer has taken their last response.
+gRPC can't end a stream whose peer has no room for the response: the stream stays open until the connection ends. So a
+call counts as open until the peer has taken the last response of the call.
 """
 
 import asyncio
@@ -17,14 +18,15 @@ from multigpu_master.errors import CallError, ExhaustedError, NotFoundError
 
 NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 RESPONSE = health_pb2.HealthCheckResponse
-# Open calls of one connection; open calls and Watch streams of all connections.
-CALLS_MAX = 16
-ALL_CALLS_MAX = 2048
-WATCHES_MAX = 64
+CALLS_MAX = 16  # open calls of one connection, Watch streams included
+ALL_CALLS_MAX = 2048  # open calls of all connections, Watch streams included
+WATCHES_MAX = 64  # open Watch streams of all connections
 
 
 class Health:
-    """The serving state of each name. The methods write their responses."""
+    """The serving state of each name. The methods send responses with `context.write` and return nothing, so that
+    `_count` also covers the sending.
+    """
 
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
@@ -34,7 +36,7 @@ class Health:
         self._stopping = False
 
     def set(self, name: str, state: int) -> None:
-        """SERVICE_UNKNOWN removes the name. Ignored after `stop`."""
+        """Sets the state of a name. SERVICE_UNKNOWN removes the name. Does nothing after `stop`."""
         if self._stopping:
             return
         if state == RESPONSE.SERVICE_UNKNOWN:
@@ -45,7 +47,7 @@ class Health:
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """Sets every name to NOT_SERVING, for good."""
+        """Sets every name to NOT_SERVING. Later changes are ignored."""
         for name in list(self._states):
             self.set(name, RESPONSE.NOT_SERVING)
         self._stopping = True
@@ -79,11 +81,11 @@ class Health:
 
     @contextlib.contextmanager
     def _count(self, peer: str) -> Iterator[None]:
-        """Counts the call while it is open. ExhaustedError: there are too many."""
+        """Counts the call while it is open. ExhaustedError: too many calls are open."""
         if self._calls[peer] >= CALLS_MAX or self._calls.total() >= ALL_CALLS_MAX:
             raise ExhaustedError(
-                f"too many health calls are open, at most {CALLS_MAX} of a connection and {ALL_CALLS_MAX} in all: read "
-                "their responses, then try again"
+                f"too many health calls are open: the limits are {CALLS_MAX} in one connection and {ALL_CALLS_MAX} in "
+                "all connections. Read the responses of the open calls, then try again"
             )
         self._calls[peer] += 1
         try:

@@ -70,7 +70,7 @@ class RunStream:
             await self._send_ended()
         # Backpressure: read no more from a client that does not read, or submits faster than the disk writes.
         if self._outbox.bytes > self._half_full_bytes:
-            await self._outbox.below(self._half_full_bytes)
+            await self._outbox.wait_below(self._half_full_bytes)
         await self._driver.journaling.room()
 
     def _check(self, frame: task_service_pb2.RunRequest) -> None:
@@ -213,11 +213,11 @@ class RunStream:
         outbox, journal = self._outbox, self._driver.journal
         for task in ended:
             if isinstance(task, Task):
-                await outbox.below(self._half_full_bytes)
+                await outbox.wait_below(self._half_full_bytes)
                 self._driver.add_large_outcome(outbox, self._driver.outcomes.write(task), task.request_id)
         stored = [task for task in ended if isinstance(task, SettledTask)]
         while stored:
-            await outbox.below(self._half_full_bytes)
+            await outbox.wait_below(self._half_full_bytes)
             part = stored[:READ_OUTCOMES]
             try:
                 bodies = await asyncio.to_thread(_read_bodies, journal, part)

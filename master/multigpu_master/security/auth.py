@@ -100,7 +100,7 @@ class Auth:
             call = asyncio.current_task()
             assert call is not None, "handlers run in a task"
             _CALL.set(call)
-            token.calls.add(call)
+            token.open_calls.add(call)
             timer = None
             if token.expire_s is not None:
                 left_s = max(0.0, token.expire_s - self.tokens.now())
@@ -113,7 +113,7 @@ class Auth:
                 call.uncancel()
                 raise UnauthenticatedError(ENDED) from None
             finally:
-                token.calls.discard(call)
+                token.open_calls.discard(call)
                 self._ended.discard(call)
                 if timer is not None:
                     timer.cancel()
@@ -126,7 +126,7 @@ class Auth:
         token = self.tokens.remove(token_id)
         if token is not None:
             own = _CALL.get()  # a caller that revokes its own token still gets an answer
-            for call in [c for c in token.calls if c is not own]:
+            for call in [c for c in token.open_calls if c is not own]:
                 self._end(call)
         return token
 
@@ -162,7 +162,7 @@ class Auth:
             error = DeniedError(f"{method} takes a token of the role {wanted}; this one has {given}")
             raise self._logged(error, context, method, token.token_id)
         limit = token.calls_max or self._calls_max
-        if len(token.calls) >= limit:
+        if len(token.open_calls) >= limit:
             details = f"{limit} calls are open with this token already; share streams, or try again when one has ended"
             raise self._logged(ExhaustedError(details), context, method, token.token_id)
         return token

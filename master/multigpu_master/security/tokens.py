@@ -42,8 +42,8 @@ class Token:
     tasks_per_s: float
     calls_max: int
     digest: bytes
-    # Open calls with this token.
-    calls: set["asyncio.Task[Any]"] = dataclasses.field(default_factory=set)
+    # The calls with this token that have not ended.
+    open_calls: set["asyncio.Task[Any]"] = dataclasses.field(default_factory=set)
     # Token bucket, in tasks: submits are rejected while it is at most zero.
     _level: float = 0.0
     _level_s: float = 0.0

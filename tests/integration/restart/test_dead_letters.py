@@ -189,7 +189,7 @@ def test_a_dead_letter_is_not_requeued_while_another_task_has_its_request_id(fle
     (letter,) = bury(fleet, "ephemeral", b"a", request_ids=["ephemeral"])
     with fleet.client() as client:
         outcome = client.run_outcome("echo", b"", request_id="ephemeral", retry_failed=True, ephemeral=True)
-    with rejected(grpc.StatusCode.FAILED_PRECONDITION, f"its request_id 'ephemeral' is that of task {outcome.task_id}"):
+    with rejected(grpc.StatusCode.FAILED_PRECONDITION, f"task {outcome.task_id} has the same request_id 'ephemeral'"):
         requeue(fleet, letter)
     assert letters(fleet, "ephemeral") == [letter]
 

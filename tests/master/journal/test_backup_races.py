@@ -86,7 +86,7 @@ def payloads_of(data_dir: Path) -> dict[int, bytes]:
     try:
         tasks = list(journal.open(lambda *_: None).tasks)
         read = [t.payload.read() if isinstance(t.payload, Reference) else t.payload for t in tasks]
-        return {task.task_id: bytes(data) for task, data in zip(tasks, read, strict=True)}  # type: ignore[call-overload]
+        return {task.task_id: bytes(data) for task, data in zip(tasks, read, strict=True)}
     finally:
         journal.close(20)
 

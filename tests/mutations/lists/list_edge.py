@@ -41,7 +41,7 @@ SECURITY = (
          "call_later(left_s, self._ended.add, call)", TOKENS + "an_expired_token_ends_its_streams"),
     auth("who revokes its own token gets no answer", "if c is not own]:", "if c]:",
          TOKENS + "an_administrator_can_revoke_its_own_token"),
-    auth("a token may have one call too many", "if len(token.calls) >= limit:", "if len(token.calls) > limit:",
+    auth("a token may have one call too many", "len(token.open_calls) >= limit:", "len(token.open_calls) > limit:",
          LIMITS + "open_calls_of_a_token_are_limited"),
     auth("token_calls_max has no effect", "token.calls_max or self._calls_max", "token.calls_max or 1000",
          LIMITS + "the_masters_limit_of_calls_is_the_default"),

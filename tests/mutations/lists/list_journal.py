@@ -173,13 +173,13 @@ JOURNAL = (
     ),
     log(
         "after a loss of power a master does not start",
-        "if follows and self._is_whole(number):\n",
-        "if follows:\n",
+        " and self._is_whole(number):\n",
+        ":\n",
         LOG + "a_bit_of_a_torn_transaction_that_says_it_has_ended_is_no_damage",
     ),
     log(
         "P1: a flipped bit drops acknowledged tasks without a word",
-        "    commits = list(whole.commits_after(frames_read))\n",
+        "    commits = list(_Log(data, page_bytes).commits_after(frames_read))\n",
         "    commits = list[int]()\n",
         LOG + "a_flipped_bit_in_the_log_is_noticed",
     ),

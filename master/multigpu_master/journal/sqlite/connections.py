@@ -1,6 +1,6 @@
 """Connections to the journal's database: one that writes, any number that read; and its log."""
 
-# statements are put together from this package's constants; values are always bound
+# SQL is built from constants only, and values are bound as parameters, so the f-strings below are safe.
 
 import contextlib
 import os
@@ -9,22 +9,25 @@ from pathlib import Path
 
 from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S, PAGE_BYTES, clear_open_flag
 
-WAL_PAGES = (8 << 20) // PAGE_BYTES  # how much log is gathered before it is copied into the database
+# The commit by which the log reaches this many pages copies the log into the database.
+WAL_PAGES = (8 << 20) // PAGE_BYTES
+# Largest size of the log's file after the log was copied: the file is kept, and overwritten.
 WAL_KEEP_BYTES = 64 << 20
 
 
 def has_log(path: Path) -> bool:
-    """Whether there is a log. The database alone means nothing then: a copy of the log into it may be incomplete."""
+    """Whether there is a log. If so, the database can't be read without it: the log may be copied only in part."""
     log = path.with_name(path.name + "-wal")
     return log.exists() and log.stat().st_size > 0
 
 
-def secure_log(path: Path) -> None:
-    """Writes the log again as it reads, down to the disk. To be done before a connection is opened that writes.
+def rewrite_log(path: Path) -> None:
+    """Reads the log, writes the same bytes back, and syncs them. Call it before a connection that writes is opened.
 
-    What is read may be in the kernel's memory only: after an fsync that failed, the kernel takes for written what was
-    not, and no later fsync writes it. The last master ended for that, perhaps; behind such a gap nothing that we add
-    would be found after a loss of power, and what is copied from there into the database would be half a transaction.
+    The last master may have stopped because an fsync failed. After such a failure the kernel marks the data as written
+    although it is not on the disk, still returns it to readers, and does not write it at a later fsync. After a loss of
+    power, the log would have a gap there. SQLite would ignore all frames after the gap, also those that this master
+    adds. If part of a transaction had been copied from the log into the database, its other part could be missing.
     """
     if not has_log(path):
         return
@@ -38,24 +41,26 @@ def secure_log(path: Path) -> None:
         os.close(fd)
 
 
-def keep_log(connection: sqlite3.Connection) -> None:
-    """Commits go to a write-ahead log. SQLite says in its answer if they won't: an error of the disk is not raised."""
+def enable_wal(connection: sqlite3.Connection) -> None:
+    """Turns on the write-ahead log. On a disk error the pragma raises nothing and returns the old mode, so the mode is
+    checked. sqlite3.OperationalError: the log could not be turned on.
+    """
     ((mode,),) = connection.execute("PRAGMA journal_mode = WAL").fetchall()
     if mode != "wal":
-        raise sqlite3.OperationalError(f"no write-ahead log could be begun; the mode stayed {mode!r}")
+        raise sqlite3.OperationalError(f"the write-ahead log could not be turned on: the mode is still {mode!r}")
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
-    """The one connection that writes. Autocommit: transactions are begun and ended in so many words."""
+    """Opens the one connection that writes, in autocommit mode: longer transactions need explicit BEGIN and COMMIT."""
     connection = sqlite3.connect(
         path, isolation_level=None, check_same_thread=False, cached_statements=128, timeout=BUSY_TIMEOUT_S
     )
-    keep_log(connection)
+    enable_wal(connection)
     for pragma in (
         "synchronous = FULL",
-        "secure_delete = OFF",  # some builds overwrite what is deleted by default
+        "secure_delete = OFF",  # by default, some builds overwrite deleted data with zeros
         "temp_store = MEMORY",
-        "cache_size = -32768",
+        "cache_size = -32768",  # in KiB if negative
         f"wal_autocheckpoint = {WAL_PAGES}",
     ):
         connection.execute(f"PRAGMA {pragma}").fetchall()
@@ -63,7 +68,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 
 
 def close_writer(path: Path, writer: sqlite3.Connection) -> None:
-    """Closes the journal: the log is copied into the database and deleted. On a full disk both stay as they are."""
+    """Closes the writer. SQLite copies the log into the database and deletes it; if the disk is full, the log stays."""
     try:
         clear_open_flag(writer)
     except sqlite3.OperationalError:
@@ -73,16 +78,17 @@ def close_writer(path: Path, writer: sqlite3.Connection) -> None:
 
 
 def close_keeping_log(path: Path, writer: sqlite3.Connection) -> None:
-    """Closes the writer but not the journal: a last connection that may write would copy the log into the database and
-    delete it. If no other connection can be opened, the writer stays open until the process ends.
+    """Closes the writer, and leaves the log as it is. When the last connection closes, SQLite copies the log into the
+    database and deletes it, if that connection may write. So a connection that only reads is opened and closed last.
+    If it can't be opened, the writer stays open until the process ends.
     """
     with contextlib.suppress(sqlite3.Error), contextlib.closing(connect_reader(path)) as reader:
-        reader.execute("SELECT count(*) FROM sqlite_master").fetchall()  # holds the file from now on
+        reader.execute("SELECT count(*) FROM sqlite_master").fetchall()  # from now on it holds a lock on the database
         writer.close()
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:
-    """A connection that only reads, for any one thread at a time."""
+    """Opens a connection that only reads. Any thread may use it, one at a time."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=ro",
         uri=True,
@@ -95,8 +101,10 @@ def connect_reader(path: Path) -> sqlite3.Connection:
 
 
 def empty_log(writer: sqlite3.Connection) -> None:
-    """Copies the log into the database and gives its room back, as far as nobody reads it just now."""
-    writer.execute("PRAGMA busy_timeout = 100").fetchall()
+    """Copies the log into the database and cuts the log's file to 0 bytes. If a reader still needs the log after 0.1 s,
+    copies only a part, and cuts nothing.
+    """
+    writer.execute("PRAGMA busy_timeout = 100").fetchall()  # in milliseconds
     try:
         writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     finally:
@@ -104,13 +112,15 @@ def empty_log(writer: sqlite3.Connection) -> None:
 
 
 def limit_log(writer: sqlite3.Connection, log_bytes: int, log_keep_bytes: int) -> None:
-    """A log of more than `log_bytes` is copied into the database at once, and its file is cut to `log_keep_bytes`."""
+    """Sets limits for later commits. The commit by which the log reaches `log_bytes` (at most WAL_PAGES) copies the log
+    into the database. Then the log's file is cut to `log_keep_bytes` (at most WAL_KEEP_BYTES) if it is larger.
+    """
     writer.execute(f"PRAGMA journal_size_limit = {min(log_keep_bytes, WAL_KEEP_BYTES)}").fetchall()
     writer.execute(f"PRAGMA wal_autocheckpoint = {max(min(log_bytes // PAGE_BYTES, WAL_PAGES), 1)}").fetchall()
 
 
 def used_bytes(writer: sqlite3.Connection) -> int:
-    """What the database holds, less its empty pages, which are used before it grows."""
+    """Bytes of the database's pages in use. Empty pages are not counted: SQLite fills them before the file grows."""
     ((pages,),) = writer.execute("PRAGMA page_count").fetchall()
     ((empty_pages,),) = writer.execute("PRAGMA freelist_count").fetchall()
     return int((pages - empty_pages) * PAGE_BYTES)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite import wal
-from multigpu_master.journal.sqlite.connections import has_log, keep_log
+from multigpu_master.journal.sqlite.connections import enable_wal, has_log
 from multigpu_master.journal.sqlite.failures import NO_DATABASE, damaged, damaged_log, explain, gone, missing_log
 from multigpu_master.journal.sqlite.files import sync_directory
 from multigpu_master.journal.sqlite.schema import (
@@ -183,6 +183,6 @@ def _create(path: Path) -> None:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
-        keep_log(connection)
+        enable_wal(connection)
     aside.rename(path)
     sync_directory(path.parent)

@@ -116,7 +116,7 @@ class SqliteJournal(JournalReads):
         self._lock_file = directory.prepare(self._data_dir)
         writer: sqlite3.Connection | None = None
         try:
-            connections.secure_log(self._path)
+            connections.rewrite_log(self._path)
             writer = self._writer = connections.connect_writer(self._path)
             self.payloads.open()
             self._segments = Segments(self._data_dir, self.payloads, self._size_max_bytes)

@@ -1,4 +1,4 @@
-"""AdminService's methods for dead letters. A call on a queue takes one page of them."""
+"""AdminService's methods for dead letters. A call for a queue handles one page of the queue's dead letters."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 from multigpu.v1 import admin_service_pb2 as pb
 
 from multigpu_master.core import events as ev
+from multigpu_master.core.admission import FAILED_PRECONDITION
 from multigpu_master.core.model import Task
 from multigpu_master.driver import Driver
 from multigpu_master.errors import PreconditionError
@@ -17,10 +18,13 @@ from multigpu_master.rpc.paging import check_count, make_token, parse_page_token
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.write_buffer import DURABLE_S
 
-LETTERS_MAX = 10_000  # named in one request
-QUEUE_LETTERS_MAX = 1000  # of a queue in one call
-RUNS_AGAIN = "its request_id {request_id!r} is that of task {task_id}, which ran instead; delete this dead letter"
-BATCH = 16  # read and written together: their payloads are in memory
+LETTERS_MAX = 10_000  # dead letters that one request can name
+QUEUE_LETTERS_MAX = 1000  # dead letters in one page of a queue
+BATCH = 16  # dead letters handled at a time; few, because their payloads are in memory meanwhile
+REPLACED = (
+    "task {task_id} has the same request_id {request_id!r} and was submitted later, so this task must not run again; "
+    "delete this dead letter"
+)
 
 
 class DeadLetterCalls:
@@ -45,7 +49,8 @@ class DeadLetterCalls:
         ids, token = await self._named(request)
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
         for batch in queries.batched(ids, BATCH):
-            # A letter stays in the journal until its task is written: another call must not requeue it meanwhile.
+            # A dead letter stays in the journal until its task is written: another call must not requeue it meanwhile.
+            # For this call, those that another call handles now are unknown.
             taken = {task_id for task_id in batch if task_id not in self._taken}
             self._taken |= taken
             try:
@@ -58,8 +63,8 @@ class DeadLetterCalls:
             response.task_ids.extend(answer.task_id for answer in answers if isinstance(answer, Task))
             for letter, answer in zip(letters, answers, strict=True):
                 if isinstance(answer, ev.Rejection):
-                    done, which = f"requeued {len(response.task_ids)} of {len(ids)}", f"dead letter {letter.task_id}"
-                    raise PreconditionError(f"{done}; {which}: {answer.message}")
+                    requeued = f"requeued {len(response.task_ids)} of {len(ids)} dead letters"
+                    raise PreconditionError(f"{requeued}; dead letter {letter.task_id}: {answer.message}")
         return response
 
     async def DeleteDeadLetters(self, request: Any, _context: Any) -> pb.DeleteDeadLettersResponse:
@@ -78,7 +83,7 @@ class DeadLetterCalls:
         return pb.DeleteDeadLettersResponse(deleted=len(known), unknown_task_ids=unknown, next_page_token=token)
 
     async def _named(self, request: Any) -> tuple[list[int], str]:
-        """The dead letters named in a request or of its queue, and the token of the queue's next page."""
+        """The ids in the request, or else one page of the queue's dead letters; and the next page's token, or ""."""
         check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call")
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""
@@ -91,15 +96,19 @@ class DeadLetterCalls:
         return ids, make_token(ids[-1]) if len(rows) > len(ids) else ""
 
     async def _letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
+        """Reads those of the dead letters that exist."""
         return await asyncio.to_thread(self._driver.journal.get_dead_letters, task_ids)
 
     async def _requeue(self, letter: SubmitRecord) -> Task | ev.Rejection:
-        while letter.task_id in self._driver.core.ledger.tasks:  # the core learns of the commit after its readers
+        """Submits the task of a dead letter, which is deleted with the same write to the journal."""
+        # Readers of the journal see a dead letter before the core is told of the commit: wait until the core has
+        # forgotten the task.
+        while letter.task_id in self._driver.core.ledger.tasks:
             await self._driver.settled(letter.task_id, DURABLE_S)
         request_id = letter.request_id
         known = self._driver.core.ledger.requests.get(request_id) or self._driver.known([request_id]).get(request_id)
         if known is not None and known.task_id != letter.task_id:
-            return ev.Rejection(9, RUNS_AGAIN.format(request_id=request_id, task_id=known.task_id))
+            return ev.Rejection(FAILED_PRECONDITION, REPLACED.format(request_id=request_id, task_id=known.task_id))
         spec = self._driver.specs.restore(letter.spec)
         task = Task(spec, request_id, letter.payload, letter.partition_key, letter.units)
         task.task_id = letter.task_id

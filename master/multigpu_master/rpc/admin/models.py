@@ -29,51 +29,49 @@ class ModelCalls:
         return pb.ListModelsResponse(models=entries, next_page_token=token)
 
     async def LoadModel(self, request: Any, _context: Any) -> pb.LoadModelResponse:
-        workers = self._workers(request.worker_ids)
-        offering = [w for w in workers if w.session and request.model in w.residency.names]
-        lacking = [w.worker_id for w in workers if w not in offering]
-        if not offering or (request.worker_ids and lacking):
-            where = f"worker {', '.join(lacking)}" if request.worker_ids else "any worker that is connected"
-            raise NotFoundError(
-                f"model {request.model!r} is not offered by {where}; `mgpuctl models list` shows what is"
-            )
-        fitting = [w for w in offering if not _misfit(w, request.model)]
-        if not fitting or (request.worker_ids and len(fitting) < len(offering)):
-            worker = next(w for w in offering if _misfit(w, request.model))
-            raise ExhaustedError(
-                f"model {request.model!r} does not fit beside the pinned models of {worker.worker_id}: "
-                f"{_misfit(worker, request.model)}; unload one of them first with `mgpuctl models unload`"
-            )
+        workers, name = self._workers(request.worker_ids), request.model
         if not request.worker_ids:
-            fitting = [max(fitting, key=lambda w: _suits(w, request.model))]
-        await self._handle([ev.LoadModel(w.worker_id, request.model) for w in fitting])
-        return pb.LoadModelResponse(worker_ids=[w.worker_id for w in fitting])
+            workers = [_best(workers, name)]
+        elif lacking := [w.worker_id for w in workers if not _can_load(w, name)]:
+            raise NotFoundError(
+                f"workers that are not connected, or do not offer model {name!r}: {', '.join(lacking)}; "
+                "`mgpuctl models list` shows which workers offer which models"
+            )
+        for worker in workers:
+            if misfit := _misfit(worker, name):
+                raise ExhaustedError(f"model {name!r} does not fit on {worker.worker_id}: {misfit}")
+        await self._handle([ev.LoadModel(w.worker_id, name) for w in workers])
+        return pb.LoadModelResponse(worker_ids=[w.worker_id for w in workers])
 
     async def UnloadModel(self, request: Any, _context: Any) -> pb.UnloadModelResponse:
         workers = self._workers(request.worker_ids)
         known = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.pins)]
         if not any(is_version(m, request.model) for m in known):
+            where = "on these workers" if request.worker_ids else "on any worker"
             raise NotFoundError(
-                f"no model {request.model!r} is offered or loaded there; `mgpuctl models list` shows what is"
+                f"no model {request.model!r} is offered, loaded or pinned {where}; `mgpuctl models list` shows all"
             )
         holders = [w for w in workers if _holds(w, request.model)]
         await self._handle([ev.UnloadModel(w.worker_id, request.model) for w in holders])
         return pb.UnloadModelResponse(worker_ids=[w.worker_id for w in holders])
 
     def _known_worker(self, worker_id: str) -> Worker:
+        """The worker of this id, connected or not. NotFoundError: there is none."""
         workers = self._driver.core.fleet.workers
         if worker_id not in workers:
             raise NotFoundError(f"no worker {worker_id!r}; known: {', '.join(sorted(workers)[:10]) or 'none'}")
         return workers[worker_id]
 
     def _workers(self, worker_ids: Iterable[str]) -> list[Worker]:
-        """The workers of these ids, or all, by worker_id. NOT_FOUND: there is no such worker."""
+        """The workers of these ids, or all known workers if there are no ids; sorted by id. NotFoundError: one is not
+        known.
+        """
         ids = sorted(set(worker_ids))
         check_count(len(ids), WORKERS_MAX, "workers in one call")
         return [self._known_worker(worker_id) for worker_id in ids or sorted(self._driver.core.fleet.workers)]
 
     async def _handle(self, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
-        """Handles the events, and returns once the pins are synced."""
+        """Handles the events, and returns when the journal has written the pins to the disk."""
         settings: dict[str, bytes | None] = {}
         for event in events:
             self._driver.handle(event)
@@ -81,19 +79,45 @@ class ModelCalls:
         await save(self._driver, settings)
 
 
+def _can_load(worker: Worker, name: str) -> bool:
+    """Whether the worker is connected and offers the model."""
+    return bool(worker.session) and name in worker.residency.names
+
+
+def _best(workers: Iterable[Worker], name: str) -> Worker:
+    """The best worker on which to pin a model; if it fits on none, the first worker that offers it. NotFoundError: no
+    connected worker offers it.
+    """
+    offering = [w for w in workers if _can_load(w, name)]
+    if not offering:
+        raise NotFoundError(
+            f"no connected worker offers model {name!r}; `mgpuctl models list` shows which workers offer which models"
+        )
+    fitting = [w for w in offering if not _misfit(w, name)]
+    return max(fitting, key=lambda w: _preference(w, name)) if fitting else offering[0]
+
+
 def _misfit(worker: Worker, name: str) -> str:
-    """Why a model does not fit beside the pinned models of a worker; "" if it does."""
+    """Why a model does not fit into the memory of a worker beside the pinned models; "": it fits."""
     residency = worker.residency
     model, limit = residency.names[name], residency.limit_bytes
     others = sorted(m for m in residency.pinned() if m != model)
     taken, needed = sum(map(residency.memory_of, others)), residency.memory_of(model)
-    fits = not limit or taken + needed <= limit
-    return "" if fits else f"it needs {needed} of {limit} bytes; {', '.join(others) or 'no model'} already take {taken}"
+    if not limit or taken + needed <= limit:
+        return ""
+    text = f"it needs {needed} bytes, and the limit for all models is {limit} bytes"
+    if others:
+        text += (
+            f", of which the pinned models {', '.join(others)} take {taken}; unload one of them first with "
+            "`mgpuctl models unload`"
+        )
+    return text
 
 
-def _suits(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
-    """Sort key of workers for a model to pin: prefer a worker that has it pinned or loaded, then the most memory left
-    beside models in use.
+def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
+    """Sort key of workers on which to pin a model; the best is the last. A worker that has the model pinned is best,
+    then one that accepts leases, then one that has the model loaded, then the one with the most memory beside its
+    models in use. Where the limit of the memory is unknown, the memory of these models counts as negative.
     """
     residency = worker.residency
     model = residency.names[name]
@@ -103,14 +127,16 @@ def _suits(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
 
 
 def _holds(worker: Worker, name: str) -> bool:
-    """Whether a worker has a model of that name loaded, pinned, or about to be loaded."""
+    """Whether a worker has a model of this name or id loaded, pinned, or about to be loaded."""
     residency = worker.residency
     held = (*residency.reported, *residency.granted, *residency.uses, *residency.pins, *residency.pinned())
     return any(is_version(m, name) for m in held)
 
 
 def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
-    """The models that workers have offered, by name and version, one entry for workers with the same files."""
+    """The models that workers offer, sorted by id (name and version); `name`: only models of that name, "": all. All
+    workers with the same files have one entry, which shows what one of them reports.
+    """
     groups: dict[str, list[pb.ModelEntry]] = {}
     for worker in sorted(workers, key=lambda w: w.worker_id):
         residency = worker.residency
@@ -124,6 +150,7 @@ def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
                 entry = pb.ModelEntry(model=message)
                 alike.append(entry)
             elif message.memory_bytes > entry.model.memory_bytes or (message.digest and not entry.model.digest):
+                # Show this worker's message instead: it has more memory, or a digest that the entry lacks.
                 entry.model.CopyFrom(message)
             entry.worker_ids.append(worker.worker_id)
             if (resident := residency.reported.get(model_id)) is not None:
@@ -132,7 +159,9 @@ def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
 
 
 def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:
-    """Whether two workers offer the same files of a model, in the same way."""
+    """Whether two workers offer the same files of a model, and agree on its kind, its source, its error, and whether it
+    is the current version. An unknown digest equals any.
+    """
     digests = {d for d in (one.digest, other.digest) if d}
     return len(digests) < 2 and (one.kind, one.source, one.files_bytes, one.current, one.error) == (
         other.kind, other.source, other.files_bytes, other.current, other.error,

@@ -39,7 +39,8 @@ class TokenCalls:
         try:
             await self._driver.journaling.save(token.setting())
         except JournalError as error:
-            self._driver.journaling.remember(dict.fromkeys(token.setting()))  # it may be written yet
+            # `save` may have timed out, and the journal can still write the setting: delete it then (None deletes).
+            self._driver.journaling.remember(dict.fromkeys(token.setting()))
             raise ExhaustedError(f"no token was made: {error}") from None
         tokens.add(token)
         return pb.CreateTokenResponse(token=_message(token), secret=secret)
@@ -53,21 +54,24 @@ class TokenCalls:
         auth, tokens = self._tokens()
         if [t.token_id for t in tokens.valid() if ADMIN in t.roles] == [request.token_id]:
             raise PreconditionError(
-                f"{request.token_id} is the last token of an administrator, so it was not revoked: no caller could "
-                "create another. Create one first (`mgpuctl tokens create NAME --role admin`), and use it to revoke "
-                "this one"
+                f"{request.token_id} is the only valid token with the role admin, so it was not revoked: without it, "
+                "no caller could create tokens. Create another first (`mgpuctl tokens create NAME --role admin`), and "
+                "use that one to revoke this one"
             )
         token = auth.revoke(request.token_id)
         if token is None:
-            raise NotFoundError(f"no token {request.token_id!r}; `mgpuctl tokens list` shows them")
+            raise NotFoundError(f"there is no token {request.token_id!r}; `mgpuctl tokens list` shows all tokens")
         try:
             await self._driver.journaling.save(dict.fromkeys(token.setting()))
         except JournalError as error:
-            text = f"revoked, but it may be valid again after a restart of the master: {error}; revoke it again then"
-            raise ExhaustedError(text) from None
+            raise ExhaustedError(
+                "the token is revoked now, but after a restart of the master it may be valid again: revoke it again "
+                f"then. {error}"
+            ) from None
         return pb.RevokeTokenResponse(token=_message(token))
 
     def _tokens(self) -> tuple[Auth, Tokens]:
+        """The checks of callers, and the tokens. PreconditionError: the master runs without tokens."""
         auth = self._auth
         if auth is None or auth.tokens is None:
             raise PreconditionError(NO_TOKENS)
@@ -80,7 +84,7 @@ def _message(token: Token) -> pb.Token:
         roles=[_NUMBERS[r] for r in sorted(token.roles)],
         queues=sorted(token.queues or ()),
         task_rate=token.tasks_per_s,
-        calls=len(token.calls),
+        calls=len(token.open_calls),
     )
     set_time(message.create_time, token.create_s)
     if token.expire_s is not None:
