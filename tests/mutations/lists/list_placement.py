@@ -58,7 +58,9 @@ PLACEMENT = (
         "P10: full windows get leases", "                if worker in fleet.with_room:\n", "                if True:\n"
     ),
     candidates(
-        "workers without room get leases", "if worker in able and worker in fleet.with_room:", "if worker in able:"
+        "workers get leases without room, or tasks that they can't run",
+        "            if worker in many:\n",
+        "            if True:\n",
     ),
     candidates("device memory ignored", "if short_of_memory(worker, shape) is not None or ", "if "),
     candidates(
@@ -108,7 +110,7 @@ PLACEMENT = (
         "        self._forget_blocker(backlog)\n",
     ),
     classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        blocker", "        blocker"),
-    classes("a growing backlog stays blocked", "            if backlog.too_few_tasks and", "            if False and"),
+    classes("a growing backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
     classes("an item that moved keeps its place", "if item.ticket == ticket:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),
     classes("an ending task stays the first", "if self.tasks[0] is ending:"),

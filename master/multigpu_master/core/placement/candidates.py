@@ -24,9 +24,9 @@ class Candidates:
         self._heap: list[tuple[float, int, int, int, Worker]] = []  # score, last_dispatch, tie, version, worker
         self._pushes = 0  # breaks ties, so that no two workers are compared
         backlog.too_few_tasks = backlog.no_room_for_model = False
-        able = fleet.eligible(backlog.shape)
-        for worker in fleet.with_room if len(fleet.with_room) < len(able) else able:
-            if worker in able and worker in fleet.with_room:
+        few, many = sorted((fleet.with_room, fleet.eligible(backlog.shape)), key=len)
+        for worker in few:
+            if worker in many:
                 self._rank(worker)
 
     def best(self) -> Worker | None:

@@ -95,12 +95,10 @@ class Dispatcher:
         blocked.
         """
         fleet, pin = self._fleet, backlog.pin
-        able = fleet.eligible(backlog.shape)
         if pin is not None:
             backlog.no_room_for_model = fleet.model_block(pin, backlog.shape) is not None
             if not (backlog.no_room_for_model or pin.full or short_of_memory(pin, backlog.shape) is not None):
                 return pin
-            able = {pin: None}
         elif not backlog.strategy.pinned:
             candidates = self._candidates.get(backlog)
             if candidates is None:
@@ -108,6 +106,7 @@ class Dispatcher:
             worker = candidates.best()
             if worker is not None:
                 return worker
+        able = {pin: None} if pin is not None else fleet.eligible(backlog.shape)
         self._ledger.classes.block(backlog, able)
         if fleet.models_by_id and backlog.no_room_for_model:
             self._reservations.blocked(backlog, now)

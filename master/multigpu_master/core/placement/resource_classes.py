@@ -236,12 +236,15 @@ class ResourceClasses:
             if not resource_class.queue.paused:
                 self._offer(resource_class)
             return
-        backlog = resource_class.backlog
-        if backlog is not None:
-            backlog.size += 1
-            self._place(backlog, resource_class)
-            if backlog.too_few_tasks and backlog.blocked_by is not None:
-                self.unblock(backlog)
+        if resource_class.backlog is not None:
+            self._enlarge(resource_class.backlog, resource_class, 1)
+
+    def _enlarge(self, backlog: Backlog, resource_class: ResourceClass, tasks: int) -> None:
+        """Counts more tasks of a backlog, which are of this class."""
+        backlog.size += tasks
+        self._place(backlog, resource_class)
+        if backlog.too_few_tasks and backlog.blocked_by is not None:
+            self.unblock(backlog)
 
     def _shrink(self, resource_class: ResourceClass) -> None:
         """Counts a task less."""
@@ -291,10 +294,7 @@ class ResourceClasses:
         if backlog is None:
             backlog = self.backlogs[key] = Backlog(strategy, key[1], pin)
         resource_class.backlog = backlog
-        backlog.size += resource_class.size
-        self._place(backlog, resource_class)
-        if backlog.too_few_tasks and backlog.blocked_by is not None:
-            self.unblock(backlog)
+        self._enlarge(backlog, resource_class, resource_class.size)
 
     def _withdraw(self, resource_class: ResourceClass) -> None:
         """Removes a class from its backlog, if it is in one."""

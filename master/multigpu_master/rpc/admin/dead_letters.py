@@ -101,7 +101,7 @@ class DeadLetterCalls:
 
     async def _requeue(self, letter: SubmitRecord) -> Task | ev.Rejection:
         """Submits the task of a dead letter, which is deleted with the same write to the journal."""
-        # Readers of the journal see a dead letter before the core is told of the commit: wait until the core has
+        # The journal's readers find a dead letter before the core hears of the commit. Wait until the core has
         # forgotten the task.
         while letter.task_id in self._driver.core.ledger.tasks:
             await self._driver.settled(letter.task_id, DURABLE_S)
