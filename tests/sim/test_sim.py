@@ -39,6 +39,7 @@ def test_seeds_keep_every_promise() -> None:
         pytest.param(1100305, id="a dead letter goes with what replaces it"),
         pytest.param(1318047, id="a second client of a repaired request gets its new outcome"),
         pytest.param(14173, id="a class whose pin has moved is in one backlog"),
+        pytest.param(223203429, id="the model of a full worker is gone: another loads it for fewer tasks"),
         pytest.param(1118619, id="a lease that one event revokes twice ended for the first reason"),
     ],
 )

@@ -22,7 +22,12 @@ PLACEMENT = (
     dispatch("frames don't count up", "worker.frame += 1"),
     dispatch("a lease names the frame before its own", "now, worker.frame + 1, cost_s)", "now, worker.frame, cost_s)"),
     dispatch("P4: attempts are not counted", "task.attempts += 1"),
-    dispatch("blocked backlogs wait for changes of members", "elif classes.blocked and freed:\n", "elif False:\n"),
+    dispatch("blocked backlogs wait for changes of members", "elif classes.blocked:\n", "elif False:\n"),
+    dispatch_story(
+        "the last worker with a model loses it, and no other loads it",
+        "if self._resident != fleet.resident_changes:",
+        "if False:",
+    ),
     dispatch_story(
         "changed averages do not trigger dispatch",
         "(fleet.membership_changes, fleet.averages_changes):",
@@ -39,7 +44,12 @@ PLACEMENT = (
         " and (extra.broke or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)):\n",
         "        if other:\n",
     ),
-    dispatch("a worker that loads a model is not looked at again", "classes.unblock_all(growing=True)", seeds=20000),
+    dispatch(
+        "a worker that loads a model is not looked at again",
+        "                self._candidates.clear()\n                classes.unblock_all(growing=True)",
+        "                self._candidates.clear()",
+        seeds=20000,
+    ),
     dispatch(
         "candidates outlive the event",
         "        self._candidates.clear()\n        ledger, classes",

@@ -41,6 +41,7 @@ class Dispatcher:
         self._candidates: dict[Backlog, Candidates] = {}  # of this event
         self._membership = -1
         self._averages = -1
+        self._resident = -1
 
     def run(self, now: float) -> None:
         """Grants every lease that can be granted now."""
@@ -136,6 +137,10 @@ class Dispatcher:
             classes.repin()
         if (self._membership, self._averages) != (fleet.membership_changes, fleet.averages_changes):
             classes.unblock_all()
-        elif classes.blocked and freed:
-            classes.unblock_for([worker for worker in freed if worker in fleet.with_room])
+        elif classes.blocked:
+            if freed:
+                classes.unblock_for([worker for worker in freed if worker in fleet.with_room])
+            if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
+                classes.unblock_all(growing=True)
         self._membership, self._averages = fleet.membership_changes, fleet.averages_changes
+        self._resident = fleet.resident_changes

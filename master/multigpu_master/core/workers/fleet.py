@@ -40,6 +40,7 @@ class Fleet:
         self.freed: dict[Worker, None] = {}  # workers that may have gained room since the last take_freed
         self.membership_changes = 0  # counts the calls of members_changed
         self.averages_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
+        self.resident_changes = 0  # counts changes that may have changed resident_workers()
         self.models_by_id = False  # whether any worker has ever offered models by id
         self.sizes = ModelSizes()
         self._dispatches = 0  # granted leases
@@ -140,8 +141,12 @@ class Fleet:
     def models_changed(self, worker: Worker) -> None:
         """Call when a worker's models, or its room for them, changed."""
         worker.residency.changed()
-        self._resident.clear()
+        self._resident_changed()
         self.gained_room(worker)
+
+    def _resident_changed(self) -> None:
+        self._resident.clear()
+        self.resident_changes += 1
 
     # --- what they can run -------------------------------------------------------------------------------------------
 
@@ -255,7 +260,7 @@ class Fleet:
     def heard(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
         """Applies the models in a heartbeat."""
         if worker.residency.heard(models, last_frame, now):
-            self._resident.clear()
+            self._resident_changed()
             self._measured((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
     def idle(self, worker: Worker) -> None:
@@ -264,7 +269,7 @@ class Fleet:
         """
         granted, worker.residency.granted_without_id = worker.residency.granted_without_id, {}
         if any(self.load_s(worker, _plain_shape(key)) > 0 for key in granted):
-            self._resident.clear()
+            self._resident_changed()
 
     def _measured(self, sizes: Iterable[tuple[str, int, float]]) -> None:
         """Records measurements: (model id, memory in bytes, loading time in seconds). 0: not measured."""
@@ -346,7 +351,7 @@ class Fleet:
             if len(residency.granted_without_id) > PACES_MAX:
                 del residency.granted_without_id[next(iter(residency.granted_without_id))]
         if loads:
-            self._resident.clear()
+            self._resident_changed()
         self.touch(worker)
         return key if loads else None
 
@@ -366,7 +371,7 @@ class Fleet:
         if self.models_by_id:
             for lease in leases:
                 if lease.model and worker.residency.release(lease.model):
-                    self._resident.clear()
+                    self._resident_changed()
         cost_s = sum([lease.cost_s for lease in leases])
         worker.backlog_s = max(0.0, worker.backlog_s - cost_s) if worker.leases else 0.0
 
