@@ -47,6 +47,8 @@ MESSAGES = {
     "CreateTokenResponse": "NewToken",
     "GetStatsResponse": "Stats",
     "HistoryPoint": "",
+    "Usage": "",
+    "GetUsageResponse": "UsageReport",
     "Candidate": "",
     "ExplainResponse": "Explanation",
     "CountResponse": "TaskCounts",

@@ -945,6 +945,69 @@ class HistoryPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What tasks have used. Attempts on workers that were lost are not included."""
+
+    # The properties in group_by; the others are empty. "(other)": in each interval, only the first 1,000 combinations
+    # of properties are stored one by one.
+    queue: str
+    submitter: str
+    kind: str
+    model: str
+    tasks_succeeded: int
+    attempts_failed: int
+    # Time on a device. A device that runs n batches at the same time counts each for 1/n of the time. Workers that
+    # share a device count it one by one.
+    device_duration_s: float | None
+    # The part of the device time for which energy was measured.
+    measured_duration_s: float | None
+    # Energy of that part. It includes the idle power of the device.
+    energy_joules: float
+    # Uncertainty of the energy, in joules: the sum of the uncertainties of all tasks.
+    energy_uncertainty_joules: float
+    proto: admin_service_pb2.Usage = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, message: admin_service_pb2.Usage) -> Usage:
+        return cls(
+            queue=message.queue,
+            submitter=message.submitter,
+            kind=message.kind,
+            model=message.model,
+            tasks_succeeded=message.tasks_succeeded,
+            attempts_failed=message.attempts_failed,
+            device_duration_s=seconds_of(message.device_duration) if message.HasField("device_duration") else None,
+            measured_duration_s=seconds_of(message.measured_duration)
+            if message.HasField("measured_duration")
+            else None,
+            energy_joules=message.energy_joules,
+            energy_uncertainty_joules=message.energy_uncertainty_joules,
+            proto=message,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReport:
+    """Usage in a period."""
+
+    # The period, in whole intervals.
+    begin_time: datetime | None
+    end_time: datetime | None
+    # The largest device time first. At most 10,000.
+    usage: tuple[Usage, ...]
+    proto: admin_service_pb2.GetUsageResponse = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, message: admin_service_pb2.GetUsageResponse) -> UsageReport:
+        return cls(
+            begin_time=instant(message.begin_time),
+            end_time=instant(message.end_time),
+            usage=tuple(map(Usage.of, message.usage)),
+            proto=message,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A worker, as a candidate for a task."""
 

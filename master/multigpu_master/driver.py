@@ -28,6 +28,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.outbox import Outbox
 from multigpu_master.telemetry.history import History
 from multigpu_master.telemetry.tracing import record_spans
+from multigpu_master.telemetry.usage import UsageLog
 from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
@@ -118,6 +119,7 @@ class Driver:
         # By task_id: the streams that get the outcome once it is on the disk.
         self._deferred_streams: dict[int, list[int]] = {}
         self.history = History(core, now)
+        self.usage = UsageLog(core.usage, self.journaling, now)
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None

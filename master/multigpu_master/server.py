@@ -220,6 +220,7 @@ class Master:
             self._metrics = MasterMetrics(driver, config, self._telemetry)
             self._metrics.start()
             driver.history.start()
+            driver.usage.start()
         except listeners.ListenError as error:
             raise SettingError(str(error)) from error
         except ConfigError as error:  # for example a port in use
@@ -273,6 +274,7 @@ class Master:
         timeout_s = self.config.stop_timeout_s
         self._intake.stopping = True
         self._health.stop()
+        self.driver.usage.stop()
         if self.fatal is None:
             await asyncio.wait([asyncio.ensure_future(self.driver.journaling.all_durable())], timeout=timeout_s / 3)
         # Streams do not end by themselves: their peers reconnect to the next master.

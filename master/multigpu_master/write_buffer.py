@@ -18,7 +18,7 @@ import structlog
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task
 from multigpu_master.errors import JournalError, JournalFullError
-from multigpu_master.journal.protocol import Entry, LargeBody
+from multigpu_master.journal.protocol import Entry, LargeBody, UsageRecord
 from multigpu_master.journal.request_filter import RequestFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.wire import payloads as payload_messages
@@ -199,6 +199,10 @@ class Journaling:
         """Writes settings soon."""
         entry = Entry(settings=settings, deleted_dead_letters=deleted_dead_letters)
         self._append(_Pending(entry, 0, done=done), urgent=True)
+
+    def add_usage(self, records: Sequence[UsageRecord], done: Done | None = None) -> None:
+        """Adds to the recorded usage."""
+        self._append(_Pending(Entry(usage=records), 0, done=done), urgent=done is not None)
 
     def cancellations_max(self) -> int:
         """How many cancellations certainly fit on the disk now."""

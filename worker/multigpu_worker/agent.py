@@ -157,6 +157,5 @@ class Agent:
             if self.pool.check(memory=self.ticks % MEMORY_TICKS == 0):
                 self.dispatcher.want_heartbeat()
             if self.sampler.meter is not None and self.pool.busy:
-                slots = [state for process in self.pool if process.batches for state in process.host.page.sample()]
-                self.sampler.running = max(1, sum(state.batch_id != 0 for state in slots))
+                self.sampler.running = self.pool.batches_running()
             self.loader.tick()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from multigpu.daemon.telemetry import span_from
 
-from multigpu_worker.device.energy import Energy
+from multigpu_worker.device.energy import NO_USAGE, Usage
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.models.loader import ModelLoader
@@ -173,8 +173,13 @@ class Dispatcher:
         for lease, data in reports.checkpoints:  # saved after these outputs
             self.session.save(lease, data)
         units = sum(report.lease.units for report in reports.reports)
-        energy = self._sampler.measure(start_ns, reports.finish_ns, units)
-        self._report(start_ns, reports.finish_ns, reports.reports, energy)
+        usage = self._usage(start_ns, reports.finish_ns, units) if units else NO_USAGE
+        self._report(start_ns, reports.finish_ns, reports.reports, usage)
+
+    def _usage(self, start_ns: int, finish_ns: int, units: int) -> Usage:
+        device_s = max(0, finish_ns - start_ns) / 1e9 / self._pool.batches_running()
+        energy = self._sampler.measure(start_ns, finish_ns, units)
+        return Usage(device_s_per_unit=device_s / units, energy=energy)
 
     def given_back(self, leases: list[Lease]) -> None:
         self.return_leases([lease for lease in leases if lease.recalled], "recalled", RECALLED)
@@ -276,12 +281,12 @@ class Dispatcher:
         self.session.give_back(leases, why, time.time_ns(), error_type)
         self._outgoing()
 
-    def _report(self, start_ns: int, finish_ns: int, reports: list[Report], energy: Energy | None = None) -> None:
+    def _report(self, start_ns: int, finish_ns: int, reports: list[Report], usage: Usage = NO_USAGE) -> None:
         """Take reports, of which there may be none; partial outputs that came with them are in the session."""
         for report in reports:
             if report.lease.traceparent:
                 self._trace(report, start_ns, finish_ns)
-        self.session.report(start_ns, finish_ns, reports, energy)
+        self.session.report(start_ns, finish_ns, reports, usage)
         self._outgoing()
 
     def _outgoing(self) -> None:

@@ -24,6 +24,7 @@ from multigpu.fleet import (
     Stats,
     Strategy,
     Token,
+    UsageReport,
     Worker,
     WorkerState,
 )
@@ -32,9 +33,17 @@ from multigpu.task import Task
 from multigpu.v1 import admin_service_pb2 as admin
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from multigpu.outcome import TaskName
 
 
+USAGE_KEYS = {
+    "queue": admin.USAGE_KEY_QUEUE,
+    "submitter": admin.USAGE_KEY_SUBMITTER,
+    "kind": admin.USAGE_KEY_KIND,
+    "model": admin.USAGE_KEY_MODEL,
+}
 # A check imports torch at worst, and begins later if the device was sick a short time ago.
 CHECK_TIMEOUT_S, CHECK_POLL_INTERVAL_S = 180.0, 0.2
 
@@ -55,6 +64,22 @@ class AsyncAdminClient(AsyncBaseClient):
         """The fleet's last hour, in points of ten seconds, oldest first."""
         response = await self._core.admin("GetHistory", admin.GetHistoryRequest())
         return [HistoryPoint.of(each) for each in response.points]
+
+    async def usage(
+        self, by: Collection[str] = ("queue",), *, begin: datetime | None = None, end: datetime | None = None
+    ) -> UsageReport:
+        """Device time and energy of tasks in a period, summed by these of "queue", "submitter" (the name of a token),
+        "kind" and "model"; the largest device time first. `begin`: default 24 hours before `end`; `end`: default now.
+        InvalidRequestError: the period ends before it begins. ValueError: `by` has another name.
+        """
+        if unknown := [name for name in by if name not in USAGE_KEYS]:
+            raise ValueError(f"usage can't be summed by {unknown[0]!r}; use some of {', '.join(USAGE_KEYS)}")
+        request = admin.GetUsageRequest(group_by=[USAGE_KEYS[name] for name in by])
+        if begin is not None:
+            request.begin_time.FromDatetime(begin)
+        if end is not None:
+            request.end_time.FromDatetime(end)
+        return UsageReport.of(await self._core.admin("GetUsage", request))
 
     # Workers.
 

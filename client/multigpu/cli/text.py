@@ -33,6 +33,14 @@ def format_size(count: int) -> str:
     return f"{amount:.1f} TiB"
 
 
+def format_energy(joules: float) -> str:
+    """Energy: "12 mJ", "3.4 J", "12 Wh", "1.5 kWh"."""
+    for limit, factor, unit in ((1.0, 1e3, "mJ"), (3600.0, 1.0, "J"), (3.6e6, 1 / 3600, "Wh")):
+        if joules < limit:
+            return f"{joules * factor:.3g} {unit}" if joules * factor < 999.5 else f"{joules * factor:,.0f} {unit}"
+    return f"{joules / 3.6e6:,.3g} kWh" if joules < 3.6e9 else f"{joules / 3.6e6:,.0f} kWh"
+
+
 def duration(seconds: float) -> str:
     """A duration: "62 µs", "3.5 ms", "2.5 s", "42 s", "3 min 5 s", "2 h 10 min", "4 d 3 h"."""
     if seconds <= 0:

@@ -29,6 +29,14 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_READ: _ClassVar[Role]
     ROLE_WORKER: _ClassVar[Role]
     ROLE_ADMIN: _ClassVar[Role]
+
+class UsageKey(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    USAGE_KEY_UNSPECIFIED: _ClassVar[UsageKey]
+    USAGE_KEY_QUEUE: _ClassVar[UsageKey]
+    USAGE_KEY_SUBMITTER: _ClassVar[UsageKey]
+    USAGE_KEY_KIND: _ClassVar[UsageKey]
+    USAGE_KEY_MODEL: _ClassVar[UsageKey]
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_ACTIVE: WorkerState
 WORKER_STATE_DRAINING: WorkerState
@@ -38,6 +46,11 @@ ROLE_SUBMIT: Role
 ROLE_READ: Role
 ROLE_WORKER: Role
 ROLE_ADMIN: Role
+USAGE_KEY_UNSPECIFIED: UsageKey
+USAGE_KEY_QUEUE: UsageKey
+USAGE_KEY_SUBMITTER: UsageKey
+USAGE_KEY_KIND: UsageKey
+USAGE_KEY_MODEL: UsageKey
 
 class Worker(_message.Message):
     __slots__ = ("worker_id", "host", "version", "pid", "state", "cordoned", "drain_deadline", "device", "telemetry", "labels", "capabilities", "resident_models", "slots", "window_tasks", "window_bytes", "leases", "leased_bytes", "succeeded", "failed", "connect_time", "last_heartbeat_time", "session_id", "health", "cordon_reason", "mps", "quarantined", "models", "model_memory_bytes", "handlers")
@@ -595,6 +608,50 @@ class HistoryPoint(_message.Message):
     power_watts: float
     utilization: float
     def __init__(self, end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., submitted: _Optional[int] = ..., succeeded: _Optional[int] = ..., unsuccessful: _Optional[int] = ..., queued: _Optional[int] = ..., leased: _Optional[int] = ..., workers_active: _Optional[int] = ..., queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., power_watts: _Optional[float] = ..., utilization: _Optional[float] = ...) -> None: ...
+
+class GetUsageRequest(_message.Message):
+    __slots__ = ("begin_time", "end_time", "group_by")
+    BEGIN_TIME_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BY_FIELD_NUMBER: _ClassVar[int]
+    begin_time: _timestamp_pb2.Timestamp
+    end_time: _timestamp_pb2.Timestamp
+    group_by: _containers.RepeatedScalarFieldContainer[UsageKey]
+    def __init__(self, begin_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., group_by: _Optional[_Iterable[_Union[UsageKey, str]]] = ...) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("begin_time", "end_time", "usage")
+    BEGIN_TIME_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    begin_time: _timestamp_pb2.Timestamp
+    end_time: _timestamp_pb2.Timestamp
+    usage: _containers.RepeatedCompositeFieldContainer[Usage]
+    def __init__(self, begin_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., usage: _Optional[_Iterable[_Union[Usage, _Mapping]]] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("queue", "submitter", "kind", "model", "tasks_succeeded", "attempts_failed", "device_duration", "measured_duration", "energy_joules", "energy_uncertainty_joules")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    SUBMITTER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TASKS_SUCCEEDED_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_DURATION_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_JOULES_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_UNCERTAINTY_JOULES_FIELD_NUMBER: _ClassVar[int]
+    queue: str
+    submitter: str
+    kind: str
+    model: str
+    tasks_succeeded: int
+    attempts_failed: int
+    device_duration: _duration_pb2.Duration
+    measured_duration: _duration_pb2.Duration
+    energy_joules: float
+    energy_uncertainty_joules: float
+    def __init__(self, queue: _Optional[str] = ..., submitter: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., tasks_succeeded: _Optional[int] = ..., attempts_failed: _Optional[int] = ..., device_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., measured_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., energy_joules: _Optional[float] = ..., energy_uncertainty_joules: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("task_id",)

@@ -169,6 +169,11 @@ class AdminServiceStub(object):
                 request_serializer=multigpu_dot_v1_dot_admin__service__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/multigpu.v1.AdminService/GetUsage',
+                request_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=multigpu_dot_v1_dot_admin__service__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -364,6 +369,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """Device time and energy of tasks in a period, summed. Kept for 400 days. Callers see the queues of their token.
+        INVALID_ARGUMENT: the period ends before it begins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -501,6 +514,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.ExplainRequest.FromString,
                     response_serializer=multigpu_dot_v1_dot_admin__service__pb2.ExplainResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=multigpu_dot_v1_dot_admin__service__pb2.GetUsageRequest.FromString,
+                    response_serializer=multigpu_dot_v1_dot_admin__service__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1232,6 +1250,33 @@ class AdminService(object):
             '/multigpu.v1.AdminService/Explain',
             multigpu_dot_v1_dot_admin__service__pb2.ExplainRequest.SerializeToString,
             multigpu_dot_v1_dot_admin__service__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/multigpu.v1.AdminService/GetUsage',
+            multigpu_dot_v1_dot_admin__service__pb2.GetUsageRequest.SerializeToString,
+            multigpu_dot_v1_dot_admin__service__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16multigpu/v1/task.proto\x12\x0bmultigpu.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x82\x06\n\x08TaskSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x39\n\nparameters\x18\x03 \x03(\x0b\x32%.multigpu.v1.TaskSpec.ParametersEntry\x12\x14\n\x0c\x63ontent_type\x18\x04 \x01(\t\x12\r\n\x05queue\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x42\n\x0frequired_labels\x18\x07 \x03(\x0b\x32).multigpu.v1.TaskSpec.RequiredLabelsEntry\x12$\n\x1crequired_device_memory_bytes\x18\x08 \x01(\x04\x12,\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\rqueue_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0brun_timeout\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x61ttempts_max\x18\x0c \x01(\x05\x12\x32\n\x0f\x62\x61\x63koff_initial\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x62\x61\x63koff_max\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\ndurability\x18\x0f \x01(\x0e\x32\x17.multigpu.v1.Durability\x12-\n\nresult_ttl\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fwait_for_worker\x18\x11 \x01(\x08\x12\x14\n\x0cretry_failed\x18\x12 \x01(\x08\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x35\n\x13RequiredLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xea\x01\n\tTaskInput\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rpartition_key\x18\x03 \x01(\t\x12\r\n\x05units\x18\x04 \x01(\r\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x19\n\x11partials_received\x18\x06 \x01(\r\x12\x34\n\rpayload_place\x18\x07 \x01(\x0b\x32\x1d.multigpu.v1.PayloadReference\x12\x1a\n\rpayload_crc32\x18\x08 \x01(\x07H\x00\x88\x01\x01\x42\x10\n\x0e_payload_crc32\"A\n\x10PayloadReference\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\"\x7f\n\tTaskBatch\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.multigpu.v1.TaskSpec\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.multigpu.v1.TaskInput\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\x12\x10\n\x08payloads\x18\x04 \x03(\x0c\"P\n\tTaskError\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x11\n\ttraceback\x18\x04 \x01(\t\"\xcd\x01\n\x06Stages\x12/\n\x0bsubmit_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rdispatch_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inish_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbd\x03\n\x07Outcome\x12\x0f\n\x07task_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.multigpu.v1.OutcomeState\x12\x0e\n\x06result\x18\x04 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x05 \x01(\t\x12%\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x16.multigpu.v1.TaskError\x12#\n\x06stages\x18\x07 \x01(\x0b\x32\x13.multigpu.v1.Stages\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\x05\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x11\n\tdevice_id\x18\n \x01(\t\x12\x10\n\x08partials\x18\x0b \x03(\x0c\x12\x1d\n\x15partial_content_types\x18\x0e \x03(\t\x12\x33\n\x0cresult_place\x18\x0c \x01(\x0b\x32\x1d.multigpu.v1.PayloadReference\x12#\n\x06\x65nergy\x18\r \x01(\x0b\x32\x13.multigpu.v1.Energy\x12.\n\x10\x65\x61rlier_attempts\x18\x0f \x03(\x0b\x32\x14.multigpu.v1.Attempt\"\xbd\x01\n\x07\x41ttempt\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x31\n\rdispatch_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x05 \x01(\t\"X\n\x06\x45nergy\x12\x0e\n\x06joules\x18\x01 \x01(\x01\x12)\n\x06method\x18\x02 \x01(\x0e\x32\x19.multigpu.v1.EnergyMethod\x12\x13\n\x0buncertainty\x18\x03 \x01(\x01\"\x8e\x04\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12#\n\x04spec\x18\x03 \x01(\x0b\x32\x15.multigpu.v1.TaskSpec\x12\x15\n\rpartition_key\x18\x04 \x01(\t\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.multigpu.v1.TaskState\x12/\n\x0bsubmit_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\x05\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x10\n\x08lease_id\x18\n \x01(\x04\x12\'\n\x08progress\x18\x0b \x01(\x0b\x32\x15.multigpu.v1.Progress\x12.\n\nnot_before\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\nlast_error\x18\r \x01(\x0b\x32\x16.multigpu.v1.TaskError\x12%\n\x07outcome\x18\x0e \x01(\x0b\x32\x14.multigpu.v1.Outcome\x12#\n\x06stages\x18\x0f \x01(\x0b\x32\x13.multigpu.v1.Stages\x12.\n\x10\x65\x61rlier_attempts\x18\x10 \x03(\x0b\x32\x14.multigpu.v1.Attempt\"9\n\x08Progress\x12\x10\n\x08\x66raction\x18\x01 \x01(\x01\x12\r\n\x05steps\x18\x02 \x01(\x04\x12\x0c\n\x04note\x18\x03 \x01(\t*Z\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44URABILITY_DURABLE\x10\x01\x12\x18\n\x14\x44URABILITY_EPHEMERAL\x10\x02*m\n\tTaskState\x12\x1a\n\x16TASK_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11TASK_STATE_QUEUED\x10\x01\x12\x15\n\x11TASK_STATE_LEASED\x10\x02\x12\x16\n\x12TASK_STATE_SETTLED\x10\x03*\xdf\x01\n\x0cOutcomeState\x12\x1d\n\x19OUTCOME_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17OUTCOME_STATE_SUCCEEDED\x10\x01\x12\x18\n\x14OUTCOME_STATE_FAILED\x10\x02\x12\x1b\n\x17OUTCOME_STATE_CANCELLED\x10\x03\x12\x19\n\x15OUTCOME_STATE_EXPIRED\x10\x04\x12\x1f\n\x1bOUTCOME_STATE_DEAD_LETTERED\x10\x05\x12 \n\x1cOUTCOME_STATE_RESULT_MISSING\x10\x06*i\n\x0c\x45nergyMethod\x12\x1d\n\x19\x45NERGY_METHOD_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NERGY_METHOD_COUNTER\x10\x01\x12\x1f\n\x1b\x45NERGY_METHOD_SAMPLED_POWER\x10\x02\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16multigpu/v1/task.proto\x12\x0bmultigpu.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x95\x06\n\x08TaskSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x39\n\nparameters\x18\x03 \x03(\x0b\x32%.multigpu.v1.TaskSpec.ParametersEntry\x12\x14\n\x0c\x63ontent_type\x18\x04 \x01(\t\x12\r\n\x05queue\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x42\n\x0frequired_labels\x18\x07 \x03(\x0b\x32).multigpu.v1.TaskSpec.RequiredLabelsEntry\x12$\n\x1crequired_device_memory_bytes\x18\x08 \x01(\x04\x12,\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\rqueue_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0brun_timeout\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x61ttempts_max\x18\x0c \x01(\x05\x12\x32\n\x0f\x62\x61\x63koff_initial\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x62\x61\x63koff_max\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\ndurability\x18\x0f \x01(\x0e\x32\x17.multigpu.v1.Durability\x12-\n\nresult_ttl\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fwait_for_worker\x18\x11 \x01(\x08\x12\x14\n\x0cretry_failed\x18\x12 \x01(\x08\x12\x11\n\tsubmitter\x18\x13 \x01(\t\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x35\n\x13RequiredLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xea\x01\n\tTaskInput\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rpartition_key\x18\x03 \x01(\t\x12\r\n\x05units\x18\x04 \x01(\r\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x19\n\x11partials_received\x18\x06 \x01(\r\x12\x34\n\rpayload_place\x18\x07 \x01(\x0b\x32\x1d.multigpu.v1.PayloadReference\x12\x1a\n\rpayload_crc32\x18\x08 \x01(\x07H\x00\x88\x01\x01\x42\x10\n\x0e_payload_crc32\"A\n\x10PayloadReference\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\"\x7f\n\tTaskBatch\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.multigpu.v1.TaskSpec\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.multigpu.v1.TaskInput\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\x12\x10\n\x08payloads\x18\x04 \x03(\x0c\"P\n\tTaskError\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x11\n\ttraceback\x18\x04 \x01(\t\"\xcd\x01\n\x06Stages\x12/\n\x0bsubmit_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rdispatch_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inish_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbd\x03\n\x07Outcome\x12\x0f\n\x07task_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.multigpu.v1.OutcomeState\x12\x0e\n\x06result\x18\x04 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x05 \x01(\t\x12%\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x16.multigpu.v1.TaskError\x12#\n\x06stages\x18\x07 \x01(\x0b\x32\x13.multigpu.v1.Stages\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\x05\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x11\n\tdevice_id\x18\n \x01(\t\x12\x10\n\x08partials\x18\x0b \x03(\x0c\x12\x1d\n\x15partial_content_types\x18\x0e \x03(\t\x12\x33\n\x0cresult_place\x18\x0c \x01(\x0b\x32\x1d.multigpu.v1.PayloadReference\x12#\n\x06\x65nergy\x18\r \x01(\x0b\x32\x13.multigpu.v1.Energy\x12.\n\x10\x65\x61rlier_attempts\x18\x0f \x03(\x0b\x32\x14.multigpu.v1.Attempt\"\xbd\x01\n\x07\x41ttempt\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x31\n\rdispatch_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x05 \x01(\t\"X\n\x06\x45nergy\x12\x0e\n\x06joules\x18\x01 \x01(\x01\x12)\n\x06method\x18\x02 \x01(\x0e\x32\x19.multigpu.v1.EnergyMethod\x12\x13\n\x0buncertainty\x18\x03 \x01(\x01\"\x8e\x04\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12#\n\x04spec\x18\x03 \x01(\x0b\x32\x15.multigpu.v1.TaskSpec\x12\x15\n\rpartition_key\x18\x04 \x01(\t\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12%\n\x05state\x18\x06 \x01(\x0e\x32\x16.multigpu.v1.TaskState\x12/\n\x0bsubmit_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\x05\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x10\n\x08lease_id\x18\n \x01(\x04\x12\'\n\x08progress\x18\x0b \x01(\x0b\x32\x15.multigpu.v1.Progress\x12.\n\nnot_before\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\nlast_error\x18\r \x01(\x0b\x32\x16.multigpu.v1.TaskError\x12%\n\x07outcome\x18\x0e \x01(\x0b\x32\x14.multigpu.v1.Outcome\x12#\n\x06stages\x18\x0f \x01(\x0b\x32\x13.multigpu.v1.Stages\x12.\n\x10\x65\x61rlier_attempts\x18\x10 \x03(\x0b\x32\x14.multigpu.v1.Attempt\"9\n\x08Progress\x12\x10\n\x08\x66raction\x18\x01 \x01(\x01\x12\r\n\x05steps\x18\x02 \x01(\x04\x12\x0c\n\x04note\x18\x03 \x01(\t*Z\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44URABILITY_DURABLE\x10\x01\x12\x18\n\x14\x44URABILITY_EPHEMERAL\x10\x02*m\n\tTaskState\x12\x1a\n\x16TASK_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11TASK_STATE_QUEUED\x10\x01\x12\x15\n\x11TASK_STATE_LEASED\x10\x02\x12\x16\n\x12TASK_STATE_SETTLED\x10\x03*\xdf\x01\n\x0cOutcomeState\x12\x1d\n\x19OUTCOME_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17OUTCOME_STATE_SUCCEEDED\x10\x01\x12\x18\n\x14OUTCOME_STATE_FAILED\x10\x02\x12\x1b\n\x17OUTCOME_STATE_CANCELLED\x10\x03\x12\x19\n\x15OUTCOME_STATE_EXPIRED\x10\x04\x12\x1f\n\x1bOUTCOME_STATE_DEAD_LETTERED\x10\x05\x12 \n\x1cOUTCOME_STATE_RESULT_MISSING\x10\x06*i\n\x0c\x45nergyMethod\x12\x1d\n\x19\x45NERGY_METHOD_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NERGY_METHOD_COUNTER\x10\x01\x12\x1f\n\x1b\x45NERGY_METHOD_SAMPLED_POWER\x10\x02\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,38 +38,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASKSPEC_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_TASKSPEC_REQUIREDLABELSENTRY']._loaded_options = None
   _globals['_TASKSPEC_REQUIREDLABELSENTRY']._serialized_options = b'8\001'
-  _globals['_DURABILITY']._serialized_start=2918
-  _globals['_DURABILITY']._serialized_end=3008
-  _globals['_TASKSTATE']._serialized_start=3010
-  _globals['_TASKSTATE']._serialized_end=3119
-  _globals['_OUTCOMESTATE']._serialized_start=3122
-  _globals['_OUTCOMESTATE']._serialized_end=3345
-  _globals['_ENERGYMETHOD']._serialized_start=3347
-  _globals['_ENERGYMETHOD']._serialized_end=3452
+  _globals['_DURABILITY']._serialized_start=2937
+  _globals['_DURABILITY']._serialized_end=3027
+  _globals['_TASKSTATE']._serialized_start=3029
+  _globals['_TASKSTATE']._serialized_end=3138
+  _globals['_OUTCOMESTATE']._serialized_start=3141
+  _globals['_OUTCOMESTATE']._serialized_end=3364
+  _globals['_ENERGYMETHOD']._serialized_start=3366
+  _globals['_ENERGYMETHOD']._serialized_end=3471
   _globals['_TASKSPEC']._serialized_start=105
-  _globals['_TASKSPEC']._serialized_end=875
-  _globals['_TASKSPEC_PARAMETERSENTRY']._serialized_start=771
-  _globals['_TASKSPEC_PARAMETERSENTRY']._serialized_end=820
-  _globals['_TASKSPEC_REQUIREDLABELSENTRY']._serialized_start=822
-  _globals['_TASKSPEC_REQUIREDLABELSENTRY']._serialized_end=875
-  _globals['_TASKINPUT']._serialized_start=878
-  _globals['_TASKINPUT']._serialized_end=1112
-  _globals['_PAYLOADREFERENCE']._serialized_start=1114
-  _globals['_PAYLOADREFERENCE']._serialized_end=1179
-  _globals['_TASKBATCH']._serialized_start=1181
-  _globals['_TASKBATCH']._serialized_end=1308
-  _globals['_TASKERROR']._serialized_start=1310
-  _globals['_TASKERROR']._serialized_end=1390
-  _globals['_STAGES']._serialized_start=1393
-  _globals['_STAGES']._serialized_end=1598
-  _globals['_OUTCOME']._serialized_start=1601
-  _globals['_OUTCOME']._serialized_end=2046
-  _globals['_ATTEMPT']._serialized_start=2049
-  _globals['_ATTEMPT']._serialized_end=2238
-  _globals['_ENERGY']._serialized_start=2240
-  _globals['_ENERGY']._serialized_end=2328
-  _globals['_TASK']._serialized_start=2331
-  _globals['_TASK']._serialized_end=2857
-  _globals['_PROGRESS']._serialized_start=2859
-  _globals['_PROGRESS']._serialized_end=2916
+  _globals['_TASKSPEC']._serialized_end=894
+  _globals['_TASKSPEC_PARAMETERSENTRY']._serialized_start=790
+  _globals['_TASKSPEC_PARAMETERSENTRY']._serialized_end=839
+  _globals['_TASKSPEC_REQUIREDLABELSENTRY']._serialized_start=841
+  _globals['_TASKSPEC_REQUIREDLABELSENTRY']._serialized_end=894
+  _globals['_TASKINPUT']._serialized_start=897
+  _globals['_TASKINPUT']._serialized_end=1131
+  _globals['_PAYLOADREFERENCE']._serialized_start=1133
+  _globals['_PAYLOADREFERENCE']._serialized_end=1198
+  _globals['_TASKBATCH']._serialized_start=1200
+  _globals['_TASKBATCH']._serialized_end=1327
+  _globals['_TASKERROR']._serialized_start=1329
+  _globals['_TASKERROR']._serialized_end=1409
+  _globals['_STAGES']._serialized_start=1412
+  _globals['_STAGES']._serialized_end=1617
+  _globals['_OUTCOME']._serialized_start=1620
+  _globals['_OUTCOME']._serialized_end=2065
+  _globals['_ATTEMPT']._serialized_start=2068
+  _globals['_ATTEMPT']._serialized_end=2257
+  _globals['_ENERGY']._serialized_start=2259
+  _globals['_ENERGY']._serialized_end=2347
+  _globals['_TASK']._serialized_start=2350
+  _globals['_TASK']._serialized_end=2876
+  _globals['_PROGRESS']._serialized_start=2878
+  _globals['_PROGRESS']._serialized_end=2935
 # @@protoc_insertion_point(module_scope)

@@ -176,7 +176,7 @@ class EmbeddingCache(_message.Message):
     def __init__(self, hits: _Optional[int] = ..., joined: _Optional[int] = ..., misses: _Optional[int] = ..., entries: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class ReportBatch(_message.Message):
-    __slots__ = ("start_time", "finish_time", "succeeded_lease_ids", "results", "content_type", "reports", "result_places", "energy_joules", "energy_method", "energy_uncertainty")
+    __slots__ = ("start_time", "finish_time", "succeeded_lease_ids", "results", "content_type", "reports", "result_places", "energy_joules", "energy_method", "energy_uncertainty", "device_duration")
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     FINISH_TIME_FIELD_NUMBER: _ClassVar[int]
     SUCCEEDED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,7 @@ class ReportBatch(_message.Message):
     ENERGY_JOULES_FIELD_NUMBER: _ClassVar[int]
     ENERGY_METHOD_FIELD_NUMBER: _ClassVar[int]
     ENERGY_UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_DURATION_FIELD_NUMBER: _ClassVar[int]
     start_time: _timestamp_pb2.Timestamp
     finish_time: _timestamp_pb2.Timestamp
     succeeded_lease_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -197,7 +198,8 @@ class ReportBatch(_message.Message):
     energy_joules: _containers.RepeatedScalarFieldContainer[float]
     energy_method: _task_pb2.EnergyMethod
     energy_uncertainty: float
-    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., succeeded_lease_ids: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[bytes]] = ..., content_type: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ..., result_places: _Optional[_Iterable[_Union[ResultReference, _Mapping]]] = ..., energy_joules: _Optional[_Iterable[float]] = ..., energy_method: _Optional[_Union[_task_pb2.EnergyMethod, str]] = ..., energy_uncertainty: _Optional[float] = ...) -> None: ...
+    device_duration: _duration_pb2.Duration
+    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., succeeded_lease_ids: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[bytes]] = ..., content_type: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ..., result_places: _Optional[_Iterable[_Union[ResultReference, _Mapping]]] = ..., energy_joules: _Optional[_Iterable[float]] = ..., energy_method: _Optional[_Union[_task_pb2.EnergyMethod, str]] = ..., energy_uncertainty: _Optional[float] = ..., device_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ResultReference(_message.Message):
     __slots__ = ("index", "at")

@@ -2,7 +2,7 @@
 except for charts and live updates.
 """
 
-from multigpu_gateway.dashboard import dead_letters, device, fleet, models, queues, session, static, tasks
+from multigpu_gateway.dashboard import dead_letters, device, fleet, models, queues, session, static, tasks, usage
 from multigpu_gateway.dashboard.pages import page
 from multigpu_gateway.rest.errors import error_body
 from multigpu_gateway.routes import Route, Serve
@@ -22,6 +22,7 @@ ROUTES = {
     "/ui/tasks": _route(tasks.get, page(tasks.change), tree=True),
     "/ui/dead-letters": _route(page(dead_letters.show), page(dead_letters.change)),
     "/ui/models": _route(page(models.show), page(models.change)),
+    "/ui/usage": _route(page(usage.show)),
     "/ui/breaker": _route(post=page(fleet.reset_breaker)),
     "/ui/sign-in": _route(page(session.show), page(session.sign_in)),
     "/ui/sign-out": _route(post=page(session.sign_out)),

@@ -37,6 +37,7 @@ NAVIGATION = {
     "/ui/tasks": "Tasks",
     "/ui/dead-letters": "Dead letters",
     "/ui/models": "Models",
+    "/ui/usage": "Usage",
     "/docs": "API",
 }
 # What an action did, after the redirect to the page that shows it.
@@ -94,8 +95,8 @@ _templates = jinja2.Environment(
     auto_reload=False,
 )
 _templates.filters |= {
-    "age": text.age, "duration": text.duration, "number": text.number, "percent": text.percent, "rate": text.rate,
-    "size": text.size, "time": text.time, "watts": text.watts,
+    "age": text.age, "duration": text.duration, "energy": text.energy, "number": text.number, "percent": text.percent,
+    "rate": text.rate, "size": text.size, "time": text.time, "watts": text.watts,
 }  # fmt: skip
 _templates.globals |= {"navigation": NAVIGATION, "version": VERSION, "url": lambda path: quote(str(path), safe="")}
 

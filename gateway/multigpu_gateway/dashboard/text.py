@@ -26,6 +26,16 @@ def watts(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:,.0f} W"
 
 
+def energy(joules: float | None) -> str:
+    """As "3.4 J", "12 Wh" or "1.5 kWh"."""
+    if joules is None:
+        return UNKNOWN
+    for limit, factor, unit in ((3600.0, 1.0, "J"), (3.6e6, 1 / 3600, "Wh")):
+        if joules < limit:
+            return f"{number(joules * factor)} {unit}"
+    return f"{number(joules / 3.6e6)} kWh"
+
+
 def size(value: float | None) -> str:
     """Bytes: "512 B", "1.5 MiB"."""
     if value is None:

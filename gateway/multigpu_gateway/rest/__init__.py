@@ -5,8 +5,8 @@ from multigpu.v1 import admin_service_pb2
 from multigpu_gateway.http import EVENT_STREAM
 from multigpu_gateway.rest import earlier
 from multigpu_gateway.rest.errors import GONE, error_body
-from multigpu_gateway.rest.fleet import queues, stats, workers
-from multigpu_gateway.rest.requests import NoQuery, OutcomesQuery
+from multigpu_gateway.rest.fleet import queues, stats, usage, workers
+from multigpu_gateway.rest.requests import NoQuery, OutcomesQuery, UsageQuery
 from multigpu_gateway.rest.streams import LAST_EVENT_ID, outcomes
 from multigpu_gateway.rest.tasks import PATH, PATHS, cancel, get, submit
 from multigpu_gateway.routes import Operation, Route
@@ -14,6 +14,7 @@ from multigpu_gateway.routes import Operation, Route
 _outcomes = Operation(outcomes, query=OutcomesQuery, content=EVENT_STREAM, headers=(LAST_EVENT_ID,), errors=(GONE,))
 _workers = Operation(workers, query=NoQuery, answer={"workers": [admin_service_pb2.Worker]})
 _queues = Operation(queues, query=NoQuery, answer={"queues": [admin_service_pb2.Queue]})
+_usage = Operation(usage, query=UsageQuery, answer=admin_service_pb2.GetUsageResponse)
 _stats = Operation(stats, query=NoQuery, answer=admin_service_pb2.GetStatsResponse)
 
 ROUTES = {
@@ -21,6 +22,7 @@ ROUTES = {
     "/v1/outcomes": Route({"GET": _outcomes}, error_body),
     "/v1/workers": Route({"GET": _workers}, error_body),
     "/v1/queues": Route({"GET": _queues}, error_body),
+    "/v1/usage": Route({"GET": _usage}, error_body),
     "/v1/stats": Route({"GET": _stats}, error_body),
     "/api/v1/gpu/stats": Route({"GET": earlier.langchain_stats}, error_body),
     "/multigpu/health": Route({"GET": earlier.health}, error_body),

@@ -4,7 +4,7 @@ import msgspec
 
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.http import Request
-from multigpu_gateway.rest.requests import NoQuery, query_of
+from multigpu_gateway.rest.requests import NoQuery, UsageQuery, query_of
 from multigpu_gateway.rest.values import as_dict
 
 
@@ -20,6 +20,13 @@ async def queues(request: Request, connected: Connected) -> None:
     query_of(request, NoQuery)
     found = await connected.admin.list_queues()
     await request.respond(200, msgspec.json.encode({"queues": [as_dict(each) for each in found]}))
+
+
+async def usage(request: Request, connected: Connected) -> None:
+    """Device time and energy of tasks in a period, summed."""
+    query = query_of(request, UsageQuery)
+    report = await connected.admin.usage(query.keys(), begin=query.begin, end=query.end)
+    await request.respond(200, msgspec.json.encode(as_dict(report)))
 
 
 async def stats(request: Request, connected: Connected) -> None:

@@ -19,6 +19,7 @@ TASKS_MAX = 10_000
 WAIT_MAX_S = 60.0
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 Instant = Annotated[datetime, Meta(tz=True)]
+USAGE_KEYS = ("queue", "submitter", "kind", "model")
 # Options of a task under the names that multigpu.options has for them.
 _OPTIONS = (
     "model", "queue", "priority", "parameters", "labels", "deadline", "queue_timeout_s", "run_timeout_s",
@@ -89,6 +90,22 @@ class OutcomesQuery(msgspec.Struct, forbid_unknown_fields=True):
     from_now: bool = False
     queue: str = ""
     kind: str = ""
+
+
+class UsageQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """`by`: names with commas between them."""
+
+    by: str = "queue"
+    begin: Instant | None = None
+    end: Instant | None = None
+
+    def keys(self) -> list[str]:
+        """HttpError: usage is not summed by one of these."""
+        names = [name.strip() for name in self.by.split(",") if name.strip()]
+        for name in names:
+            if name not in USAGE_KEYS:
+                raise wrong("by", f"there is no {name!r}; there are {', '.join(USAGE_KEYS)}")
+        return names
 
 
 class ListQuery(msgspec.Struct, forbid_unknown_fields=True):

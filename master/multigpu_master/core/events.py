@@ -171,6 +171,7 @@ class Reports:
     start_s: float = 0.0
     finish_s: float = 0.0
     energy: Sequence[Energy] = ()  # for each of `succeeded`; empty: not measured
+    device_s: float = 0.0  # device time of these leases, in seconds
 
 
 @dataclass(slots=True)

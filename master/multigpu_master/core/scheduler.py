@@ -22,6 +22,7 @@ from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.restart import IdRange, RecoveryHold
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
+from multigpu_master.core.usage import Usage
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.quarantine import Quarantine
@@ -55,11 +56,14 @@ class Core:
         self.ids, self.pins = IdRange(first_id), Pins(fleet)
         ledger = self.ledger = Ledger(limits, strategies, strategy, fleet, self.pins, timers, commands)
         self.quarantine = Quarantine(ledger, fleet, commands)
+        self.usage = Usage()
         self._streams: set[int] = set()  # the open Run streams
         attempts = self._attempts = Attempts(ledger, timers, commands, hold, random)
         reservations, recalls = LoadReservations(fleet, timers), Recalls(ledger, fleet, timers, commands, self.grants)
         self._dispatcher = Dispatcher(ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.grants)
-        sessions = Sessions(ledger, fleet, timers, commands, hold, attempts, self.quarantine, reservations, recalls)
+        sessions = Sessions(
+            ledger, fleet, timers, commands, hold, attempts, self.quarantine, reservations, recalls, self.usage
+        )
         operators = Operators(ledger, fleet, timers, commands, hold, attempts)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,

@@ -7,9 +7,11 @@ restart the workers report them.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from multigpu._transport.payloads import Reference
 
+from multigpu_master.core.usage import Used
 from multigpu_master.errors import JournalError
 from multigpu_master.ids import Incarnation
 
@@ -64,6 +66,26 @@ class SettleRecord:
     submitted: bool = True  # False: the journal certainly has no SubmitRecord of the task
 
 
+USAGE_INTERVAL_S = 600
+
+
+class UsageKey(NamedTuple):
+    """The properties of tasks by which usage is summed."""
+
+    queue: str
+    submitter: str
+    kind: str
+    model: str
+
+
+class UsageRecord(NamedTuple):
+    """What tasks have used in an interval of USAGE_INTERVAL_S, to be added to what is recorded for it."""
+
+    begin_s: int  # seconds since 1970, a multiple of USAGE_INTERVAL_S
+    key: UsageKey
+    used: Used
+
+
 @dataclass(slots=True)
 class Entry:
     """Records that are written all or not at all. An entry with `submits` has no `settles`. A transaction writes one or
@@ -75,6 +97,7 @@ class Entry:
     settings: Mapping[str, bytes | None] = field(default_factory=dict)  # key -> value; None deletes
     deleted_dead_letters: Sequence[int] = ()  # task_ids, deleted first: `settles` may add one of them again
     epoch: int = 0  # the epoch of ids (see ids.py) that the running master begins with this entry; 0: none
+    usage: Sequence[UsageRecord] = ()
 
 
 @dataclass(slots=True)

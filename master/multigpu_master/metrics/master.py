@@ -20,8 +20,10 @@ from multigpu.v1 import worker_service_pb2
 from multigpu_master import VERSION
 from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.usage import Used
 from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
+from multigpu_master.journal.protocol import UsageKey
 from multigpu_master.metrics.devices import DeviceSnapshot, device_metrics, snapshots
 from multigpu_master.rpc.queries import oldest_submits, rss_bytes
 from multigpu_master.telemetry.latencies import Latencies
@@ -131,6 +133,7 @@ class _Certificate:
 def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
     core, journal = driver.core, driver.journal
     yield from _of_tasks(core)
+    yield from _of_usage(driver.usage.totals)
     ages = [
         sample(max(0.0, driver.now() - oldest[q.name]), queue=q.name)
         for q in core.ledger.queues.values()
@@ -164,6 +167,16 @@ def _of_tasks(core: Core) -> Iterator[Metric]:
     text = "Payload bytes of queued tasks."
     yield metric("mgpu_queue_bytes", text, *[sample(q.queued_bytes, queue=q.name) for q in queues])
     yield metric("mgpu_queue_leases", "Tasks leased to workers.", *[sample(q.leased, queue=q.name) for q in queues])
+
+
+def _of_usage(totals: Mapping[UsageKey, Used]) -> Iterator[Metric]:
+    def each(name: str, text: str, value: Callable[[Used], float]) -> Metric:
+        return metric(name, text, *[sample(value(used), **key._asdict()) for key, used in totals.items()])
+
+    yield each("mgpu_usage_device_seconds_total", "Device time of tasks.", lambda used: used.device_s)
+    text = "Device time of tasks for which energy was measured."
+    yield each("mgpu_usage_measured_device_seconds_total", text, lambda used: used.measured_s)
+    yield each("mgpu_usage_energy_joules_total", "Energy of that time, with idle power.", lambda used: used.joules)
 
 
 def _of_fleet(core: Core, now: float) -> Iterator[Metric]:

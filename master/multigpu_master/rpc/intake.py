@@ -56,7 +56,7 @@ class Intake:
         count = len(request_ids)
         rejection = None
         try:
-            spec = driver.specs.read(batch.spec)
+            spec = driver.specs.read(batch.spec, caller.name if caller is not None else "")
         except InvalidMessageError as error:
             rejection = ev.Rejection(INVALID_ARGUMENT, str(error))
         except SpecsFullError as error:

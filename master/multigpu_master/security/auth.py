@@ -45,6 +45,7 @@ ROLES_OF = {
     "AdminService/GetStats": _READERS,
     "AdminService/GetHistory": _READERS,
     "AdminService/Explain": _READERS,
+    "AdminService/GetUsage": _READERS,
     "AdminService/ListTokens": _ADMINS,
     "ServerReflection/ServerReflectionInfo": _ANY,
 }

@@ -13,6 +13,7 @@ from multigpu_master.wire.devices import energies
 from multigpu_master.wire.outcomes import error_of
 from multigpu_master.wire.payloads import Peer
 from multigpu_master.wire.specs import SpecReader
+from multigpu_master.wire.times import seconds_of
 from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
@@ -90,7 +91,8 @@ def reports_of(
         lease_ids = [x for n, x in enumerate(lease_ids) if n not in lost]
         results = [x for n, x in enumerate(results) if n not in lost]
         energy = [x for n, x in enumerate(energy) if n not in lost]
-    return ev.Reports(session, lease_ids, results, batch.content_type, failures, start_s, finish_s, energy)
+    device_s = max(0.0, seconds_of(batch.device_duration))
+    return ev.Reports(session, lease_ids, results, batch.content_type, failures, start_s, finish_s, energy, device_s)
 
 
 def _failure(r: worker_service_pb2.Report) -> ev.Failure:

@@ -40,8 +40,9 @@ class SpecReader:
         self._large_bytes: Counter[str] = Counter()  # of large specs, by queue
         self._skew = skew
 
-    def read(self, message: task_pb2.TaskSpec) -> Spec:
-        """The Spec of a message. InvalidMessageError, SpecsFullError: it is rejected."""
+    def read(self, message: task_pb2.TaskSpec, submitter: str = "") -> Spec:
+        """The Spec of a message, in which the submitter is set. InvalidMessageError, SpecsFullError: it is rejected."""
+        message.submitter = submitter
         wire = message.SerializeToString(deterministic=True)
         spec = self._specs.get(wire)
         if spec is None:
@@ -140,6 +141,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         result_ttl_s=_timeout(m, "result_ttl") or (DURABLE_TTL_S if durable else EPHEMERAL_TTL_S),
         wait_for_worker=m.wait_for_worker,
         retry_failed=m.retry_failed,
+        submitter=m.submitter,
         identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
         wire=wire,
     )

@@ -65,7 +65,7 @@ def main() -> None:
         pages = {
             "fleet": "/", "device": "/ui/devices/gpu-host-1-3", "queues": "/ui/queues",
             "tasks": "/ui/tasks?state=leased", "task": f"/ui/tasks/{again_id}",
-            "dead-letters": "/ui/dead-letters", "models": "/ui/models",
+            "dead-letters": "/ui/dead-letters", "models": "/ui/models", "usage": "/ui/usage",
         }  # fmt: skip
         take(gateway.url, pages)
         stop.set()

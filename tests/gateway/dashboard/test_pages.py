@@ -1,5 +1,6 @@
 """What pages show agrees with the master, and buttons do what they say."""
 
+import re
 from typing import Any
 
 import multigpu
@@ -16,6 +17,7 @@ PAGES = (
     "/ui/tasks",
     "/ui/dead-letters",
     "/ui/models",
+    "/ui/usage",
     "/ui/devices/w0",
     "/ui/tasks/new",
     "/ui/sign-in",
@@ -246,6 +248,16 @@ def test_updates_can_be_paused(visitor: Visitor, gateway: GatewayProcess) -> Non
     assert "hx-trigger" not in body
     assert "Resume updates" in body
     assert 'href="/ui/tasks?queue=x"' in body
+
+
+def test_usage_is_summed_by_queue_and_kind(visitor: Visitor, client: multigpu.Client) -> None:
+    client.run("sleep", b"0.1", queue="used")
+    _, page = visitor.get("/ui/usage?period=hour")
+    (queue,) = (row for row in page.rows if row.startswith("used "))
+    assert re.fullmatch(r"used 1 0 \d+ ms 0 % -", queue)
+    assert any(row.startswith("sleep 1 0 ") for row in page.rows)
+    assert re.search(r"\d+ tasks?, .+ of device time, from", page.text)
+    assert visitor.get("/ui/usage?period=eternity")[0].status == 200
 
 
 def test_the_history_is_json_for_the_charts(gateway: GatewayProcess) -> None:

@@ -100,7 +100,7 @@ def test_the_examples_of_the_page_are_as_described(gateway: GatewayProcess, docu
 def test_answers_are_as_described(gateway: GatewayProcess, document: Any) -> None:
     task = ended(gateway, submit(gateway, kind="echo", payload_base64="/w==", labels={}, parameters={"a": "b"}))
     check(document, answer_schema(document, "get", "/v1/tasks/{task_id}", 200), task)
-    for path in ("/v1/tasks", "/v1/workers", "/v1/queues", "/v1/stats"):
+    for path in ("/v1/tasks", "/v1/workers", "/v1/queues", "/v1/usage", "/v1/stats"):
         _, body = gateway.call("GET", path)
         check(document, answer_schema(document, "get", path, 200), body)
     for path in ("/v1/tasks/x", "/v1/tasks/1"):

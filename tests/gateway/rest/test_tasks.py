@@ -234,6 +234,8 @@ def test_a_wrong_task_is_rejected_with_a_message(gateway: GatewayProcess, body: 
         ("GET", "/v1/tasks?submitted_after=now", 400, "submitted_after"),
         ("GET", "/v1/tasks?more=1", 400, "more"),
         ("GET", "/v1/stats?more=1", 400, "more"),
+        ("GET", "/v1/usage?by=price", 400, "by"),
+        ("GET", "/v1/usage?begin=soon", 400, "begin"),
         ("DELETE", "/v1/tasks/1?reason=" + "x" * 1025, 400, "reason"),
         ("DELETE", "/v1/tasks", 405, None),
         ("POST", "/v1/tasks/1", 405, None),
@@ -260,6 +262,16 @@ def test_submitted_tasks_survive_the_master(gateway: GatewayProcess, fleet: Flee
     fleet.restart_master()
     assert ended(gateway, task_id)["outcome"]["result"] == "cba"
     fleet.wait_for_workers()
+
+
+def test_usage_is_summed(gateway: GatewayProcess) -> None:
+    ended(gateway, submit(gateway, kind="sleep", payload_base64="MC4x", queue="used"))
+    _, body = gateway.call("GET", "/v1/usage?by=queue,kind")
+    (used,) = (each for each in body["usage"] if each["queue"] == "used")
+    assert (used["kind"], used["model"], used["tasks_succeeded"]) == ("sleep", "", 1)
+    assert used["device_duration"] >= 0.1
+    response, body = gateway.call("GET", "/v1/usage?begin=2026-11-02T00:00:00Z&end=2026-11-01T00:00:00Z")
+    assert (response.status, body["error"]["message"].partition(":")[0]) == (400, "the period ends before it begins")
 
 
 def test_the_fleet_is_listed(gateway: GatewayProcess) -> None:

@@ -49,6 +49,14 @@ def test_energy_of_tasks(gpus: SimulatedGpus, tmp_path: Path) -> None:
         messages = [outcome.message for outcome in outcomes]
         wanted = sum(shared_joules(outcome.message, messages, 300.0) for outcome in measured)
         assert took == pytest.approx(wanted, rel=0.35)
+        # The sums are those of the outcomes.
+        with multigpu.AdminClient(fleet.address) as admin:
+            (summed,) = admin.usage(["kind"]).usage
+        assert summed.energy_joules == pytest.approx(took, rel=1e-3)
+        assert summed.energy_uncertainty_joules == pytest.approx(
+            sum(each.energy.joules * each.energy.uncertainty for each in measured if each.energy is not None), rel=1e-3
+        )
+        assert 0 < (summed.measured_duration_s or 0.0) <= (summed.device_duration_s or 0.0) + 1e-6
         # A task with partial outputs has the energy of its whole time.
         streamed = fleet.outcome(fleet.submit("trial.stream", b"x", parameters={"count": "10", "seconds": "0.15"})[0])
         took_s = span(streamed)[1] - streamed.stages.dispatch_time.ToNanoseconds() / 1e9

@@ -51,6 +51,19 @@ class Energy:
     uncertainty: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a batch used for each unit of its work."""
+
+    # Seconds on the device, of which each concurrent batch gets an equal share.
+    device_s_per_unit: float = 0.0
+    # None: it wasn't measured.
+    energy: Energy | None = None
+
+
+NO_USAGE = Usage()
+
+
 class EnergyMeter:
     """The readings since the device began to work. Times in nanoseconds since 1970."""
 

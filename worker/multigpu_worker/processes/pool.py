@@ -95,6 +95,10 @@ class EnginePool:
         """The ids of the leases that run at this instant; notes how often they have moved."""
         return [lease.lease_id for process in self for lease in process.running()]
 
+    def batches_running(self) -> int:
+        """How many batches run at the same time, at least 1: a process begins one for each slot."""
+        return max(1, sum([min(len(process.batches), process.slots) for process in self]))
+
     def cancel(self, leases: list[Lease]) -> None:
         for process in self:
             process.cancel(leases)

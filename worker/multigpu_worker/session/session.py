@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 
-from multigpu_worker.device.energy import Energy
+from multigpu_worker.device.energy import NO_USAGE, Usage
 
 # Reports are grouped up to this size, so that no frame nears the limit of a message.
 GROUP_BYTES_MAX = 4 << 20
@@ -133,8 +133,7 @@ class Reports:
     size_bytes: int
     # With the partial outputs that are kept with it.
     kept_bytes: int
-    # None: it wasn't measured.
-    energy: Energy | None = None
+    usage: Usage = NO_USAGE
 
 
 @dataclass(slots=True)
@@ -242,7 +241,7 @@ class Session:
             if wanted:
                 size_bytes = sum(len(report.result) + REPORT_BYTES for report in wanted)
                 kept_bytes = size_bytes + sum(report.lease.partial_bytes for report in wanted)
-                self._push(Reports(group.start_ns, group.finish_ns, wanted, size_bytes, kept_bytes, group.energy))
+                self._push(Reports(group.start_ns, group.finish_ns, wanted, size_bytes, kept_bytes, group.usage))
         return unwanted
 
     def break_stream(self) -> list[Lease]:
@@ -255,7 +254,7 @@ class Session:
 
     # From the engines.
 
-    def report(self, start_ns: int, finish_ns: int, reports: Iterable[Report], energy: Energy | None = None) -> None:
+    def report(self, start_ns: int, finish_ns: int, reports: Iterable[Report], usage: Usage = NO_USAGE) -> None:
         """Queue reports. Those of leases that are not held any more are left out."""
         group: list[Report] = []
         size_bytes = partial_bytes = 0
@@ -268,13 +267,13 @@ class Session:
                 self.heartbeat_due = True
             report_bytes = len(report.result) + REPORT_BYTES
             if group and size_bytes + report_bytes > GROUP_BYTES_MAX:
-                self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, energy))
+                self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, usage))
                 group, size_bytes, partial_bytes = [], 0, 0
             group.append(report)
             size_bytes += report_bytes
             partial_bytes += lease.partial_bytes
         if group:
-            self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, energy))
+            self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, usage))
 
     def partial(self, lease: Lease, data: bytes, content_type: str = "") -> bool:
         """Queue a partial output. False: the lease can't go on, cancel it in the engine."""

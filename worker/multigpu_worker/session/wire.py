@@ -223,18 +223,21 @@ def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.S
 def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
     """One for each content type, and one for failures."""
     start_time, finish_time = _timestamp(reports.start_ns), _timestamp(reports.finish_ns)
+    unit_ns = reports.usage.device_s_per_unit * 1e9
     batches = []
     for content_type in {report.content_type for report in reports.reports if report.error is None}:
         succeeded = [r for r in reports.reports if r.error is None and r.content_type == content_type]
         batch = pb.ReportBatch(start_time=start_time, finish_time=finish_time, content_type=content_type)
+        batch.device_duration.FromNanoseconds(int(unit_ns * sum([report.lease.units for report in succeeded])))
         batch.succeeded_lease_ids.extend([report.lease.lease_id for report in succeeded])
         batch.results.extend([_result(batch, n, report.result, lend) for n, report in enumerate(succeeded)])
-        if reports.energy is not None:
-            _fill_energy(batch, succeeded, reports.energy)
+        if (energy := reports.usage.energy) is not None:
+            _fill_energy(batch, succeeded, energy)
         batches.append(batch)
-    failures = [_failure(report) for report in reports.reports if report.error is not None]
-    if failures:
-        batches.append(pb.ReportBatch(start_time=start_time, finish_time=finish_time, reports=failures))
+    if failed := [report for report in reports.reports if report.error is not None]:
+        batch = pb.ReportBatch(start_time=start_time, finish_time=finish_time, reports=map(_failure, failed))
+        batch.device_duration.FromNanoseconds(int(unit_ns * sum([report.lease.units for report in failed])))
+        batches.append(batch)
     return batches
 
 

@@ -15,6 +15,7 @@ from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskE
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.restart import RecoveryHold
 from multigpu_master.core.timers import Timers
+from multigpu_master.core.usage import Usage
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.load_reservations import LoadReservations
 from multigpu_master.core.workers.quarantine import Quarantine
@@ -36,7 +37,7 @@ STALE = "the lease no longer counts"
 class Sessions:
     def __init__(
         self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, hold: RecoveryHold, attempts: Attempts,
-        quarantine: Quarantine, reservations: LoadReservations, recalls: Recalls,
+        quarantine: Quarantine, reservations: LoadReservations, recalls: Recalls, usage: Usage,
     ) -> None:  # fmt: skip
         self._ledger, self._fleet, self._timers, self._commands = ledger, fleet, timers, commands
         self._hold = hold
@@ -44,6 +45,7 @@ class Sessions:
         self._quarantine = quarantine
         self._reservations = reservations
         self._recalls = recalls
+        self._usage = usage
         timeout_s = ledger.limits.session_timeout_s
         self._grace_s = min(TIMER_LATE_S, timeout_s / 4)
         self._suspect_s = timeout_s - self._grace_s  # after this silence a worker is suspected to be lost
@@ -184,6 +186,7 @@ class Sessions:
             return
         worker.heard_s = now
         succeeded = self._succeeded(worker, event, now)
+        self._usage.succeeded(succeeded, event.device_s)
         failed = self._failed(worker, event, now)
         worker.succeeded += len(succeeded)
         worker.failed += failed
@@ -227,7 +230,7 @@ class Sessions:
         """Releases the leases of tasks that did not succeed. Returns how many attempts failed: returned leases are not
         counted.
         """
-        attempts, charged, finish_s = self._attempts, 0, min(event.finish_s or now, now)
+        attempts, charged, finish_s = self._attempts, list[Task](), min(event.finish_s or now, now)
         for failure in event.failures:
             lease = worker.leases.get(failure.lease_id)
             if lease is None:
@@ -242,12 +245,13 @@ class Sessions:
                 message = f"worker {worker.worker_id} returned the task"
                 attempts.lost(lease, message, now, sick=not worker.health.fit)
             else:
-                charged += 1
+                charged.append(lease.task)
                 lease.task.ensure_extra().failed_attempt = lease.attempt
                 condemned = failure.broke_engine and self._quarantine.broke_engine(lease, now)
                 ended_s = max(finish_s, lease.dispatch_s)
                 attempts.failed(lease, failure.error, event.start_s, ended_s, now, condemned=condemned)
-        return charged
+        self._usage.failed(charged, event.device_s)
+        return len(charged)
 
     def partials(self, event: ev.Partials, now: float) -> None:
         """Records partial outputs, and forwards the new ones to the streams that follow their tasks."""

@@ -21,12 +21,13 @@ from multigpu._transport.payloads import Reference, is_transient
 from multigpu.v1 import task_pb2
 
 from multigpu_master.core.identity import FREE
+from multigpu_master.core.usage import Used
 from multigpu_master.errors import JournalDamagedError, JournalError, JournalFullError
 from multigpu_master.ids import TIME_END_S
 from multigpu_master.journal.payload_files import Payloads
-from multigpu_master.journal.protocol import OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord
+from multigpu_master.journal.protocol import OutcomeFilter, SettledTask, StoredOutcome, SubmitRecord, UsageKey
 from multigpu_master.journal.retention import Retention
-from multigpu_master.journal.sqlite import connections, failures, schema
+from multigpu_master.journal.sqlite import connections, failures, schema, usage
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.segments import IN_USE, LargeObjects, bounds
 
@@ -233,6 +234,15 @@ class JournalReads:
             last_task_id = rows[-1][0]
             for row in rows:
                 yield self._task(row, specs, refer=True)
+
+    def usage(
+        self, begin_s: float, end_s: float, group_by: Sequence[str] = (), queues: Collection[str] | None = None
+    ) -> list[tuple[UsageKey, Used]]:
+        """What tasks have used in the intervals that this period touches, summed by these fields of UsageKey (the
+        others are empty), the largest device time first. queues: None for all.
+        """
+        own = None if queues is None else json.dumps(list(queues))
+        return [usage.read(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, own))]
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """The settled tasks with these request_ids."""

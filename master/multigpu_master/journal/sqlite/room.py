@@ -186,13 +186,13 @@ class Room:
 
 
 def content_bytes(entry: Entry) -> int:
-    """The bytes of payloads, bodies and settings."""
+    """The bytes of payloads, bodies and settings; usage takes almost none."""
     settings_bytes = sum([len(value or b"") for value in entry.settings.values()]) if entry.settings else 0
     return settings_bytes + sum([len(r.payload) for r in entry.submits]) + sum([len(r.body) for r in entry.settles])
 
 
 def frees(entry: Entry) -> bool:
-    """Whether an entry empties the journal or takes almost no room: deletions, cancellations, settings."""
+    """Whether an entry empties the journal or takes almost no room: deletions, cancellations, settings, usage."""
     return not entry.submits and all(
         record.state == task_pb2.OUTCOME_STATE_CANCELLED and len(record.body) <= SMALL_BODY_BYTES
         for record in entry.settles

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from multigpu_master import ids
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import specs as journal_specs
+from multigpu_master.journal.sqlite import usage
 
 DATABASE_NAME = "journal.sqlite3"
 PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was broken off
@@ -62,6 +63,7 @@ def begin_incarnation(
     ((last,),) = writer.execute("SELECT value FROM setting WHERE key = ?", (SETTING_EPOCH,)).fetchall()
     epoch = ids.next_epoch(int(last), now_s)
     writer.execute("BEGIN IMMEDIATE")
+    writer.execute(usage.SCHEMA)
     writer.execute("UPDATE setting SET value = ? WHERE key = ?", (epoch, SETTING_EPOCH))
     begun = ids.Incarnation(ids.new_name(), ids.first_id(epoch, now_s), last_cursor + 1)
     writer.execute("INSERT INTO incarnation VALUES (?, ?, ?)", (begun.first_id, begun.name, begun.first_cursor))

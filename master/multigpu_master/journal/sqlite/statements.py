@@ -13,6 +13,7 @@ from typing import Any
 
 from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import specs as journal_specs
+from multigpu_master.journal.sqlite import usage
 from multigpu_master.journal.sqlite.schema import SETTING_EPOCH
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
@@ -103,6 +104,7 @@ def transaction(
     statements += [(journal_specs.INSERT, each) for each in specs.items()]
     for entry in batch:
         statements += [setting(key, value) for key, value in entry.settings.items()]
+        statements += [usage.statement(record) for record in entry.usage]
         if entry.epoch:
             statements.append(setting(SETTING_EPOCH, b"%d" % entry.epoch))
     return statements, len(settles)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from multigpu_master.journal.retention import Retention
 from multigpu_master.journal.sqlite import specs as journal_specs
+from multigpu_master.journal.sqlite import usage
 from multigpu_master.journal.sqlite.schema import SETTING_REMOVED, SETTING_TIME, read_private
 from multigpu_master.journal.sqlite.segments import Segments
 from multigpu_master.journal.sqlite.statements import setting
@@ -27,6 +28,7 @@ _STEP_BYTES = 16 << 20  # of bodies deleted in one step
 _CUT_PAGES, _CUT_PAGES_FULL = 256, 16  # returned to the file system in one step; that needs free space
 _CUT_SHARE = 0.25  # of the pages must be empty before the file is truncated
 _CUT_PAGES_MIN = 1024
+_USAGE_PERIOD_S = 3600.0  # between two sweeps of usage
 
 _KEPT = "EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = outcome.task_id)"
 _DUE_S = f"""
@@ -56,6 +58,7 @@ class Sweeper:
         self.removed_cursor = int(read_private(writer, SETTING_REMOVED) or 0)  # read from any thread; never too low
         self._dedupe_window_s = dedupe_window_s
         self._spec_after = ""
+        self._usage_at_s = 0.0  # the next sweep of usage
         ((oldest, newest),) = writer.execute("SELECT min(cursor), max(cursor) FROM outcome").fetchall()
         self._last_cursor: int = newest or 0
         first_zone, self._newest_zone = (oldest or 0) // _ZONE_CURSORS, self._last_cursor // _ZONE_CURSORS
@@ -82,6 +85,7 @@ class Sweeper:
         return (
             self._sweep_zone()
             or self._sweep_specs()
+            or self._sweep_usage()
             or self._segments.delete_unused(self._writer)
             or (full and self._segments.punch_next(self._writer))
             or self._cut_file(full)
@@ -144,6 +148,14 @@ class Sweeper:
     def _sweep_specs(self) -> bool:
         deleted, self._spec_after = journal_specs.delete_unused(self._writer, self._spec_after)
         return deleted
+
+    def _sweep_usage(self) -> bool:
+        now = self._now()
+        if now < self._usage_at_s:
+            return False
+        more = usage.delete_old(self._writer, now)
+        self._usage_at_s = now if more else now + _USAGE_PERIOD_S
+        return more
 
     def _cut_file(self, full: bool) -> bool:
         ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()

@@ -11,9 +11,10 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.admission import QUEUES_MAX
 from multigpu_master.core.model import Queue, Task, Worker
 from multigpu_master.core.placement.explain import explain
+from multigpu_master.core.usage import Used
 from multigpu_master.driver import Driver
 from multigpu_master.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PreconditionError
-from multigpu_master.journal.protocol import OutcomeFilter, StoredOutcome
+from multigpu_master.journal.protocol import USAGE_INTERVAL_S, OutcomeFilter, StoredOutcome, UsageKey
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
@@ -32,6 +33,12 @@ WATCH_INTERVAL_S = 0.25
 WATCH_CHUNK = 64
 # A page ends after the worker that exceeds this. A worker's description takes up to 256 KiB.
 PAGE_BYTES = 4 << 20
+# The period of GetUsage, unless the call gives one.
+USAGE_S = 86_400.0
+_USAGE_FIELDS = {
+    pb.USAGE_KEY_QUEUE: "queue", pb.USAGE_KEY_SUBMITTER: "submitter",
+    pb.USAGE_KEY_KIND: "kind", pb.USAGE_KEY_MODEL: "model",
+}  # fmt: skip
 _COUNTERS = (
     "submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued", "stale_reports",
 )  # fmt: skip
@@ -262,6 +269,24 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def GetHistory(self, _request: Any, _context: Any) -> pb.GetHistoryResponse:
         return pb.GetHistoryResponse(points=self._driver.history.points)
 
+    async def GetUsage(self, request: Any, _context: Any) -> pb.GetUsageResponse:
+        now = self._driver.now()
+        end_s = seconds_of(request.end_time) if request.HasField("end_time") else now
+        begin_s = seconds_of(request.begin_time) if request.HasField("begin_time") else end_s - USAGE_S
+        if end_s < begin_s:
+            raise InvalidArgumentError("the period ends before it begins: begin_time is after end_time")
+        group_by = dict.fromkeys(_USAGE_FIELDS.get(key, "") for key in request.group_by)
+        if "" in group_by:
+            raise InvalidArgumentError("group_by has a value that this master does not know")
+        await self._driver.usage.flush()
+        found = await asyncio.to_thread(self._driver.journal.usage, begin_s, end_s, list(group_by), caller_queues())
+        interval_s = USAGE_INTERVAL_S
+        return pb.GetUsageResponse(
+            begin_time=timestamp(begin_s // interval_s * interval_s),
+            end_time=timestamp(-(-end_s // interval_s) * interval_s),
+            usage=[_usage_message(key, used) for key, used in found],
+        )
+
     async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
         found: Task | StoredOutcome | None = self._core.ledger.tasks.get(request.task_id)
         if found is None:
@@ -291,3 +316,15 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
                 score_meaning=explanation.score_meaning,
             )
         return response
+
+
+def _usage_message(key: UsageKey, used: Used) -> pb.Usage:
+    return pb.Usage(
+        **key._asdict(),
+        tasks_succeeded=used.succeeded,
+        attempts_failed=used.failed,
+        device_duration=duration(used.device_s),
+        measured_duration=duration(used.measured_s),
+        energy_joules=used.joules,
+        energy_uncertainty_joules=used.uncertainty_joules,
+    )

@@ -1,0 +1,67 @@
+"""What tasks have used of devices: summed by spec, until `take` moves the sums to the journal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+from multigpu_master.core.model import Spec, Task
+
+
+@dataclass(slots=True)
+class Used:
+    """A sum; the fields are those of multigpu.v1.Usage."""
+
+    succeeded: int = 0
+    failed: int = 0
+    device_s: float = 0.0
+    measured_s: float = 0.0
+    joules: float = 0.0
+    uncertainty_joules: float = 0.0
+
+    def add(self, other: "Used") -> None:
+        self.succeeded += other.succeeded
+        self.failed += other.failed
+        self.device_s += other.device_s
+        self.measured_s += other.measured_s
+        self.joules += other.joules
+        self.uncertainty_joules += other.uncertainty_joules
+
+
+class Usage:
+    def __init__(self) -> None:
+        self._by_spec: dict[Spec, Used] = {}
+
+    def succeeded(self, tasks: Sequence[Task], device_s: float) -> None:
+        """Adds tasks that ran together; their device time is shared by units."""
+        unit_s = device_s / max(1, sum([task.units for task in tasks]))
+        for spec, same in groupby(tasks, attrgetter("spec")):
+            group = list(same)
+            own_s = unit_s * sum([task.units for task in group])
+            used = self._of(spec)
+            used.succeeded += len(group)
+            used.device_s += own_s
+            energies = [o.energy for task in group if (o := task.outcome) is not None and o.energy is not None]
+            if energies:  # of all, or of none: the tasks of a report ran together
+                used.measured_s += own_s
+                used.joules += sum([energy.joules for energy in energies])
+                used.uncertainty_joules += sum([energy.joules * energy.uncertainty for energy in energies])
+
+    def failed(self, tasks: Sequence[Task], device_s: float) -> None:
+        """Adds failed attempts that ran together."""
+        unit_s = device_s / max(1, sum([task.units for task in tasks]))
+        for task in tasks:
+            used = self._of(task.spec)
+            used.failed += 1
+            used.device_s += unit_s * task.units
+
+    def _of(self, spec: Spec) -> Used:
+        used = self._by_spec.get(spec)
+        if used is None:
+            used = self._by_spec[spec] = Used()
+        return used
+
+    def take(self) -> dict[Spec, Used]:
+        """The sums since the last call."""
+        taken, self._by_spec = self._by_spec, {}
+        return taken

@@ -1,0 +1,74 @@
+"""Usage of devices, summed by queue, submitter, kind and model: written to the journal, and kept in memory for metrics.
+
+The core sums it by spec. Every FLUSH_S the sums go to the journal, which adds them to those of the current interval: a
+crash of the master loses at most the last FLUSH_S.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from multigpu_master.core.usage import Usage, Used
+from multigpu_master.errors import JournalError
+from multigpu_master.journal.protocol import USAGE_INTERVAL_S, UsageKey, UsageRecord
+from multigpu_master.write_buffer import Journaling, tell
+
+FLUSH_S = 10.0
+# A call that reads usage waits for at most this long until the newest sums are written.
+FLUSH_WAIT_S = 1.0
+# Limit of keys in one interval, and in the metrics; what has another key is added to OTHER.
+KEYS_MAX = 1000
+OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(other)")
+
+
+class UsageLog:
+    def __init__(self, usage: Usage, journaling: Journaling, now: Callable[[], float]) -> None:
+        self.totals: dict[UsageKey, Used] = {}  # since the master started
+        self._usage = usage
+        self._journaling = journaling
+        self._now = now
+        self._interval_s = 0  # when the current interval began
+        self._keys: set[UsageKey] = set()  # of the current interval
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._run)
+
+    def stop(self) -> None:
+        """Passes the last sums to the journal."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._flush(None)
+
+    def _run(self) -> None:
+        self._flush(None)
+        self.start()
+
+    async def flush(self) -> None:
+        """Writes the newest sums; returns when they are written, or after FLUSH_WAIT_S."""
+        future: asyncio.Future[JournalError | None] = asyncio.get_running_loop().create_future()
+        if self._flush(future):
+            await asyncio.wait([future], timeout=FLUSH_WAIT_S)
+
+    def _flush(self, written: "asyncio.Future[JournalError | None] | None") -> bool:
+        """Passes sums to the journal. False: there are none, or the disk is full, and they stay in the core."""
+        if not self._journaling.writable:
+            return False
+        now_s = int(self._now())
+        begin_s = now_s - now_s % USAGE_INTERVAL_S
+        if begin_s != self._interval_s:
+            self._interval_s, self._keys = begin_s, set()
+        sums: dict[UsageKey, Used] = {}
+        for spec, used in self._usage.take().items():
+            key = UsageKey(spec.queue, spec.submitter, spec.kind, spec.model)
+            kept = _kept(key, self._keys)
+            self._keys.add(kept)
+            sums.setdefault(kept, Used()).add(used)
+            self.totals.setdefault(_kept(key, self.totals), Used()).add(used)
+        if sums:
+            records = [UsageRecord(begin_s, key, used) for key, used in sums.items()]
+            self._journaling.add_usage(records, None if written is None else tell(written))
+        return bool(sums)
+
+
+def _kept(key: UsageKey, keys: Collection[UsageKey]) -> UsageKey:
+    return key if key in keys or len(keys) < KEYS_MAX else OTHER
