@@ -119,6 +119,38 @@ def test_damaged_file_is_deleted_with_a_warning(tmp_path: Path, damage: Callable
     assert list(tmp_path.iterdir()) == [path]
 
 
+OTHER = """
+import sys, time
+from multigpu_worker.engines.base import EmbeddingCacheSettings
+from multigpu_worker.engines.embed.cache_file import CacheFile, Row
+file = CacheFile(EmbeddingCacheSettings(entries=1000, file=sys.argv[1]))
+for n in range(2):
+    file.put([Row(b"%032d" % n, time.time(), bytes(1536))])
+    print(len(file.find([b"%032d" % n for n in range(2)])), flush=True)
+    sys.stdin.readline()
+file.close()
+"""
+
+
+def test_process_that_has_a_deleted_file_open_does_not_harm_the_new_one(tmp_path: Path) -> None:
+    path, rows = full_file(tmp_path)
+    command = [sys.executable, "-c", OTHER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "1\n"
+        flip(path)
+        file = open_file(path)
+        assert find(file, rows) == []
+        file.put(rows[:3])
+        assert other.communicate("\n\n", timeout=60)[0] == "2\n"
+    assert other.returncode == 0
+    file.put(rows[3:5])
+    file.close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert {key for (key,) in db.execute("SELECT key FROM vectors")} == keys_of(rows[:5])
+
+
 def test_unusable_files_are_rejected_and_not_changed(tmp_path: Path) -> None:
     with pytest.raises(CacheFileError, match="no folder: make it"):
         check_cache_file(tmp_path / "gone" / "c.db")
