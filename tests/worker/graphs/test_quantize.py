@@ -69,7 +69,7 @@ def test_dynamic_recipe_passes_and_texts_are_independent(spec: ModelSpec, settin
 def test_kept_figures_are_judged_at_each_load(
     spec: ModelSpec, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    onnx_artifacts.exported(spec, settings, "int8").close()
+    onnx_artifacts.exported(spec, settings, "int8")
     monkeypatch.setattr(onnx_artifacts, "quantise_embed", None)
     stricter = replace(spec, gate=replace(spec.gate, threshold=0.9999))
     with pytest.raises(AccuracyGateError, match=r"mean cosine to fp32 0\.99.* 0\.9999 at least"):

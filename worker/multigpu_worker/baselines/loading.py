@@ -5,7 +5,6 @@ graph with default options and the configured number of threads, and the TensorR
 other kinds the baseline calls the engine itself.
 """
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -51,8 +50,8 @@ def _onnx_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> Te
     from multigpu_worker.engines.onnx.artifacts import exported  # noqa: PLC0415  (extra packages)
     from multigpu_worker.engines.onnx.export import MODEL_FILE  # noqa: PLC0415  (as above)
 
-    with contextlib.closing(exported(spec, settings, "fp32" if precision == "tf32" else precision)) as artifact:
-        return TextInput.read(artifact.folder), _onnx_forward(artifact.folder / MODEL_FILE, settings, precision)
+    artifact = exported(spec, settings, "fp32" if precision == "tf32" else precision)
+    return TextInput.read(artifact.folder), _onnx_forward(artifact.folder / MODEL_FILE, settings, precision)
 
 
 def _plan_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> TextModel:

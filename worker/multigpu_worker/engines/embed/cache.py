@@ -17,7 +17,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -42,18 +41,15 @@ class EmbedCache:
         self._entries: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
         self._bytes = 0
         self._hits = self._joined = self._misses = 0
-        self.file = None
-        if settings.file:
-            limits = {"entries": settings.entries, "bytes_max": settings.bytes_max}
-            self.file = CacheFile(Path(settings.file), **limits, ttl_s=settings.ttl_s)
+        self._file = CacheFile(settings) if settings.file else None
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """The known vectors of these keys, as bytes of little-endian float32."""
         found = self.find_in_memory(keys)
-        if self.file is None or len(found) == len(keys):
+        if self._file is None or len(found) == len(keys):
             return found
         now_s = time.time()
-        rows = self.file.find([key for key in keys if key not in found])
+        rows = self._file.find([key for key in keys if key not in found])
         rows = [row for row in rows if self._is_fresh(row.stored_s, now_s)]
         self._add(rows)
         found.update((row.key, row.vector) for row in rows)
@@ -82,8 +78,8 @@ class EmbedCache:
             Row(key, now_s, vectors[i].astype("<f4", copy=False).tobytes()) for i, key in enumerate(keys) if finite[i]
         ]
         self._add(rows)
-        if self.file is not None and rows:
-            self.file.put(rows)
+        if self._file is not None and rows:
+            self._file.put(rows)
 
     def count(self, *, hits: int = 0, joined: int = 0, misses: int = 0) -> None:
         with self._lock:
@@ -102,8 +98,8 @@ class EmbedCache:
             )
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _is_fresh(self, stored_s: float, now_s: float) -> bool:
         # In either direction: the clock may have been set back.

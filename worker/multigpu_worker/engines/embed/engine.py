@@ -113,7 +113,7 @@ class EmbedEngine:
         return None if self._cache is None else self._cache.counts()
 
     def close(self) -> None:
-        """Write the cache's queued vectors."""
+        """Close the cache's file."""
         if self._cache is not None:
             self._cache.close()
 

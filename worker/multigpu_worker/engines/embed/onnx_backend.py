@@ -61,6 +61,4 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
         tokens_max=CPU_TOKENS_PER_THREAD * threads_of(settings) if settings.device == "cpu" else CUDA_TOKENS,
         session=session,
     )
-    # The artifact's files have been read into memory.
-    artifact.close()
     return model, facts

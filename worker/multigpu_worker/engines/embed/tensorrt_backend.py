@@ -122,7 +122,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Emb
         return make_plan(spec, settings, precision, site, None)
     if precision in GATED:
         # A model that its gate rejects is not served at another precision.
-        graph_of(spec, settings, precision).close()
+        graph_of(spec, settings, precision)
     first_precision = auto_precision(site.gpu.capability) if precision in GATED else precision
     first, _ = load_backend(spec, settings, Variant(engine="torch", precision=first_precision))
     make = functools.partial(make_plan, spec, settings, precision, site)

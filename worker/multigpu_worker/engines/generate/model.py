@@ -73,7 +73,7 @@ class GenerateModel:
     cache: PagedCache
     schemas: Schemas
     token_bytes: TokenBytes
-    # Held while the model is in use, so that the artifact cache does not evict its files.
+    # The files of a dequantised model.
     artifact: Artifact | None = None
     facts: dict[str, str] = field(default_factory=dict)
 

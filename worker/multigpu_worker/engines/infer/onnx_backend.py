@@ -60,8 +60,6 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[Onn
     )
     if kept is None:
         return forward, {"precision": "as its file" if precision == "fp32" else precision}
-    # All of it is in memory now.
-    kept.close()
     return forward, {"precision": precision} | {name: kept.facts[name] for name in ("recipe", "accuracy")}
 
 

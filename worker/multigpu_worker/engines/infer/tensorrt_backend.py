@@ -86,7 +86,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[For
         return PlanForward(runner, limits.rows_max), facts
     if precision in gate.GATED:
         # A model that its gate rejects is not served at another precision.
-        quantised(spec, settings, precision, "tensorrt").close()
+        quantised(spec, settings, precision, "tensorrt")
     if importlib.util.find_spec("onnxruntime") is None:
         return make_plan(spec, settings, precision, site, limits, None)
     first, _ = load_backend(spec, settings, Variant(engine="onnx", precision="fp32"))

@@ -64,7 +64,6 @@ def exported(spec: ModelSpec, settings: EngineSettings, precision: str, engine: 
         return source.facts | figures | {"recipe": recipe}
 
     artifact = artifacts.get(precision, key | gate_key, quantise)
-    source.close()
     artifact.facts["accuracy"] = gate.judge(spec, precision, artifact.facts)
     return artifact
 

@@ -35,4 +35,4 @@ class PlanSite:
     def load(self, order: PlanOrder) -> tuple[PlanRunner, dict[str, str]]:
         """Load a plan from the cache, or build it first. Raises ModelFolderError, MemoryError, OSError."""
         plan = get_plan(order, artifacts_of(self._settings))
-        return PlanRunner(plan.folder / PLAN_FILE, self.library.module, self.memory, plan), dict(plan.facts)
+        return PlanRunner(plan.folder / PLAN_FILE, self.library.module, self.memory), dict(plan.facts)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from multigpu_worker.engines.common.artifacts import Artifact
 from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
 from multigpu_worker.engines.tensorrt.device_memory import DeviceMemory
 from multigpu_worker.engines.tensorrt.module import is_out_of_memory, make_logger
@@ -29,12 +28,8 @@ ALIGNMENT_BYTES = 256
 class PlanRunner:
     """A plan on the GPU. Any thread may call it; calls wait for each other."""
 
-    def __init__(self, plan: Path, module: str, memory: DeviceMemory, kept: Artifact | None = None) -> None:
-        """Load a plan. Raises ModelFolderError if it isn't one for this library and GPU; MemoryError.
-
-        `kept`: held as long as the plan is in use, so that the cache does not evict it.
-        """
-        self._kept = kept
+    def __init__(self, plan: Path, module: str, memory: DeviceMemory) -> None:
+        """Load a plan. Raises ModelFolderError if it isn't one for this library and GPU; MemoryError."""
         self._trt = importlib.import_module(module)
         self._memory = memory
         self._lock = threading.Lock()
