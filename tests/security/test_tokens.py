@@ -21,7 +21,8 @@ UNAUTHENTICATED, PERMISSION_DENIED = grpc.StatusCode.UNAUTHENTICATED, grpc.Statu
 READS = {
     "TaskService/Watch", "TaskService/Get", "TaskService/List", "TaskService/Count", "AdminService/ListWorkers",
     "AdminService/WatchWorkers", "AdminService/GetStrategy", "AdminService/ListQueues", "AdminService/ListDeadLetters",
-    "AdminService/GetStats", "AdminService/GetHistory", "AdminService/GetUsage", "AdminService/Explain", "AdminService/ListModels",
+    "AdminService/GetStats", "AdminService/GetHistory", "AdminService/GetUsage", "AdminService/Explain",
+    "AdminService/ListModels",
 }  # fmt: skip
 SUBMITS = {"TaskService/Submit", "TaskService/Run", "TaskService/Cancel"}
 WORKS = {"WorkerService/Session"}

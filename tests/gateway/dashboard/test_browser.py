@@ -184,8 +184,9 @@ def test_axe_finds_nothing_serious(
     failed.outcome()
     client.submit("nobody has this kind", b"", queue="axe", wait_for_worker=True)
     paths = [
-        "/", "/ui/queues", "/ui/tasks", "/ui/dead-letters", "/ui/models", "/ui/usage", "/ui/devices/gpu-0", "/ui/tasks/new",
-        "/ui/sign-in", "/ui/devices/none", f"/ui/tasks/{failed.id}", "/ui/tasks?queue=axe&confirm=cancel",
+        "/", "/ui/queues", "/ui/tasks", "/ui/dead-letters", "/ui/models", "/ui/usage", "/ui/devices/gpu-0",
+        "/ui/tasks/new", "/ui/sign-in", "/ui/devices/none", f"/ui/tasks/{failed.id}",
+        "/ui/tasks?queue=axe&confirm=cancel",
     ]  # fmt: skip
     for width in (1280, 375):
         context = browser.new_context(
