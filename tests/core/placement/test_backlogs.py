@@ -3,9 +3,10 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.admission import RESOURCE_EXHAUSTED, SHAPES_MAX
-from multigpu_master.core.model import Queue, Spec, Task, Worker, shape_of
+from multigpu_master.core.model import Queue, Task, Worker, shape_of
 from multigpu_master.core.placement.dispatch import BLOCKS_MAX
 from multigpu_master.core.placement.resource_classes import SORTED_IN, Backlog, ByFirstTask, ResourceClass
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 

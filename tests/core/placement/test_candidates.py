@@ -3,10 +3,11 @@
 import random
 
 import pytest
-from multigpu_master.core.model import Cordon, Lease, Shape, Spec, Task, Worker
+from multigpu_master.core.model import Cordon, Lease, Shape, Task, Worker
 from multigpu_master.core.placement.candidates import Candidates
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.resource_classes import Backlog
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import FleetView
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Capability, Resident, WorkerInfo
