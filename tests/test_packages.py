@@ -234,7 +234,7 @@ def test_every_program_of_the_wheel_starts(wheel: Path, tmp_path: Path) -> None:
     for program in PROGRAMS:
         done = run(tmp_path / "env/bin" / program, "--help", cwd=tmp_path)
         assert (done.returncode, f"Usage: {program}" in done.stdout) == (0, True), done.stdout
-    for program in ("mgpuctl", "mgpu-master"):
+    for program in ("mgpuctl", "mgpu-master", "mgpu-worker"):
         assert multigpu.__version__ in run(tmp_path / "env/bin" / program, "--version", cwd=tmp_path).stdout
 
 

@@ -10,6 +10,7 @@ from multigpu_master.core.spec import Spec
 from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 
+from tests.compiled import replaces_a_method
 from tests.core.stage import Stage, lease_of
 
 CLASSES = 300
@@ -17,6 +18,7 @@ CLASSES = 300
 
 def count_tries(stage: Stage) -> list[Backlog]:
     """Fills a list with the backlogs that are tried."""
+    replaces_a_method()
     tried: list[Backlog] = []
     dispatcher = stage.core._dispatcher
     choose = dispatcher._choose
