@@ -20,6 +20,8 @@ from multigpu import _extras
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from hatch_build import CompileHook
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 PROGRAMS = {"mgpuctl": "cli", "mgpu-gateway": "gateway", "mgpu-master": "master", "mgpu-worker": "worker"}
@@ -160,6 +162,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+def test_a_build_that_compiles_fails_without_a_compiler(tmp_path: Path) -> None:
+    code = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
+    environ = {**os.environ, "HATCH_BUILD_HOOK_ENABLE_CUSTOM": "1", "CC": "no-such-compiler -pthread"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "the C compiler no-such-compiler, which is not installed" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_editable_install_is_not_compiled() -> None:
+    hook = CompileHook(str(ROOT), {}, None, None, "", "wheel")  # type: ignore[arg-type]  # it needs none of these
+    build_data: dict[str, object] = {}
+    hook.initialize("editable", build_data)
+    assert build_data == {}
+
+
 def metadata_of(wheel: Path) -> Message:
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -234,7 +253,7 @@ def test_every_program_of_the_wheel_starts(wheel: Path, tmp_path: Path) -> None:
     for program in PROGRAMS:
         done = run(tmp_path / "env/bin" / program, "--help", cwd=tmp_path)
         assert (done.returncode, f"Usage: {program}" in done.stdout) == (0, True), done.stdout
-    for program in ("mgpuctl", "mgpu-master"):
+    for program in ("mgpuctl", "mgpu-master", "mgpu-worker"):
         assert multigpu.__version__ in run(tmp_path / "env/bin" / program, "--version", cwd=tmp_path).stdout
 
 

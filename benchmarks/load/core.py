@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Spec, Task
+from multigpu_master.core.model import Lease, Task
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import load_strategies
 

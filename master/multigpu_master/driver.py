@@ -19,8 +19,9 @@ from multigpu._transport.payloads import is_transient
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import FREE
-from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.spec import Spec
 from multigpu_master.errors import CallError, ExhaustedError, JournalError, JournalFullError
 from multigpu_master.ids import Incarnations, LeaseProofs
 from multigpu_master.journal.protocol import LargeBody, Recovered, SettledTask

@@ -26,6 +26,7 @@ if error := grpcio_check.error("mgpu-master", "master"):
 import click
 import structlog
 import uvloop
+from multigpu._build import build_of
 from multigpu.config.config import ConfigError, MasterConfig, TelemetryConfig, click_options, load
 from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
 from multigpu.daemon.telemetry import configure_logging, configure_tracing, shut_down_tracing
@@ -48,7 +49,7 @@ JOURNAL_OPERATION_MAX_S = 60.0
 
 @click.group(invoke_without_command=True)
 @click_options(MasterConfig)
-@click.version_option(VERSION, prog_name="mgpu-master")
+@click.version_option(f"{VERSION} ({build_of('multigpu_master.driver')})", prog_name="mgpu-master")
 @click.pass_context
 def main(context: click.Context, /, config_file: str | None, **flags: Any) -> None:
     """The master daemon of multigpu: keeps the durable queue and dispatches tasks to workers.

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Outcome, OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import load_strategies
 

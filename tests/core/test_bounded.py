@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.placement import explain as explaining
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.task_table import BLOCK_BITS, TaskTable
 from multigpu_master.core.timers import DUE_MAX, SWEEP_MIN, Expiries, TimeLimit
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Attempt, Energy, OutcomeState, Spec, Task, TaskError
+from multigpu_master.core.model import Attempt, Energy, OutcomeState, Task, TaskError
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Telemetry
 
 from tests.core.stage import (

@@ -1,8 +1,9 @@
 """The journal, silence, pace and limits: rules that the simulator meets too seldom to rely on."""
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.scheduler import STREAMS_MAX, Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES, PARTIALS_BYTES_MAX
 

@@ -3,7 +3,8 @@
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import Limits
-from multigpu_master.core.model import OutcomeState, Spec, Task, TaskError, Worker
+from multigpu_master.core.model import OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import (
     HEALTHY,
     Capability,

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import ALREADY_EXISTS
-from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Task
+from multigpu_master.core.spec import Spec
 
 from tests.core.stage import Stage, lease_of, state_of
 

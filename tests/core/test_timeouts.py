@@ -2,8 +2,9 @@
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.scheduler import Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import Stage, held_lease, lease_of, leased, outcome_of, state_of

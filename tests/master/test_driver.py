@@ -31,6 +31,8 @@ from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import specs as wire_specs
 from multigpu_master.wire import times as wire_times
 
+from tests.compiled import replaces_a_method
+
 STREAM_BYTES_MAX = 64 << 20
 
 
@@ -125,6 +127,7 @@ async def test_partial_outputs_that_nobody_reads_end_their_stream(stage: Stage) 
 
 
 async def test_many_cancellations_are_many_short_events(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaces_a_method()
     tasks = stage.submit(*[f"r{n}" for n in range(1000)])
     counts: list[int] = []
     handle = stage.driver.core.handle
@@ -185,6 +188,7 @@ async def test_get_list_and_count_tell_an_outcome_once_it_is_on_the_disk(stage: 
 async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_anothers_by_then(
     stage: Stage, monkeypatch: Any
 ) -> None:
+    replaces_a_method()
     (first,) = stage.submit("taken")
     await stage.durable()
 
@@ -235,6 +239,7 @@ async def test_a_stream_that_joins_a_withdrawn_task_gets_the_durable_cancellatio
 async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_more(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    replaces_a_method()
     tasks = stage.submit("one", "two")
     await stage.durable()
 

@@ -1,11 +1,14 @@
 """Streams that end in two ways at once."""
 
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from multigpu_master.errors import CallError, InvalidArgumentError
+from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.outbox import Outbox, serve_stream
+from multigpu_master.wire.payloads import Peer
 
 
 class _Context:
@@ -13,9 +16,9 @@ class _Context:
         return b"x"
 
 
-async def test_a_stream_that_is_aborted_while_its_message_is_rejected_ends_once() -> None:
+async def test_a_stream_that_is_aborted_while_its_message_is_rejected_ends_once(tmp_path: Path) -> None:
     """A session is taken over while the master rejects a frame of its worker."""
-    outbox: Outbox[Any] = Outbox(bytearray, None)  # type: ignore[arg-type]  # no large payloads
+    outbox: Outbox[Any] = Outbox(bytearray, Peer(Payloads(tmp_path, lambda _name: False)))
 
     async def on_message(_data: bytes) -> None:
         outbox.abort(CallError("taken over", grpc.StatusCode.ABORTED))

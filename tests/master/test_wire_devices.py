@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from multigpu_master import settings
 from multigpu_master.core.model import Energy, Worker
 from multigpu_master.core.workers.info import Health, HealthState, WorkerInfo
 from multigpu_master.errors import InvalidMessageError
+from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.metrics.devices import device_metrics, snapshots
 from multigpu_master.wire import devices as wire_devices
 from multigpu_master.wire import leases as wire_leases
 from multigpu_master.wire import workers as wire_workers
+from multigpu_master.wire.payloads import Peer
 
 
 def test_fields_that_the_core_does_not_read_are_kept() -> None:
@@ -86,7 +89,8 @@ def test_the_device_survives_a_restart() -> None:
 
 def report(**fields: Any) -> Any:
     batch = worker_service_pb2.ReportBatch(succeeded_lease_ids=[1, 2], results=[b"a", b"b"], **fields)
-    return wire_leases.reports_of(batch, 1, 0.0, 0.0, None)  # type: ignore[arg-type]  # no result is in a file
+    peer = Peer(Payloads(Path("none"), lambda _name: False))  # no result is in a file
+    return wire_leases.reports_of(batch, 1, 0.0, 0.0, peer)
 
 
 def test_energy_is_read_from_its_column() -> None:

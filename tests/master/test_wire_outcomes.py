@@ -1,7 +1,8 @@
 """Outcomes on the wire: energy and content type belong to one task only."""
 
 from multigpu.v1 import task_pb2
-from multigpu_master.core.model import Energy, Outcome, OutcomeState, Spec, Task
+from multigpu_master.core.model import Energy, Outcome, OutcomeState, Task
+from multigpu_master.core.spec import Spec
 from multigpu_master.journal.protocol import LargeBody
 from multigpu_master.wire.outcomes import OutcomeWriter
 

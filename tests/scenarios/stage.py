@@ -16,9 +16,10 @@ Tasks are called 1, 2, 3 ... in order of submission.
 """
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Spec, Task, TaskError
+from multigpu_master.core.model import Task, TaskError
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, Resident, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import canonical_name, load_strategies
 

@@ -19,8 +19,9 @@ from heapq import heappop, heappush
 from random import Random
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Spec, Task, TaskError
+from multigpu_master.core.model import Lease, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 from multigpu_master.strategies.registry import load_strategies
 

@@ -11,8 +11,9 @@ small worlds are fast. The few large ones have full windows, long resource class
 from dataclasses import dataclass
 from random import Random
 
-from multigpu_master.core.model import Outcome, Spec
+from multigpu_master.core.model import Outcome
 from multigpu_master.core.scheduler import Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, WorkerInfo
 from multigpu_master.journal.protocol import SettleRecord
 

@@ -7,7 +7,8 @@ from typing import cast, get_args
 import pytest
 from multigpu_master.core import attempts
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Task
+from multigpu_master.core.spec import Spec
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.write_buffer import Journaling
 

@@ -20,6 +20,8 @@ if error := _extras.missing("mgpu-worker", "worker"):
 import click
 import structlog
 import uvloop
+from multigpu import __version__
+from multigpu._build import build_of
 from multigpu._transport.credentials import Credentials
 from multigpu.config.config import ConfigError, TelemetryConfig, WorkerConfig, click_options, load
 from multigpu.daemon.systemd import Notifier, raise_descriptor_limit
@@ -58,6 +60,7 @@ EXIT_TAKEN_OVER = 5
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click_options(WorkerConfig)
+@click.version_option(f"{__version__} ({build_of('multigpu_worker.dispatcher')})", prog_name="mgpu-worker")
 def main(config_file: str | None, **flags: Any) -> None:
     """Run one worker: own one device, take tasks from the master, run them in an engine process.
 

@@ -4,8 +4,9 @@ import difflib
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Queue, Spec, shape_of
+from multigpu_master.core.model import Queue, shape_of
 from multigpu_master.core.restart import IdRange
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.fleet import Fleet
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from multigpu_master.core.model import Energy, Lease, Payload, Spec, Task, TaskError, Worker
+from multigpu_master.core.model import Energy, Lease, Payload, Task, TaskError, Worker
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import (
     HEALTHY,
     Capability,

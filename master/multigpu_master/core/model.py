@@ -1,4 +1,4 @@
-"""The scheduler's data types: Spec, Task, Outcome, Lease, Worker, Queue.
+"""The scheduler's data types: Task, Outcome, Lease, Worker, Queue.
 
 State is derived, not stored: a task with an outcome is settled, with a lease is leased, else it is queued; a worker
 with a session is connected, else it is lost. A million tasks may be queued at once, so a task is small: fields that few
@@ -10,6 +10,7 @@ from enum import IntEnum
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import (
     HEALTHY,
     Capability,
@@ -48,31 +49,6 @@ class Shape(NamedTuple):
     memory_bytes: int
     # The partition of the task's partition_key, -1 if it has none.
     partition: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Spec:
-    """A validated multigpu.v1.TaskSpec. Tasks with equal specs share one object."""
-
-    kind: str
-    model: str = ""
-    queue: str = "default"
-    priority: int = 3
-    labels: tuple[tuple[str, str], ...] = ()
-    memory_bytes: int = 0
-    deadline_s: float | None = None  # since the epoch
-    queue_timeout_s: float | None = None
-    run_timeout_s: float | None = None
-    attempts_max: int = 3
-    backoff_initial_s: float = 0.1
-    backoff_max_s: float = 30.0
-    durable: bool = True
-    result_ttl_s: float = 86_400.0
-    wait_for_worker: bool = False
-    retry_failed: bool = False
-    submitter: str = ""  # name of the token; "": the master runs without tokens
-    identity: int = 0  # 31 bits of a CRC of kind, model, content type and parameters; see identity.py
-    wire: bytes = b""  # the serialized TaskSpec, for the journal and the workers
 
 
 def partition_of(key: str) -> int:

@@ -13,13 +13,14 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.identity import conflict, fingerprint
 from multigpu_master.core.ledger import Counters, Ledger, Limits
-from multigpu_master.core.model import WITHDRAWN, Outcome, OutcomeState, Queue, Spec, Task, TaskError, partition_of
+from multigpu_master.core.model import WITHDRAWN, Outcome, OutcomeState, Queue, Task, TaskError, partition_of
 from multigpu_master.core.operators import Operators
 from multigpu_master.core.placement.dispatch import Dispatcher
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.restart import IdRange, RecoveryHold
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.usage import Usage

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
-from multigpu_master.core.model import Spec, Task
+from multigpu_master.core.model import Task
+from multigpu_master.core.spec import Spec
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from google.protobuf.message import DecodeError
 from multigpu.v1 import task_pb2
 
-from multigpu_master.core.model import Spec
+from multigpu_master.core.spec import Spec
 from multigpu_master.errors import InvalidMessageError, JournalError
 from multigpu_master.wire.times import seconds_of
 from multigpu_master.wire.validation import ATTEMPTS_MAX, MODEL_BYTES_MAX, NAME_BYTES_MAX, check_printable, check_size

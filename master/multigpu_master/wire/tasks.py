@@ -7,7 +7,8 @@ from multigpu.v1 import task_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
-from multigpu_master.core.model import OutcomeState, Spec, Task
+from multigpu_master.core.model import OutcomeState, Task
+from multigpu_master.core.spec import Spec
 from multigpu_master.journal.payload_files import BadReferenceError
 from multigpu_master.journal.protocol import LargeBody, SettleRecord, SubmitRecord
 from multigpu_master.wire import payloads as payload_messages

@@ -3,16 +3,18 @@
 import random
 
 import pytest
-from multigpu_master.core.model import Cordon, Lease, Shape, Spec, Task, Worker
+from multigpu_master.core.model import Cordon, Lease, Shape, Task, Worker
 from multigpu_master.core.placement.candidates import Candidates
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.resource_classes import Backlog
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import FleetView
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Capability, Resident, WorkerInfo
 from multigpu_master.strategies.auto import Auto
 from multigpu_master.strategies.static_partition import StaticPartition
 
+from tests.compiled import replaces_a_method
 from tests.core.stage import Stage
 
 EMBED = Shape("embed", "m", (), 0, -1)
@@ -49,6 +51,7 @@ def test_one_event_asks_for_each_worker_and_each_lease_not_for_all_workers_again
 
 
 def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_goes_idle_or_is_busy() -> None:
+    replaces_a_method()
     fleet = fleet_of(1000, 10)
     assert fleet.resident_workers(EMBED) == 10
     looked, load_s = [], fleet.load_s

@@ -2,7 +2,7 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Spec
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, Stage, lease_of

@@ -11,7 +11,8 @@ DOC = Path(__file__).parents[3] / "docs" / "strategies.md"
 RUN = """
 from multigpu_master.core import events as ev
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
-from multigpu_master.core.model import Spec, Task
+from multigpu_master.core.model import Task
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.strategies.registry import canonical_name, load_strategies
 strategies = load_strategies()

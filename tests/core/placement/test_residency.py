@@ -8,9 +8,10 @@ from multigpu._transport.names import MODELS_MAX
 from multigpu.v1 import model_pb2, worker_service_pb2
 from multigpu_master import settings
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Spec, Task
+from multigpu_master.core.model import Lease, Task
 from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 from multigpu_master.errors import InvalidMessageError, JournalError
 from multigpu_master.ids import LeaseProofs

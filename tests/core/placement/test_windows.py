@@ -2,8 +2,9 @@
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, Spec, Task
+from multigpu_master.core.model import Lease, Task
 from multigpu_master.core.placement.explain import explain
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import FAILED, SPEC, Stage, held_lease, lease_of

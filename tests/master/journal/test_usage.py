@@ -4,7 +4,8 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from multigpu_master.core.model import Spec, Task
+from multigpu_master.core.model import Task
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.usage import Usage, Used
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, Entry, UsageKey, UsageRecord
 from multigpu_master.journal.sqlite.schema import DATABASE_NAME

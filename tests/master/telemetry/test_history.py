@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Spec
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
 from multigpu_master.telemetry.history import INTERVAL_S, POINTS, History
 

@@ -1,7 +1,8 @@
 """Histograms of task durations."""
 
 from multigpu.daemon.metrics import Histogram
-from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
+from multigpu_master.core.model import Outcome, OutcomeState, Task
+from multigpu_master.core.spec import Spec
 from multigpu_master.telemetry.latencies import Latencies
 
 

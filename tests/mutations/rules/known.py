@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
-from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
+from multigpu_master.core.model import Outcome, OutcomeState, Task
+from multigpu_master.core.spec import Spec
 from multigpu_master.errors import JournalError
 from multigpu_master.journal import request_filter as known_requests
 from multigpu_master.journal.protocol import Entry

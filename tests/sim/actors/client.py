@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.identity import FREE, conflict
-from multigpu_master.core.model import Outcome, OutcomeState, Spec, Task
+from multigpu_master.core.model import Outcome, OutcomeState, Task
+from multigpu_master.core.spec import Spec
 
 from tests.sim.world import Inbox, Link, ViolationError, World
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, cast
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
-from multigpu_master.core.model import EPOCH_IDS, OutcomeState, Spec, Task
+from multigpu_master.core.model import EPOCH_IDS, OutcomeState, Task
 from multigpu_master.core.scheduler import Core, Limits
+from multigpu_master.core.spec import Spec
 from multigpu_master.driver import is_cancelled
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import LargeBody, SettleRecord

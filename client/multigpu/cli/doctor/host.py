@@ -15,6 +15,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from multigpu._build import build_of
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, Verdict, fail, ok, skip, warn
 from multigpu.cli.text import clean, duration, format_size
 
@@ -36,14 +37,14 @@ LISTENING = "0A"
 
 
 def check_versions(_: Host) -> Finding:
-    """Installed packages."""
+    """Installed packages, and whether the master in this environment is compiled."""
     parts = [f"Python {platform.python_version()}"]
     for package in ("multigpu", "grpcio", "protobuf", "torch", "nvidia-ml-py"):
         try:
             parts.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ok("versions", ", ".join(parts))
+    return ok("versions", f"{', '.join(parts)}; the master is {build_of('multigpu_master.driver')}")
 
 
 def check_limits(_: Host) -> Finding:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, Protocol, TypeVar
 
-from multigpu_master.core.model import Queue, Shape, Spec, Task, Worker, shape_of
+from multigpu_master.core.model import Queue, Shape, Task, Worker, shape_of
 from multigpu_master.core.placement.pins import Pins
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 
 # A task that is put back is sorted in among this many first tasks; behind them, retries may be out of order.
