@@ -58,6 +58,9 @@ class Collector:
     def progress(self, item: Item, fraction: float, note: str = "") -> None:
         raise NotImplementedError
 
+    def log(self, item: Item, text: str) -> None:
+        raise NotImplementedError
+
     def checkpoint(self, item: Item, data: bytes) -> None:
         raise NotImplementedError
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
+
+Keep = Callable[[str, str], None]
 
 
 class Context(Protocol):
@@ -19,7 +21,9 @@ class Context(Protocol):
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
-        """Its lines appear in the worker's log, with the task_id and the attempt."""
+        """Its lines appear in the worker's log, with the task_id and the attempt, and the last ones with the task:
+        `mgpuctl tasks get`, `Outcome.log`, the dashboard. Batch handlers run many tasks at once: the worker's log only.
+        """
 
     @property
     def task_id(self) -> int: ...
@@ -80,12 +84,26 @@ class LocalContext:
 class _TaskLog(logging.LoggerAdapter[logging.Logger]):
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
         assert self.extra is not None
+        kwargs["extra"] = self.extra
         return f"{self.extra['prefix']}{msg}", kwargs
 
 
-def task_log(prefix: str) -> logging.LoggerAdapter[logging.Logger]:
-    """A logger that begins its lines with the prefix."""
-    return _TaskLog(logging.getLogger("multigpu.handlers"), {"prefix": prefix})
+class _ToTask(logging.Handler):
+    """Passes lines to the task that wrote them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        keep: Keep | None = getattr(record, "keep", None)
+        if keep is not None:
+            keep(record.levelname, self.format(record).removeprefix(getattr(record, "prefix", "")))
+
+
+_logger = logging.getLogger("multigpu.handlers")
+_logger.addHandler(_ToTask())
+
+
+def task_log(prefix: str, keep: Keep | None = None) -> logging.LoggerAdapter[logging.Logger]:
+    """A logger that begins its lines with the prefix, and passes them to `keep`: level and text, without the prefix."""
+    return _TaskLog(_logger, {"prefix": prefix, "keep": keep})
 
 
 current_context: ContextVar[Context] = ContextVar("multigpu context")

@@ -163,6 +163,13 @@ class Outcome:
         return self.message.error.traceback
 
     @property
+    def log(self) -> str:
+        """The last lines that the handler wrote with `context().log`, over all attempts; at most 16,384 characters.
+        Empty in a list.
+        """
+        return self.message.log
+
+    @property
     def attempts(self) -> int:
         """How many attempts were granted. 0: never dispatched."""
         return self.message.attempts

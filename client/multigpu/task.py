@@ -67,6 +67,13 @@ class Task:
         return self.message.progress.fraction
 
     @property
+    def log(self) -> str:
+        """The last lines that the handler has written with `context().log`, as of the worker's last heartbeat, or as
+        of the end. Empty in a list.
+        """
+        return self.message.outcome.log if self.message.HasField("outcome") else self.message.log
+
+    @property
     def submit_time(self) -> datetime | None:
         return instant(self.message.submit_time)
 

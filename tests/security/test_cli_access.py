@@ -63,6 +63,7 @@ CALLS: dict[str, str] = {
     "models load": "doubler",
     "models unload": "doubler",
     "handlers reload": "--all",
+    "energy usage": "",
     "queues list": "",
     "queues pause": "night",
     "queues resume": "night",

@@ -167,6 +167,8 @@ class Dispatcher:
     def take_reports(self, reports: BatchReports, start_ns: int) -> None:
         for lease, fraction, note in reports.progress:
             lease.fraction, lease.note = fraction, note
+        for lease, text in reports.logs:
+            self.session.log(lease, text)
         for lease, data, content_type in reports.partials:
             if not self.session.partial(lease, data, content_type):
                 self._pool.cancel([lease])

@@ -9,6 +9,7 @@ TYPE_BYTES_MAX = 256
 MESSAGE_BYTES_MAX = 8 << 10
 TRACEBACK_BYTES_MAX = 16 << 10
 NOTE_BYTES_MAX = 1 << 10
+LOG_CHARS_MAX = 16_384
 
 
 @dataclass(slots=True)
@@ -65,6 +66,9 @@ class Reporter(Protocol):
     def progress(self, item: Item, fraction: float, note: str = "") -> None:
         """Report the completed fraction, 0 to 1. Counts as a beat."""
 
+    def log(self, item: Item, text: str) -> None:
+        """Add lines, which end with a line break, to the log of the item's task."""
+
     def checkpoint(self, item: Item, data: bytes) -> None:
         """Save data for the next attempt, at most 1 MiB, else ValueError. Counts as a beat."""
 
@@ -78,3 +82,11 @@ class Reporter(Protocol):
 def text_of(text: str, bytes_max: int) -> str:
     """A text cut to `bytes_max`, without the lone surrogates that UTF-8 can't encode."""
     return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")
+
+
+def last_lines(text: str) -> str:
+    """The last lines of a task's log that fit into LOG_CHARS_MAX."""
+    if len(text) <= LOG_CHARS_MAX:
+        return text
+    cut = text[-LOG_CHARS_MAX:]
+    return cut[cut.find("\n") + 1 :]

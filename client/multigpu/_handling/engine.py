@@ -12,6 +12,7 @@ import logging
 import threading
 import traceback
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from multigpu._encoding import encode
@@ -47,7 +48,11 @@ class HandlerContext:
 
     @property
     def log(self) -> "logging.LoggerAdapter[logging.Logger]":
-        return task_log(f"task {self.task_id}, attempt {self.attempt}: ")
+        return task_log(f"task {self.task_id}, attempt {self.attempt}: ", self._keep)
+
+    def _keep(self, level: str, text: str) -> None:
+        time = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
+        self._reporter.log(self._item, f"{time}Z attempt {self.attempt} {level} {text}\n")
 
     @property
     def cancelled(self) -> bool:

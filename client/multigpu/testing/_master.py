@@ -297,6 +297,8 @@ class LocalMaster:
             outcome.worker_id, outcome.device_id = WORKER_ID, self._device
         outcome.partials.extend(data for data, _ in task.partials)
         outcome.partial_content_types.extend(content_type for _, content_type in task.partials)
+        outcome.log = message.log
+        message.ClearField("log")
         message.state = task_pb2.TASK_STATE_SETTLED
         message.outcome.CopyFrom(outcome)
         task.ended.set()

@@ -12,6 +12,7 @@ from multigpu._handling.attempts import (
     TRACEBACK_BYTES_MAX,
     TYPE_BYTES_MAX,
     Item,
+    last_lines,
     text_of,
 )
 from multigpu.v1 import task_pb2, task_service_pb2
@@ -115,6 +116,9 @@ class LocalReporter:
             task.message.progress.CopyFrom(shown)
 
         self._report(item, report)
+
+    def log(self, item: Item, text: str) -> None:
+        self._report(item, lambda task: setattr(task.message, "log", last_lines(task.message.log + text)))
 
     def checkpoint(self, item: Item, data: bytes) -> None:
         if len(data) > CHECKPOINT_BYTES_MAX:

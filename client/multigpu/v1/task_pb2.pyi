@@ -180,7 +180,7 @@ class Stages(_message.Message):
     def __init__(self, submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dispatch_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "partial_content_types", "result_place", "energy", "earlier_attempts")
+    __slots__ = ("task_id", "request_id", "state", "result", "content_type", "error", "stages", "attempts", "worker_id", "device_id", "partials", "partial_content_types", "result_place", "energy", "earlier_attempts", "log")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class Outcome(_message.Message):
     RESULT_PLACE_FIELD_NUMBER: _ClassVar[int]
     ENERGY_FIELD_NUMBER: _ClassVar[int]
     EARLIER_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
     task_id: int
     request_id: str
     state: OutcomeState
@@ -211,7 +212,8 @@ class Outcome(_message.Message):
     result_place: PayloadReference
     energy: Energy
     earlier_attempts: _containers.RepeatedCompositeFieldContainer[Attempt]
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., partial_content_types: _Optional[_Iterable[str]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ..., energy: _Optional[_Union[Energy, _Mapping]] = ..., earlier_attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ...) -> None: ...
+    log: str
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[OutcomeState, str]] = ..., result: _Optional[bytes] = ..., content_type: _Optional[str] = ..., error: _Optional[_Union[TaskError, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., device_id: _Optional[str] = ..., partials: _Optional[_Iterable[bytes]] = ..., partial_content_types: _Optional[_Iterable[str]] = ..., result_place: _Optional[_Union[PayloadReference, _Mapping]] = ..., energy: _Optional[_Union[Energy, _Mapping]] = ..., earlier_attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ..., log: _Optional[str] = ...) -> None: ...
 
 class Attempt(_message.Message):
     __slots__ = ("worker_id", "dispatch_time", "start_time", "end_time", "reason")
@@ -238,7 +240,7 @@ class Energy(_message.Message):
     def __init__(self, joules: _Optional[float] = ..., method: _Optional[_Union[EnergyMethod, str]] = ..., uncertainty: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("task_id", "request_id", "spec", "partition_key", "payload_bytes", "state", "submit_time", "attempts", "worker_id", "lease_id", "progress", "not_before", "last_error", "outcome", "stages", "earlier_attempts")
+    __slots__ = ("task_id", "request_id", "spec", "partition_key", "payload_bytes", "state", "submit_time", "attempts", "worker_id", "lease_id", "progress", "not_before", "last_error", "outcome", "stages", "earlier_attempts", "log")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +257,7 @@ class Task(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     EARLIER_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
     task_id: int
     request_id: str
     spec: TaskSpec
@@ -271,7 +274,8 @@ class Task(_message.Message):
     outcome: Outcome
     stages: Stages
     earlier_attempts: _containers.RepeatedCompositeFieldContainer[Attempt]
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., spec: _Optional[_Union[TaskSpec, _Mapping]] = ..., partition_key: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., state: _Optional[_Union[TaskState, str]] = ..., submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., not_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_error: _Optional[_Union[TaskError, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., earlier_attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ...) -> None: ...
+    log: str
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., spec: _Optional[_Union[TaskSpec, _Mapping]] = ..., partition_key: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., state: _Optional[_Union[TaskState, str]] = ..., submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., not_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_error: _Optional[_Union[TaskError, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., earlier_attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ..., log: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("fraction", "steps", "note")

@@ -29,7 +29,7 @@ from multigpu.v1 import model_pb2 as multigpu_dot_v1_dot_model__pb2
 from multigpu.v1 import task_pb2 as multigpu_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n multigpu/v1/worker_service.proto\x12\x0bmultigpu.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18multigpu/v1/device.proto\x1a\x17multigpu/v1/model.proto\x1a\x16multigpu/v1/task.proto\"\xd3\x01\n\x0eSessionRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.multigpu.v1.Hello\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x16.multigpu.v1.Heartbeat\x12\x30\n\x0ereport_batches\x18\x03 \x03(\x0b\x32\x18.multigpu.v1.ReportBatch\x12,\n\x08partials\x18\x04 \x03(\x0b\x32\x1a.multigpu.v1.PartialOutput\x12\x13\n\x0bpayload_key\x18\x05 \x01(\x0c\"\xdc\x03\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12#\n\x06\x64\x65vice\x18\x06 \x01(\x0b\x32\x13.multigpu.v1.Device\x12-\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32\x17.multigpu.v1.Capability\x12.\n\x06labels\x18\x08 \x03(\x0b\x32\x1e.multigpu.v1.Hello.LabelsEntry\x12\r\n\x05slots\x18\t \x01(\r\x12\x14\n\x0cwindow_tasks\x18\n \x01(\r\x12\x14\n\x0cwindow_bytes\x18\x0b \x01(\x04\x12&\n\x06leases\x18\x0c \x03(\x0b\x32\x16.multigpu.v1.HeldLease\x12\"\n\x06models\x18\r \x03(\x0b\x32\x12.multigpu.v1.Model\x12\x1a\n\x12model_memory_bytes\x18\x0e \x01(\x04\x12\x13\n\x0bincarnation\x18\x0f \x01(\t\x12\x0f\n\x07process\x18\x10 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"?\n\nCapability\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06models\x18\x02 \x03(\t\x12\x13\n\x0b\x63oncurrency\x18\x03 \x01(\r\"\x9c\x01\n\tHeldLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x0f\n\x07running\x18\x04 \x01(\x08\x12\'\n\x08progress\x18\x05 \x01(\x0b\x32\x15.multigpu.v1.Progress\x12\x12\n\ncheckpoint\x18\x06 \x01(\x0c\x12\r\n\x05proof\x18\x07 \x01(\x06\"\xab\x03\n\tHeartbeat\x12&\n\x06leases\x18\x01 \x03(\x0b\x32\x16.multigpu.v1.HeldLease\x12\x12\n\nlast_frame\x18\x02 \x01(\x04\x12/\n\ttelemetry\x18\x03 \x01(\x0b\x32\x1c.multigpu.v1.DeviceTelemetry\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12)\n\x06health\x18\x06 \x01(\x0b\x32\x19.multigpu.v1.DeviceHealth\x12#\n\x03mps\x18\x07 \x01(\x0b\x32\x16.multigpu.v1.MpsStatus\x12\x34\n\x0f\x65mbedding_cache\x18\x08 \x01(\x0b\x32\x1b.multigpu.v1.EmbeddingCache\x12+\n\x06models\x18\t \x03(\x0b\x32\x1b.multigpu.v1.ModelResidency\x12%\n\x07\x63\x61talog\x18\n \x01(\x0b\x32\x14.multigpu.v1.Catalog\x12\'\n\x08handlers\x18\x0b \x01(\x0b\x32\x15.multigpu.v1.Handlers\x12\x16\n\x0eoccupied_slots\x18\x0c \x01(\rJ\x04\x08\x04\x10\x05\";\n\x08Handlers\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07reloads\x18\x02 \x01(\x04\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\\\n\x07\x43\x61talog\x12-\n\x0c\x63\x61pabilities\x18\x01 \x03(\x0b\x32\x17.multigpu.v1.Capability\x12\"\n\x06models\x18\x02 \x03(\x0b\x32\x12.multigpu.v1.Model\"c\n\x0e\x45mbeddingCache\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x0e\n\x06joined\x18\x02 \x01(\x04\x12\x0e\n\x06misses\x18\x03 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x04 \x01(\x04\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\"\xa6\x03\n\x0bReportBatch\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inish_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x13succeeded_lease_ids\x18\x03 \x03(\x04\x12\x0f\n\x07results\x18\x04 \x03(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x05 \x01(\t\x12$\n\x07reports\x18\x06 \x03(\x0b\x32\x13.multigpu.v1.Report\x12\x33\n\rresult_places\x18\x07 \x03(\x0b\x32\x1c.multigpu.v1.ResultReference\x12\x15\n\renergy_joules\x18\x08 \x03(\x02\x12\x30\n\renergy_method\x18\t \x01(\x0e\x32\x19.multigpu.v1.EnergyMethod\x12\x1a\n\x12\x65nergy_uncertainty\x18\n \x01(\x02\x12\x32\n\x0f\x64\x65vice_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x0fResultReference\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x02\x61t\x18\x02 \x01(\x0b\x32\x1d.multigpu.v1.PayloadReference\"\x80\x01\n\x06Report\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.multigpu.v1.ReportState\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.multigpu.v1.TaskError\x12\x14\n\x0c\x62roke_engine\x18\x04 \x01(\x08\"h\n\rPartialOutput\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x04 \x01(\t\x12\x12\n\ncheckpoint\x18\x05 \x01(\x0c\"\x9d\x02\n\x0fSessionResponse\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.multigpu.v1.Welcome\x12\r\n\x05\x66rame\x18\x02 \x01(\x04\x12.\n\rlease_batches\x18\x03 \x03(\x0b\x32\x17.multigpu.v1.LeaseBatch\x12,\n\x0brevocations\x18\x04 \x03(\x0b\x32\x17.multigpu.v1.Revocation\x12*\n\x07\x64\x65sired\x18\x05 \x01(\x0b\x32\x19.multigpu.v1.DesiredState\x12\x15\n\rresults_taken\x18\x06 \x01(\x04\x12\x1a\n\x12recalled_lease_ids\x18\x07 \x03(\x04\x12\x17\n\x0freload_handlers\x18\x08 \x01(\x08\"\xc9\x01\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fsession_timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x61\x64opted_lease_ids\x18\x05 \x03(\x04\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\"\xc2\x01\n\nLeaseBatch\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.multigpu.v1.TaskSpec\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x10\n\x08task_ids\x18\x03 \x03(\x04\x12\x10\n\x08\x61ttempts\x18\x04 \x03(\x05\x12\x10\n\x08payloads\x18\x05 \x03(\x0c\x12\r\n\x05units\x18\x06 \x03(\r\x12\'\n\x06\x65xtras\x18\x07 \x03(\x0b\x32\x17.multigpu.v1.LeaseExtra\x12\x0e\n\x06proofs\x18\x08 \x03(\x06\"\xa7\x01\n\nLeaseExtra\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\ncheckpoint\x18\x02 \x01(\x0c\x12\x19\n\x11partials_received\x18\x03 \x01(\r\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x34\n\rpayload_place\x18\x05 \x01(\x0b\x32\x1d.multigpu.v1.PayloadReference\x12\x10\n\x08partials\x18\x06 \x03(\x0c\".\n\nRevocation\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xbf\x01\n\x0c\x44\x65siredState\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.multigpu.v1.WorkerMode\x12\x32\n\x0e\x64rain_deadline\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63heck\x18\x03 \x01(\x04\x12\x15\n\rcheck_at_once\x18\x06 \x01(\x08\x12\x15\n\rpinned_models\x18\x04 \x03(\t\x12\x17\n\x0funwanted_models\x18\x05 \x03(\t*_\n\x0bReportState\x12\x1c\n\x18REPORT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13REPORT_STATE_FAILED\x10\x02\x12\x19\n\x15REPORT_STATE_RETURNED\x10\x03*[\n\nWorkerMode\x12\x1b\n\x17WORKER_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_MODE_ACTIVE\x10\x01\x12\x18\n\x14WORKER_MODE_DRAINING\x10\x02\x32Y\n\rWorkerService\x12H\n\x07Session\x12\x1b.multigpu.v1.SessionRequest\x1a\x1c.multigpu.v1.SessionResponse(\x01\x30\x01\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n multigpu/v1/worker_service.proto\x12\x0bmultigpu.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18multigpu/v1/device.proto\x1a\x17multigpu/v1/model.proto\x1a\x16multigpu/v1/task.proto\"\xd3\x01\n\x0eSessionRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.multigpu.v1.Hello\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x16.multigpu.v1.Heartbeat\x12\x30\n\x0ereport_batches\x18\x03 \x03(\x0b\x32\x18.multigpu.v1.ReportBatch\x12,\n\x08partials\x18\x04 \x03(\x0b\x32\x1a.multigpu.v1.PartialOutput\x12\x13\n\x0bpayload_key\x18\x05 \x01(\x0c\"\xdc\x03\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12#\n\x06\x64\x65vice\x18\x06 \x01(\x0b\x32\x13.multigpu.v1.Device\x12-\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32\x17.multigpu.v1.Capability\x12.\n\x06labels\x18\x08 \x03(\x0b\x32\x1e.multigpu.v1.Hello.LabelsEntry\x12\r\n\x05slots\x18\t \x01(\r\x12\x14\n\x0cwindow_tasks\x18\n \x01(\r\x12\x14\n\x0cwindow_bytes\x18\x0b \x01(\x04\x12&\n\x06leases\x18\x0c \x03(\x0b\x32\x16.multigpu.v1.HeldLease\x12\"\n\x06models\x18\r \x03(\x0b\x32\x12.multigpu.v1.Model\x12\x1a\n\x12model_memory_bytes\x18\x0e \x01(\x04\x12\x13\n\x0bincarnation\x18\x0f \x01(\t\x12\x0f\n\x07process\x18\x10 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"?\n\nCapability\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06models\x18\x02 \x03(\t\x12\x13\n\x0b\x63oncurrency\x18\x03 \x01(\r\"\xa9\x01\n\tHeldLease\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x0f\n\x07running\x18\x04 \x01(\x08\x12\'\n\x08progress\x18\x05 \x01(\x0b\x32\x15.multigpu.v1.Progress\x12\x12\n\ncheckpoint\x18\x06 \x01(\x0c\x12\r\n\x05proof\x18\x07 \x01(\x06\x12\x0b\n\x03log\x18\x08 \x01(\t\"\xab\x03\n\tHeartbeat\x12&\n\x06leases\x18\x01 \x03(\x0b\x32\x16.multigpu.v1.HeldLease\x12\x12\n\nlast_frame\x18\x02 \x01(\x04\x12/\n\ttelemetry\x18\x03 \x01(\x0b\x32\x1c.multigpu.v1.DeviceTelemetry\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12)\n\x06health\x18\x06 \x01(\x0b\x32\x19.multigpu.v1.DeviceHealth\x12#\n\x03mps\x18\x07 \x01(\x0b\x32\x16.multigpu.v1.MpsStatus\x12\x34\n\x0f\x65mbedding_cache\x18\x08 \x01(\x0b\x32\x1b.multigpu.v1.EmbeddingCache\x12+\n\x06models\x18\t \x03(\x0b\x32\x1b.multigpu.v1.ModelResidency\x12%\n\x07\x63\x61talog\x18\n \x01(\x0b\x32\x14.multigpu.v1.Catalog\x12\'\n\x08handlers\x18\x0b \x01(\x0b\x32\x15.multigpu.v1.Handlers\x12\x16\n\x0eoccupied_slots\x18\x0c \x01(\rJ\x04\x08\x04\x10\x05\";\n\x08Handlers\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07reloads\x18\x02 \x01(\x04\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\\\n\x07\x43\x61talog\x12-\n\x0c\x63\x61pabilities\x18\x01 \x03(\x0b\x32\x17.multigpu.v1.Capability\x12\"\n\x06models\x18\x02 \x03(\x0b\x32\x12.multigpu.v1.Model\"c\n\x0e\x45mbeddingCache\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x0e\n\x06joined\x18\x02 \x01(\x04\x12\x0e\n\x06misses\x18\x03 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x04 \x01(\x04\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\"\xcd\x03\n\x0bReportBatch\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inish_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x13succeeded_lease_ids\x18\x03 \x03(\x04\x12\x0f\n\x07results\x18\x04 \x03(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x05 \x01(\t\x12$\n\x07reports\x18\x06 \x03(\x0b\x32\x13.multigpu.v1.Report\x12\x33\n\rresult_places\x18\x07 \x03(\x0b\x32\x1c.multigpu.v1.ResultReference\x12\x15\n\renergy_joules\x18\x08 \x03(\x02\x12\x30\n\renergy_method\x18\t \x01(\x0e\x32\x19.multigpu.v1.EnergyMethod\x12\x1a\n\x12\x65nergy_uncertainty\x18\n \x01(\x02\x12\x32\n\x0f\x64\x65vice_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12%\n\x04logs\x18\x0c \x03(\x0b\x32\x17.multigpu.v1.AttemptLog\"+\n\nAttemptLog\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0b\n\x03log\x18\x02 \x01(\t\"K\n\x0fResultReference\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x02\x61t\x18\x02 \x01(\x0b\x32\x1d.multigpu.v1.PayloadReference\"\x80\x01\n\x06Report\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.multigpu.v1.ReportState\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.multigpu.v1.TaskError\x12\x14\n\x0c\x62roke_engine\x18\x04 \x01(\x08\"h\n\rPartialOutput\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x04 \x01(\t\x12\x12\n\ncheckpoint\x18\x05 \x01(\x0c\"\x9d\x02\n\x0fSessionResponse\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.multigpu.v1.Welcome\x12\r\n\x05\x66rame\x18\x02 \x01(\x04\x12.\n\rlease_batches\x18\x03 \x03(\x0b\x32\x17.multigpu.v1.LeaseBatch\x12,\n\x0brevocations\x18\x04 \x03(\x0b\x32\x17.multigpu.v1.Revocation\x12*\n\x07\x64\x65sired\x18\x05 \x01(\x0b\x32\x19.multigpu.v1.DesiredState\x12\x15\n\rresults_taken\x18\x06 \x01(\x04\x12\x1a\n\x12recalled_lease_ids\x18\x07 \x03(\x04\x12\x17\n\x0freload_handlers\x18\x08 \x01(\x08\"\xc9\x01\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fsession_timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11\x61\x64opted_lease_ids\x18\x05 \x03(\x04\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\"\xc2\x01\n\nLeaseBatch\x12#\n\x04spec\x18\x01 \x01(\x0b\x32\x15.multigpu.v1.TaskSpec\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x10\n\x08task_ids\x18\x03 \x03(\x04\x12\x10\n\x08\x61ttempts\x18\x04 \x03(\x05\x12\x10\n\x08payloads\x18\x05 \x03(\x0c\x12\r\n\x05units\x18\x06 \x03(\r\x12\'\n\x06\x65xtras\x18\x07 \x03(\x0b\x32\x17.multigpu.v1.LeaseExtra\x12\x0e\n\x06proofs\x18\x08 \x03(\x06\"\xa7\x01\n\nLeaseExtra\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\ncheckpoint\x18\x02 \x01(\x0c\x12\x19\n\x11partials_received\x18\x03 \x01(\r\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x34\n\rpayload_place\x18\x05 \x01(\x0b\x32\x1d.multigpu.v1.PayloadReference\x12\x10\n\x08partials\x18\x06 \x03(\x0c\".\n\nRevocation\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xbf\x01\n\x0c\x44\x65siredState\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.multigpu.v1.WorkerMode\x12\x32\n\x0e\x64rain_deadline\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63heck\x18\x03 \x01(\x04\x12\x15\n\rcheck_at_once\x18\x06 \x01(\x08\x12\x15\n\rpinned_models\x18\x04 \x03(\t\x12\x17\n\x0funwanted_models\x18\x05 \x03(\t*_\n\x0bReportState\x12\x1c\n\x18REPORT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13REPORT_STATE_FAILED\x10\x02\x12\x19\n\x15REPORT_STATE_RETURNED\x10\x03*[\n\nWorkerMode\x12\x1b\n\x17WORKER_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_MODE_ACTIVE\x10\x01\x12\x18\n\x14WORKER_MODE_DRAINING\x10\x02\x32Y\n\rWorkerService\x12H\n\x07Session\x12\x1b.multigpu.v1.SessionRequest\x1a\x1c.multigpu.v1.SessionResponse(\x01\x30\x01\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,10 +39,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\026multigpu/v1;multigpuv1'
   _globals['_HELLO_LABELSENTRY']._loaded_options = None
   _globals['_HELLO_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_REPORTSTATE']._serialized_start=3632
-  _globals['_REPORTSTATE']._serialized_end=3727
-  _globals['_WORKERMODE']._serialized_start=3729
-  _globals['_WORKERMODE']._serialized_end=3820
+  _globals['_REPORTSTATE']._serialized_start=3729
+  _globals['_REPORTSTATE']._serialized_end=3824
+  _globals['_WORKERMODE']._serialized_start=3826
+  _globals['_WORKERMODE']._serialized_end=3917
   _globals['_SESSIONREQUEST']._serialized_start=190
   _globals['_SESSIONREQUEST']._serialized_end=401
   _globals['_HELLO']._serialized_start=404
@@ -52,35 +52,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CAPABILITY']._serialized_start=882
   _globals['_CAPABILITY']._serialized_end=945
   _globals['_HELDLEASE']._serialized_start=948
-  _globals['_HELDLEASE']._serialized_end=1104
-  _globals['_HEARTBEAT']._serialized_start=1107
-  _globals['_HEARTBEAT']._serialized_end=1534
-  _globals['_HANDLERS']._serialized_start=1536
-  _globals['_HANDLERS']._serialized_end=1595
-  _globals['_CATALOG']._serialized_start=1597
-  _globals['_CATALOG']._serialized_end=1689
-  _globals['_EMBEDDINGCACHE']._serialized_start=1691
-  _globals['_EMBEDDINGCACHE']._serialized_end=1790
-  _globals['_REPORTBATCH']._serialized_start=1793
-  _globals['_REPORTBATCH']._serialized_end=2215
-  _globals['_RESULTREFERENCE']._serialized_start=2217
-  _globals['_RESULTREFERENCE']._serialized_end=2292
-  _globals['_REPORT']._serialized_start=2295
-  _globals['_REPORT']._serialized_end=2423
-  _globals['_PARTIALOUTPUT']._serialized_start=2425
-  _globals['_PARTIALOUTPUT']._serialized_end=2529
-  _globals['_SESSIONRESPONSE']._serialized_start=2532
-  _globals['_SESSIONRESPONSE']._serialized_end=2817
-  _globals['_WELCOME']._serialized_start=2820
-  _globals['_WELCOME']._serialized_end=3021
-  _globals['_LEASEBATCH']._serialized_start=3024
-  _globals['_LEASEBATCH']._serialized_end=3218
-  _globals['_LEASEEXTRA']._serialized_start=3221
-  _globals['_LEASEEXTRA']._serialized_end=3388
-  _globals['_REVOCATION']._serialized_start=3390
-  _globals['_REVOCATION']._serialized_end=3436
-  _globals['_DESIREDSTATE']._serialized_start=3439
-  _globals['_DESIREDSTATE']._serialized_end=3630
-  _globals['_WORKERSERVICE']._serialized_start=3822
-  _globals['_WORKERSERVICE']._serialized_end=3911
+  _globals['_HELDLEASE']._serialized_end=1117
+  _globals['_HEARTBEAT']._serialized_start=1120
+  _globals['_HEARTBEAT']._serialized_end=1547
+  _globals['_HANDLERS']._serialized_start=1549
+  _globals['_HANDLERS']._serialized_end=1608
+  _globals['_CATALOG']._serialized_start=1610
+  _globals['_CATALOG']._serialized_end=1702
+  _globals['_EMBEDDINGCACHE']._serialized_start=1704
+  _globals['_EMBEDDINGCACHE']._serialized_end=1803
+  _globals['_REPORTBATCH']._serialized_start=1806
+  _globals['_REPORTBATCH']._serialized_end=2267
+  _globals['_ATTEMPTLOG']._serialized_start=2269
+  _globals['_ATTEMPTLOG']._serialized_end=2312
+  _globals['_RESULTREFERENCE']._serialized_start=2314
+  _globals['_RESULTREFERENCE']._serialized_end=2389
+  _globals['_REPORT']._serialized_start=2392
+  _globals['_REPORT']._serialized_end=2520
+  _globals['_PARTIALOUTPUT']._serialized_start=2522
+  _globals['_PARTIALOUTPUT']._serialized_end=2626
+  _globals['_SESSIONRESPONSE']._serialized_start=2629
+  _globals['_SESSIONRESPONSE']._serialized_end=2914
+  _globals['_WELCOME']._serialized_start=2917
+  _globals['_WELCOME']._serialized_end=3118
+  _globals['_LEASEBATCH']._serialized_start=3121
+  _globals['_LEASEBATCH']._serialized_end=3315
+  _globals['_LEASEEXTRA']._serialized_start=3318
+  _globals['_LEASEEXTRA']._serialized_end=3485
+  _globals['_REVOCATION']._serialized_start=3487
+  _globals['_REVOCATION']._serialized_end=3533
+  _globals['_DESIREDSTATE']._serialized_start=3536
+  _globals['_DESIREDSTATE']._serialized_end=3727
+  _globals['_WORKERSERVICE']._serialized_start=3919
+  _globals['_WORKERSERVICE']._serialized_end=4008
 # @@protoc_insertion_point(module_scope)

@@ -100,7 +100,7 @@ class Capability(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., concurrency: _Optional[int] = ...) -> None: ...
 
 class HeldLease(_message.Message):
-    __slots__ = ("lease_id", "task_id", "attempt", "running", "progress", "checkpoint", "proof")
+    __slots__ = ("lease_id", "task_id", "attempt", "running", "progress", "checkpoint", "proof", "log")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class HeldLease(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     task_id: int
     attempt: int
@@ -115,7 +116,8 @@ class HeldLease(_message.Message):
     progress: _task_pb2.Progress
     checkpoint: bytes
     proof: int
-    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: bool = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ..., proof: _Optional[int] = ...) -> None: ...
+    log: str
+    def __init__(self, lease_id: _Optional[int] = ..., task_id: _Optional[int] = ..., attempt: _Optional[int] = ..., running: bool = ..., progress: _Optional[_Union[_task_pb2.Progress, _Mapping]] = ..., checkpoint: _Optional[bytes] = ..., proof: _Optional[int] = ..., log: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("leases", "last_frame", "telemetry", "draining", "health", "mps", "embedding_cache", "models", "catalog", "handlers", "occupied_slots")
@@ -176,7 +178,7 @@ class EmbeddingCache(_message.Message):
     def __init__(self, hits: _Optional[int] = ..., joined: _Optional[int] = ..., misses: _Optional[int] = ..., entries: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class ReportBatch(_message.Message):
-    __slots__ = ("start_time", "finish_time", "succeeded_lease_ids", "results", "content_type", "reports", "result_places", "energy_joules", "energy_method", "energy_uncertainty", "device_duration")
+    __slots__ = ("start_time", "finish_time", "succeeded_lease_ids", "results", "content_type", "reports", "result_places", "energy_joules", "energy_method", "energy_uncertainty", "device_duration", "logs")
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     FINISH_TIME_FIELD_NUMBER: _ClassVar[int]
     SUCCEEDED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +190,7 @@ class ReportBatch(_message.Message):
     ENERGY_METHOD_FIELD_NUMBER: _ClassVar[int]
     ENERGY_UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
     start_time: _timestamp_pb2.Timestamp
     finish_time: _timestamp_pb2.Timestamp
     succeeded_lease_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -199,7 +202,16 @@ class ReportBatch(_message.Message):
     energy_method: _task_pb2.EnergyMethod
     energy_uncertainty: float
     device_duration: _duration_pb2.Duration
-    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., succeeded_lease_ids: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[bytes]] = ..., content_type: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ..., result_places: _Optional[_Iterable[_Union[ResultReference, _Mapping]]] = ..., energy_joules: _Optional[_Iterable[float]] = ..., energy_method: _Optional[_Union[_task_pb2.EnergyMethod, str]] = ..., energy_uncertainty: _Optional[float] = ..., device_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    logs: _containers.RepeatedCompositeFieldContainer[AttemptLog]
+    def __init__(self, start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., succeeded_lease_ids: _Optional[_Iterable[int]] = ..., results: _Optional[_Iterable[bytes]] = ..., content_type: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ..., result_places: _Optional[_Iterable[_Union[ResultReference, _Mapping]]] = ..., energy_joules: _Optional[_Iterable[float]] = ..., energy_method: _Optional[_Union[_task_pb2.EnergyMethod, str]] = ..., energy_uncertainty: _Optional[float] = ..., device_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., logs: _Optional[_Iterable[_Union[AttemptLog, _Mapping]]] = ...) -> None: ...
+
+class AttemptLog(_message.Message):
+    __slots__ = ("lease_id", "log")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    log: str
+    def __init__(self, lease_id: _Optional[int] = ..., log: _Optional[str] = ...) -> None: ...
 
 class ResultReference(_message.Message):
     __slots__ = ("index", "at")

@@ -1,6 +1,6 @@
 """Events, which the core handles, and commands, which it returns. Both are batches where the wire has batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from multigpu_master.core.model import Energy, Lease, Payload, Task, TaskError, Worker
@@ -110,6 +110,7 @@ class HeldLease:
     steps: int = 0
     note: str = ""
     checkpoint: bytes = b""
+    log: str = ""  # the last lines; empty: unchanged
     proven: bool = False  # in a hello: a master of this journal granted it to this worker
 
 
@@ -173,6 +174,7 @@ class Reports:
     finish_s: float = 0.0
     energy: Sequence[Energy] = ()  # for each of `succeeded`; empty: not measured
     device_s: float = 0.0  # device time of these leases, in seconds
+    logs: Mapping[int, str] = field(default_factory=dict)  # lease_id -> last lines, where there are any
 
 
 @dataclass(slots=True)

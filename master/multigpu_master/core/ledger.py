@@ -141,6 +141,8 @@ class Ledger:
     def release(self, lease: Lease) -> None:
         """From leased to queued. The caller puts the task into its class, or pauses or settles it."""
         task = lease.task
+        if lease.log:
+            self._keep_log(task)
         self._fleet.release(lease)
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.leased -= 1
@@ -157,6 +159,14 @@ class Ledger:
         extra.partials_bytes += size
         self.unsettled_bytes += size
 
+    def _keep_log(self, task: Task) -> None:
+        """Adds the log of the attempt under way, which ends, to the task's."""
+        log, extra = task.log, task.ensure_extra()
+        grown = len(log) - len(extra.log)
+        extra.log = log
+        extra.partials_bytes += grown
+        self.unsettled_bytes += grown
+
     def succeed(self, worker: Worker, leases: Sequence[Lease]) -> list[Task]:
         """From leased to settled. The leases are off their worker's dict already, and the tasks have their outcomes."""
         tasks, bytes_total, partials_bytes, uncommitted_bytes = [], 0, 0, 0
@@ -164,6 +174,8 @@ class Ledger:
         for lease in leases:
             task = lease.task
             assert task.lease is lease, "a live lease is its task's"
+            if lease.log:
+                self._keep_log(task)
             task.lease = None
             tasks.append(task)
             spec, size = task.spec, len(task.payload)

@@ -73,6 +73,7 @@ class TaskError:
 
 
 ATTEMPTS_KEPT = 16
+LOG_CHARS_MAX = 16_384  # of a task
 
 
 class Attempt(NamedTuple):
@@ -93,7 +94,7 @@ class Extra:
     checkpoint: bytes = b""
     partials: list[bytes] = field(default_factory=list)
     partial_content_types: list[str] = field(default_factory=list)
-    partials_bytes: int = 0  # including PARTIAL_OVERHEAD_BYTES for each
+    partials_bytes: int = 0  # including PARTIAL_OVERHEAD_BYTES for each, and the log
     last_error: TaskError | None = None
     not_before_s: float = 0.0
     losses: int = 0  # times that a worker was lost while the task waited in its window
@@ -102,6 +103,7 @@ class Extra:
     avoids: str = ""  # device_key of the last failed attempt, or worker_id from which its last lease was recalled
     broke: tuple[str, ...] = ()  # devices, believed to be healthy, on which the task broke an engine
     forgiven: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
+    log: str = ""  # the last lines that its ended attempts have written
     attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
 
 
@@ -169,6 +171,12 @@ class Task:
             return False
         return self.extra is None or not self.extra.not_before_s
 
+    @property
+    def log(self) -> str:
+        """The last lines of its attempts."""
+        before = self.extra.log if self.extra is not None else ""
+        return (before + self.lease.log)[-LOG_CHARS_MAX:] if self.lease is not None else before
+
     def ensure_extra(self) -> Extra:
         """The task's Extra; creates it if the task has none."""
         if self.extra is None:
@@ -196,6 +204,7 @@ class Lease:
     fraction: float = 0.0
     steps: int = 0
     note: str = ""
+    log: str = ""  # its last lines, as last reported
     recalled: int = 0  # the session in which it was recalled
     model: str = ""  # id of the worker's model that it needs; "": none, or the worker offers no models by id
     share: int = SLOT  # of a slot, less where a slot runs several tasks together

@@ -67,6 +67,8 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
 def live_task(driver: Driver, task: Task, *, whole: bool) -> task_pb2.Task:
     """A task of the core as clients see it. `whole`: with result and partial outputs."""
     message = task_message(task, driver.now())
+    if whole and task.final_outcome is None:
+        message.log = task.log
     if task.final_outcome is not None:
         body = driver.outcomes.write(task)
         fill_live(message.outcome, body)
@@ -102,6 +104,7 @@ def _strip(outcome: task_pb2.Outcome) -> None:
     outcome.ClearField("result")
     outcome.ClearField("partials")
     outcome.ClearField("partial_content_types")
+    outcome.ClearField("log")
     if outcome.state == task_pb2.OUTCOME_STATE_RESULT_MISSING:  # results are not listed, so none is missing
         outcome.state = task_pb2.OUTCOME_STATE_SUCCEEDED
         outcome.ClearField("error")

@@ -6,7 +6,7 @@ from multigpu._transport.payloads import Reference
 from multigpu.v1 import worker_service_pb2
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Energy, Lease, TaskError
+from multigpu_master.core.model import LOG_CHARS_MAX, Energy, Lease, TaskError
 from multigpu_master.ids import LeaseProofs
 from multigpu_master.wire import payloads as payload_messages
 from multigpu_master.wire.devices import energies
@@ -61,7 +61,8 @@ def held_lease(m: worker_service_pb2.HeldLease, *, proven: bool = False) -> ev.H
     attempt = min(max(m.attempt, 1), ATTEMPTS_MAX)
     fraction = p.fraction if 0.0 <= p.fraction <= 1.0 else 0.0
     note = p.note[:NOTE_CHARS_MAX]
-    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, note, _checkpoint(m), proven)
+    log = m.log[-LOG_CHARS_MAX:]
+    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, note, _checkpoint(m), log, proven)
 
 
 def partial_outputs(messages: Iterable[worker_service_pb2.PartialOutput]) -> list[ev.PartialOutput]:
@@ -91,8 +92,11 @@ def reports_of(
         lease_ids = [x for n, x in enumerate(lease_ids) if n not in lost]
         results = [x for n, x in enumerate(results) if n not in lost]
         energy = [x for n, x in enumerate(energy) if n not in lost]
+    logs = {each.lease_id: each.log[-LOG_CHARS_MAX:] for each in batch.logs}
     device_s = max(0.0, seconds_of(batch.device_duration))
-    return ev.Reports(session, lease_ids, results, batch.content_type, failures, start_s, finish_s, energy, device_s)
+    return ev.Reports(
+        session, lease_ids, results, batch.content_type, failures, start_s, finish_s, energy, device_s, logs
+    )
 
 
 def _failure(r: worker_service_pb2.Report) -> ev.Failure:

@@ -54,6 +54,8 @@ class OutcomeWriter:
                 own.partial_content_types.extend(task.extra.partial_content_types)
         if task.extra is not None and task.extra.attempts:
             fill_attempts(own.earlier_attempts, task.extra.attempts)
+        if task.extra is not None and task.extra.log:
+            own.log = task.extra.log
         if o.energy is not None:
             own.energy.joules, method, own.energy.uncertainty = o.energy
             own.energy.method = method  # type: ignore[assignment]  # enums are ints on the wire

@@ -10,7 +10,7 @@ from tests.fleet import Fleet, until
 from tests.gateway.conftest import GatewayProcess
 from tests.gateway.dashboard.conftest import Visitor
 
-FLEET = {"workers": 2}
+FLEET = {"workers": 2, "handlers": ["trial_handlers"]}
 PAGES = (
     "/",
     "/ui/queues",
@@ -196,6 +196,13 @@ def test_a_task_shows_its_attempts_its_error_and_why_it_waits(visitor: Visitor, 
     assert "1 tasks were cancelled." in visitor.follow("/ui/tasks", action="cancel", task_id=waiting).text
     assert visitor.get("/ui/tasks/1")[0].status == 404
     assert visitor.get("/ui/tasks/abc")[0].status == 400
+
+
+def test_a_task_shows_what_its_handler_has_logged(visitor: Visitor, client: multigpu.Client) -> None:
+    handle = client.submit("trial.says", b"<b>loaded</b>")
+    handle.result(timeout=30)
+    _, page = visitor.get(f"/ui/tasks/{handle.id}")
+    assert "attempt 1 INFO <b>loaded</b>" in page.text
 
 
 def test_a_task_is_submitted_and_its_result_shown(visitor: Visitor) -> None:

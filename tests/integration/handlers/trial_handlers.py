@@ -42,6 +42,12 @@ def stream(value: bytes) -> Any:
     return b"end of " + value
 
 
+@handler("trial.says")
+def says(value: bytes) -> None:
+    """Writes the payload to its task's log."""
+    context().log.info(value.decode())
+
+
 @handler("trial.mixed")
 def mixed(value: Any) -> Any:
     """Yields values of every form, and returns one more."""

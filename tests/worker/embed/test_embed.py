@@ -75,7 +75,7 @@ class Recorder:
     def never(self, *_: Any, **__: Any) -> None:
         raise AssertionError("items have begun already, vectors come whole, and an attempt is short")
 
-    begin = partial = checkpoint = progress = never
+    begin = partial = checkpoint = progress = log = never
 
     def beat(self) -> None:
         self.beats += 1

@@ -44,7 +44,7 @@ class Recorder:
     def never(self, *_: Any, **__: Any) -> None:
         raise AssertionError("generate tells no progress and needs no checkpoints")
 
-    progress = checkpoint = never
+    progress = log = checkpoint = never
 
     def cancelled(self, item: Item) -> bool:
         return self.cancel_after is not None and len(self.chunks) >= self.cancel_after

@@ -104,7 +104,7 @@ class Results:
     def __init__(self) -> None:
         self.results: dict[int, bytes] = {}
         self.errors: dict[int, str] = {}
-        self.begin = self.partial = self.progress = self.checkpoint = self.beat = lambda *_, **__: None
+        self.begin = self.partial = self.progress = self.log = self.checkpoint = self.beat = lambda *_, **__: None
 
     def succeed(self, item: Item, result: bytes, content_type: str = "") -> None:
         del content_type

@@ -19,6 +19,7 @@ from multigpu._handling.attempts import (
     NOTE_BYTES_MAX,
     TRACEBACK_BYTES_MAX,
     TYPE_BYTES_MAX,
+    last_lines,
     text_of,
 )
 from multigpu._transport.payloads import LARGE_BYTES, Reference
@@ -85,6 +86,7 @@ class BatchReporter:
         self._partials: list[tuple[int, bytes | int, str]] = []
         self._progress: dict[int, tuple[float, str]] = {}
         self._checkpoints: dict[int, bytes | int] = {}
+        self._logs: dict[int, str] = {}
         self._blobs: list[bytes] = []
         # Results in shared files; the references keep the files until the frame is sent.
         self._written: list[Reference] = []
@@ -171,6 +173,15 @@ class BatchReporter:
         if self._waits and not self._flush_asked:
             self._ask_flush()
 
+    def log(self, item: Item, text: str) -> None:
+        text = text.encode("utf-8", "replace").decode()
+        with self._entered():
+            if item.lease_id in self._open:
+                self._logs[item.lease_id] = last_lines(self._logs.get(item.lease_id, "") + text)
+                self._waits = True
+        if self._waits and not self._flush_asked:
+            self._ask_flush()
+
     def checkpoint(self, item: Item, data: bytes) -> None:
         if len(data) > CHECKPOINT_BYTES_MAX:
             raise ValueError(f"a checkpoint has {len(data)} bytes, the limit is {CHECKPOINT_BYTES_MAX}")
@@ -241,6 +252,7 @@ class BatchReporter:
             self._partials,
             [(lease_id, *progress) for lease_id, progress in self._progress.items()],
             list(self._checkpoints.items()),
+            list(self._logs.items()),
             done,
             time.monotonic_ns() - self._begun_ns,
             self._shared.embedding_cache() if done else {},

@@ -19,6 +19,7 @@ class BatchReports:
     checkpoints: list[tuple[Lease, bytes]]
     progress: list[tuple[Lease, float, str]]
     partials: list[tuple[Lease, bytes, str]]
+    logs: list[tuple[Lease, str]]
     reports: list[Report]
     done: bool
     work_ns: int
@@ -57,6 +58,7 @@ def read_reports(
     partials: list[Any],
     progress: list[Any],
     checkpoints: list[Any],
+    logs: list[Any],
     done: bool,
     work_ns: int,
     cache: dict[str, int],
@@ -80,6 +82,7 @@ def read_reports(
         finish_ns=finish_ns,
         checkpoints=[(leases[lease_id], _bytes_of(data, blobs)) for lease_id, data in checkpoints],
         progress=[(leases[lease_id], float(fraction), str(note)) for lease_id, fraction, note in progress],
+        logs=[(leases[lease_id], str(text)) for lease_id, text in logs],
         partials=[(leases[lease_id], _bytes_of(data, blobs), str(form)) for lease_id, data, form in partials],
         reports=reports,
         done=bool(done),

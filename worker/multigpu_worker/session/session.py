@@ -18,6 +18,8 @@ from collections.abc import Container, Iterable, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 
+from multigpu._handling.attempts import last_lines
+
 from multigpu_worker.device.energy import NO_USAGE, Usage
 
 # Reports are grouped up to this size, so that no frame nears the limit of a message.
@@ -80,6 +82,9 @@ class Lease:
     fraction: float = field(default=0.0, init=False)
     steps: int = field(default=0, init=False)
     note: str = field(default="", init=False)
+    # The last lines of this attempt.
+    log: str = field(default="", init=False)
+    log_unsent: bool = field(default=False, init=False)
     # The checkpoint of this attempt.
     saved: bytes | None = field(default=None, init=False)
     saved_unsent: bool = field(default=False, init=False)
@@ -166,6 +171,8 @@ class Held:
     lease: Lease
     # None: unchanged since it was last sent.
     checkpoint: bytes | None
+    # Empty: unchanged since it was last sent.
+    log: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +272,7 @@ class Session:
             lease.payload = b""
             if lease.saved_unsent and report.state is not ReportState.SUCCEEDED:
                 self.heartbeat_due = True
-            report_bytes = len(report.result) + REPORT_BYTES
+            report_bytes = len(report.result) + len(lease.log) + REPORT_BYTES
             if group and size_bytes + report_bytes > GROUP_BYTES_MAX:
                 self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, usage))
                 group, size_bytes, partial_bytes = [], 0, 0
@@ -303,6 +310,12 @@ class Session:
         lease.saved = checkpoint
         lease.saved_unsent = True
 
+    @staticmethod
+    def log(lease: Lease, text: str) -> None:
+        """Add lines to a task's log. They go with the next heartbeat, or with the report."""
+        lease.log = last_lines(lease.log + text)
+        lease.log_unsent = True
+
     def return_all(self, reason: str, now_ns: int, kept: Container[int] = ()) -> None:
         """Return all leases uncharged, except those in `kept`."""
         self.give_back([lease for lease_id, lease in self.leases.items() if lease_id not in kept], reason, now_ns)
@@ -339,7 +352,10 @@ class Session:
                 lease.saved_unsent = left_bytes < 0
                 if left_bytes < 0:
                     checkpoint = None
-            listed.append(Held(lease=lease, checkpoint=checkpoint))
+            log = lease.log if hello or lease.log_unsent else ""
+            lease.log_unsent = False
+            left_bytes -= len(log)
+            listed.append(Held(lease=lease, checkpoint=checkpoint, log=log))
         self.heartbeat_due = False
         return listed
 

@@ -222,23 +222,32 @@ def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.S
 
 def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
     """One for each content type, and one for failures."""
-    start_time, finish_time = _timestamp(reports.start_ns), _timestamp(reports.finish_ns)
-    unit_ns = reports.usage.device_s_per_unit * 1e9
     batches = []
     for content_type in {report.content_type for report in reports.reports if report.error is None}:
         succeeded = [r for r in reports.reports if r.error is None and r.content_type == content_type]
-        batch = pb.ReportBatch(start_time=start_time, finish_time=finish_time, content_type=content_type)
-        batch.device_duration.FromNanoseconds(int(unit_ns * sum([report.lease.units for report in succeeded])))
+        batch = _report_batch(reports, succeeded)
+        batch.content_type = content_type
         batch.succeeded_lease_ids.extend([report.lease.lease_id for report in succeeded])
         batch.results.extend([_result(batch, n, report.result, lend) for n, report in enumerate(succeeded)])
         if (energy := reports.usage.energy) is not None:
             _fill_energy(batch, succeeded, energy)
         batches.append(batch)
     if failed := [report for report in reports.reports if report.error is not None]:
-        batch = pb.ReportBatch(start_time=start_time, finish_time=finish_time, reports=map(_failure, failed))
-        batch.device_duration.FromNanoseconds(int(unit_ns * sum([report.lease.units for report in failed])))
+        batch = _report_batch(reports, failed)
+        batch.reports.extend(map(_failure, failed))
         batches.append(batch)
     return batches
+
+
+def _report_batch(reports: Reports, some: list[Report]) -> pb.ReportBatch:
+    """The batch of some of the reports, with what successes and failures have."""
+    batch = pb.ReportBatch(start_time=_timestamp(reports.start_ns), finish_time=_timestamp(reports.finish_ns))
+    units = sum([report.lease.units for report in some])
+    batch.device_duration.FromNanoseconds(int(reports.usage.device_s_per_unit * 1e9 * units))
+    for report in some:
+        if report.lease.log:
+            batch.logs.add(lease_id=report.lease.lease_id, log=report.lease.log)
+    return batch
 
 
 def _fill_energy(batch: pb.ReportBatch, succeeded: list[Report], energy: Energy) -> None:
@@ -275,7 +284,12 @@ def _failure(report: Report) -> pb.Report:
 def _held(held: Held, proof: int = 0) -> pb.HeldLease:
     lease = held.lease
     message = pb.HeldLease(
-        lease_id=lease.lease_id, task_id=lease.task_id, attempt=lease.attempt, running=lease.running, proof=proof
+        lease_id=lease.lease_id,
+        task_id=lease.task_id,
+        attempt=lease.attempt,
+        running=lease.running,
+        proof=proof,
+        log=held.log,
     )
     if held.checkpoint is not None:
         message.checkpoint = held.checkpoint

@@ -178,6 +178,7 @@ def task_facts(found: Task) -> list[tuple[str, str]]:
     if error.type:
         facts.append(("Error" if task.HasField("outcome") else "Last error", f"{error.type}: {error.message}"))
         facts.append(("Traceback", error.traceback.rstrip()))
+    facts.append(("Log", found.log.rstrip()))
     if found.outcome is not None and found.outcome.succeeded:
         facts += [(f"Output {index}", _bytes_text(part)) for index, part in enumerate(outcome.partials)]
         facts.append(("Result", _bytes_text(outcome.result)))

@@ -113,6 +113,8 @@ class Sessions:
             lease.run_s = now
         lease.running = held.running
         lease.fraction, lease.steps, lease.note = held.fraction, held.steps, held.note
+        if held.log:
+            lease.log = held.log
         if held.checkpoint:
             lease.task.ensure_extra().checkpoint = held.checkpoint
 
@@ -185,6 +187,9 @@ class Sessions:
             self._ledger.counters.stale_reports += len(event.succeeded) + len(event.failures)
             return
         worker.heard_s = now
+        for lease_id, log in event.logs.items():
+            if lease_id in worker.leases:
+                worker.leases[lease_id].log = log
         succeeded = self._succeeded(worker, event, now)
         self._usage.succeeded(succeeded, event.device_s)
         failed = self._failed(worker, event, now)
