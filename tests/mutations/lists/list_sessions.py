@@ -57,7 +57,7 @@ SESSIONS = (
     sessions("P4: a task that kills its workers is never charged", "lease.running = held.running"),
     sessions("each heartbeat restarts the run time", "if held.running and not lease.running:\n", "if held.running:\n"),
     sessions("P3: a heartbeat is not heard", "worker.heard_s = now\n        worker.telemetry", "worker.telemetry"),
-    sessions("P3: a report is not heard", "        worker.heard_s = now\n        for lease_id, log", "        for lease_id, log"),
+    sessions("P3: a report is not heard", "        worker.heard_s = now\n        for lease_id", "        for lease_id"),
     sessions("a worker's models are not noted", "fleet.heard(worker, event.models, event.last_frame, now)"),
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.members_changed(worker)"),
