@@ -18,7 +18,7 @@ MODULES = {
         "uvloop",
     ),
     "master": ("click", "cryptography", "grpc_health", "grpc_reflection", "prometheus_client", "structlog", "uvloop"),
-    "worker": ("click", "structlog", "typeguard", "uvloop"),
+    "worker": ("click", "structlog", "typeguard", "uvloop", "yaml"),
 }
 
 

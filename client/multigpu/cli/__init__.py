@@ -47,7 +47,7 @@ COMMANDS = {
     "tasks": ("multigpu.cli.tasks.tasks:tasks", "See, fetch, cancel and explain tasks."),
     "strategy": ("multigpu.cli.fleet.strategy:strategy", "See or change how tasks are placed on workers."),
     "queues": ("multigpu.cli.tasks.queues:queues", "See, pause, resume and limit queues."),
-    "energy": ("multigpu.cli.energy:energy", "What tasks use: device time and energy, by queue, token or model."),
+    "energy": ("multigpu.cli.energy:energy", "What tasks use of devices and energy; devices for a benchmark."),
     "dead-letters": (
         "multigpu.cli.tasks.dead_letters:dead_letters",
         "See, requeue and delete tasks that failed every attempt.",

@@ -182,7 +182,7 @@ def test_a_cpu_reports_the_same_messages() -> None:
     assert 0.0 <= telemetry.utilization <= 1.0
     assert device_message(device.info).device_id == "cpu"
     assert not telemetry.HasField("temperature_celsius")
-    with pytest.raises(DeviceError, match="choose another --device"):
+    with pytest.raises(DeviceError, match="choose another device"):
         open_device("cuda:63")
 
 

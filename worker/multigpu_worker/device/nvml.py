@@ -116,7 +116,7 @@ def open_at(index: int, instance: str = "") -> "NvmlDevice":
     except (pynvml.NVMLError, DeviceGoneError) as error:
         raise DeviceError(
             f"cuda:{index} is there, but can't be used ({error}); look into it with nvidia-smi, reset it or restart "
-            "the host, or choose another --device"
+            "the host, or choose another device"
         ) from error
     if device.info.mig_enabled and not instance:
         found = ", ".join(device.info.mig_device_ids)

@@ -29,5 +29,5 @@ def open_device(name: str) -> Device:
         index = nvml.index_of(name) if count else None
     if index is None or index >= count:
         there = f"there are {count} NVIDIA devices, counted from cuda:0" if count else f"no NVIDIA device: {reason}"
-        raise DeviceError(f"{source}there is no {name} here ({there}); choose another --device, such as cpu")
+        raise DeviceError(f"{source}there is no {name} here ({there}); choose another device, such as cpu")
     return nvml.open_at(index, name if name.startswith("MIG-") else "")
