@@ -47,7 +47,10 @@ COMMANDS = {
     "tasks": ("multigpu.cli.tasks.tasks:tasks", "See, fetch, cancel and explain tasks."),
     "strategy": ("multigpu.cli.fleet.strategy:strategy", "See or change how tasks are placed on workers."),
     "queues": ("multigpu.cli.tasks.queues:queues", "See, pause, resume and limit queues."),
-    "energy": ("multigpu.cli.energy:energy", "What tasks use of devices and energy; devices for a benchmark."),
+    "energy": (
+        "multigpu.cli.energy:energy",
+        "The energy of a model, measured on this host; and what the fleet's tasks use of devices and energy.",
+    ),
     "dead-letters": (
         "multigpu.cli.tasks.dead_letters:dead_letters",
         "See, requeue and delete tasks that failed every attempt.",

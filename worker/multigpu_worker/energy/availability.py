@@ -7,7 +7,7 @@ import yaml
 
 from multigpu_worker.device import nvml
 from multigpu_worker.device.cpu import CpuDevice
-from multigpu_worker.device.interface import DeviceError, DeviceGoneError, Telemetry
+from multigpu_worker.device.interface import Device, DeviceError, DeviceGoneError, Telemetry
 from multigpu_worker.device.open import open_device
 from multigpu_worker.energy.config import BenchmarkConfig, unsupported
 
@@ -18,7 +18,17 @@ GB = 10**9
 def check(config: BenchmarkConfig) -> dict[str, Any]:
     """The report on the GPUs of a configuration, with the keys that are not followed."""
     gpus = config.backend.device_ids if config.backend.device == "cuda" else ()
-    return report(gpus, config.backend.memory_limits_bytes()) | {"unsupported": unsupported(config)}
+    return report(gpus, config.backend.memory_limits_bytes()) | {
+        "unsupported": unsupported(config), "output_dir": config.output_dir
+    }  # fmt: skip
+
+
+def open_devices(config: BenchmarkConfig) -> tuple[list[Device], list[Device]]:
+    """The devices that compute, and those that are recorded beside them. Raises DeviceError."""
+    cpu = CpuDevice()
+    if config.backend.device == "cpu":
+        return [cpu], []
+    return [open_device(f"cuda:{index}") for index in config.backend.device_ids], [cpu]
 
 
 def report(gpus: Sequence[int], limits_bytes: Mapping[int, int]) -> dict[str, Any]:

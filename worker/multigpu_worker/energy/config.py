@@ -5,8 +5,10 @@ they are.
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -168,18 +170,31 @@ class BenchmarkConfig:
 SECTIONS = {"backend": BackendConfig, "scenario": ScenarioConfig, "metrics": MetricsConfig, "reporter": ReporterConfig}
 
 
-def load(path: Path) -> BenchmarkConfig:
+def load(path: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> BenchmarkConfig:
     """Reads a file. A file with the keys of one section alone is that section; what is left out has its default.
+    `overrides`: values as in YAML, by key, such as "backend.device".
 
     Raises ConfigError: it can't be read, a key is unknown, or a value is not allowed.
     """
     try:
-        config = BenchmarkConfig(**read_table(BenchmarkConfig, _sections(yaml.safe_load(path.read_text("utf-8")))))
+        table = _sections(yaml.safe_load(path.read_text("utf-8")))
+        for key, value in overrides.items():
+            _put(table, key.split("."), _plain(yaml.safe_load(value)))
+        config = BenchmarkConfig(**read_table(BenchmarkConfig, table))
         _check_together(config)
     except (OSError, UnicodeError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(f"{path}: {reason}") from error
     return config
+
+
+def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
+    """Sets a value in a table of tables. Raises ValueError: the path leads through what is no table."""
+    for name in path[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"{'.'.join(path)}: {name} has no keys")  # noqa: TRY004  as for all that is wrong
+    table[path[-1]] = value
 
 
 def _sections(content: Any) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """What `mgpuctl energy` asks of this host's devices, in a process of its own: a broken driver may hang its caller.
 
-    python -m multigpu_worker.energy.main check CONFIG.yaml | info [DEVICE_ID]... | recommend
+    python -m multigpu_worker.energy.main check CONFIG [KEY=VALUE]... | info [GPU]... | recommend
+    python -m multigpu_worker.energy.main run CONFIG LENGTH [KEY=VALUE]...
 
-The answer is a line of JSON. Without one, stderr says why; the exit code is 2 if the configuration is wrong, else 1.
+The answer is a line of JSON. Lines of a run before it tell its progress; LENGTH is JSON, too. Without an answer, stderr
+says why; the exit code is 2 if the configuration is wrong, else 1.
 """
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +17,52 @@ from multigpu.errors import ConfigError
 
 from multigpu_worker.device.interface import DeviceError
 from multigpu_worker.energy import availability
-from multigpu_worker.energy.config import load
+from multigpu_worker.energy.config import BenchmarkConfig, load
+from multigpu_worker.energy.prompts import PromptsError, load_prompts
+from multigpu_worker.energy.recording import Recorder, RecordingError
+from multigpu_worker.energy.results import ReportFileError, append_row, result_of
+from multigpu_worker.energy.run import Benchmark, Length, RunError
+from multigpu_worker.energy.workloads import WorkloadError, workload_of
+
+FAILURES = (DeviceError, PromptsError, RecordingError, ReportFileError, RunError, WorkloadError)
 
 
 def answer(command: str, *arguments: str) -> dict[str, Any]:
-    """The answer to a command. Raises ConfigError or DeviceError."""
-    if command == "check":
-        return availability.check(load(Path(*arguments)))
-    if command == "info":
-        return availability.report([int(each) for each in arguments] or availability.all_gpus(), {})
-    assert command == "recommend", command
-    return availability.recommended()
+    """The answer to a command. Raises ConfigError, or one of FAILURES."""
+    match command, arguments:
+        case "check", (path, *overrides):
+            return availability.check(_config(path, overrides))
+        case "info", indexes:
+            return availability.report([int(each) for each in indexes] or availability.all_gpus(), {})
+        case "recommend", ():
+            return availability.recommended()
+        case "run", (path, length, *overrides):
+            return run(_config(path, overrides), Length(**json.loads(length)))
+    raise AssertionError(command, arguments)
+
+
+def _config(path: str, overrides: list[str]) -> BenchmarkConfig:
+    return load(Path(path), dict(each.split("=", 1) for each in overrides))
+
+
+def run(config: BenchmarkConfig, length: Length) -> dict[str, Any]:
+    """Runs a benchmark, and appends its row to the file that the configuration names."""
+    prompts = load_prompts(config.scenario)
+    recorder = Recorder(*availability.open_devices(config))
+    workload = workload_of(config, recorder.now_s)
+    result = result_of(config, length, Benchmark(config, length, recorder, workload, _tell).run(prompts, time.sleep))
+    append_row(Path(config.reporter.output_file), result)
+    return result
+
+
+def _tell(phase: str, done: float, of: float) -> None:
+    print(json.dumps({"phase": phase, "done": done, "of": of}), flush=True)  # noqa: T201  for the parent process
 
 
 def main() -> None:
     try:
-        print(json.dumps(answer(*sys.argv[1:])))  # noqa: T201  for the parent process
-    except (ConfigError, DeviceError) as error:
+        print(json.dumps(answer(*sys.argv[1:])))  # noqa: T201
+    except (ConfigError, *FAILURES) as error:
         print(error, file=sys.stderr)  # noqa: T201
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 

@@ -33,9 +33,21 @@ def ask_host(*arguments: str) -> dict[str, Any]:
         raise Failure(f"the NVIDIA driver did not answer within {TIMEOUT_S:g} s") from error
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise WrongUsage(reason) if done.returncode == 2 else Failure(reason)
+        raise (WrongUsage if done.returncode == WrongUsage.exit_code else Failure)(reason)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
+
+
+settings_option = click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Another value of the file, as backend.device=cpu."
+)
+
+
+def parse_settings(settings: tuple[str, ...]) -> list[str]:
+    for each in settings:
+        if not each.partition("=")[0] or "=" not in each:
+            raise click.BadParameter(f"{each!r} is not of the form KEY=VALUE", param_hint="--set")
+    return [*settings]
 
 
 def parse_devices(text: str) -> list[str]:
@@ -52,13 +64,14 @@ def parse_devices(text: str) -> list[str]:
     exits=UNAVAILABLE,
 )
 @click.argument("config", type=click.Path(path_type=Path))
+@settings_option
 @json_option
-def check(config: Path, as_json: bool) -> None:
+def check(config: Path, settings: tuple[str, ...], as_json: bool) -> None:
     """Check the configuration of a benchmark, and the GPUs that it names.
 
     A GPU is unavailable if it is not there, does not answer, is in MIG mode, or has less free memory than max_memory.
     """
-    _show_report(ask_host("check", str(config)), as_json=as_json)
+    _show_report(ask_host("check", str(config), *parse_settings(settings)), as_json=as_json)
 
 
 @click.command(
