@@ -33,7 +33,9 @@ def ask_host(*arguments: str) -> dict[str, Any]:
         raise Failure(f"the NVIDIA driver did not answer within {TIMEOUT_S:g} s") from error
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise WrongUsage(reason) if done.returncode == 2 else Failure(reason)
+        if done.returncode == 2:
+            raise WrongUsage(reason)
+        raise Failure(reason)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
