@@ -24,8 +24,8 @@ UNAVAILABLE = (("1", "A device is unavailable."), ("2", "The configuration is wr
 
 def ask_host(*arguments: str) -> dict[str, Any]:
     """The answer of multigpu_worker.energy.main. Raises Failure, or WrongUsage for a wrong configuration."""
-    if error := _extras.missing("mgpuctl energy", "worker"):
-        sys.exit(error)
+    if missing := _extras.missing("mgpuctl energy", "worker"):
+        sys.exit(missing)
     argv = [sys.executable, "-m", "multigpu_worker.energy.main", *arguments]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -33,9 +33,7 @@ def ask_host(*arguments: str) -> dict[str, Any]:
         raise Failure(f"the NVIDIA driver did not answer within {TIMEOUT_S:g} s") from error
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        if done.returncode == 2:
-            raise WrongUsage(reason)
-        raise Failure(reason)
+        raise WrongUsage(reason) if done.returncode == 2 else Failure(reason)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
