@@ -104,6 +104,10 @@ def test_every_file_of_the_earlier_system_is_read(file: Any, name: str) -> None:
 
 def test_the_example_of_many_gpus(file: Any) -> None:
     backend = load(file(MULTI_GPU)).backend
+    assert (
+        load(file(MULTI_GPU.replace('"20GB"', "20000000000"))).backend.memory_limits_bytes()
+        == backend.memory_limits_bytes()
+    )
     assert (backend.device_map, backend.memory_limits_bytes()) == ("auto", dict.fromkeys(range(4), 20 * 10**9))
 
 

@@ -15,8 +15,6 @@ import yaml
 from multigpu.config.fields import fields_of, read_table, setting
 from multigpu.errors import ConfigError
 
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-
 NO_EMISSIONS = "energy is measured, and no emissions are computed from it"
 # Keys that are not followed if they differ from their default.
 NOT_FOLLOWED = {
@@ -77,7 +75,7 @@ class BackendConfig:
     task: str = setting("text-generation", choices=("text-generation",))
     device: str = setting("cuda", choices=("cuda", "cpu"))
     device_ids: tuple[int, ...] = setting((0,), "The GPUs, as nvidia-smi counts them.", check=_check_device_ids)
-    device_map: str = setting("auto", "How layers are spread over the GPUs.", choices=DEVICE_MAPS)
+    device_map: str = setting("auto", choices=("auto", "balanced", "balanced_low_0", "sequential"))
     max_memory: dict[str, str] = setting(dict, "Most memory, by number of device_ids.", check=_check_max_memory)
     torch_dtype: str = setting("auto", choices=("auto", "float16", "bfloat16", "float32"))
     load_in_8bit: bool = setting(False)
@@ -125,7 +123,7 @@ class ReasoningParams:
 class ScenarioConfig:
     """The prompts."""
 
-    dataset_name: str = setting("AIEnergyScore/text_generation", "A dataset of Hugging Face, or a file.")
+    dataset_name: str = setting("AIEnergyScore/text_generation", "A dataset of Hugging Face.")
     text_column_name: str = setting("text", "The column of the prompts.")
     num_samples: int = setting(10, "So many prompts from the start.", minimum=1)
     truncation: bool = setting(True, "Cut prompts that are longer than the model allows.")

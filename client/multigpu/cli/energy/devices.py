@@ -24,8 +24,8 @@ UNAVAILABLE = (("1", "A device is unavailable."), ("2", "The configuration is wr
 
 def ask_host(*arguments: str) -> dict[str, Any]:
     """The answer of multigpu_worker.energy.main. Raises Failure, or WrongUsage for a wrong configuration."""
-    if error := _extras.missing("mgpuctl energy", "worker"):
-        sys.exit(error)
+    if missing := _extras.missing("mgpuctl energy", "worker"):
+        sys.exit(missing)
     argv = [sys.executable, "-m", "multigpu_worker.energy.main", *arguments]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

@@ -61,14 +61,16 @@ def test_check_names_each_unavailable_gpu(gpus: SimulatedGpus, run: Run) -> None
     gpus.lose(0)
     gpus.mig(1, 2)
     gpus.process(2, os.getpid(), 130 * GIB)
+    gpus.gpu(3).compute_mode = 2
     found = run("check", config=FOUR.replace("3]", "3, 7]"))
     assert found.exit_code == 1
     lines = [line for line in found.stdout.splitlines() if "is unavailable" in line]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert "cuda:0 is unavailable: " in lines[0] and "lost" in lines[0]
     assert "cuda:1 is unavailable: " in lines[1] and "MIG mode" in lines[1]
     assert "max_memory is 20.0 GB, and 139.6 GB of 150.8 GB are in use" in lines[2] and str(os.getpid()) in lines[2]
-    assert "there is no cuda:7 here (there are 4 NVIDIA devices" in lines[3]
+    assert "cuda:3 is unavailable: its compute mode is prohibited; run nvidia-smi -i 3 -c DEFAULT" in lines[3]
+    assert "there is no cuda:7 here (there are 4 NVIDIA devices" in lines[4]
 
 
 def test_check_in_the_earlier_systems_shape(gpus: SimulatedGpus, run: Run) -> None:
@@ -131,6 +133,11 @@ def test_a_recommended_configuration_passes_its_check(gpus: SimulatedGpus, run: 
     assert "device_ids: [0, 1, 3]" in found.stdout and "device_map: auto" in found.stdout
     assert "left out: cuda:2: " in found.stderr
     assert run("check", config=found.stdout).exit_code == 0
+    for index in range(4):
+        gpus.lose(index)
+    none = run("recommend")
+    assert none.exit_code == 1
+    assert "no GPU is available: cuda:0 is there, but can't be used" in none.stderr
 
 
 def test_a_host_without_gpus(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
