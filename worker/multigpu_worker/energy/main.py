@@ -8,6 +8,7 @@ says why; the exit code is 2 if the configuration is wrong, else 1.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from multigpu_worker.energy.prompts import PromptsError, load_prompts
 from multigpu_worker.energy.recording import Recorder, RecordingError
 from multigpu_worker.energy.results import ReportFileError, append_row, result_of
 from multigpu_worker.energy.run import Benchmark, Length, RunError
-from multigpu_worker.energy.workloads import WorkloadError, workload_of
+from multigpu_worker.energy.workloads import Server, Workload, WorkloadError
 
 FAILURES = (DeviceError, PromptsError, RecordingError, ReportFileError, RunError, WorkloadError)
 
@@ -48,11 +49,22 @@ def _config(path: str, overrides: list[str]) -> BenchmarkConfig:
 def run(config: BenchmarkConfig, length: Length) -> dict[str, Any]:
     """Runs a benchmark, and appends its row to the file that the configuration names."""
     prompts = load_prompts(config.scenario)
-    recorder = Recorder(*availability.open_devices(config))
-    workload = workload_of(config, recorder.now_s)
-    result = result_of(config, length, Benchmark(config, length, recorder, workload, _tell).run(prompts, time.sleep))
+    devices, beside = availability.open_devices(config)
+    recorder = Recorder(devices, beside)
+    workload = _workload(config, recorder, ",".join(device.visible_devices for device in devices))
+    measured = Benchmark(config, length, recorder, workload, _tell).run(prompts, time.sleep)
+    result = result_of(config, length, measured, workload.facts())
     append_row(Path(config.reporter.output_file), result)
     return result
+
+
+def _workload(config: BenchmarkConfig, recorder: Recorder, visible_devices: str) -> Workload:
+    if config.backend.type == "vllm":
+        return Server(config, recorder.now_s)
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices  # before torch is imported
+    from multigpu_worker.energy.torch_model import TorchModel  # noqa: PLC0415
+
+    return TorchModel(config, recorder.now_s)
 
 
 def _tell(phase: str, done: float, of: float) -> None:
@@ -63,7 +75,7 @@ def main() -> None:
     try:
         print(json.dumps(answer(*sys.argv[1:])))  # noqa: T201
     except (ConfigError, *FAILURES) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        print(" ".join(str(error).split()), file=sys.stderr)  # noqa: T201  the parent reads one line
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from multigpu import __version__
 
-from multigpu_worker.device.interface import Telemetry
 from multigpu_worker.energy.availability import gpu_stats
 from multigpu_worker.energy.config import BenchmarkConfig
 from multigpu_worker.energy.recording import Recorder, Recording
@@ -25,6 +24,7 @@ from multigpu_worker.energy.workloads import Request
 
 WH = 3600.0  # joules
 MIB = 1 << 20
+ACTIVE_PERCENT = 5  # of utilization: the earlier system calls a GPU active above it
 # Of a device's samples, what is kept for plots.
 SERIES = (
     "power_watts", "utilization", "temperature_celsius", "sm_clock_hertz", "memory_clock_hertz", "power_limit_watts",
@@ -32,7 +32,8 @@ SERIES = (
 )  # fmt: skip
 
 
-def result_of(config: BenchmarkConfig, length: Length, run: Run) -> dict[str, Any]:
+def result_of(config: BenchmarkConfig, length: Length, run: Run, backend: dict[str, Any]) -> dict[str, Any]:
+    """`backend`: facts of the workload."""
     measured = run.phase("measured")
     phase = Phase("measured", run.blocks[0].begin_s, run.blocks[-1].end_s) if run.blocks else measured
     requests = run.requests
@@ -45,15 +46,14 @@ def result_of(config: BenchmarkConfig, length: Length, run: Run) -> dict[str, An
             "device_ids": list(config.backend.device_ids),
         },
         "summary": _summary(requests, phase),
-        "energy": _energy(config, run.recorder, phase, energy, gpus=gpus),
+        "energy": _energy(config, run.recorder, phase, energy, gpus=gpus) if config.metrics.enabled else {},
         "gpu_stats": _gpu_stats(config, run.recorder, phase) if gpus else {},
         "aggregate": _aggregate(run.recorder, phase) if gpus else {},
-        "backend_info": {
-            "backend": config.backend.type, "model": config.backend.model, "device": config.backend.device,
-            "device_ids": list(config.backend.device_ids), "torch_dtype": config.backend.torch_dtype,
-            "device_map": config.backend.device_map,
+        "backend_info": {"backend": config.backend.type, "model": config.backend.model} | backend,
+        "metrics_metadata": {
+            "name": "multigpu", "version": __version__, "capabilities": ["gpu_energy", "cpu_energy"],
+            "project_name": config.metrics.project_name, "output_dir": config.metrics.output_dir,
         },
-        "metrics_metadata": {"name": "multigpu", "version": __version__, "project_name": config.metrics.project_name},
         "multigpu": _ours(length, run, phase, energy),
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
@@ -110,18 +110,24 @@ def _gpu_stats(config: BenchmarkConfig, recorder: Recorder, phase: Phase) -> dic
 
 
 def _aggregate(recorder: Recorder, phase: Phase) -> dict[str, Any]:
-    """Over the measured phase, in the earlier system's terms."""
+    """Over the measured phase, in the earlier system's terms: sums over the GPUs of means and maxima."""
     samples = [recording.within(phase.begin_s, phase.end_s) for recording in recorder.recordings]
-    used = [_values(each, "utilization", 100.0) for each in samples]
-    memory = [_values(each, "memory_used_bytes", 1 / MIB) for each in samples]
-    use, held = [_mean(each) for each in used], [_mean(each) for each in memory]
+    used, memory, power = (
+        [[value * factor for s in each if (value := getattr(s, name)) is not None] for each in samples]
+        for name, factor in (("utilization", 100.0), ("memory_used_bytes", 1 / MIB), ("power_watts", 1.0))
+    )
+    most_used = [max(each, default=0.0) for each in used]
     return {
-        "total_avg_utilization": sum(use),
-        "total_max_utilization": max((max(each, default=0.0) for each in used), default=0.0),
-        "total_avg_memory_mb": sum(held),
-        "avg_utilization_per_gpu": _mean(use),
-        "avg_memory_per_gpu_mb": _mean(held),
-        "any_gpu_active": any(max(each, default=0.0) > 0 for each in used),
+        "total_samples": min(map(len, samples)),
+        "total_avg_utilization": sum(map(_mean, used)),
+        "total_max_utilization": max(most_used),
+        "total_avg_memory_mb": sum(map(_mean, memory)),
+        "total_max_memory_mb": sum(max(each, default=0.0) for each in memory),
+        "total_avg_power_w": sum(map(_mean, power)),
+        "total_max_power_w": sum(max(each, default=0.0) for each in power),
+        "avg_utilization_per_gpu": _mean([_mean(each) for each in used]),
+        "avg_memory_per_gpu_mb": _mean([_mean(each) for each in memory]),
+        "any_gpu_active": any(each > ACTIVE_PERCENT for each in most_used),
     }
 
 
@@ -138,14 +144,15 @@ def _ours(length: Length, run: Run, phase: Phase, energy: Energy | None) -> dict
         "host": platform.node(),
         "length": asdict(length),
         "phases": [asdict(each) for each in run.phases],
-        "measured": asdict(phase),
+        "measured": {"begin_s": phase.begin_s, "end_s": phase.end_s},
         "energy": _with_error(energy),
         "idle_energy": _with_error(idle_part),
         "energy_without_idle": _with_error(energy.minus(idle_part) if energy and idle_part else None),
         "mean_watts": energy.joules / seconds if energy is not None else None,
         "idle_watts": baseline.joules / (idle.end_s - idle.begin_s) if baseline is not None else None,
         "joules_per_request": energy.joules / len(succeeded) if energy and succeeded else None,
-        "joules_per_request_interval": [interval.low, interval.high] if interval is not None else None,
+        "joules_per_request_low": interval.low if interval is not None else None,
+        "joules_per_request_high": interval.high if interval is not None else None,
         "converged": interval is not None and interval.width <= length.width,
         "joules_per_completion_token": energy.joules / tokens if energy and tokens else None,
         "prefill": _with_error(prefill),
@@ -198,16 +205,15 @@ def _device(recording: Recording, phase: Phase) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _with_error(energy: Energy | None) -> dict[str, float] | None:
-    return None if energy is None else {"joules": energy.joules, "uncertainty_joules": energy.uncertainty_joules}
+def _with_error(energy: Energy | None) -> dict[str, float | None]:
+    """Without values, it has the same keys: the columns of CSV are always the same."""
+    if energy is None:
+        return {"joules": None, "uncertainty_joules": None}
+    return {"joules": energy.joules, "uncertainty_joules": energy.uncertainty_joules}
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _values(samples: Sequence[Telemetry], name: str, factor: float) -> list[float]:
-    return [value * factor for sample in samples if (value := getattr(sample, name)) is not None]
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

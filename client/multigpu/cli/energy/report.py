@@ -81,10 +81,10 @@ def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, text), without what is not known."""
     summary, ours = result["summary"], result["multigpu"]
     seconds = summary["total_duration_seconds"]
-    interval = ours["joules_per_request_interval"]
+    low, high = ours["joules_per_request_low"], ours["joules_per_request_high"]
     each = format_energy(ours["joules_per_request"]) if ours["joules_per_request"] is not None else ""
-    if interval is not None:
-        each += f" (95 %: {format_energy(interval[0])} to {format_energy(interval[1])})"
+    if low is not None:
+        each += f" (95 %: {format_energy(low)} to {format_energy(high)})"
     token = ours["joules_per_completion_token"]
     facts = [
         ("Model", f"{result['config']['model']} on {result['config']['backend']}"),
@@ -107,8 +107,8 @@ def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
     return [fact for fact in (*facts, *devices) if fact[1]]
 
 
-def _with_error(energy: dict[str, float] | None) -> str:
-    if energy is None:
+def _with_error(energy: dict[str, Any]) -> str:
+    if energy["joules"] is None:
         return ""
     share = energy["uncertainty_joules"] / abs(energy["joules"]) if energy["joules"] else 0.0
     return f"{format_energy(energy['joules'])} ± {share:.0%}"
@@ -117,23 +117,23 @@ def _with_error(energy: dict[str, float] | None) -> str:
 def _device(device: dict[str, Any]) -> str:
     throttled = f", throttled: {', '.join(device['throttle_reasons'])}" if device["throttle_reasons"] else ""
     simulated = ", simulated" if device["simulated"] else ""
-    energy = f": {_with_error(device['energy'])}" if device["energy"] is not None else ""
+    energy = f": {_with_error(device['energy'])}" if device["energy"]["joules"] is not None else ""
     return f"{device['product']}, {SENSORS[device['method']]}{energy}{throttled}{simulated}"
 
 
 def remarks_on(result: dict[str, Any]) -> list[str]:
     """What a reader should know before he believes the figures."""
     ours, remarks = result["multigpu"], []
-    if ours["energy"] is None:
+    if ours["energy"]["joules"] is None:
         remarks.append(
-            "energy was not measured: a device reports neither its energy nor its power (a CPU's counter, RAPL, must be "
-            "readable in /sys/class/powercap)"
+            "energy was not measured: a device reports neither its energy nor its power (a CPU's counter, RAPL, must "
+            "be readable in /sys/class/powercap)"
         )
     elif not ours["converged"]:
         remarks.append(
             f"the energy of a request is not known to {ours['length']['width']:.0%}: give more time (--most)"
         )
-    if ours["energy"] is not None and ours["prefill"] is None:
+    if ours["energy"]["joules"] is not None and ours["prefill"]["joules"] is None:
         remarks.append("prefill and decode can't be told apart: requests overlap, or are too short for the sensors")
     if any(device["simulated"] for device in ours["devices"]):
         remarks.append("the devices are simulated")

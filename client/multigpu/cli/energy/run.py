@@ -14,8 +14,8 @@ from rich.console import Console
 from multigpu import _extras
 from multigpu.cli import show
 from multigpu.cli.commands import Command
-from multigpu.cli.energy import report
 from multigpu.cli.energy.devices import ask_host, parse_settings, settings_option
+from multigpu.cli.energy.report import check_matplotlib, facts_of, html_of, plot_of, remarks_on, write
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import Number, json_option
 
@@ -62,7 +62,7 @@ def run(
     JSON file in its output_dir, which `energy report` and `energy compare` read.
     """
     if html or plot:
-        report.check_matplotlib()
+        check_matplotlib()
     overrides = parse_settings(settings)
     checked = ask_host("check", str(config), *overrides)
     for key, reason in checked["unsupported"].items():
@@ -74,14 +74,14 @@ def run(
     result = _result_of([str(config), json.dumps(length), *overrides])
     path = _save(checked["output_dir"], result)
     if html:
-        report.write(html, report.html_of(result))
+        write(html, html_of(result))
     if plot:
-        report.write(plot, report.plot_of(result, "png"))
+        write(plot, plot_of(result, "png"))
     if as_json:
         show.value({**result, "file": str(path)})
     else:
-        show.facts([*report.facts_of(result), ("Result", str(path))])
-        for remark in report.remarks_on(result):
+        show.facts([*facts_of(result), ("Result", str(path))])
+        for remark in remarks_on(result):
             show.note(remark)
 
 
