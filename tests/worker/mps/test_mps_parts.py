@@ -1,13 +1,14 @@
 """The parts of MPS: server log, control, limits, and the blame for faults."""
 
 import asyncio
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,31 @@ async def test_one_scan_by_a_thread_serves_all(running_control: MpsControl, monk
             engine.wait()
             mps.ended(engine.pid)
     assert threading.main_thread() not in threads
+
+
+@contextlib.contextmanager
+def client(control: MpsControl) -> Iterator[None]:
+    """A process that is a client of the daemon."""
+    code = "from simulated_mps import Client; client = Client(); print(flush=True); input(); client.excuse()"
+    env = {**os.environ, **control.environment(), "PYTHONPATH": str(FAKE)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        assert process.stdout.readline() == b"\n"
+        yield
+        process.stdin.write(b"\n")
+
+
+async def test_a_server_that_was_replaced_while_no_engine_used_it(running_control: MpsControl) -> None:
+    with client(running_control):
+        pass
+    mps = Mps(running_control, MpsLimits())
+    await mps.wait_until_ready()
+    (server_pid,) = await running_control.servers()
+    await running_control.shut_down_server(server_pid)
+    with client(running_control):
+        assert not await mps._has_fault()
+        assert mps.status.clients == 1
 
 
 async def test_a_pipe_directory_that_others_can_write_to_is_rejected(running_control: MpsControl) -> None:
