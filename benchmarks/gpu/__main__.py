@@ -3,7 +3,7 @@
     benchmarks/gpu.sh [--device cuda:0] [--precision fp32] [--sentences 100000] [--rounds 3] [--minutes 9] [--state DIR]
 
 Subjects, in turns: the baselines of gpu_baseline.py, each at its best batch size; one worker; one with the profile
-`throughput`; two workers on the device; two as clients of MPS, if the driver's programs are installed. All embed the
+`throughput`; two workers on the device; two as clients of MPS, if its control daemon runs (docs/mps.md). All embed the
 same sentences with the same model (all-MiniLM-L6-v2) at the same precision; the vectors are compared. Then one sentence
 at a time, against the bare forward pass. `--device cpu` tries the path without a GPU. `--state` keeps the measurements
 in a folder, from which a later call continues.
@@ -179,7 +179,7 @@ def measure(
     if obstacle := mps_obstacle(device):
         remarks.append(f"MPS was not tried: {obstacle}.")
     else:
-        fleets["two workers, MPS"] = (2, ("--mps", "on", "--mps-pipe-dir", str(folder / "mps")))
+        fleets["two workers, MPS"] = (2, ("--mps", "on"))
     log = folder / f"done-{device}-{precision}-{n}.jsonl"
     done = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
     found: dict[str, Found] = {}

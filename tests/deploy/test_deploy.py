@@ -154,11 +154,16 @@ def test_a_driver_that_is_too_old_for_torch_is_rejected(checkout: Path, root: Pa
 
 @needs_systemd
 def test_each_gpu_gets_a_worker_and_an_mps_daemon(checkout: Path, root: Path, gpus: SimulatedGpus) -> None:
-    out = deployed(checkout, "--root", str(root), "--dry-run", **gpus.env())
+    env = gpus.env()
+    env["PATH"] = f"{ROOT / 'tests/fakes/mps_control'}:{env['PATH']}"
+    out = deployed(checkout, "--root", str(root), "--workers", str(len(gpus) + 1), **env)
     assert f"{len(gpus)} found (Simulated" in out
-    (enable,) = (line for line in out.splitlines() if " enable " in line)
-    assert [word[12:-8] for word in enable.split() if word.startswith("mgpu-worker@")] == gpus.uuids
-    assert [word[9:-8] for word in enable.split() if word.startswith("mgpu-mps@")] in ([], gpus.uuids)
+    enabled = [path.name for path in (root / "etc/systemd/system").glob("*.wants/*")]
+    second = f"{gpus.uuids[0]}-1"
+    assert {name[12:-8] for name in enabled if name.startswith("mgpu-worker@")} == {*gpus.uuids, second}
+    assert sorted(name[9:-8] for name in enabled if name.startswith("mgpu-mps@")) == sorted(gpus.uuids)
+    drop_in = root / f"etc/systemd/system/mgpu-worker@{second}.service.d/50-name.conf"
+    assert f"[Unit]\nAfter=mgpu-mps@{gpus.uuids[0]}.service\n" in drop_in.read_text()
 
 
 @needs_systemd

@@ -205,6 +205,19 @@ def test_units_that_use_a_gpu_start_after_its_device_nodes_exist(unit: str) -> N
     assert _lines("mgpu-devices.service", "Type") == ["oneshot"], "After= waits for its end"
 
 
+def test_the_unit_of_mps_is_started_when_the_daemon_answers(tmp_path: Path) -> None:
+    env = {"PATH": f"{ROOT / 'tests/fakes/mps_control'}:{os.environ['PATH']}"}
+    env |= dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), str(tmp_path))
+    (wait,) = _lines("mgpu-mps@.service", "ExecStartPost")
+    (start,) = _lines("mgpu-mps@.service", "ExecStart")
+    with subprocess.Popen(shlex.split(wait), env=env) as waiting:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(1)
+        with subprocess.Popen(shlex.split(start), env=env) as daemon:
+            assert waiting.wait(20) == 0
+            daemon.terminate()
+
+
 @pytest.mark.parametrize(
     ("installed", "called"),
     [

@@ -69,6 +69,9 @@ class MpsHost:
 
     async def __aenter__(self) -> Self:
         await self.master.__aenter__()
+        for gpu in range(len(self.gpus)):
+            (self.pipe_dir(gpu) / "log").mkdir(parents=True)
+            self.start_daemon(gpu)
         return self
 
     async def __aexit__(
@@ -133,11 +136,29 @@ class MpsHost:
                     self._streams[stream.hello.worker_id] = stream
         return self._streams.pop(worker.worker_id)
 
+    def start_daemon(self, gpu: int) -> None:
+        """Start a GPU's control daemon, as its systemd unit does."""
+        subprocess.run([PROGRAM, "-d"], env=self._control_env(gpu), timeout=20, check=True)
+
+    def _control_env(self, gpu: int) -> dict[str, str]:
+        pipe_dir = self.pipe_dir(gpu)
+        return {
+            **self.env,
+            "CUDA_VISIBLE_DEVICES": self.device_id(gpu),
+            "CUDA_MPS_PIPE_DIRECTORY": str(pipe_dir),
+            "CUDA_MPS_LOG_DIRECTORY": str(pipe_dir / "log"),
+        }
+
     def control(self, gpu: int, command: str) -> str:
         """A command to a GPU's daemon, and its answer."""
-        env = {**self.env, "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_dir(gpu))}
         done = subprocess.run(
-            [PROGRAM], input=command + "\n", env=env, capture_output=True, text=True, timeout=20, check=True
+            [PROGRAM],
+            input=command + "\n",
+            env=self._control_env(gpu),
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
         return done.stdout.strip()
 

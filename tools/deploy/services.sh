@@ -289,7 +289,7 @@ install_units() {
   fi
   for instance in "${instances[@]}"; do
     enabled+=("mgpu-worker@$instance.service")
-    if [ -n "$mps_program" ] && [[ "$settings" == *"worker mps auto"* ]] && [[ "$instance" == GPU-* ]]; then
+    if [ -n "$mps_program" ] && [[ "$settings" == *"worker mps auto"* ]] && [[ " ${gpu_uuids[*]} " == *" $instance "* ]]; then
       enabled+=("mgpu-mps@$instance.service")
     fi
   done
@@ -324,8 +324,9 @@ plan_instances() {
       echo "# The device of this worker."
       echo "MGPU_WORKER_DEVICE=$device"
     } | put_unless_edited "$etc/worker-${instances[-1]}.env" 640 root:multigpu
-    # %H is the host's name at boot, which is unknown in an image.
-    printf '[Service]\nEnvironment=MGPU_WORKER_WORKER_ID=%%H-%s\n' "${instances[-1]}" |
+    # %H is the host's name at boot, which is unknown in an image. The unit's own After= names the instance.
+    printf '[Unit]\nAfter=mgpu-mps@%s.service\n\n[Service]\nEnvironment=MGPU_WORKER_WORKER_ID=%%H-%s\n' \
+      "$device" "${instances[-1]}" |
       put "$units/mgpu-worker@${instances[-1]}.service.d/50-name.conf" 644
   done
 }

@@ -136,7 +136,7 @@ async def _run(
     structlog.contextvars.bind_contextvars(worker_id=identity.worker_id)
     if device.info.simulated:
         log.warning("the driver is a simulation: the engine computes on the processor", device=device.info.product)
-    mps, mps_off = await open_mps(config, device, identity.worker_id)
+    mps, mps_off = await open_mps(config, device)
     agent = compose(config, identity, device, settings, lambda: catalog_of(config), mps=mps, mps_off=mps_off)
     leases = agent.dispatcher.session.leases
     draining: asyncio.Task[None] | None = None
@@ -167,8 +167,6 @@ async def _run(
         notifying.cancel()
         if stats is not None:
             stats.stop()
-        if mps is not None:
-            await mps.close()
     if draining is not None:
         await draining
     log.info("stopped")

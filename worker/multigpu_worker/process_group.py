@@ -37,11 +37,3 @@ async def stop_group(group: int) -> None:
 def signal_group(group: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signum)
-
-
-def group_of(pid: int) -> int:
-    """The process group of a process; 0: the process has ended."""
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return 0

@@ -213,7 +213,7 @@ class WorkerConfig(Checked):
     stats_interval_s: float = setting(60.0, "Interval of these lines.", minimum=0.1)
     mps: str = setting(
         "auto",
-        'Whether engines share a GPU by NVIDIA MPS. "auto": where possible; "on": otherwise the worker does not start.',
+        'Whether engines share a GPU by NVIDIA MPS. "auto": where its daemon runs; "on": else the worker exits.',
         choices=("auto", "on", "off"),
     )
     mps_active_thread_percentage: float = setting(

@@ -29,12 +29,16 @@ class Client:
         self._ask({"excuse": 1})
 
     def _ask(self, message: dict[str, Any]) -> None:
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
         answer = b""
-        while not answer.endswith(b"\n"):
-            data = self._socket.recv(65536)
-            if not data:
-                raise SimulatedCudaError("CUDA error: MPS client failed to connect to the MPS control daemon")
-            answer += data
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            while not answer.endswith(b"\n"):
+                data = self._socket.recv(65536)
+                if not data:
+                    raise ConnectionResetError
+                answer += data
+        except ConnectionError:
+            text = "CUDA error: MPS client failed to connect to the MPS control daemon"
+            raise SimulatedCudaError(text) from None
         if text := json.loads(answer):
             raise SimulatedCudaError(text)

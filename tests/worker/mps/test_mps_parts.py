@@ -1,14 +1,14 @@
-"""The parts of MPS: server log, claims, daemon, limits, and the blame for faults."""
+"""The parts of MPS: server log, control, limits, and the blame for faults."""
 
 import asyncio
+import contextlib
 import os
-import signal
-import socket
+import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,9 @@ import pytest
 import structlog
 from multigpu.config.config import WorkerConfig
 from multigpu_worker.device.cpu import CpuDevice
-from multigpu_worker.mps import daemon, engines
-from multigpu_worker.mps.claims import Claim, Claims
-from multigpu_worker.mps.control import GpuFullError, MpsControl, MpsError, MpsState, ServerLog
-from multigpu_worker.mps.daemon import MpsLimits
-from multigpu_worker.mps.engines import FORCE_TIMEOUT_S, Fault, Mps
+from multigpu_worker.mps import engines
+from multigpu_worker.mps.control import PROGRAM, MpsControl, MpsError, MpsState, ServerLog
+from multigpu_worker.mps.engines import FORCE_TIMEOUT_S, Fault, Mps, MpsLimits
 from multigpu_worker.mps.setup import clients_max, open_mps, pipe_dir
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.blame.evidence import Evidence
@@ -60,40 +58,6 @@ def test_a_missing_or_rotated_log(tmp_path: Path) -> None:
     assert log.fault() == (True, 7)
 
 
-DEAD = """
-import sys
-from pathlib import Path
-from multigpu_worker.mps.claims import Claim, Claims
-
-Claims(Path(sys.argv[1])).hold(Claim(worker_id="dead", engine_pid=1, pinned_bytes=1))
-"""
-
-
-async def test_claims_of_dead_workers_are_deleted_and_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
-    ours, other = Claims(tmp_path), Claims(tmp_path)
-    claim = Claim(worker_id="b", engine_pid=12, pinned_bytes=34)
-    ours.hold(Claim(worker_id="a", engine_pid=0, pinned_bytes=0))
-    other.hold(Claim(worker_id="b", engine_pid=0, pinned_bytes=0))
-    other.hold(claim)
-    subprocess.run([sys.executable, "-c", DEAD, str(tmp_path)], check=True)
-    assert ours.others() == [claim]
-    other.release()
-    assert ours.others() == []
-    ours.release()
-    assert list(tmp_path.iterdir()) == []
-    inside = 0
-
-    async def enter() -> None:
-        nonlocal inside
-        async with Claims(tmp_path).lock():
-            inside += 1
-            assert inside == 1
-            await asyncio.sleep(0.01)
-            inside -= 1
-
-    await asyncio.gather(*(enter() for _ in range(5)))
-
-
 @pytest.mark.parametrize(("cuda", "contexts"), [("12.9", 48), ("13.0", 48), ("13.1", 60), ("14.0", 60), ("", 48)])
 def test_the_limit_on_client_contexts(cuda: str, contexts: int) -> None:
     assert clients_max(cuda) == contexts
@@ -101,57 +65,59 @@ def test_the_limit_on_client_contexts(cuda: str, contexts: int) -> None:
 
 async def test_mps_is_rejected_on_a_cpu_and_with_a_long_path() -> None:
     cpu = CpuDevice()
-    assert await open_mps(WorkerConfig(), cpu, "w") == (None, None)
+    assert await open_mps(WorkerConfig(), cpu) == (None, None)
     with pytest.raises(MpsError, match="set mps to auto or off"):
-        await open_mps(WorkerConfig(mps="on"), cpu, "w")
+        await open_mps(WorkerConfig(mps="on"), cpu)
     with pytest.raises(MpsError, match="mps_pipe_dir to a shorter one"):
         pipe_dir(WorkerConfig(mps_pipe_dir="/" + "x" * 80), "GPU-00000000-0000-0000-0000-000000000000")
 
 
 @pytest.fixture
 async def simulated_control(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MpsControl]:
+    """A GPU's pipe directory, without a daemon."""
     monkeypatch.setenv("PATH", f"{FAKE}:{Path(sys.executable).parent}:/usr/bin:/bin")
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
-        control = MpsControl("GPU-0", Path(folder, "m", "GPU-0"))
+        control = MpsControl("GPU-0", Path(folder, "m ps", "GPU-0"))
+        control.log_dir.mkdir(parents=True)
         yield control
-        with socket.socket(socket.AF_UNIX) as peer:
-            left = peer.connect_ex(str(control.pipe_dir / "control")) == 0
-        if left:
-            os.kill(int(control.daemon_pid()), signal.SIGKILL)  # its server follows
-        assert not left, "the test has left its daemon running"
 
 
-async def test_errors_without_daemon_or_program(
+@pytest.fixture
+async def running_control(simulated_control: MpsControl) -> AsyncIterator[MpsControl]:
+    """With a daemon."""
+    env = {**os.environ, **simulated_control.environment()}
+    with subprocess.Popen([PROGRAM, "-f"], env=env) as daemon:
+        while not (simulated_control.pipe_dir / "control").exists():
+            await asyncio.sleep(0.01)
+        yield simulated_control
+        daemon.terminate()  # its server follows
+
+
+async def test_the_command_that_the_error_names_starts_the_daemon(
     simulated_control: MpsControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
+    simulated_control.log_dir.rmdir()
+    with pytest.raises(MpsError, match=r"Cannot find MPS control daemon.* systemctl start mgpu-mps@GPU-0") as raised:
         await simulated_control.servers()
+    subprocess.run(str(raised.value).partition("without systemd ")[2], shell=True, check=True, timeout=20)
+    assert await simulated_control.servers() == []
+    await simulated_control.ask("quit")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MpsError, match="comes with NVIDIA's driver"):
         await simulated_control.servers()
 
 
-async def test_a_daemon_with_answers_in_an_unknown_format_is_not_used(simulated_control: MpsControl) -> None:
-    first = Mps(simulated_control, "a", MpsLimits())
-    await first.open()
-    await simulated_control.ask("fake reword_lists")
-    with pytest.raises(MpsError, match="in a format that this worker doesn't know"):
-        await Mps(simulated_control, "b", MpsLimits()).open()
-    await simulated_control.ask("quit")
-    first.daemon.claims.release()
-
-
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("exit 1", "failed: exit code 1"),
-        ("[ $1 ]", "the MPS daemon does not come up"),
+        ("exit 1", "failed: exit code 1.* systemctl start mgpu-mps@GPU-0"),
         ("echo servers: none", "in a format that this worker doesn't know"),
-        ("", "server is not ready"),
-        ("read c; case $c in get_server_list) echo 77;; get_server_status*) echo INITIALIZING;; esac", "is not ready"),
-        ("read c; case $c in start*) rm -r $CUDA_MPS_PIPE_DIRECTORY;; esac", "No such file"),
+        (
+            "read c; case $c in get_server_list) echo 7;; *) echo busy;; esac",
+            "in a format that this worker doesn't",
+        ),
     ],
-    ids=["rejects", "no_daemon", "unknown_answers", "no_server", "no_server_without_clients", "folder_removed"],
+    ids=["no_daemon", "unknown_servers", "unknown_state"],
 )
 async def test_whatever_fails_at_the_start_a_worker_runs_without_mps_and_says_why_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
@@ -160,43 +126,42 @@ async def test_whatever_fails_at_the_start_a_worker_runs_without_mps_and_says_wh
     control.write_text(f"#!/bin/sh\n{program}\n")
     control.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(daemon, "READY_TIMEOUT_S", 0.3)
-    device = CpuDevice()
-    device.info = replace(device.info, device_id="GPU-0", compute_capability="9.0")
     with structlog.testing.capture_logs() as entries:
-        mps, status = await open_mps(WorkerConfig(mps_pipe_dir=str(tmp_path / "m")), device, "w")
+        mps, status = await open_mps(WorkerConfig(mps_pipe_dir=str(tmp_path / "m")), gpu())
     assert mps is None and status is not None and status.state is MpsState.OFF
-    assert reason in status.message
+    assert re.search(reason, status.message)
     assert [entry["reason"] for entry in entries if entry["event"] == "running without MPS"] == [status.message]
     with pytest.raises(MpsError, match=reason):
-        await open_mps(WorkerConfig(mps="on", mps_pipe_dir=str(tmp_path / "on")), device, "w")
+        await open_mps(WorkerConfig(mps="on", mps_pipe_dir=str(tmp_path / "m")), gpu())
+
+
+def gpu() -> CpuDevice:
+    device = CpuDevice()
+    device.info = replace(device.info, device_id="GPU-0", compute_capability="9.0")
+    return device
 
 
 async def test_a_daemon_that_does_not_answer_is_logged_once(simulated_control: MpsControl) -> None:
-    mps = Mps(simulated_control, "a", MpsLimits())
-    await mps.open()
-    await simulated_control.quit()
+    mps = Mps(simulated_control, MpsLimits())
     polls = 0
 
-    async def polled(server_pid: int) -> tuple[str, list[int]]:
+    async def polled() -> list[int]:
         nonlocal polls
         polls += 1
-        return await MpsControl.look(simulated_control, server_pid)
+        return await MpsControl.servers(simulated_control)
 
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as entries:
         patch.setattr(engines, "POLL_S", 0.01)
-        patch.setattr(simulated_control, "look", polled)
+        patch.setattr(simulated_control, "servers", polled)
         watching = asyncio.create_task(mps.watch(lambda: None))
         while polls < 4:
             await asyncio.sleep(0.02)
         watching.cancel()
     assert len([entry for entry in entries if entry["log_level"] == "warning"]) == 1
-    await mps.close()
 
 
-async def test_one_scan_by_a_thread_serves_all(simulated_control: MpsControl, monkeypatch: pytest.MonkeyPatch) -> None:
-    mps = Mps(simulated_control, "a", MpsLimits())
-    await mps.open()
+async def test_one_scan_by_a_thread_serves_all(running_control: MpsControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    mps = Mps(running_control, MpsLimits())
     running = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(3)]
     threads: list[threading.Thread] = []
     scandir = os.scandir
@@ -222,47 +187,48 @@ async def test_one_scan_by_a_thread_serves_all(simulated_control: MpsControl, mo
             engine.kill()
             engine.wait()
             mps.ended(engine.pid)
-        await mps.close()
     assert threading.main_thread() not in threads
 
 
-@pytest.mark.parametrize("which", ["base", "pipe_dir", "log"])
-@pytest.mark.parametrize("wrong", ["link", "open", "file"])
-async def test_a_folder_that_another_user_may_have_created_is_rejected(tmp_path: Path, which: str, wrong: str) -> None:
-    control = MpsControl("GPU-0", tmp_path / "m" / "GPU-0")
-    folder = {"base": control.pipe_dir.parent, "pipe_dir": control.pipe_dir, "log": control.log_dir}[which]
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
-    if wrong == "link":
-        (tmp_path / "elsewhere").mkdir()
-        folder.symlink_to(tmp_path / "elsewhere")
-    elif wrong == "open":
-        folder.mkdir()
-        folder.chmod(0o777)
-    else:
-        folder.touch()
-    with pytest.raises(MpsError, match=f"{folder} (is no folder|can be written to by others)"):
-        await Mps(control, "a", MpsLimits()).open()
-    assert wrong != "link" or list((tmp_path / "elsewhere").iterdir()) == [], "something was created behind the link"
+@contextlib.contextmanager
+def client(control: MpsControl) -> Iterator[None]:
+    """A process that is a client of the daemon."""
+    code = "from simulated_mps import Client; client = Client(); print(flush=True); input(); client.excuse()"
+    env = {**os.environ, **control.environment(), "PYTHONPATH": str(FAKE)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        assert process.stdout.readline() == b"\n"
+        yield
+        process.stdin.write(b"\n")
+
+
+async def test_a_server_that_was_replaced_while_no_engine_used_it(running_control: MpsControl) -> None:
+    with client(running_control):
+        pass
+    mps = Mps(running_control, MpsLimits())
+    await mps.wait_until_ready()
+    (server_pid,) = await running_control.servers()
+    await running_control.shut_down_server(server_pid)
+    with client(running_control):
+        assert not await mps._has_fault()
+        assert mps.status.clients == 1
+
+
+async def test_a_pipe_directory_that_others_can_write_to_is_rejected(running_control: MpsControl) -> None:
+    config = WorkerConfig(mps="on", mps_pipe_dir=str(running_control.pipe_dir.parent))
+    mps, _ = await open_mps(config, gpu())
+    assert mps is not None
+    running_control.pipe_dir.chmod(0o777)
+    with pytest.raises(MpsError, match="can be written to by others"):
+        await open_mps(config, gpu())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
-async def test_another_users_folder_is_rejected(tmp_path: Path) -> None:
-    control = MpsControl("GPU-0", tmp_path / "m" / "GPU-0")
-    control.pipe_dir.mkdir(parents=True)
-    os.chown(control.pipe_dir, 12345, 12345)
+async def test_another_users_pipe_directory_is_rejected(running_control: MpsControl) -> None:
+    os.chown(running_control.pipe_dir, 12345, 12345)
     with pytest.raises(MpsError, match="belongs to the user 12345"):
-        await Mps(control, "a", MpsLimits()).open()
-
-
-async def test_a_gpu_without_a_free_context_admits_no_worker(simulated_control: MpsControl) -> None:
-    first, second = (Mps(simulated_control, name, MpsLimits(clients_max=1)) for name in "ab")
-    await first.open()
-    with pytest.raises(GpuFullError, match="has 1 of 1 MPS contexts taken"):
-        await second.open()
-    await second.close()
-    assert await simulated_control.alive(), "the daemon is still used"
-    await first.close()
-    assert not await simulated_control.alive()
+        await open_mps(WorkerConfig(mps="on", mps_pipe_dir=str(running_control.pipe_dir.parent)), gpu())
 
 
 def batch(batch_id: int, *lease_ids: int) -> EngineBatch:
@@ -301,5 +267,5 @@ def test_systemd_waits_for_the_slowest_end_of_an_engine() -> None:
     unit = (Path(__file__).parents[3] / "systemd/mgpu-worker@.service").read_text()
     (stop_s,) = [int(line.partition("=")[2]) for line in unit.splitlines() if line.startswith("TimeoutStopSec=")]
     config = WorkerConfig()
-    # The rest is for the session and for the end of the daemon.
+    # The rest is for the session.
     assert stop_s >= config.drain_timeout_s + config.mps_terminate_timeout_s + FORCE_TIMEOUT_S + 20

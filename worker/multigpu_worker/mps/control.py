@@ -1,12 +1,14 @@
 """Commands for NVIDIA's `nvidia-cuda-mps-control`: one command on standard input, one answer on standard output.
 
 See https://docs.nvidia.com/deploy/mps. A control daemon answers on the socket in its pipe directory and starts a server
-for each user. CUDA programs with the same pipe directory become that server's clients.
+for each user when the first client connects. CUDA programs with the same pipe directory become that server's clients.
+Whoever operates the host starts and stops the daemon; workers do not.
 """
 
 import asyncio
 import os
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass
 from enum import Enum
@@ -55,10 +57,6 @@ class UnknownAnswerError(MpsError):
         )
 
 
-class GpuFullError(MpsError):
-    """The GPU has no context or not enough pinned memory for another worker."""
-
-
 class MpsControl:
     def __init__(self, device_id: str, pipe_dir: Path) -> None:
         self.device_id = device_id
@@ -66,29 +64,11 @@ class MpsControl:
         self.log_dir = pipe_dir / "log"
 
     def environment(self) -> dict[str, str]:
-        """Variables for the daemon and its clients."""
+        """Variables for the control program and for clients."""
         return {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_dir), "CUDA_MPS_LOG_DIRECTORY": str(self.log_dir)}
 
-    async def start(self) -> None:
-        """Start the daemon in the background, for this GPU alone. All commands raise MpsError."""
-        await self._run(["-d"], "", {"CUDA_VISIBLE_DEVICES": self.device_id})
-
-    async def alive(self) -> bool:
-        try:
-            await self.ask("get_server_list")
-        except MpsError:
-            return False
-        return True
-
-    def daemon_pid(self) -> str:
-        """From the daemon's pid file; empty if there is none."""
-        try:
-            return (self.pipe_dir / f"{PROGRAM}.pid").read_text(encoding="ascii").strip()
-        except OSError:
-            return ""
-
     async def servers(self) -> list[int]:
-        """The pids of the daemon's servers."""
+        """The pids of the daemon's servers. All commands raise MpsError."""
         return _pids("get_server_list", await self.ask("get_server_list"))
 
     async def look(self, server_pid: int) -> tuple[str, list[int]]:
@@ -110,38 +90,24 @@ class MpsControl:
             raise UnknownAnswerError("terminate_client", answer)
         return answer in ("0", "CUDA_SUCCESS")
 
-    async def start_server(self) -> None:
-        """Start a server for this user."""
-        await self.ask(f"start_server -uid {os.getuid()}")
-
-    async def shut_down_server(self, server_pid: int, *, force: bool) -> None:
-        """End a server when its last client has exited, or at once."""
-        await self.ask(f"shutdown_server {server_pid}{' -f' if force else ''}")
-
-    async def quit(self) -> None:
-        """End the daemon and its servers."""
-        await self.ask("quit")
+    async def shut_down_server(self, server_pid: int) -> None:
+        """End a server at once. Its clients fail."""
+        await self.ask(f"shutdown_server {server_pid} -f")
 
     async def ask(self, command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Run one command and return its answer."""
-        return await self._run([], command + "\n", {}, timeout_s)
-
-    async def _run(
-        self, arguments: list[str], words: str, extra: dict[str, str], timeout_s: float = COMMAND_TIMEOUT_S
-    ) -> str:
         # In a thread and with subprocess: asyncio's subprocesses fork, which gRPC's threads do not support.
-        return await asyncio.to_thread(self._run_blocking, arguments, words, extra, timeout_s)
+        return await asyncio.to_thread(self._ask_blocking, command, timeout_s)
 
-    def _run_blocking(self, arguments: list[str], words: str, extra: dict[str, str], timeout_s: float) -> str:
-        what = " ".join([PROGRAM, *arguments]) + (f" ({words.strip()})" if words else "")
+    def _ask_blocking(self, command: str, timeout_s: float) -> str:
+        what = f"{PROGRAM} ({command})"
         try:
             done = subprocess.run(
-                [PROGRAM, *arguments],
-                input=words.encode(),
-                # The daemon inherits its descriptors: a pipe would stay open.
-                stdout=subprocess.DEVNULL if arguments else subprocess.PIPE,
+                [PROGRAM],
+                input=f"{command}\n".encode(),
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, **self.environment(), **extra},
+                env={**os.environ, **self.environment()},
                 start_new_session=True,
                 timeout=timeout_s,
                 check=False,
@@ -150,11 +116,20 @@ class MpsControl:
             raise MpsError(f"{what} has not answered within {timeout_s:g} s; see {self.log_dir}/control.log") from None
         except OSError as error:
             raise MpsError(f"{PROGRAM} can't be run: {error}; it comes with NVIDIA's driver") from error
-        text = (done.stdout or b"").decode(errors="replace")
+        text = done.stdout.decode(errors="replace")
         if done.returncode:
             detail = text.strip() or f"exit code {done.returncode}"
-            raise MpsError(f"{what} failed: {detail}; see {self.log_dir}/control.log")
+            raise MpsError(f"{what} failed: {detail}; if no control daemon runs, start it: {self._start_command()}")
         return text
+
+    def _start_command(self) -> str:
+        """What an operator runs to start the daemon."""
+        variables = {"CUDA_VISIBLE_DEVICES": self.device_id, **self.environment()}
+        assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+        return (
+            f"systemctl start mgpu-mps@{self.device_id}, or without systemd "
+            f"mkdir -p {shlex.quote(str(self.log_dir))} && {assigned} {PROGRAM} -d"
+        )
 
 
 def _pids(command: str, answer: str) -> list[int]:

@@ -3,12 +3,13 @@
 An engine is detached from the server before anybody kills it: a client that dies by a signal while it has work in
 progress leaves the server in an undefined state.
 
-A fault stops the server until every client has exited. Each worker ends its own engines, the last one has the server
-started again, and the client that the server's log names is to blame (`Fault`).
+A fault stops the server until every client has exited. Each worker ends its own engines and waits until the server has
+recovered. The client that the server's log names is to blame (`Fault`).
 """
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import structlog
 
 from multigpu_worker.mps.control import MpsControl, MpsError, MpsState, MpsStatus, ServerLog, UnknownAnswerError
-from multigpu_worker.mps.daemon import RETRY_S, MpsDaemon, MpsLimits
 from multigpu_worker.process_group import look_for_members, signal_group, stop_group
 
 log = structlog.get_logger()
@@ -24,11 +24,26 @@ log = structlog.get_logger()
 # A poll runs the control program and scans all processes. Engines report most faults before it.
 POLL_S = 5.0
 FORCE_TIMEOUT_S = 30.0
+# A server that stays in the state FAULT for this time is shut down by force.
+RECOVERY_TIMEOUT_S = 30.0
+RETRY_S = 0.05
 # A fault may kill its client before the server reports it.
 _FAULT_LOOKS = 3
 _FAULT_LOOK_S = 0.15
 _RESTART_DELAY_S = 1.0
 _RESTART_DELAY_MAX_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpsLimits:
+    # Share of the GPU's threads for one engine; 0: no limit.
+    active_thread_percentage: float = 0.0
+    # GPU memory of one engine; 0: no limit.
+    pinned_bytes: int = 0
+    # For the server to detach one engine.
+    terminate_timeout_s: float = 20.0
+    # Contexts of the GPU.
+    clients_max: int = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +60,12 @@ class Fault:
 class Mps:
     """Runs on the event loop."""
 
-    def __init__(self, control: MpsControl, worker_id: str, limits: MpsLimits) -> None:
+    def __init__(self, control: MpsControl, limits: MpsLimits) -> None:
         self.control = control
-        self.daemon = MpsDaemon(control, worker_id, limits)
         self._limits = limits
         self.status = MpsStatus(state=MpsState.RUNNING, clients_max=limits.clients_max)
         self._log = ServerLog(control.log_dir)
+        # 0: the daemon has started none yet, as far as we know.
         self._server_pid = 0
         # Engines of this worker; each leads its process group.
         self._engine_pids: set[int] = set()
@@ -66,18 +81,6 @@ class Mps:
         # An engine is being ended or has just died: entries of the server's log are about it.
         self._blaming = False
         self._unknown_logged = False
-
-    async def open(self) -> None:
-        """Have a daemon, a server, and a context on the GPU. Raises MpsError."""
-        await self.daemon.open()
-        try:
-            await self._before_start()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def close(self) -> None:
-        await self.daemon.close()
 
     # --- starts ------------------------------------------------------------------------------------------------------
 
@@ -96,7 +99,6 @@ class Mps:
             self._blaming = self._forced = self._connected = False
         self._engine_pids.add(engine_pid)
         self._ours.add(engine_pid)
-        self.daemon.claim(min(self._engine_pids))
 
     def ended(self, engine_pid: int) -> None:
         self._engine_pids.discard(engine_pid)
@@ -108,20 +110,36 @@ class Mps:
         delay_s = _RESTART_DELAY_S
         while True:
             try:
-                return await self._before_start()
+                return await self.wait_until_ready()
             except UnknownAnswerError as error:
                 return self._log_unknown(error)  # start the engine: it finds out whether the server accepts it
-            except (MpsError, OSError) as error:
+            except MpsError as error:
                 self._set_status(MpsState.FAULT, str(error), clients=0)
                 log.error("no engine, as MPS doesn't work; trying again", error=str(error), delay_s=delay_s)  # noqa: TRY400
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _RESTART_DELAY_MAX_S)
 
-    async def _before_start(self) -> None:
-        server_pid = await self.daemon.active_server(known=self._server_pid > 0, busy=lambda: self.burying > 0)
-        if self.status.state is MpsState.FAULT or server_pid != self._server_pid:
-            log.info("MPS server is active", server_pid=server_pid)
-        self._server_pid = server_pid
+    async def wait_until_ready(self) -> None:
+        """Wait until the daemon answers for no server in the state FAULT. Raises MpsError.
+
+        Without a server it is ready too: the daemon starts one for the first client.
+        """
+        end_s = time.monotonic() + RECOVERY_TIMEOUT_S
+        while True:
+            if not self.burying:
+                servers = await self.control.servers()
+                faulty = [pid for pid in servers if (await self.control.look(pid))[0] == "FAULT"]
+                if not faulty:
+                    break
+                if time.monotonic() > end_s:
+                    log.warning("the GPU's MPS server does not recover, so it is shut down", server_pids=faulty)
+                    for pid in faulty:
+                        await self.control.shut_down_server(pid)
+                    end_s = time.monotonic() + RECOVERY_TIMEOUT_S
+            await asyncio.sleep(RETRY_S)
+        if self.status.state is MpsState.FAULT:
+            log.info("MPS works again")
+        self._server_pid = next(iter(servers), 0)
         self._log.offset = self._log.size()
         self._blaming = False
         self._set_status(MpsState.RUNNING)
@@ -197,7 +215,7 @@ class Mps:
         try:
             async with asyncio.timeout(FORCE_TIMEOUT_S):
                 for pid in await self.control.servers():
-                    await self.control.shut_down_server(pid, force=True)
+                    await self.control.shut_down_server(pid)
         except (TimeoutError, MpsError) as error:
             log.error("the GPU's MPS server can't be shut down either; going on", error=str(error))  # noqa: TRY400
 
@@ -213,7 +231,7 @@ class Mps:
             if look:
                 await asyncio.sleep(_FAULT_LOOK_S)
             try:
-                state = (await self.control.look(self._server_pid))[0] or "gone"
+                state = (await self._look())[0] or ("gone" if self._server_pid else "none")
             except UnknownAnswerError as error:
                 self._log_unknown(error)
                 state = "unknown"
@@ -257,12 +275,18 @@ class Mps:
                     log.warning("MPS does not answer", error=str(error))
                 answers = False
 
+    async def _look(self) -> tuple[str, list[int]]:
+        """The server's state and its clients' pids. Empty: it is gone, or there has been none."""
+        if not self._server_pid:
+            self._server_pid = next(iter(await self.control.servers()), 0)
+        return await self.control.look(self._server_pid) if self._server_pid else ("", [])
+
     async def _has_fault(self) -> bool:
         size = self._log.size()
-        state, clients = await self.control.look(self._server_pid)
-        if not state and not self._connected and (servers := await self.control.servers()):
-            self._server_pid = servers[0]  # it was replaced while no engine of ours used it
-            state, clients = await self.control.look(self._server_pid)
+        state, clients = await self._look()
+        if not state and self._server_pid and not self._connected:
+            self._server_pid = 0  # it ended while no engine of ours used it: look for its successor
+            state, clients = await self._look()
         states = dict(await look_for_members(*self._engine_pids))
         self._ours |= states.keys() & set(clients)
         self._connected |= bool(states.keys() & set(clients))

@@ -9,9 +9,8 @@ import structlog
 from multigpu.config.config import WorkerConfig
 
 from multigpu_worker.device.interface import Device, DeviceInfo
-from multigpu_worker.mps.control import PROGRAM, GpuFullError, MpsControl, MpsError, MpsState, MpsStatus
-from multigpu_worker.mps.daemon import MpsLimits
-from multigpu_worker.mps.engines import Mps
+from multigpu_worker.mps.control import PROGRAM, MpsControl, MpsError, MpsState, MpsStatus
+from multigpu_worker.mps.engines import Mps, MpsLimits
 
 log = structlog.get_logger()
 
@@ -49,8 +48,8 @@ def clients_max(cuda_version: str) -> int:
     return CLIENTS_MAX_SINCE_CUDA_13_1 if version >= (13, 1) else CLIENTS_MAX
 
 
-async def open_mps(config: WorkerConfig, device: Device, worker_id: str) -> tuple[Mps | None, MpsStatus | None]:
-    """MPS, or the reason why it is off; neither for a CPU. Raises MpsError if `mps` is "on" or the GPU is full."""
+async def open_mps(config: WorkerConfig, device: Device) -> tuple[Mps | None, MpsStatus | None]:
+    """MPS, or the reason why it is off; neither for a CPU. Raises MpsError if `mps` is "on"."""
     info = device.info
     if info.device_id == "cpu":
         if config.mps == "on":
@@ -63,17 +62,16 @@ async def open_mps(config: WorkerConfig, device: Device, worker_id: str) -> tupl
         pinned_bytes=config.mps_pinned_device_mem_limit_bytes,
         terminate_timeout_s=config.mps_terminate_timeout_s,
         clients_max=clients_max(info.cuda_version),
-        memory_bytes=info.memory_total_bytes,
     )
     try:
         _check(info, prohibited=device.compute_prohibited)
-        mps = Mps(MpsControl(info.device_id, pipe_dir(config, info.device_id)), worker_id, limits)
-        await mps.open()
-    except GpuFullError:
-        raise
-    except (MpsError, OSError) as error:
+        control = MpsControl(info.device_id, pipe_dir(config, info.device_id))
+        _check_pipe_dir(control.pipe_dir)
+        mps = Mps(control, limits)
+        await mps.wait_until_ready()
+    except MpsError as error:
         if config.mps == "on":
-            raise MpsError(str(error)) from error
+            raise
         log.warning("running without MPS", reason=str(error))
         return None, MpsStatus(state=MpsState.OFF, message=str(error))
     return mps, None
@@ -92,3 +90,17 @@ def _check(info: DeviceInfo, *, prohibited: bool) -> None:
         )
     if prohibited:
         raise MpsError("its compute mode is PROHIBITED: set another one with nvidia-smi -c")
+
+
+def _check_pipe_dir(folder: Path) -> None:
+    """Raises MpsError if another user may have created it. A missing one is left to the control program to report."""
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise MpsError(f"the pipe directory can't be used: {error}") from error
+    if status.st_uid not in (0, os.geteuid()):
+        raise MpsError(f"the pipe directory {folder} belongs to the user {status.st_uid}: set mps_pipe_dir to another")
+    if status.st_mode & 0o022:
+        raise MpsError(f"the pipe directory {folder} can be written to by others: run chmod go-w")
