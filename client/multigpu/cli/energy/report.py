@@ -153,7 +153,8 @@ def plot_of(result: dict[str, Any], form: str) -> bytes:
         lines = (power, "power_watts", 1), (use, "utilization", 100), (clock, "sm_clock_hertz", 1e-6)
         for axes, name, factor in lines:
             values = [float("nan") if value is None else value * factor for value in series[name]]
-            axes.plot(times, values, label=device["name"], linewidth=1)
+            if any(value is not None for value in series[name]):
+                axes.plot(times, values, label=device["name"], linewidth=1)
     for axes, title in ((power, "power, W"), (use, "utilisation, %"), (clock, "SM clock, MHz")):
         for phase in ours["phases"]:
             axes.axvspan(phase["begin_s"], phase["end_s"], color=COLORS[phase["name"]], alpha=0.35, linewidth=0)
