@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amultigpu/v1/generate.proto\x12\x0bmultigpu.v1\"\xa7\x02\n\x0fGeneratePayload\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.multigpu.v1.ChatMessage\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x11\n\x04seed\x18\t \x01(\x04H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bjson_schema\x18\x0b \x01(\t\x12\x12\n\nprompt_ids\x18\x0c \x03(\rB\x07\n\x05_seedB\x0b\n\t_logprobs\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"y\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.multigpu.v1.TokenLogprobB\x07\n\x05_seed\"h\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\x0c\x12&\n\x03top\x18\x04 \x03(\x0b\x32\x19.multigpu.v1.TokenLogprob\"\xa7\x01\n\x0eGenerateResult\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.multigpu.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.multigpu.v1.TokenLogprob*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amultigpu/v1/generate.proto\x12\x0bmultigpu.v1\"\xa7\x02\n\x0fGeneratePayload\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.multigpu.v1.ChatMessage\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x11\n\x04seed\x18\t \x01(\x04H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bjson_schema\x18\x0b \x01(\t\x12\x12\n\nprompt_ids\x18\x0c \x03(\rB\x07\n\x05_seedB\x0b\n\t_logprobs\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"y\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.multigpu.v1.TokenLogprobB\x07\n\x05_seed\"h\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\x0c\x12&\n\x03top\x18\x04 \x03(\x0b\x32\x19.multigpu.v1.TokenLogprob\"\xc2\x01\n\x0eGenerateResult\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.multigpu.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.multigpu.v1.TokenLogprob\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x42\x18Z\x16multigpu/v1;multigpuv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,8 +32,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'multigpu.v1.generate_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\026multigpu/v1;multigpuv1'
-  _globals['_FINISHREASON']._serialized_start=786
-  _globals['_FINISHREASON']._serialized_end=881
+  _globals['_FINISHREASON']._serialized_start=813
+  _globals['_FINISHREASON']._serialized_end=908
   _globals['_GENERATEPAYLOAD']._serialized_start=44
   _globals['_GENERATEPAYLOAD']._serialized_end=339
   _globals['_CHATMESSAGE']._serialized_start=341
@@ -43,5 +43,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLOGPROB']._serialized_start=510
   _globals['_TOKENLOGPROB']._serialized_end=614
   _globals['_GENERATERESULT']._serialized_start=617
-  _globals['_GENERATERESULT']._serialized_end=784
+  _globals['_GENERATERESULT']._serialized_end=811
 # @@protoc_insertion_point(module_scope)

@@ -201,7 +201,7 @@ def _result(outcome: Outcome) -> pb.GenerateResult:
 def _usage(shape: Shape, results: list[pb.GenerateResult]) -> dict[str, int]:
     """Tokens. The choices of a prompt share it."""
     prompts = sum(result.prompt_tokens for result in results[:: shape.choices])
-    generated = sum(len(result.token_ids) for result in results)
+    generated = sum(result.completion_tokens or len(result.token_ids) for result in results)
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
 

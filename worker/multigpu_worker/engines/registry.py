@@ -19,7 +19,7 @@ from multigpu.handlers import registered_handlers
 
 from multigpu_worker.engines.base import Engine, EngineSettings, ModelEngine
 from multigpu_worker.engines.handlers.sources import SourceFinder, Sources
-from multigpu_worker.repository.model import ModelFolderError, ModelSpec
+from multigpu_worker.repository.model import REMOTE, ModelFolderError, ModelSpec
 
 # Engines of kinds that need a model, as module:class. model.toml may name another one.
 MODEL_ENGINES = {
@@ -106,6 +106,9 @@ def build(kind: str) -> Engine:
 
 def build_model_engine(spec: ModelSpec, settings: EngineSettings) -> ModelEngine:
     """Create the engine of a model, without loading it. ModelFolderError: a user's engine cannot be imported."""
+    if spec.engine == REMOTE:
+        remote = importlib.import_module("multigpu_worker.engines.remote.engine")
+        return cast(ModelEngine, remote.RemoteEngine(settings))
     if ":" not in spec.engine:
         module, _, name = MODEL_ENGINES[spec.kind].partition(":")
         return cast(ModelEngine, getattr(importlib.import_module(module), name)(settings))

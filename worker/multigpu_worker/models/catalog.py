@@ -9,13 +9,14 @@ import difflib
 import importlib.util
 from collections.abc import Iterable
 
-from multigpu_worker.repository.model import ModelSpec, Scan
+from multigpu_worker.repository.model import REMOTE, ModelSpec, Scan
 
 # By engine: the modules of which it needs one, and how to install it.
 _LIBRARIES = {
     "torch": (("torch",), "install multigpu[worker]"),
     "onnx": (("onnxruntime",), "install multigpu[onnx]"),
     "tensorrt": (("tensorrt", "tensorrt_rtx"), "install multigpu[gpu] or multigpu[rtx]"),
+    REMOTE: (("httpx2",), "install multigpu[remote]"),
 }
 
 
@@ -48,7 +49,7 @@ def installed(found: Scan, engine: str) -> Scan:
 
 def engine_of(spec: ModelSpec, engine: str) -> str:
     """The engine of a model as far as it is known before loading: a key of _LIBRARIES, or "module:class"."""
-    if ":" in spec.engine:
+    if ":" in spec.engine or spec.engine == REMOTE:
         return spec.engine
     if spec.source == "tensorrt-plan":
         return "tensorrt"
@@ -63,6 +64,8 @@ def imports_of(spec: ModelSpec, engine: str) -> tuple[str, ...]:
     runs_on = engine_of(spec, engine)
     if ":" in runs_on or spec.source == "tensorrt-plan":
         return ()
+    if runs_on == REMOTE:
+        return ("httpx2", "numpy")
     if runs_on == "onnx" or spec.source == "onnx":  # ONNX Runtime serves while a plan is built
         return ("numpy", "onnxruntime")
     if spec.source == "torch-export":

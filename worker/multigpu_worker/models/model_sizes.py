@@ -18,7 +18,7 @@ from multigpu_worker.models.residency import Resident
 from multigpu_worker.models.routes import ModelRoutes
 from multigpu_worker.processes.model_host import MODEL_SLOTS_MAX
 from multigpu_worker.repository.files import digest
-from multigpu_worker.repository.model import ModelFolderError, ModelSpec
+from multigpu_worker.repository.model import REMOTE, ModelFolderError, ModelSpec
 from multigpu_worker.supervision import supervised
 
 # Concurrent tasks of a generation model that does not set `concurrency`.
@@ -30,7 +30,8 @@ _SAMPLE_TIMEOUT_S = 5.0
 
 def slots_of(spec: ModelSpec) -> int:
     """How many tasks one instance of a model runs at the same time."""
-    return min(spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX) if spec.kind == "generate" else 1
+    several = spec.kind == "generate" or spec.engine == REMOTE
+    return min(spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX) if several else 1
 
 
 def slots_max(routes: ModelRoutes) -> int:

@@ -27,7 +27,9 @@ SOURCES = (
     "tensorrt-plan",
     "gguf",
     "python",
+    "remote",
 )
+REMOTE = "remote"
 BATCH_TASKS_MAX = 65_536
 
 
@@ -54,8 +56,8 @@ def _check_all_inside(names: Iterable[str]) -> None:
 def _check_engine(value: str) -> None:
     module, colon, name = value.partition(":")
     own = colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    if value not in ENGINES and not own:
-        raise ValueError(f'none of {", ".join(ENGINES)}, nor a class of your own: "module:Class"')
+    if value not in (*ENGINES, REMOTE) and not own:
+        raise ValueError(f'none of {", ".join((*ENGINES, REMOTE))}, nor a class of your own: "module:Class"')
 
 
 def _check_sizes(sizes: Iterable[int]) -> None:
@@ -91,6 +93,25 @@ class Gate:
     threshold: float = setting(0.99, minimum=0, maximum=100)
 
 
+def _check_url(value: str) -> None:
+    if value and not value.startswith(("http://", "https://")):
+        raise ValueError("not a URL: write http://HOST:PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """The server that runs a model of the engine `remote`."""
+
+    url: str = setting("", check=_check_url)
+    api: str = setting("openai", choices=("openai", "tei", "kserve"))
+    # The server's name of the model. Empty: as here.
+    model: str = setting("")
+    # A file with the token that the server asks for.
+    token_file: str = setting("")
+    # How long the server may be silent, in seconds.
+    timeout_s: float = setting(300.0, minimum=0.1, maximum=86_400)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One version of one model: everything that the worker has to know before it loads it.
@@ -115,7 +136,8 @@ class ModelSpec:
     warm_up: bool = setting(True)
     # Loaded copies on a worker.
     instances: int = setting(1, minimum=1, maximum=64)
-    # Tasks that one copy works on at the same time, for kinds that join running ones (generate). 0: its own choice.
+    # Tasks that one copy works on at the same time, for kinds that join running ones (generate) and for the engine
+    # `remote`. 0: its own choice.
     concurrency: int = setting(0, minimum=0, maximum=1024)
     labels: dict[str, str] = setting(dict)
     # The engine's own settings.
@@ -124,6 +146,7 @@ class ModelSpec:
     allow_pickle: tuple[str, ...] = setting((), check=_check_all_inside)
     batch: BatchRules = setting(BatchRules())
     gate: Gate = setting(Gate())
+    remote: Remote = setting(Remote())
     # Bytes of the files that are loaded.
     files_bytes: int = 0
     # When the newest of them was changed, in nanoseconds since 1970: one that differs may hold another model.
@@ -141,8 +164,9 @@ class ModelSpec:
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "ModelSpec":
         """The inverse of `plain`."""
-        rules, gate = BatchRules(**values["batch"]), Gate(**values["gate"])
-        return cls(**values | {"folder": Path(values["folder"]), "batch": rules, "gate": gate})
+        parts = {"batch": BatchRules, "gate": Gate, "remote": Remote}
+        read = {name: part(**values[name]) for name, part in parts.items()}
+        return cls(**values | {"folder": Path(values["folder"])} | read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from multigpu_worker.repository.files import (
     reject_outside,
     weight_files,
 )
-from multigpu_worker.repository.model import ModelFolderError, ModelSpec, Scan
+from multigpu_worker.repository.model import REMOTE, ModelFolderError, ModelSpec, Scan
 from multigpu_worker.repository.model_toml import FILE_NAME, read_toml
 
 VERSION = re.compile(r"[1-9][0-9]{0,17}")
@@ -174,7 +174,11 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         raise ModelFolderError(f"{folder / FILE_NAME} does not belong there: the one above is for all versions")
     if root is not None:
         reject_links(folder, root)
-    source, file = _source(folder, values)
+    if values.get("engine") == REMOTE or "remote" in values:
+        _check_remote(folder, values)
+        source, file = REMOTE, ""
+    else:
+        source, file = _source(folder, values)
     engines = SINGLE_FILES[source][1] if source in SINGLE_FILES else None
     engine = values.get("engine", "auto")
     if engines is not None and engine not in engines and ":" not in engine:
@@ -200,6 +204,17 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         if data and not (folder / data).is_file():
             raise ModelFolderError(f"{folder / data} is missing: {FILE_NAME} names it in [gate] {key}")
     return dataclasses.replace(spec, files_bytes=size_bytes, changed_ns=changed_ns)
+
+
+def _check_remote(folder: Path, values: dict[str, Any]) -> None:
+    """Raises ModelFolderError."""
+    if values.get("engine") != REMOTE or "remote" not in values or not values["remote"].url or "kind" not in values:
+        raise ModelFolderError(
+            f'{folder / FILE_NAME}: a model on another server has engine = "{REMOTE}", its kind, and [remote] with the '
+            "server's url"
+        )
+    if values["kind"] == "classify":
+        raise ModelFolderError(f"{folder / FILE_NAME}: the engine {REMOTE} runs embed, generate, infer and rerank")
 
 
 def _source(folder: Path, values: dict[str, Any]) -> tuple[str, str]:

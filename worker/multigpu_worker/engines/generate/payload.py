@@ -89,7 +89,7 @@ def read_before(partials: tuple[bytes, ...], content_type: str) -> Before:
 def read_request(payload: bytes, content_type: str, tokenizer: Any, context: int, task_id: int) -> Request:
     """Parse and check a payload. `context`: the most tokens of a sequence. Raises BadInputError."""
     message = decode(pb.GeneratePayload, payload, content_type)
-    _check(message)
+    check(message)
     prompt_ids = _prompt_ids(message, tokenizer, context)
     if not prompt_ids:
         raise BadInputError("the prompt has no tokens: write something that the model can go on from")
@@ -127,7 +127,8 @@ def seed_of(task_id: int, payload: bytes) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _check(message: pb.GeneratePayload) -> None:
+def check(message: pb.GeneratePayload) -> None:
+    """Raises BadInputError."""
     if not 0 <= message.temperature <= TEMPERATURE_MAX:
         raise BadInputError(f"temperature is {message.temperature:g}: it must be 0 (greedy) to {TEMPERATURE_MAX:g}")
     if not 0 <= message.top_p <= 1:
