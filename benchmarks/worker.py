@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from multigpu.v1.worker_service_pb2_grpc import (
     add_WorkerServiceServicer_to_server,
 )
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.processes.child import ChildProcess, ProcessSettings
 from multigpu_worker.processes.death import Death
-from multigpu_worker.processes.default_host import DefaultHost
-from multigpu_worker.processes.host import ProcessSettings
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.session.payload_sharing import Sharing
 
@@ -223,37 +221,31 @@ async def measure_bare() -> None:
 
 class HopEvents:
     def __init__(self) -> None:
-        self.ready = asyncio.Event()
-        self.reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.reply: asyncio.Future[None] = loop.create_future()
+        self.death: asyncio.Future[Death] = loop.create_future()
 
-    def engine_ready(self) -> None:
-        self.ready.set()
-
-    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+    def take(self, message: frames.Message, blobs: list[bytes]) -> None:
         del blobs
-
-        def carry_out() -> None:
-            if message[0] == "reports" and message[9]:
-                self.reply.set_result(None)
-
-        return carry_out
-
-    def engine_died(self, death: Death) -> None:
-        raise AssertionError(death.summary)
+        if message[0] == "ready":
+            self.ready.set_result(None)
+        elif message[0] == "reports" and message[9]:
+            self.reply.set_result(None)
 
 
 async def measure_hop() -> None:
     """To the engine and back with one task: no gRPC, no session."""
     events = HopEvents()
     settings = EngineSettings(device="cpu", slots=1, threads=0)
-    host = DefaultHost(
+    child = ChildProcess(
         ProcessSettings(
             engine=settings, memory_bytes=0, result_bytes_max=1 << 26, visible_devices="", sharing=Sharing(),
             progress_timeout_s=0.0, cancel_grace_s=1.0,
         ),
-        events,
+        1, os.open(os.devnull, os.O_WRONLY), events.take, events.death.set_result,
     )  # fmt: skip
-    await host.start()
+    await events.ready
     for size, rounds in ((100, SINGLES), (1 << 20, 100)):
         latencies_us = []
         payload = b"x" * size
@@ -262,12 +254,12 @@ async def measure_hop() -> None:
             began_s = time.perf_counter()
             blobs: list[bytes] = []
             row = (n, n, 1, frames.put(payload, blobs), 1, b"", 0, ())
-            host.send(("batch", n + 1, "echo", "", (), "", True, [row]), blobs)
+            child.channel.send(("batch", n + 1, "echo", "", (), "", True, [row]), blobs)
             await events.reply
             latencies_us.append((time.perf_counter() - began_s) * 1e6)
         print(f"{f'to the engine and back, {size} bytes: p50':42} {statistics.median(latencies_us):8.0f} us")
-    host.stop()
-    await host.stopped()
+    child.kill()
+    await events.death
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.master_stream import MasterStream
 from multigpu_worker.models.loader import ModelLoader
-from multigpu_worker.processes.default_host import EngineStartError
+from multigpu_worker.processes.default_process import EngineStartError
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.repository.model import ModelFolderError, Scan
@@ -63,7 +63,7 @@ class Agent:
                     return
                 raise
             kinds = sorted({kind for kind, _ in self.dispatcher.offers()})
-            log.info("engine ready", pid=self.pool.default.host.pid, kinds=kinds)
+            log.info("engine ready", pid=self.pool.default.pid, kinds=kinds)
             self.sampler.start()
             chores = [supervision.watch(), self._beat(), self._tick(), self.health_monitor.run(), self.handlers.run()]
             if self.config.model_repository and self.config.repository_poll_s:

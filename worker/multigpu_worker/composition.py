@@ -22,7 +22,7 @@ from multigpu_worker.models.catalog import installed
 from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.mps.engines import Mps
-from multigpu_worker.processes.host import ProcessSettings
+from multigpu_worker.processes.child import ProcessSettings
 from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.reload import HandlersReload
 from multigpu_worker.repository.folders import find_models
@@ -66,7 +66,7 @@ def compose(
         dispatcher, device, sampler, pool, settings.artifacts, self_test_interval_s=config.canary_interval_s
     )
     pool.callbacks.dispatcher = dispatcher
-    pool.callbacks.model_loader = loader
+    pool.model_loader = loader
     pool.callbacks.self_test = health_monitor.self_test
     pool.callbacks.health_monitor = health_monitor
     handlers = HandlersReload(pool.default, config.drain_timeout_s, dispatcher.handlers_reloaded)

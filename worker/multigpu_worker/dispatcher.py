@@ -19,8 +19,9 @@ from multigpu_worker.models.loader import ModelLoader
 from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.blame.evidence import Judgement
 from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.model_process import ModelProcess
 from multigpu_worker.processes.pool import EnginePool
-from multigpu_worker.processes.process import EngineProcess, ModelProcess
+from multigpu_worker.processes.process import EngineProcess
 from multigpu_worker.processes.reports import BatchReports
 from multigpu_worker.repository.model import BatchRules
 from multigpu_worker.session.batcher import Batcher
@@ -80,19 +81,19 @@ class Dispatcher:
 
     def offers(self) -> list[tuple[str, list[str]]]:
         """The kinds that run here, each with the names of its models."""
-        kinds = self._pool.default.host.kinds
+        kinds = self._pool.default.kinds
         without_model = [(kind, list[str]()) for kind in kinds if not self._loader.routes.serves(kind)]
         return without_model + self._loader.routes.offers()
 
     def concurrency(self) -> dict[str, int]:
         """How many tasks of a kind without models a slot runs together, where it is more than one."""
-        return {info.kind: info.tasks_max for info in self._pool.default.host.kinds.values() if info.tasks_max > 1}
+        return {info.kind: info.tasks_max for info in self._pool.default.kinds.values() if info.tasks_max > 1}
 
     def _runs(self, spec: Spec) -> bool:
         """Tasks of this spec can run here, perhaps after a model was loaded."""
         if self._loader.routes.serves(spec.kind):
             return self._loader.routes.key_of(spec) is not None
-        return spec.kind in self._pool.default.host.kinds
+        return spec.kind in self._pool.default.kinds
 
     def _reject(self, leases: list[Lease], spec: Spec) -> None:
         """Fail tasks of a kind or model that this worker does not offer."""
@@ -159,7 +160,7 @@ class Dispatcher:
     # Callbacks of the engine processes.
 
     def engine_ready(self) -> None:
-        kinds = self._pool.default.host.kinds.values()
+        kinds = self._pool.default.kinds.values()
         self._one_by_one = frozenset(info.kind for info in kinds if info.one_by_one)
         self._set_rules()
         self.pump()
@@ -249,7 +250,7 @@ class Dispatcher:
 
     def _set_rules(self) -> None:
         """How tasks are batched: for models, and for handlers that take batches."""
-        kinds = self._pool.default.host.kinds.values()
+        kinds = self._pool.default.kinds.values()
         handlers = {
             (info.kind, ""): BatchRules(tasks_max=info.tasks_max, tokens_max=TOKENS_UNLIMITED, delay_s=info.delay_s)
             for info in kinds

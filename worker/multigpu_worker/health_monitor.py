@@ -44,7 +44,9 @@ CHECK_REQUESTED = "check_requested", "an operator asked for a check"
 CONTAINED_BEFORE_S, CONTAINED_AFTER_S = 1.0, 0.1
 
 
-class DispatcherCallbacks(Protocol):
+class DeviceUser(Protocol):
+    """The dispatcher, as far as the health monitor tells it."""
+
     def give_back(self, why: str, *, running: bool) -> None:
         """Return the leases that have not started; with `running`, all. No attempt is charged."""
 
@@ -56,7 +58,7 @@ class HealthMonitor:
 
     def __init__(
         self,
-        dispatcher: DispatcherCallbacks,
+        dispatcher: DeviceUser,
         device: Device,
         sampler: Sampler,
         pool: EnginePool,
@@ -215,9 +217,9 @@ class HealthMonitor:
         if self._sampler.hung_s() > HUNG_S:
             message = f"the driver has not answered for more than {HUNG_S:g} s: see the kernel's log, restart the host"
             found.append(Reason("driver_hung", message, Gravity.SICK))
-        if error := self._pool.default.host.start_error():
+        if error := self._pool.default.start_error():
             found.append(Reason("engine_fails", f"no engine can start: {error}", Gravity.NO_ENGINE))
-        elif doing := self._pool.default.host.slow_start:
+        elif doing := self._pool.default.slow_start:
             found.append(Reason("engine_starts", f"the engine is not ready yet: {doing}", Gravity.DEGRADED))
         sample = self._sampler.latest
         if sample is not None:

@@ -41,7 +41,7 @@ from multigpu_worker.device.open import open_device
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.mps.control import MpsError
 from multigpu_worker.mps.setup import open_mps
-from multigpu_worker.processes.default_host import EngineStartError
+from multigpu_worker.processes.default_process import EngineStartError
 from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import Scan
 from multigpu_worker.session.link import ProtocolMismatchError, TakenOverError

@@ -97,7 +97,7 @@ class Worker:
         found = catalog_of(config)
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models=dict(found.models))
         agent: Agent = compose(config, identity_of(device), device, settings, lambda: catalog_of(config))
-        agent.pool.default.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
+        agent.pool.default.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
         hello = pb.SessionRequest.FromString(agent.stream.hello().SerializeToString()).hello
         info = workers.worker_info(hello)
         await agent.loader.put(catalog_of(config))

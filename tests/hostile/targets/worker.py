@@ -52,7 +52,7 @@ class LocalAgent:
         device = CpuDevice()
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models={})
         self.agent = compose(WorkerConfig(), identity_of(device), device, settings, Scan)
-        self.agent.pool.default.host.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
+        self.agent.pool.default.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
 
     def close(self) -> None:
         self.loop.close()
@@ -151,15 +151,16 @@ class Wire:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
-            process.host.channel = cast("Any", SimpleNamespace(send=lambda *_: None))
+            channel = SimpleNamespace(send=lambda *_: None)
+            process.child = cast("Any", SimpleNamespace(channel=channel, ready=False, killed=False, kill=lambda: None))
             decoder = frames.Decoder(self._memory.up)
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
             with contextlib.suppress(frames.FrameError, EOFError):
                 while True:
                     for message, blobs in decoder.feed(ours):
-                        process.host.take(message, blobs)
-        process.host.channel, process.host.ready = None, False
+                        process.take(message, blobs)
+        process.child = None
         if 1 in process.batches and 1 in session.leases and 1 not in process.batches[1].leases:
             raise Crash("a lease was lost: its task would wait for ever")
 

@@ -54,7 +54,7 @@ async def test_a_model_in_use_is_remeasured(tmp_path: Path, grower: Grower, monk
     spec = ModelSpec(name="m", folder=tmp_path / "m", kind="infer", engine="a:B", source="python")
     agent: Any = SimpleNamespace(session=SimpleNamespace(leases={}), waiting=list, may_load=lambda: True)
     agent.want_heartbeat = agent.routes_changed = lambda: None
-    process: Any = SimpleNamespace(model="m", host=SimpleNamespace(pid=grower.pid), batches={}, retiring=False)
+    process: Any = SimpleNamespace(model="m", pid=grower.pid, batches={}, retiring=False)
     pool: Any = SimpleNamespace(models={"m": [process]}, keep_spare=lambda _: None)
     model_loader = ModelLoader(
         agent,

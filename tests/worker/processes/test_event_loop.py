@@ -25,12 +25,11 @@ if "multigpu_worker.main" in sys.orig_argv:
         return call
 
     import subprocess
-    from multigpu_worker.processes import host as engine_host
+    from multigpu_worker.processes.child import ChildProcess
     from multigpu_worker.models import memory_estimates as memory
 
     memory.weights_bytes = recorded(memory.weights_bytes, "reads", lambda args: args[0].name)
-    kill = engine_host.EngineHost._sigkill
-    engine_host.EngineHost._sigkill = recorded(kill, "kills", lambda args: args[1])
+    ChildProcess._sigkill = recorded(ChildProcess._sigkill, "kills", lambda args: args[0].pid)
     subprocess.Popen.wait = recorded(subprocess.Popen.wait, "waits for", lambda args: args[0].pid)
 """
 

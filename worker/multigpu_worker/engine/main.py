@@ -1,6 +1,6 @@
 """The main function of an engine process, which uses the device and runs engines, including user code.
 
-The agent starts it (processes/host.py) for a model or as the default process. The kernel kills it when the agent dies,
+The agent starts it (processes/child.py) for a model or as the default process. The kernel kills it when the agent dies,
 and kills it first when the host runs out of memory. Its standard output goes to the agent's log.
 """
 

@@ -20,8 +20,9 @@ from multigpu_worker.models.residency import ModelState, Resident, plan
 from multigpu_worker.models.routes import ModelRoutes
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.load_watch import LoadWatch
+from multigpu_worker.processes.model_process import ModelProcess
 from multigpu_worker.processes.pool import EnginePool
-from multigpu_worker.processes.process import EngineProcess, ModelProcess
+from multigpu_worker.processes.process import EngineProcess
 from multigpu_worker.processes.reports import ModelLoaded
 from multigpu_worker.repository.model import Scan
 from multigpu_worker.session.session import Lease, Session, Spec, TaskError
@@ -41,7 +42,9 @@ MEASURE_S = 30.0
 KILLS_MAX = 2
 
 
-class DispatcherCallbacks(Protocol):
+class LeaseHolder(Protocol):
+    """The dispatcher, as far as the loader asks and tells it."""
+
     session: Session
 
     def waiting(self) -> list[Lease]:
@@ -62,7 +65,7 @@ class ModelLoader:
 
     def __init__(
         self,
-        dispatcher: DispatcherCallbacks,
+        dispatcher: LeaseHolder,
         pool: EnginePool,
         sampler: Sampler,
         catalog: Scan,
@@ -213,7 +216,7 @@ class ModelLoader:
         return any(process.batches for process in self._pool.models.get(resident.key, ()))
 
     def _pids(self, resident: Resident) -> list[int]:
-        return [process.host.pid for process in self._pool.models.get(resident.key, ())]
+        return [process.pid for process in self._pool.models.get(resident.key, ())]
 
     def _load(self, resident: Resident, now_s: float) -> None:
         log.info("loading a model", model=resident.model, expected_bytes=resident.memory_bytes)
@@ -267,7 +270,7 @@ class ModelLoader:
         resident = self.routes.residents[process.model]
         loaded = self._loaded.setdefault(resident.key, set())
         loaded.add(process)
-        self._load_watch.forget(process.host.pid)
+        self._load_watch.forget(process.pid)
         if report.one_by_one:
             self.one_by_one |= {resident.spec.kind}
         if resident.state is not ModelState.LOADING or len(loaded) < resident.spec.instances:
@@ -291,7 +294,7 @@ class ModelLoader:
         if process.retiring:
             return
         resident = self.routes.residents[process.model]
-        self._load_watch.forget(process.host.pid)
+        self._load_watch.forget(process.pid)
         if resident.state is not ModelState.LOADING:  # an instance that was to replace a dead one
             log.warning("an instance of a model failed to load", model=process.model, error=message)
             self._pool.end(process)
@@ -329,7 +332,7 @@ class ModelLoader:
 
     def process_died(self, process: EngineProcess, death: Death) -> None:
         """A process of a model, or the spare process, has ended. The pool knows already."""
-        self._load_watch.forget(process.host.pid)
+        self._load_watch.forget(process.pid)
         resident = self.routes.residents.get(process.model)
         if resident is None:
             return
@@ -378,7 +381,7 @@ class ModelLoader:
             self._keep_spare()
 
     def _watch(self, resident: Resident, now_s: float) -> None:
-        done = {process.host.pid for process in self._loaded.get(resident.key, ())}
+        done = {process.pid for process in self._loaded.get(resident.key, ())}
         pids = [pid for pid in self._pids(resident) if pid not in done]
         if self._load_watch.stuck(pids, now_s):
             self._load_ended(resident, f"the loading of the model {resident.model!r} does not move, so it was ended")

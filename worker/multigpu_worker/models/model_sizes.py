@@ -16,7 +16,7 @@ from multigpu_worker.models.measured_sizes import MeasuredSizes, ModelSize
 from multigpu_worker.models.memory_estimates import estimate_bytes
 from multigpu_worker.models.residency import Resident
 from multigpu_worker.models.routes import ModelRoutes
-from multigpu_worker.processes.model_host import MODEL_SLOTS_MAX
+from multigpu_worker.processes.model_process import MODEL_SLOTS_MAX
 from multigpu_worker.repository.files import digest
 from multigpu_worker.repository.model import REMOTE, ModelFolderError, ModelSpec
 from multigpu_worker.supervision import supervised

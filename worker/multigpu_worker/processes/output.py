@@ -14,7 +14,7 @@ _LINES_PER_SECOND_MAX = 200
 
 
 class OutputLog:
-    """Reads standard output and error of a host's processes, one pipe for each process."""
+    """Reads standard output and error of one EngineProcess, one pipe for each process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

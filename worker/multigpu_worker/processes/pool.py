@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 from multigpu.v1 import worker_service_pb2 as pb
 
-from multigpu_worker.processes.host import ProcessSettings
-from multigpu_worker.processes.process import Callbacks, DefaultProcess, EngineProcess, ModelProcess
+from multigpu_worker.processes.child import ProcessSettings
+from multigpu_worker.processes.default_process import DefaultProcess
+from multigpu_worker.processes.model_process import ModelLoaderCallbacks, ModelProcess
+from multigpu_worker.processes.process import Callbacks, EngineProcess
 from multigpu_worker.repository.model import ModelSpec
 from multigpu_worker.session.session import Lease
 from multigpu_worker.waiting import until
@@ -28,6 +30,9 @@ SPARE_DELAY_S = 30.0
 
 class EnginePool:
     """On the event loop."""
+
+    # Set when the worker is composed.
+    model_loader: ModelLoaderCallbacks
 
     def __init__(self, settings: ProcessSettings) -> None:
         self.callbacks = Callbacks()
@@ -50,12 +55,12 @@ class EnginePool:
 
     async def start(self) -> None:
         """Start the default process. EngineStartError: it can't start."""
-        await self.default.host.start()
+        await self.default.start()
 
     @property
     def ready(self) -> bool:
         """The default process can take batches."""
-        return self.default.host.ready
+        return self.default.ready
 
     @property
     def busy(self) -> bool:
@@ -76,7 +81,7 @@ class EnginePool:
     def owns(self, pid: int) -> bool:
         """Whether a process is one of the engines, or was started in one."""
         try:
-            return os.getsid(pid) in {process.host.pid for process in self}
+            return os.getsid(pid) in {process.pid for process in self}
         except OSError:
             return False
 
@@ -134,12 +139,11 @@ class EnginePool:
 
     def add(self, model: str, spec: ModelSpec, slots: int, imports: tuple[str, ...]) -> None:
         """Begin to load another instance of a model."""
-        if self._spare is not None and self._spare.host.imports == imports:
+        if self._spare is not None and self._spare.imports == imports:
             process, self._spare = self._spare, None
         else:
-            process = ModelProcess(self._settings, self.callbacks, imports)
-        process.model, process.model_id, process.slots = model, spec.id, slots
-        process.host.load(spec.id, spec, slots)
+            process = ModelProcess(self._settings, self.callbacks, self.model_loader, imports)
+        process.load(model, spec, slots)
         self.models[model].append(process)
 
     def unload(self, model: str, *, grace_s: float = CLOSE_GRACE_S) -> None:
@@ -153,9 +157,8 @@ class EnginePool:
         self._retire(process, 0.0)
 
     def _retire(self, process: ModelProcess, grace_s: float) -> None:
-        process.retiring = True
         self._ending.add(process)
-        process.host.end(grace_s)
+        process.end(grace_s)
 
     def leaving(self, model: str) -> bool:
         """A process of this model is still about to end."""
@@ -163,14 +166,14 @@ class EnginePool:
 
     def keep_spare(self, imports: tuple[str, ...] | None) -> None:
         """Have a spare process with these imports, or none."""
-        if self._spare is not None and imports != self._spare.host.imports:
+        if self._spare is not None and imports != self._spare.imports:
             spare, self._spare = self._spare, None
             self._retire(spare, 0.0)
         if imports is not None and self._spare is None and not self.parked and time.monotonic() >= self._spare_due_s:
-            self._spare = ModelProcess(self._settings, self.callbacks, imports)
+            self._spare = ModelProcess(self._settings, self.callbacks, self.model_loader, imports)
 
     def died(self, process: EngineProcess) -> None:
-        """A process has ended. The default process is started again by its host."""
+        """A process has ended. The default process is started again by itself."""
         self._remember_cache(process)
         if not isinstance(process, ModelProcess):
             return
@@ -204,8 +207,7 @@ class EnginePool:
     def pause(self, *, paused: bool) -> None:
         """Read nothing from engines for now, or go on."""
         for process in self:
-            if process.host.ready:
-                process.host.pause(paused=paused)
+            process.pause(paused=paused)
 
     def replace(self) -> None:
         """End all and charge no lease: the default process is started again, models when tasks wait for them."""
@@ -215,21 +217,21 @@ class EnginePool:
     def lost(self) -> None:
         """The GPU's MPS server stands still and waits for its clients to end: no process can go on."""
         for process in list(self):
-            process.host.kill()
+            process.kill()
         self.keep_spare(None)
 
     def park(self) -> None:
         """End all, and start none until `unpark`: the device must be released."""
         self.parked = True
-        self.default.host.park()
+        self.default.park()
         self.keep_spare(None)
         for processes in list(self.models.values()):
             for process in list(processes):
-                process.host.kill()
+                process.kill()
 
     def unpark(self) -> None:
         self.parked = False
-        self.default.host.unpark()
+        self.default.unpark()
 
     def embedding_cache(self) -> pb.EmbeddingCache | None:
         """What the caches have done in all, and hold now; None: there is none."""
@@ -253,7 +255,7 @@ class EnginePool:
         self.keep_spare(None)
         for model in list(self.models):
             self.unload(model, grace_s=STOP_GRACE_S)
-        await self.default.host.close_handlers(HANDLERS_CLOSE_S)
+        await self.default.close_handlers(HANDLERS_CLOSE_S)
         await until(lambda: not self._ending)  # each is killed when its grace is over
 
     def stop(self) -> None:
@@ -261,19 +263,19 @@ class EnginePool:
         self.parked = True
         self._stopping = [*self, *([self._spare] if self._spare is not None else [])]
         for process in self._stopping:
-            process.host.stop()
+            process.stop()
 
     async def stopped(self) -> None:
         for process in self._stopping:
-            await process.host.stopped()
+            await process.stopped()
 
     # The self-test.
 
     def run_self_test(self, test_id: int) -> None:
         """Have a process run the self-test: one with a model, which has loaded torch, or else the default process."""
-        idle = [p for ps in self.models.values() for p in ps if p.host.ready and not p.batches and not p.retiring]
+        idle = [p for ps in self.models.values() for p in ps if p.ready and not p.batches and not p.retiring]
         self._self_tester = idle[0] if idle else self.default
-        self._self_tester.host.send(("self_test", test_id, bool(self._settings.engine.models)), [])
+        self._self_tester.send(("self_test", test_id, bool(self._settings.engine.models)), [])
 
     def runs_self_test(self, process: EngineProcess) -> bool:
         """Whether this is the process that was last asked to run the self-test."""

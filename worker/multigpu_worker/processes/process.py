@@ -1,7 +1,8 @@
 """One engine process as the agent sees it: the batches in it, its reports, and its end.
 
-host.py has the process itself. Here is what the agent has to remember of each: which leases are inside, which of them
-were cancelled, when it must be ended, and which leases are charged for its death (blame/). All on the event loop.
+child.py has the process of the operating system. Here is what the agent has to remember of each: which leases are
+inside, which of them were cancelled, when it must be ended, and which leases are charged for its death (blame/).
+default_process.py and model_process.py are the two sorts. All on the event loop.
 """
 
 import asyncio
@@ -15,25 +16,21 @@ from typing import Protocol
 import structlog
 from multigpu.v1 import worker_service_pb2 as pb
 
+from multigpu_worker.engines.handlers.sources import Sources
+from multigpu_worker.mps.engines import Mps
 from multigpu_worker.processes.batch import EngineBatch, rows_of, running_leases
 from multigpu_worker.processes.blame.evidence import Evidence, Judgement
 from multigpu_worker.processes.blame.limits import Limits
+from multigpu_worker.processes.child import ChildProcess, ProcessSettings
 from multigpu_worker.processes.death import Death
-from multigpu_worker.processes.default_host import DefaultHost
-from multigpu_worker.processes.host import EngineHost, ProcessSettings
 from multigpu_worker.processes.ipc import frames
-from multigpu_worker.processes.model_host import ModelHost
-from multigpu_worker.processes.reports import (
-    BatchReports,
-    ModelLoaded,
-    pin_results,
-    read_facts,
-    read_loaded,
-    read_reports,
-)
+from multigpu_worker.processes.output import OutputLog
+from multigpu_worker.processes.reports import BatchReports, pin_results, read_reports
 from multigpu_worker.session.batcher import tokens_of
 from multigpu_worker.session.pace import Pace
 from multigpu_worker.session.session import Lease
+from multigpu_worker.supervision import supervised
+from multigpu_worker.waiting import until
 
 log = structlog.get_logger()
 
@@ -53,12 +50,6 @@ class DispatcherCallbacks(Protocol):
     def engine_died(self, process: "EngineProcess", death: Death, judged: Judgement, others: str) -> None: ...
 
 
-class ModelLoaderCallbacks(Protocol):
-    def model_loaded(self, process: "ModelProcess", report: ModelLoaded) -> None: ...
-    def load_failed(self, process: "ModelProcess", error_type: str, message: str, *, retryable: bool) -> None: ...
-    def facts_changed(self, process: "ModelProcess", facts: dict[str, str]) -> None: ...
-
-
 class SelfTestCallbacks(Protocol):
     def begun(self, test_id: int) -> None: ...
     def done(self, test_id: int, passed: bool | None, detail: str) -> None: ...
@@ -73,21 +64,39 @@ class Callbacks:
     """Set when the worker is composed, before any process is started."""
 
     dispatcher: DispatcherCallbacks
-    model_loader: ModelLoaderCallbacks
     self_test: SelfTestCallbacks
     health_monitor: HealthMonitorCallbacks
 
 
 class EngineProcess:
-    host: EngineHost
+    """Subclasses start the process, read the frames of their sort, and decide what follows its death."""
+
     # The key of its model in the pool, and the model's id; empty: it has none, or none yet.
     model = ""
     model_id = ""
 
-    def __init__(self, settings: ProcessSettings, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        settings: ProcessSettings,
+        callbacks: Callbacks,
+        slots_max: int,
+        imports: tuple[str, ...] | None = None,
+    ) -> None:
+        """As ChildProcess: `slots_max` and `imports`."""
+        self.settings = settings
+        self.imports = imports
+        # The version of the handlers to import. None: the files are read.
+        self.sources: Sources | None = None
+        # None: no process runs. `pid`: of the last one; 0: there was none.
+        self.child: ChildProcess | None = None
+        self.pid = 0
+        self.stopping = False
         self._callbacks = callbacks
-        self._sharing = settings.sharing
-        self._memory_bytes = settings.memory_bytes
+        self._slots_max = slots_max
+        self._loop = asyncio.get_running_loop()
+        self._output = OutputLog(self._loop)
+        # Under MPS: waiting until the process may start.
+        self._starting: asyncio.Task[None] | None = None
         # It takes nothing new.
         self.retiring = False
         self.slots = settings.engine.slots
@@ -101,32 +110,101 @@ class EngineProcess:
         self.occupied = 0
         self._limits = Limits(progress_timeout_s=settings.progress_timeout_s, cancel_grace_s=settings.cancel_grace_s)
         ran_at_xid = lambda lease_id: callbacks.health_monitor.suspects(lease_id)  # noqa: E731, PLW0108  set later
-        self._evidence = Evidence(ran_at_xid, self._memory_bytes)
+        self._evidence = Evidence(ran_at_xid, settings.memory_bytes)
         self._batch_ids = itertools.count(1)
         self._cancelled_ns: dict[int, int] = {}
         # Results that are pinned, and the engine doesn't know.
         self._pinned = 0
 
+    # The process.
+
     @property
-    def room(self) -> bool:
-        """It can take a batch: one for each slot, and one to prepare meanwhile; but none beside a suspect.
+    def ready(self) -> bool:
+        """It can take batches."""
+        return self.child is not None and self.child.ready
+
+    def send(self, message: frames.Message, blobs: list[bytes]) -> None:
+        assert self.child is not None
+        assert self.child.ready
+        self.child.channel.send(message, blobs)
+
+    def pause(self, *, paused: bool) -> None:
+        """Read nothing from the engine for now, or go on."""
+        if self.child is not None and self.child.ready:
+            self.child.channel.pause(paused=paused)
+
+    def kill(self) -> None:
+        """As ChildProcess.kill, if it runs."""
+        if self.child is not None:
+            self.child.kill()
+
+    def stop(self) -> None:
+        """End the process for good; `stopped` waits for that."""
+        self.stopping = True
+        if self.child is not None:
+            self.child.last = True
+            self.child.kill()
+
+    async def stopped(self) -> None:
+        await until(lambda: self.child is None)
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        self._output.close()
+
+    def _may_spawn(self) -> bool:
+        return not self.stopping and self.child is None
+
+    def _respawn(self) -> None:
+        """Start the process, under MPS as soon as its server is ready for one."""
+        if not self._may_spawn():
+            return
+        if self.settings.mps is None:
+            self._spawn()
+        elif self._starting is None:
+            self._starting = supervised(asyncio.create_task(self._respawn_under_mps(self.settings.mps)))
+
+    async def _respawn_under_mps(self, mps: Mps) -> None:
+        await mps.restarted()
+        self._starting = None
+        if self._may_spawn():
+            self._spawn()
+
+    def _spawn(self) -> None:
+        self.child = ChildProcess(
+            self.settings,
+            self._slots_max,
+            self._output.open(),
+            self.take,
+            self._ended,
+            sources=self.sources,
+            imports=self.imports,
+        )
+        self.pid = self.child.pid
+
+    def _ended(self, death: Death) -> None:
+        self.child = None
+        self._died(death)
+
+    # Leases.
+
+    def takes(self, lease: Lease | None) -> bool:
+        """It can take a batch that begins with this lease: one a slot, and one to prepare; none beside a suspect.
 
         Nothing is prepared while a cancelled call runs on: that engine may not answer when asked to give it back.
         """
-        if not self.host.ready or self.retiring or len(self.batches) > self.slots - (self.occupied > 0):
+        if not self.ready or self.retiring or len(self.batches) > self.slots - (self.occupied > 0):
+            return False
+        if lease is not None and lease.suspect and self.batches:
             return False
         # A suspect's batch has no other lease.
         return not any(lease.suspect for batch in self.batches.values() for lease in islice(batch.leases.values(), 1))
 
-    def takes(self, lease: Lease | None) -> bool:
-        """It can take a batch that begins with this lease."""
-        return self.room and not (lease is not None and lease.suspect and self.batches)
-
     def running(self) -> list[Lease]:
         """The leases that it runs at this instant; notes how often they have moved."""
         found = []
-        if self.batches:
-            for state in self.host.page.sample():
+        if self.batches and self.child is not None:
+            for state in self.child.page.sample():
                 for lease in running_leases(state, self.batches.get(state.batch_id)):
                     lease.running = True
                     lease.steps = max(lease.steps, state.beats)
@@ -143,23 +221,21 @@ class EngineProcess:
         if not one_by_one:
             self.pace.begin(batch_id, sum(map(tokens_of, leases)), time.monotonic())
         model = self.model_id or spec.model
-        self.host.send(
-            ("batch", batch_id, spec.kind, model, spec.parameters, spec.content_type, spec.durable, rows), blobs
-        )
+        self.send(("batch", batch_id, spec.kind, model, spec.parameters, spec.content_type, spec.durable, rows), blobs)
 
     def cancel(self, leases: list[Lease]) -> None:
         """Cancel those of these leases that are in the engine."""
         inside = self.inside()
         cancelled = [lease.lease_id for lease in leases if lease.lease_id in inside]
-        if cancelled and self.host.ready:
+        if cancelled and self.ready:
             self._cancelled_ns.update(dict.fromkeys(cancelled, time.monotonic_ns()))
-            self.host.send(("cancel", cancelled), [])
+            self.send(("cancel", cancelled), [])
 
     def recall(self, leases: list[Lease]) -> list[Lease]:
         """Ask the engine to give back those of these that it has not begun. Returns those that are not inside."""
         inside = self.inside()
-        if self.host.ready and (asked := [lease.lease_id for lease in leases if lease.lease_id in inside]):
-            self.host.send(("give_back", asked), [])
+        if self.ready and (asked := [lease.lease_id for lease in leases if lease.lease_id in inside]):
+            self.send(("give_back", asked), [])
         return [lease for lease in leases if lease.lease_id not in inside]
 
     def inside(self) -> set[int]:
@@ -167,20 +243,21 @@ class EngineProcess:
 
     def share(self) -> None:
         """Send the engine the directory for large results."""
-        if self.host.ready:
-            self.host.send(("payloads", self._sharing.path), [])
+        if self.ready:
+            self.send(("payloads", self.settings.sharing.path), [])
 
     def acknowledge_pinned(self) -> None:
         """Let the engine release the results that are pinned."""
-        if self._pinned and self.host.ready:
-            self.host.send(("pinned", self._pinned), [])
+        if self._pinned and self.ready:
+            self.send(("pinned", self._pinned), [])
             self._pinned = 0
 
     def check(self, *, memory: bool) -> None:
         """End the engine if a task breaks a limit. `memory`: check its memory, too."""
-        if not self.host.ready:
+        child = self.child
+        if child is None or not child.ready:
             return
-        slots = self.host.page.sample()
+        slots = child.page.sample()
         running = [running_leases(state, self.batches.get(state.batch_id)) for state in slots if self._cancelled_ns]
         self.occupied = sum(bool(leases) and all(lease.dropped for lease in leases) for leases in running)
         if not self.batches:
@@ -188,15 +265,15 @@ class EngineProcess:
         violation = self._limits.check(time.monotonic_ns(), slots, self.batches, self._cancelled_ns)
         if violation is not None:
             self._evidence.violation = violation
-            self.host.kill()
-        elif memory and self._memory_bytes and self.host.memory_used_bytes() > self._memory_bytes:
+            child.kill()
+        elif memory and 0 < self.settings.memory_bytes < child.memory_used_bytes():
             self._evidence.out_of_memory = True
-            self.host.kill()
+            child.kill()
 
     def replace(self) -> None:
         """End the engine and charge no lease: its leases go on in another."""
         self._evidence.replace()
-        self.host.kill()
+        self.kill()
 
     def forget(self) -> None:
         """All of its leases were given back."""
@@ -208,14 +285,18 @@ class EngineProcess:
         self.pace.clear()
         self._cancelled_ns.clear()
 
-    # Callbacks of the host.
+    # Frames.
 
-    def engine_ready(self) -> None:
-        self.occupied = 0
-        self.share()
-        self._callbacks.dispatcher.engine_ready()
+    def take(self, message: frames.Message, blobs: list[bytes]) -> None:
+        """Carry out a frame. FrameError: it makes no sense. Other errors are ours, and not the engine's."""
+        try:
+            carry_out = self.read(message, blobs)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise frames.FrameError(f"a frame makes no sense: {error!r}") from error
+        carry_out()
 
     def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+        """Read a frame; the result carries it out. TypeError, ValueError, LookupError: it makes no sense."""
         match message[0]:
             case "reports":
                 return self._read_reports(message, blobs)
@@ -237,7 +318,7 @@ class EngineProcess:
 
     def _read_reports(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         _, batch_id, start_ns, finish_ns, succeeded, failed, *rest = message
-        succeeded, lost, places = pin_results(self._sharing, succeeded)
+        succeeded, lost, places = pin_results(self.settings.sharing, succeeded)
         self._pinned += places
         if self._pinned >= PINNED_MAX:
             self.acknowledge_pinned()
@@ -259,8 +340,9 @@ class EngineProcess:
         batch.unsettled_ns = 0 if read.reports else start_ns
         self._callbacks.dispatcher.take_reports(read, start_ns)
         if self._evidence.context_lost:  # the engine is useless, and its leases wait for the judgement
-            self.host.ready = False
-            asyncio.get_running_loop().call_soon(self._end, self.host.pid)
+            assert self.child is not None
+            self.child.ready = False
+            self._loop.call_soon(self.child.kill)
         elif read.done:
             self.embedding_cache = read.embedding_cache
             self._done(batch, read.work_ns)
@@ -283,12 +365,7 @@ class EngineProcess:
                 self.pace.drop(batch.batch_id)
         self._callbacks.dispatcher.given_back(given_back)
 
-    def _end(self, pid: int) -> None:
-        """End this engine, unless it has died meanwhile and another is in its place."""
-        if self.host.pid == pid:
-            self.host.kill()
-
-    def engine_died(self, death: Death) -> None:
+    def _died(self, death: Death) -> None:
         inside = bool(self.batches)
         judged = self._evidence.judge(death, self.batches)
         others = judged.reason if inside or judged.by_others else ""
@@ -309,42 +386,3 @@ class EngineProcess:
         for lease in judged.again:
             lease.running = False
         self._callbacks.dispatcher.engine_died(self, death, judged, others)
-
-
-class DefaultProcess(EngineProcess):
-    """Runs what needs no model."""
-
-    host: DefaultHost
-
-    def __init__(self, settings: ProcessSettings, callbacks: Callbacks) -> None:
-        super().__init__(settings, callbacks)
-        self.host = DefaultHost(settings, self)
-
-
-class ModelProcess(EngineProcess):
-    """Runs one model, once it is assigned one."""
-
-    host: ModelHost
-
-    def __init__(self, settings: ProcessSettings, callbacks: Callbacks, imports: tuple[str, ...]) -> None:
-        super().__init__(settings, callbacks)
-        self.host = ModelHost(settings, self, imports)
-
-    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
-        loader = self._callbacks.model_loader
-        match message[0]:
-            case "loaded" | "facts" | "load_failed" if not self.model:
-                raise ValueError("the process has no model")
-            case "loaded":
-                return partial(self._loaded, read_loaded(message))
-            case "facts":
-                return partial(loader.facts_changed, self, read_facts(message[1]))
-            case "load_failed":
-                _, error_type, text, retryable = message
-                return partial(loader.load_failed, self, str(error_type), str(text), retryable=bool(retryable))
-            case _:
-                return super().read(message, blobs)
-
-    def _loaded(self, loaded: ModelLoaded) -> None:
-        self.share()
-        self._callbacks.model_loader.model_loaded(self, loaded)

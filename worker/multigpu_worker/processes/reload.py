@@ -7,8 +7,8 @@ import structlog
 from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.engines.handlers.sources import version_of
+from multigpu_worker.processes.default_process import DefaultProcess
 from multigpu_worker.processes.pool import HANDLERS_CLOSE_S
-from multigpu_worker.processes.process import DefaultProcess
 from multigpu_worker.waiting import until
 
 log = structlog.get_logger()
@@ -30,11 +30,11 @@ class HandlersReload:
 
     @property
     def version(self) -> str:
-        return version_of(self._process.host.sources or {})
+        return version_of(self._process.sources or {})
 
     def message(self) -> pb.Handlers | None:
         """For heartbeats. None: there are no handlers."""
-        if not self._process.host.settings.engine.handlers:
+        if not self._process.settings.engine.handlers:
             return None
         return pb.Handlers(version=self.version, reloads=self._count, error=self._error[:ERROR_CHARS_MAX])
 
@@ -49,7 +49,7 @@ class HandlersReload:
             await self._reload()
 
     async def _reload(self) -> None:
-        process, host, before = self._process, self._process.host, self.version
+        process, before = self._process, self.version
         process.retiring = True
         try:
             async with asyncio.timeout(self._drain_timeout_s):
@@ -57,12 +57,12 @@ class HandlersReload:
         except TimeoutError:
             leases = sum(len(batch.leases) for batch in process.batches.values())
             log.warning("tasks begin anew with the reloaded handlers", leases=leases)
-        await host.close_handlers(HANDLERS_CLOSE_S)
-        host.reload()
+        await process.close_handlers(HANDLERS_CLOSE_S)
+        process.reload()
         process.replace()
-        await until(lambda: host.sources is not None and host.ready)
+        await until(lambda: process.sources is not None and process.ready)
         process.retiring = False
-        self._error = host.reload_error
+        self._error = process.reload_error
         self._count += 1
         log.info("handlers reloaded", before=before, version=self.version, error=self._error)
         self._reloaded()

@@ -1,6 +1,6 @@
 """Decides when and why the default engine process counts as unable to start.
 
-Pure: default_host.py reports events, and the health monitor reads the error.
+Pure: default_process.py reports events, and the health monitor reads the error.
 """
 
 # The worker reports that no engine can start when this many processes were killed before they were ready, or none was

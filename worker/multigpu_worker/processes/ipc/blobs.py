@@ -55,11 +55,6 @@ class BlobRing:
         self._read_to[0] = place + size_bytes
         return data
 
-    def reset(self) -> None:
-        """Another process will be at the other end."""
-        self._read_to[0] = 0
-        self._written_to = 0
-
     def close(self) -> None:
         self._ring.release()
         self._read_to.release()
@@ -81,10 +76,6 @@ class BlobMemory:
         fd = os.memfd_create("multigpu-blobs", os.MFD_CLOEXEC)
         os.ftruncate(fd, _HEAD_BYTES + 2 * RING_BYTES)
         return cls(fd)
-
-    def reset(self) -> None:
-        self.down.reset()
-        self.up.reset()
 
     def close(self) -> None:
         self.down.close()

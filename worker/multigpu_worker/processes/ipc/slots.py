@@ -64,10 +64,6 @@ class SlotPage:
         """The batch that is being prepared now; 0: none. It lies in the first slot's line."""
         return int(self.view[self.PREPARED])
 
-    def clear(self) -> None:
-        for at in range(len(self.view)):
-            self.view[at] = 0
-
     def close(self) -> None:
         self.view.release()
         self._map.close()

@@ -9,10 +9,11 @@ import structlog
 
 from multigpu_worker.engines.handlers.sources import Sources, sources_of
 from multigpu_worker.engines.registry import KindInfo
+from multigpu_worker.processes.child import ChildProcess, ProcessSettings
 from multigpu_worker.processes.death import Death
-from multigpu_worker.processes.host import EngineHost, EngineProcessCallbacks, ProcessSettings
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.load_watch import LoadWatch
+from multigpu_worker.processes.process import Callbacks, EngineProcess
 from multigpu_worker.processes.start import READY_S, SLOW_START_S, EngineStart
 from multigpu_worker.waiting import until
 
@@ -27,8 +28,8 @@ class EngineStartError(Exception):
     """The engine process can't start; the message says why and what to do."""
 
 
-class DefaultHost(EngineHost):
-    def __init__(self, settings: ProcessSettings, callbacks: EngineProcessCallbacks) -> None:
+class DefaultProcess(EngineProcess):
+    def __init__(self, settings: ProcessSettings, callbacks: Callbacks) -> None:
         super().__init__(settings, callbacks, settings.engine.slots)
         self.kinds: dict[str, KindInfo] = {}
         # Why the last reload left the version of the handlers as it was.
@@ -68,12 +69,12 @@ class DefaultHost(EngineHost):
         """Before the process is ended: call `close` of the handler classes, and wait at most `grace_s` for it."""
         if not (self.ready and self.settings.engine.handlers):
             return
-        pid = self.pid
+        child = self.child
         self._closed = False
-        self._send(("close", False), [])
+        self.send(("close", False), [])
         try:
             async with asyncio.timeout(grace_s):
-                await until(lambda: self._closed or not self.ready or self.pid != pid)
+                await until(lambda: self._closed or not self.ready or self.child is not child)
         except TimeoutError:
             log.warning("handlers did not close in time", limit_s=grace_s)
 
@@ -95,27 +96,28 @@ class DefaultHost(EngineHost):
         super()._spawn()
         self._was_ready = self._useful = False
         self._importing = self.slow_start = self._stuck = ""
-        self._loop.call_later(SLOW_START_S, self._check_start, self.pid, LoadWatch(READY_S))
+        assert self.child is not None
+        self._loop.call_later(SLOW_START_S, self._check_start, self.child, LoadWatch(READY_S))
 
-    def _check_start(self, pid: int, watch: LoadWatch) -> None:
+    def _check_start(self, child: ChildProcess, watch: LoadWatch) -> None:
         """Report what a slow start waits for, and end one that hangs."""
-        if pid != self.pid or self._process is None or self._was_ready:
+        if child is not self.child or self._was_ready:
             return
         doing = f"it imports {self._importing or 'its libraries'}"
         if doing != self.slow_start:
             self.slow_start = doing
-            log.warning("the engine is not ready yet", pid=pid, why=doing)
-        if watch.stuck([pid], self._loop.time()):
+            log.warning("the engine is not ready yet", pid=child.pid, why=doing)
+        if watch.stuck([child.pid], self._loop.time()):
             self._stuck = (
                 f"the engine process was ended before it was ready: {doing}, and did nothing for {READY_S:g} s"
             )
             self.kill()
         else:
-            self._loop.call_later(SLOW_START_S, self._check_start, pid, watch)
+            self._loop.call_later(SLOW_START_S, self._check_start, child, watch)
 
     # Frames.
 
-    def _read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
+    def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
         match message[0]:
             case "ready":
                 kinds = {
@@ -132,24 +134,25 @@ class DefaultHost(EngineHost):
             case "importing":
                 return partial(setattr, self, "_importing", str(message[1]))
             case _:
-                return partial(self._carry_out, self.callbacks.read(message, blobs))
+                carry_out = super().read(message, blobs)
+                self._useful = True
+                return carry_out
 
     def _is_ready(self, kinds: dict[str, KindInfo], sources: Sources) -> None:
         self.kinds = kinds
         self.slow_start = ""
         if self.sources is None:
             self.sources = sources
-        self.ready = self._detaching is None
+        assert self.child is not None
+        self.child.ready = not self.child.killed
         self._was_ready = True
         self._start.begun_anew()
         if not self._first_ready.done():
             self._first_ready.set_result(None)
         if self.ready:
-            self.callbacks.engine_ready()
-
-    def _carry_out(self, frame: Callable[[], None]) -> None:
-        self._useful = True
-        frame()
+            self.occupied = 0
+            self.share()
+            self._callbacks.dispatcher.engine_ready()
 
     def _rejected(self, text: str) -> None:
         modules = ", ".join(self.settings.engine.handlers)
@@ -179,7 +182,7 @@ class DefaultHost(EngineHost):
             return
         if not self._was_ready and not self._parked:
             self._died_at_start(death)
-        self.callbacks.engine_died(death)
+        super()._died(death)
         # No delay for a task that ends its engine: its attempts are counted.
         if self._useful or any(state.batch_id for state in death.slots):
             self._restart_delay_s = 0.0

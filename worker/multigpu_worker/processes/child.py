@@ -1,0 +1,197 @@
+"""An engine process of the operating system, from its start to its end.
+
+The end of the process counts, reported by its pidfd, and not the end of the socket: a child that user code forked may
+hold the socket open. Frames that the engine sent before it died are read to the end and count. The whole process group
+is killed with it. Under MPS (mps/engines.py) it is taken off the GPU first, which takes a while.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.handlers.sources import Sources
+from multigpu_worker.mps.engines import Fault, Mps
+from multigpu_worker.process_group import look_for_members
+from multigpu_worker.processes.death import Death
+from multigpu_worker.processes.ipc import frames
+from multigpu_worker.processes.ipc.blobs import BlobMemory
+from multigpu_worker.processes.ipc.channel import EngineChannel
+from multigpu_worker.processes.ipc.slots import SlotPage, SlotState
+from multigpu_worker.session.payload_sharing import Sharing
+from multigpu_worker.supervision import supervised
+
+log = structlog.get_logger()
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """What all engine processes of a worker have in common."""
+
+    engine: EngineSettings
+    # Of each process; 0: no limit.
+    memory_bytes: int
+    result_bytes_max: int
+    # For CUDA_VISIBLE_DEVICES; None: as it is.
+    visible_devices: str | None
+    mps: Mps | None = None
+    sharing: Sharing
+    progress_timeout_s: float
+    cancel_grace_s: float
+
+
+class ChildProcess:
+    """On the event loop. `take` gets each frame, and may raise FrameError; `died` is called once, at the end."""
+
+    def __init__(
+        self,
+        settings: ProcessSettings,
+        slots: int,
+        output_fd: int,
+        take: Callable[[frames.Message, list[bytes]], None],
+        died: Callable[[Death], None],
+        *,
+        sources: Sources | None = None,
+        imports: tuple[str, ...] | None = None,
+    ) -> None:
+        """Start the process.
+
+        slots: how many the shared page has room for.
+        output_fd: where its output goes; it is closed here.
+        sources: the version of the handlers to import. None: the files are read.
+        imports: modules that a process for a model imports first. None: it is the default process.
+        """
+        # Able to take batches; its owner says when.
+        self.ready = False
+        self.killed = False
+        # No other process follows, so it does not matter which fault ends it.
+        self.last = False
+        self.page = SlotPage.create(slots)
+        self._mps = settings.mps
+        self._died = died
+        self._loop = asyncio.get_running_loop()
+        self._blobs = BlobMemory.create()
+        # Under MPS: taking the living process off the GPU, and what the slots ran when that began.
+        self._detaching: asyncio.Task[None] | None = None
+        self._last_slots: list[SlotState] | None = None
+        # Under MPS: clearing up after the dead process.
+        self._burying: asyncio.Task[None] | None = None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = (theirs.fileno(), self.page.fd, self._blobs.fd)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "multigpu_worker.engine.main", *map(str, fds), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output_fd,
+                stderr=output_fd,
+                pass_fds=fds,
+                env=_environment(settings),
+                start_new_session=True,
+            )
+            os.close(output_fd)
+        self.pid = self._process.pid
+        if self._mps is not None:
+            self._mps.started(self.pid)
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._exited)
+        self.channel = EngineChannel(ours, self._blobs, take, self._broken)
+        engine = dataclasses.asdict(dataclasses.replace(settings.engine, models={}))
+        limits = settings.memory_bytes, settings.result_bytes_max
+        self.channel.send(("settings", engine, slots, sources or {}, imports, *limits), [])
+
+    def memory_used_bytes(self) -> int:
+        """Resident memory of the process; 0 if it is gone."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+
+    def kill(self) -> None:
+        """End the process and its children; `died` is called later.
+
+        Under MPS that takes a while, and what the engine sends meanwhile does not count.
+        """
+        self.ready, self.killed = False, True
+        if self._process.returncode is not None:
+            return
+        if self._mps is None:
+            self._sigkill()
+        elif self._detaching is None and self._burying is None:
+            self._last_slots = self.page.sample()
+            self.channel.read_rest()
+            self._detaching = supervised(asyncio.create_task(self._detach(self._mps)))
+
+    def _broken(self, error: frames.FrameError) -> None:
+        log.error("the engine sent a frame that makes no sense, so it is ended", pid=self.pid, exc_info=error)
+        self.kill()
+
+    def _sigkill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def _detach(self, mps: Mps) -> None:
+        await mps.detach(self.pid)
+        self._sigkill()
+
+    def _exited(self) -> None:
+        self.ready = False
+        self._loop.remove_reader(self._pidfd)
+        if self._mps is None:
+            self._bury(None)
+        else:
+            self._mps.burying += 1
+            self._burying = supervised(asyncio.create_task(self._bury_under_mps(self._mps)))
+
+    async def _bury_under_mps(self, mps: Mps) -> None:
+        """Take what is left of a dead process off the GPU, and learn which fault ended it."""
+        try:
+            if self._detaching is not None:
+                await self._detaching
+            elif any(state not in "ZX" for _, state in await look_for_members(self.pid)):
+                await mps.detach(self.pid)  # its children may still be clients of the GPU's server
+            fault = None if self.last else await mps.after_death()
+        finally:
+            mps.burying -= 1
+            mps.ended(self.pid)
+        self._bury(fault)
+
+    def _bury(self, fault: Fault | None) -> None:
+        """The process has ended: read its last frames, reap it, and give back what was shared with it."""
+        # Before it is reaped, so that no other process group can have its id.
+        self._sigkill()
+        returncode = self._process.wait()
+        os.close(self._pidfd)
+        self.channel.read_rest()
+        self.channel.close()
+        slots = self.page.sample() if self._last_slots is None else self._last_slots
+        death = Death(returncode=returncode, slots=slots, prepared=self.page.prepared(), fault=fault)
+        self.page.close()
+        self._blobs.close()
+        self._died(death)
+
+
+def _environment(settings: ProcessSettings) -> dict[str, str]:
+    """The agent's environment, with the device, and the number of threads for numeric libraries."""
+    env = dict(os.environ)
+    # What user code prints reaches the log line by line.
+    env["PYTHONUNBUFFERED"] = "1"
+    if threads := settings.engine.threads:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+            env[name] = str(threads)
+    if settings.visible_devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = settings.visible_devices
+    if settings.mps is not None:
+        env.update(settings.mps.environment())
+    return env
