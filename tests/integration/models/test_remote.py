@@ -103,7 +103,7 @@ def test_text_is_that_of_the_server_and_comes_in_parts(both: Both) -> None:
         assert remote.generate(said, model="writer", max_tokens=20) == origin.generate(
             said, model="tiny", max_tokens=20
         )
-        seeded = {"max_tokens": 20, "temperature": 1.0, "seed": 7}
+        seeded: Any = {"max_tokens": 20, "temperature": 1.0, "seed": 7}
         assert remote.generate("A", model="writer", **seeded) == origin.generate("A", model="tiny", **seeded)
         with pytest.raises(multigpu.TaskFailed, match="no log probabilities"):
             asked = generate_pb2.GeneratePayload(prompt="A", logprobs=1)
@@ -122,7 +122,10 @@ def test_scores_are_those_of_the_server(both: Both) -> None:
 
 
 def test_tensors_are_those_of_the_server(both: Both) -> None:
-    inputs = {"x": np.array([[1, 2, 3], [4, 5, 6]], np.float32), "counts": np.array([[2], [3]], np.int64)}
+    inputs: dict[str, Any] = {
+        "x": np.array([[1, 2, 3], [4, 5, 6]], np.float32),
+        "counts": np.array([[2], [3]], np.int64),
+    }
     with both.origin.client() as origin, both.remote.client() as remote:
         wanted = origin.infer(inputs, model="scale")
         found = remote.infer(inputs, model="scaler")

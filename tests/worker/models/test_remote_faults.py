@@ -88,6 +88,14 @@ def write_words(handler: Handler, words: list[str], *, end: bool = True) -> None
     handler.close_connection = True
 
 
+def late(seconds: float, code: int) -> Answer:
+    def answer(handler: Handler, _body: dict[str, Any]) -> None:
+        time.sleep(seconds)
+        handler.send(code, {})
+
+    return answer
+
+
 def status(code: int, headers: dict[str, str] | None = None) -> Answer:
     return lambda handler, _: handler.send(code, {"error": f"code {code}"}, headers)
 
@@ -144,13 +152,13 @@ def test_tasks_wait_for_a_server_that_is_away_under_load(tmp_path: Path) -> None
     """It is killed and comes back three times: all tasks succeed with their first attempt."""
     server = Server()
     with fleet_before(server, tmp_path) as fleet, fleet.client() as client:
-        server.answers += [lambda handler, _: time.sleep(0.05) or handler.send(503, {}) for _ in range(20)]
+        server.answers += [late(0.05, 503)] * 20
         texts = ["x" * n for n in range(1, 201)]
         handles = [client.submit("embed", [text], model="m", attempts_max=1) for text in texts]
         current, asked = server, server.asked
         for _ in range(3):
             before = len(asked)
-            until(lambda before=before: len(asked) > before + 10, what="requests")
+            until(lambda least=before + 10: len(asked) > least, what="requests")  # type: ignore[misc]
             port = current.kill()
             time.sleep(0.5)
             current = Server(port)
@@ -176,7 +184,7 @@ def test_a_full_server_is_asked_again_after_the_time_that_it_says(fleet: Fleet, 
     [
         (status(400), "BadInput", 1),
         (status(500), "RemoteError", 2),
-        (lambda handler, _: time.sleep(1.5) or handler.send(200, {}), "RemoteTimeout", 2),
+        (late(1.5, 200), "RemoteTimeout", 2),
         (lambda handler, _: handler.send(200, {"data": []}), "RemoteError", 2),
         (lambda handler, _: handler.send(200, {"data": [{"index": 0, "embedding": "?"}]}), "RemoteError", 2),
         (lambda handler, _: handler.send(200, "text"), "RemoteError", 2),
