@@ -22,12 +22,12 @@ async def test_a_frame_that_is_read_after_the_kill_makes_no_process_ready() -> N
         cancel_grace_s=1.0,
     )
     callbacks = Callbacks()
+    process = DefaultProcess(settings, callbacks)
     ready_pids: list[int] = []
     callbacks.dispatcher = cast(
         "Any",
         SimpleNamespace(engine_ready=lambda: ready_pids.append(process.pid), engine_died=lambda *_: None),
     )
-    process = DefaultProcess(settings, callbacks)
     await process.start()
     killed_pid = process.pid
     process.kill()

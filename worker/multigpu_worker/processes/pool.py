@@ -173,7 +173,7 @@ class EnginePool:
             self._spare = ModelProcess(self._settings, self.callbacks, self.model_loader, imports)
 
     def died(self, process: EngineProcess) -> None:
-        """A process has ended. The default process is started again by itself."""
+        """A process has ended. The default process starts another by itself."""
         self._remember_cache(process)
         if not isinstance(process, ModelProcess):
             return

@@ -82,7 +82,7 @@ class EngineProcess:
         slots_max: int,
         imports: tuple[str, ...] | None = None,
     ) -> None:
-        """As ChildProcess: `slots_max` and `imports`."""
+        """`slots_max`: how many the shared page has room for. `imports`: as ChildProcess."""
         self.settings = settings
         self.imports = imports
         # The version of the handlers to import. None: the files are read.
@@ -143,7 +143,7 @@ class EngineProcess:
         self.stopping = True
         if self.child is not None:
             self.child.last = True
-            self.child.kill()
+        self.kill()
 
     async def stopped(self) -> None:
         await until(lambda: self.child is None)
@@ -265,10 +265,11 @@ class EngineProcess:
         violation = self._limits.check(time.monotonic_ns(), slots, self.batches, self._cancelled_ns)
         if violation is not None:
             self._evidence.violation = violation
-            child.kill()
         elif memory and 0 < self.settings.memory_bytes < child.memory_used_bytes():
             self._evidence.out_of_memory = True
-            child.kill()
+        else:
+            return
+        child.kill()
 
     def replace(self) -> None:
         """End the engine and charge no lease: its leases go on in another."""
