@@ -230,7 +230,7 @@ class HopEvents:
         del blobs
         if message[0] == "ready":
             self.ready.set_result(None)
-        elif message[0] == "reports" and message[9]:
+        elif message[0] == "reports" and message[10]:
             self.reply.set_result(None)
 
 
