@@ -33,6 +33,7 @@ class Hashes(Base):
 """
 # Commands that ask no master.
 OFFLINE = {"up", "certs issue", "certs renew", "config show"} | {
+    *(f"containers {command}" for command in ("deploy", "list", "logs", "stop", "detect")),
     *(f"energy {command}" for command in ("run", "check", "info", "recommend", "compare", "report")),
 }
 # Every other command, as it is called here, in an order in which each has something to do. {} is a folder of the test.
