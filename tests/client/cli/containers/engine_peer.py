@@ -25,6 +25,7 @@ class Health(BaseHTTPRequestHandler):
     server: HealthServer
 
     def do_GET(self) -> None:
+        self.server.peer.health_asked.set()
         self.send_response(self.server.peer.health if self.path == "/health" else 404)
         self.end_headers()
 
@@ -32,7 +33,10 @@ class Health(BaseHTTPRequestHandler):
 
 
 class Peer(ThreadingHTTPServer):
-    """`images`: those that are there. `ends`: containers end when they are started. `health`: the status of /health."""
+    """`images`: those that are there. `health`: the status of /health.
+
+    `ends`: what a container's inspection has once it is started, beside what it has of its own.
+    """
 
     daemon_threads = True
 
@@ -43,9 +47,9 @@ class Peer(ThreadingHTTPServer):
         self.asked: list[tuple[str, str, Any]] = []
         self.images: set[str] = set()
         self.pull_error = ""
-        self.ends = False
+        self.ends: dict[str, Any] = {}
         self.health = 200
-        self.started = threading.Event()
+        self.health_asked = threading.Event()
         self.containers: dict[str, dict[str, Any]] = {}
         self.healths: dict[str, HealthServer] = {}
         serve(self)
@@ -57,6 +61,9 @@ class Peer(ThreadingHTTPServer):
     def bodies(self, path: str) -> list[Any]:
         return [body for _, asked, body in self.asked if asked == path]
 
+    def names(self) -> set[str]:
+        return {each["Name"] for each in self.containers.values()}
+
     def add(self, name: str, body: dict[str, Any]) -> str:
         key = f"{len(self.containers) + 1:064x}"
         state = {"Status": "created"}
@@ -66,13 +73,13 @@ class Peer(ThreadingHTTPServer):
 
     def start(self, key: str) -> None:
         container = self.containers[key]
-        container["State"]["Status"] = "exited" if self.ends else "running"
+        container["State"]["Status"] = "running"
+        container.update(self.ends)
         if not self.ends:
             (bound,) = container["HostConfig"]["PortBindings"].values()
             self.healths[key] = HealthServer((bound[0]["HostIp"], int(bound[0]["HostPort"])), Health)
             self.healths[key].peer = self
             serve(self.healths[key])
-        self.started.set()
 
     def stop(self, key: str) -> None:
         self.containers[key]["State"]["Status"] = "exited"
@@ -114,6 +121,8 @@ class Routes(BaseHTTPRequestHandler):
             case "POST", ["images", "create"]:
                 part = {"id": "a", "status": "Downloading", "progressDetail": {"current": 1 << 30}}
                 self.send({"error": self.server.pull_error} if self.server.pull_error else part)
+            case "POST", ["containers", "create"] if f"/{query['name']}" in self.server.names():
+                self.send({"message": f"{query['name']} is in use"}, 409)
             case "POST", ["containers", "create"]:
                 self.send({"Id": self.server.add(query["name"], body), "Warnings": []}, 201)
             case "GET", ["containers", "json"]:

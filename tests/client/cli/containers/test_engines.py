@@ -111,8 +111,18 @@ def test_an_image_that_cannot_be_fetched(docker: Peer, run: Cli) -> None:
     assert "no:1: manifest unknown" in done.stderr
 
 
-def test_a_server_that_ends_shows_its_last_lines_and_is_removed(docker: Peer, run: Cli) -> None:
-    docker.ends = True
+def test_what_an_engine_rejects(docker: Peer, run: Cli) -> None:
+    run(*ONE)
+    again = run(*ONE)
+    assert (again.exit_code, again.stderr.splitlines()[-1]) == (1, "mgpuctl: multigpu-tgi-m is in use")
+    assert len(docker.containers) == 1
+
+
+@pytest.mark.parametrize("ends", [{"State": {"Status": "exited"}}, {"RestartCount": 1}], ids=["exited", "restarted"])
+def test_a_server_that_ends_shows_its_last_lines_and_is_removed(
+    docker: Peer, run: Cli, ends: dict[str, object]
+) -> None:
+    docker.ends = ends
     done = run(*ONE)
     assert done.exit_code == 1
     assert "multigpu-tgi-m ended before it answered, and is removed. Its last lines:\nloading\nready" in done.stderr
@@ -123,7 +133,7 @@ def test_ctrl_c_removes_what_was_begun(docker: Peer, run: Cli) -> None:
     docker.health = 503
     argv = [*MGPUCTL, "containers", *ONE]
     with subprocess.Popen(argv, env={**os.environ}, stderr=subprocess.PIPE, text=True) as process:
-        assert docker.started.wait(30)
+        assert docker.health_asked.wait(30)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
     assert docker.containers == {}
@@ -143,6 +153,7 @@ def test_list_logs_and_stop_find_only_ours(docker: Peer, podman: Peer, run: Cli)
     assert run("logs", "second").stdout == "loading\nready \ufffd\n"
     assert run("stop", "second").exit_code == 0
     assert podman.containers == {}
+    assert ("POST", f"containers/{1:064x}/stop") in [asked[:2] for asked in podman.asked]
     for command in ("logs", "stop"):
         missing = run(command, "other")
         assert (missing.exit_code, "there is no model server 'other'" in missing.stderr) == (4, True)
@@ -158,8 +169,10 @@ def test_detect(docker: Peer, podman: Peer, run: Cli, tmp_path: Path) -> None:
     (tmp_path / "cdi").mkdir()
     (tmp_path / "cdi/nvidia.yaml").write_text("kind: nvidia.com/gpu\n")
     docker.info = {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}
-    engines_found = json.loads(run("detect", "--json").stdout)["engines"]
-    assert {name: each["gives_gpus_by"] for name, each in engines_found.items()} == {"docker": "CDI", "podman": "CDI"}
+    docker.stop(f"{1:064x}")
+    answer = json.loads(run("detect", "--json").stdout)
+    how = {name: each["gives_gpus_by"] for name, each in answer["engines"].items()}
+    assert (how, answer["servers"]) == ({"docker": "CDI", "podman": "CDI"}, [])
 
 
 def test_a_host_without_engines(run: Cli) -> None:
