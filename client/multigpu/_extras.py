@@ -5,6 +5,7 @@ import importlib.util
 # The modules that each program can't do without. pyproject.toml has their packages in the extra of the same name.
 MODULES = {
     "cli": ("click", "cryptography", "rich", "structlog"),
+    "containers": ("docker",),
     "gateway": (
         "click",
         "httptools",

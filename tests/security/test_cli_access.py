@@ -32,10 +32,10 @@ class Hashes(Base):
         return embed_pb2.EmbedResult(dimension=2, values=values.tobytes()).SerializeToString()
 """
 # Commands that ask no master.
-OFFLINE = {
-    "up", "certs issue", "certs renew", "config show",
-    *(f"energy {name}" for name in ("run", "check", "info", "recommend", "compare", "report")),
-}  # fmt: skip
+OFFLINE = {"up", "certs issue", "certs renew", "config show"} | {
+    *(f"containers {command}" for command in ("deploy", "list", "logs", "stop", "detect")),
+    *(f"energy {command}" for command in ("run", "check", "info", "recommend", "compare", "report")),
+}
 # Every other command, as it is called here, in an order in which each has something to do. {} is a folder of the test.
 CALLS: dict[str, str] = {
     "submit": "--kind echo --payload hi --wait --request-id first",

@@ -51,6 +51,10 @@ COMMANDS = {
         "multigpu.cli.energy:energy",
         "The energy of a model, measured on this host; and what the fleet's tasks use of devices and energy.",
     ),
+    "containers": (
+        "multigpu.cli.containers:containers",
+        "Model servers in containers, on chosen GPUs of this host.",
+    ),
     "dead-letters": (
         "multigpu.cli.tasks.dead_letters:dead_letters",
         "See, requeue and delete tasks that failed every attempt.",
