@@ -1,6 +1,6 @@
 """Leases to engine processes, and their reports to the session.
 
-The session (what is held) and the batcher (what goes next) are plain values; the engine processes do the I/O and call
+The session (what is held) and the batcher (what goes next) do no I/O; the engine processes do it and call
 back. Tasks of a model go to a process of that model, which models/loader.py loads when they wait for it; all others go
 to the default process. Each process holds one batch more than it has slots, so that the next one is prepared while one
 runs. All on the event loop, and nothing here waits.
@@ -51,8 +51,8 @@ class Dispatcher:
         self._sampler = sampler
         # Kinds of the default process whose tasks run one by one.
         self._one_by_one: frozenset[str] = frozenset()
-        # When a batch that waits to grow must go.
-        self._growth: tuple[float, asyncio.Handle] | None = None
+        # When pump() must run again, and its timer.
+        self._pump_timer: tuple[float, asyncio.Handle] | None = None
 
     def connect(self, loader: ModelLoader, health_monitor: HealthMonitor, wake: Callable[[], None]) -> None:
         """`wake`: something can be sent to the master."""
@@ -66,7 +66,7 @@ class Dispatcher:
     def grant(self, spec: Spec, leases: list[Lease]) -> None:
         self.session.grant(leases)
         if self._runs(spec):
-            self._pool.let_pass(self.batcher.add(spec, leases))
+            self._pool.preempt_unbegun(self.batcher.add(spec, leases))
         else:
             self._reject(leases, spec)
 
@@ -110,7 +110,7 @@ class Dispatcher:
     def pump(self) -> None:
         """Keep the engines supplied."""
         waiting: set[Spec] = set()
-        # When engines that have enough for now should have their next batches.
+        # When processes that have enough for now want their next batches.
         later_s: list[float] = []
         now_s = time.monotonic()
         one_by_one = self._one_by_one | self._loader.one_by_one
@@ -146,15 +146,15 @@ class Dispatcher:
         return self._pool.default if self._pool.default.takes(first) else None
 
     def _pump_at(self, due_s: float, now_s: float) -> None:
-        if self._growth is not None:
-            if now_s <= self._growth[0] <= due_s:
+        if self._pump_timer is not None:
+            if now_s <= self._pump_timer[0] <= due_s:
                 return
-            self._growth[1].cancel()
-        self._growth = due_s, asyncio.get_running_loop().call_at(due_s, self._grown)
+            self._pump_timer[1].cancel()
+        self._pump_timer = due_s, asyncio.get_running_loop().call_at(due_s, self._pump_again)
 
-    def _grown(self) -> None:
-        """A batch has waited long enough."""
-        self._growth = None
+    def _pump_again(self) -> None:
+        """A batch has waited long enough to grow, or a process should have its next one."""
+        self._pump_timer = None
         self.pump()
 
     # Callbacks of the engine processes.
@@ -197,15 +197,15 @@ class Dispatcher:
         self.pump()
         self._note_idle()
 
-    def engine_died(self, process: EngineProcess, death: Death, judged: Judgement, others: str) -> None:
+    def engine_died(self, process: EngineProcess, death: Death, judged: Judgement, external_cause: str) -> None:
         monitor = self._health_monitor
         self._pool.died(process)
         self._note_idle()
         if self._pool.runs_self_test(process):
-            monitor.self_test.engine_died(others)
+            monitor.self_test.engine_died(external_cause)
         began_ns = (now_ns := time.time_ns()) - max([slot.ran_ns() for slot in death.slots], default=0)
         if monitor.grace_s and any(report.broke_engine for report in judged.reports):
-            # The device may report an error meanwhile. If that is the cause, these leases are given back before.
+            # If an XID explains the death, the health monitor returns these leases first, and this report is dropped.
             asyncio.get_running_loop().call_later(monitor.grace_s, self._report, began_ns, now_ns, judged.reports)
         else:
             self._report(began_ns, now_ns, judged.reports)

@@ -115,7 +115,7 @@ class HealthMonitor:
                 except TimeoutError:
                     pass
                 self._look()
-                self._suspects.intersection_update(self._pool.running())
+                self._suspects.intersection_update(self._pool.update_running())
                 if self.health.check_due(self._now()):
                     await self._check()
                 elif self.health.fit:
@@ -165,14 +165,14 @@ class HealthMonitor:
 
     def _xid(self, code: int) -> None:
         xid = xid_of(code)
-        log.warning("XID", xid=code, meaning=xid.meaning, what=xid.what.value)
+        log.warning("XID", xid=code, meaning=xid.meaning, what=xid.reaction.value)
         message = f"XID {code}: {xid.meaning}"
-        if xid.what in REMEDIES:
-            message += f"; {REMEDIES[xid.what]}"
-        match xid.what:
+        if xid.reaction in REMEDIES:
+            message += f"; {REMEDIES[xid.reaction]}"
+        match xid.reaction:
             case XidClass.APPLICATION:
                 if not self._shared():
-                    self._suspects.update(self._pool.running())
+                    self._suspects.update(self._pool.update_running())
             case XidClass.SEQUEL:
                 pass
             case XidClass.NOTICE:
@@ -240,7 +240,7 @@ class HealthMonitor:
         if sample.gone_code == "driver_not_loaded":  # a reload of the driver resets no GPU
             wanted = None
         needed = self._reset.needed
-        errors = self._reset.look(wanted=wanted, ecc_uncorrected=sample.telemetry.ecc_uncorrected)
+        errors = self._reset.look(driver_blocked=wanted, ecc_uncorrected=sample.telemetry.ecc_uncorrected)
         if needed is not None and self._reset.needed is None:
             self.health.reset_seen(self._now())
         if errors:  # tasks may have computed with corrupted data

@@ -1,4 +1,4 @@
-"""What the worker sends to its master, and what the master's frames have it do. session/link.py has the connection."""
+"""Builds the frames that go to the master, and applies those that come. session/link.py has the gRPC stream."""
 
 import asyncio
 import dataclasses
@@ -53,9 +53,9 @@ class MasterStream:
     _key_due: bool = False
 
     def hello(self) -> pb.SessionRequest:
-        self.pool.running()
+        self.pool.update_running()
         self.loader.changed = False
-        # More than the default process's, if a model runs more tasks at a time: they may join a running batch.
+        # A model may run more tasks at once than the default process: the larger number is announced.
         slots = max(self.identity.slots, slots_max(self.loader.routes))
         session = self.dispatcher.session
         offers, models = self._catalog()
@@ -105,7 +105,7 @@ class MasterStream:
             self.dispatcher.pump()
 
     def next_frame(self) -> pb.SessionRequest | None:
-        # First the heartbeat: it may list leases whose reports follow, but must list all whose reports have not left.
+        # First the heartbeat: it must list every lease whose report has not been sent yet.
         session = self.dispatcher.session
         if session.heartbeat_due:
             return self._heartbeat()
@@ -118,7 +118,7 @@ class MasterStream:
         return reports
 
     def _heartbeat(self) -> pb.SessionRequest:
-        self.pool.running()
+        self.pool.update_running()
         sample = self.sampler.latest
         request = wire.heartbeat(
             self.dispatcher.session.held(hello=False),

@@ -191,7 +191,7 @@ def test_without_an_engine_the_device_gets_no_work_but_engines_may_use_it() -> N
     ],
 )
 def test_classes_of_xids(what: XidClass, xids: tuple[int, ...]) -> None:
-    assert {xid_of(code).what for code in xids} == {what}
+    assert {xid_of(code).reaction for code in xids} == {what}
 
 
 def test_every_xid_has_a_meaning_and_those_for_operators_a_remedy() -> None:
@@ -233,18 +233,18 @@ def test_a_reset_is_detected_when_the_driver_requires_nothing_any_more_and_not_b
     watch.need("xid_48", "ECC")
     watch.need("xid_95", "memory")
     for wanted in (False, False, True, True):
-        assert watch.look(wanted=wanted, ecc_uncorrected=None) == 0
+        assert watch.look(driver_blocked=wanted, ecc_uncorrected=None) == 0
         assert watch.needed == ("xid_48", "ECC"), "the first reason is kept"
-    watch.look(wanted=False, ecc_uncorrected=None)
+    watch.look(driver_blocked=False, ecc_uncorrected=None)
     assert watch.needed is None
     watch = ResetWatch()
-    assert [watch.look(wanted=False, ecc_uncorrected=n) for n in (2, 2, None, 5)] == [0, 0, 0, 3]
+    assert [watch.look(driver_blocked=False, ecc_uncorrected=n) for n in (2, 2, None, 5)] == [0, 0, 0, 3]
     watch.need("ecc_uncorrected", "errors")
-    assert watch.look(wanted=False, ecc_uncorrected=5) == 0
+    assert watch.look(driver_blocked=False, ecc_uncorrected=5) == 0
     assert watch.needed is not None
-    assert watch.look(wanted=False, ecc_uncorrected=0) == 0
+    assert watch.look(driver_blocked=False, ecc_uncorrected=0) == 0
     assert watch.needed is not None, "a reload of the driver has the same effect"
-    assert watch.look(wanted=False, ecc_uncorrected=1) == 1
+    assert watch.look(driver_blocked=False, ecc_uncorrected=1) == 1
 
 
 def test_the_next_process_knows_that_a_reset_is_needed_unless_the_host_was_restarted(
@@ -252,7 +252,7 @@ def test_the_next_process_knows_that_a_reset_is_needed_unless_the_host_was_resta
 ) -> None:
     note = ResetNote(tmp_path / "notes" / "gpu.json")
     watch = ResetWatch(note.read())
-    watch.look(wanted=True, ecc_uncorrected=3)
+    watch.look(driver_blocked=True, ecc_uncorrected=3)
     note.keep(watch.state)
     assert not note.path.exists(), "no reset is needed"
     watch.need("xid_48", "ECC")
@@ -261,7 +261,7 @@ def test_the_next_process_knows_that_a_reset_is_needed_unless_the_host_was_resta
     def needed_after(*, wanted: bool | None, ecc_uncorrected: int | None) -> tuple[str, str] | None:
         next_watch = ResetWatch(ResetNote(note.path).read())
         assert next_watch.needed == ("xid_48", "ECC")
-        next_watch.look(wanted=wanted, ecc_uncorrected=ecc_uncorrected)
+        next_watch.look(driver_blocked=wanted, ecc_uncorrected=ecc_uncorrected)
         return next_watch.needed
 
     for wanted in (None, True):
@@ -269,7 +269,7 @@ def test_the_next_process_knows_that_a_reset_is_needed_unless_the_host_was_resta
             assert needed_after(wanted=wanted, ecc_uncorrected=errors) == watch.needed
     assert needed_after(wanted=False, ecc_uncorrected=3) is None
     assert needed_after(wanted=None, ecc_uncorrected=0) == watch.needed
-    watch.look(wanted=False, ecc_uncorrected=0)
+    watch.look(driver_blocked=False, ecc_uncorrected=0)
     note.keep(watch.state)
     assert ResetWatch(ResetNote(note.path).read()).needed is None
     path = tmp_path / "gpu.json"

@@ -19,7 +19,7 @@ from multigpu_worker.engines.generate import cache as generate_cache
 from multigpu_worker.engines.generate.cache import BlockPool, CacheShape, PagedCache, Piece, make_step, prompt_attention
 from multigpu_worker.engines.generate.json_schema import Masks
 from multigpu_worker.engines.generate.payload import decode, encode, read_request
-from multigpu_worker.engines.generate.sample import Choice, Sampling, choose, draw, penalised, uniform
+from multigpu_worker.engines.generate.sample import Choice, Sampling, draw, penalised, sample_tokens, uniform
 from multigpu_worker.engines.generate.text import TextStream
 from torch.overrides import TorchFunctionMode
 
@@ -190,7 +190,7 @@ def test_penalty_equals_transformers_rows_use_their_own_settings_and_nan_is_dete
     logits[2, :9] = float("-inf")
     logits[3, 2] = float("nan")
     samplings = [Sampling(), Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0)]
-    assert choose(logits, samplings, [[1], [1], [1], [1]]) == [Choice(4), None, Choice(9), None]
+    assert sample_tokens(logits, samplings, [[1], [1], [1], [1]]) == [Choice(4), None, Choice(9), None]
 
 
 class HostReads(TorchFunctionMode):
@@ -224,11 +224,12 @@ def test_sampling_waits_for_the_device_once() -> None:
             Masks([0], torch.tensor([[0x0F0F, 0xFF]], dtype=torch.int32)) if row in (2, 3) else None for row in range(8)
         ]
         alone = [
-            choose(logits[row : row + 1].clone(), [samplings[row]], [histories[row]], masks[row])[0] for row in range(8)
+            sample_tokens(logits[row : row + 1].clone(), [samplings[row]], [histories[row]], masks[row])[0]
+            for row in range(8)
         ]
         both = Masks([2, 3], torch.tensor([[0x0F0F, 0xFF]] * 2, dtype=torch.int32))
         with HostReads() as mode:
-            together = choose(logits.clone(), samplings, histories, both)
+            together = sample_tokens(logits.clone(), samplings, histories, both)
         assert mode.reads == ["tolist"]
         assert together == alone
         found = {row: len(each.logprobs) for row, each in enumerate(together) if each is not None and each.logprobs}

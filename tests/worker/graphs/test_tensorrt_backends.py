@@ -48,7 +48,7 @@ def test_models_without_plans_are_rejected(tmp_path: Path) -> None:
         load("onnx", "fp32")
     with pytest.raises(ModelFolderError, match="export it to ONNX"):
         load("torch-export", "fp32")
-    with pytest.raises(PrecisionError, match="m is a plan, which is as it was built: leave int8 out"):
+    with pytest.raises(PrecisionError, match="m is a prebuilt plan, whose precision can't be changed: remove int8"):
         load("tensorrt-plan", "int8")
     with pytest.raises(ModelFolderError, match="width_max of m is '0'"):
         load("onnx", "fp32", width_max="0")
@@ -222,7 +222,7 @@ def test_plan_file_is_loaded_as_it_is_unless_it_has_host_code(tmp_path: Path, fa
     fake_plan(spec.folder / "double.onnx", PROFILES, spec.folder / "model.plan")
     forward, facts = load_infer(spec, settings, FP32)
     assert (forward({"x": np.ones((2, 2), np.float32)})["y"] == 2).all()
-    assert (facts["plan"], facts["precision"]) == ("as it came", "as it was built")
+    assert (facts["plan"], facts["precision"]) == ("prebuilt file", "unknown, set at its build")
     # Such as plugin libraries, which TensorRT would run.
     plan = spec.folder / "model.plan"
     plan.write_text(json.dumps(json.loads(plan.read_bytes()) | {"host_code": True}))

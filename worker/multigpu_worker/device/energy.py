@@ -9,10 +9,10 @@ Each energy has an uncertainty, half the width of the interval as a share of the
 
 - SENSOR_ERROR, the error of NVIDIA's sensors;
 - the lag of a reading over the measured time: the readings at both ends may be that old;
-- the variation of power over the root of the number of readings: the sensors of A100 and H100 see only a quarter of the
-  time, so each reading is a sample, and a batch that is too short to be measured counts at the mean power around it;
+- the variation of power over the root of the number of readings, because the sensors of A100 and H100 see only a
+  quarter of the time: each reading is a sample. A batch that is too short to be measured gets the mean power around it;
 - the share of the batch after the last reading, times the variation of power, which counts as at least 0.1;
-- one for each other process that works on the device: it counts as an equal share, and may be anything from 0 to 1.
+- 1 for each other process that works on the device: equal shares are assumed, the true share is unknown.
 
 There is no energy if the sum without the last item is 1 or more.
 """
@@ -23,7 +23,7 @@ from enum import IntEnum
 
 SENSOR_ERROR = 0.05
 READING_INTERVAL_S = 0.1
-# Of closer readings one is dropped: the counter moves in steps, and a step between the two would look like a burst.
+# A reading that follows sooner is ignored: the counter moves in steps, and one between the two would look like a burst.
 _APART_NS = int(READING_INTERVAL_S * 1e9 / 2)
 # Past it, every second reading of the older half is dropped.
 READINGS_MAX = 512
@@ -74,8 +74,8 @@ class EnergyMeter:
         self._base_ns = int(BASE_LAGS * LAG_S[method] * 1e9)
         self._lag_ns = int(LAG_S[method] * 1e9)
         self._last_value = 0.0
-        # Times, and for each the energy of one of the concurrent batches since the first reading: with other processes'
-        # shares, and without. Replaced as a whole: `measure` runs on another thread.
+        # Times; joules for each concurrent batch since the first reading; and the same, divided by the number of
+        # sharers. Replaced as a whole: `measure` runs on another thread.
         self._readings: tuple[list[int], list[float], list[float]] = ([], [], [])
 
     def reset(self) -> None:

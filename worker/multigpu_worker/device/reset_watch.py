@@ -1,6 +1,6 @@
 """Detects whether a device that needs a reset (or a restart of its host) has had one.
 
-An event reports once that a reset is needed; not every driver repeats it later or reports the reset. A reset has
+The driver announces a needed reset once. It may neither repeat that nor announce the reset itself. A reset has
 happened if the driver had lost the device or required a recovery action and no longer does. A correct self-test proves
 nothing, nor does an error count of 0, which a reload of the driver causes. The state is kept in a file for the next
 process of the worker; a restart of the host makes it void.
@@ -23,7 +23,7 @@ class ResetState:
     # Code and message of the first event that needs a reset; None: no reset is needed.
     needed: tuple[str, str] | None = None
     # The device was gone, or its driver required a recovery action.
-    wanted: bool = False
+    driver_blocked: bool = False
     # Uncorrectable errors since the driver was loaded; None: never reported.
     errors: int | None = None
 
@@ -33,26 +33,26 @@ class ResetWatch:
 
     def __init__(self, state: ResetState | None = None) -> None:
         state = state or ResetState()
-        self.needed, self._wanted, self._errors = state.needed, state.wanted, state.errors
+        self.needed, self._blocked, self._errors = state.needed, state.driver_blocked, state.errors
 
     @property
     def state(self) -> ResetState:
-        return ResetState(self.needed, self._wanted, self._errors)
+        return ResetState(self.needed, self._blocked, self._errors)
 
     def need(self, code: str, message: str) -> None:
         if self.needed is None:
             self.needed = code, message
 
-    def look(self, *, wanted: bool | None, ecc_uncorrected: int | None) -> int:
+    def look(self, *, driver_blocked: bool | None, ecc_uncorrected: int | None) -> int:
         """Update from a sample; returns the number of new uncorrectable errors.
 
-        `wanted`: the device is gone, or its driver requires a recovery action; None: unknown.
+        `driver_blocked`: the device is gone, or its driver requires a recovery action; None: unknown.
         """
         before, now = self._errors, ecc_uncorrected
         new = 0 if before is None or now is None else now - before
-        if self._wanted and wanted is False:
+        if self._blocked and driver_blocked is False:
             self.needed = None
-        self._wanted = self._wanted if wanted is None else wanted
+        self._blocked = self._blocked if driver_blocked is None else driver_blocked
         self._errors = before if now is None else now
         return max(0, new)
 
@@ -65,17 +65,17 @@ class ResetNote:
         self._kept = ResetState()
 
     def read(self) -> ResetState:
-        """The state that the previous process has kept since the host started."""
+        """The state stored by an earlier process since the last boot; the default if there is none."""
         try:
             with self.path.open("rb") as file:
                 values = json.loads(file.read(FILE_BYTES_MAX))
             if values["boot_id"] == _boot_id():
                 code, message = values["needed"]
-                self._kept = ResetState((str(code), str(message)), bool(values["wanted"]), values["errors"])
+                self._kept = ResetState((str(code), str(message)), bool(values["driver_blocked"]), values["errors"])
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("whether the device needs a reset can't be read", file=str(self.path), error=str(error))
+            log.warning("the stored reset state can't be read", file=str(self.path), error=str(error))
         return self._kept
 
     def keep(self, state: ResetState) -> None:
@@ -92,7 +92,7 @@ class ResetNote:
             new.write_text(json.dumps({"boot_id": _boot_id(), **asdict(state)}), encoding="utf-8")
             new.replace(self.path)
         except OSError as error:
-            log.warning("that the device needs a reset can't be kept", file=str(self.path), error=str(error))
+            log.warning("the reset state can't be stored", file=str(self.path), error=str(error))
 
 
 def _boot_id() -> str:

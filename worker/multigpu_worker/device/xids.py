@@ -27,7 +27,7 @@ class XidClass(Enum):
 
 class Xid(NamedTuple):
     meaning: str
-    what: XidClass
+    reaction: XidClass
 
 
 A, S, N, C, R, B, P = XidClass

@@ -1,7 +1,7 @@
 """Which engine runs which kind.
 
-An engine's module is imported for its first batch, or when its model is loaded, so a worker that only echoes never
-imports torch.
+The module of a model's engine is imported when the model is loaded, and that of other kinds for their first batch. So a
+worker that only echoes never imports torch.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """An engine process of the operating system, from its start to its end.
 
-The end of the process counts, reported by its pidfd, and not the end of the socket: a child that user code forked may
-hold the socket open. Frames that the engine sent before it died are read to the end and count. The whole process group
-is killed with it. Under MPS (mps/engines.py) it is taken off the GPU first, which takes a while.
+Its death is detected by a pidfd, not by the end of the socket, because a child that user code forked may hold the
+socket open. Frames that were sent before the death are still read and applied. The whole process group is killed with
+it. Under MPS (mps/engines.py) it is taken off the GPU first, which takes a while.
 """
 
 import asyncio

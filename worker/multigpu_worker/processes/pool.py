@@ -96,9 +96,9 @@ class EnginePool:
         """The ids of the leases that are in an engine."""
         return set[int]().union(*(process.inside() for process in self))
 
-    def running(self) -> list[int]:
+    def update_running(self) -> list[int]:
         """The ids of the leases that run at this instant; notes how often they have moved."""
-        return [lease.lease_id for process in self for lease in process.running()]
+        return [lease.lease_id for process in self for lease in process.update_running()]
 
     def batches_running(self) -> int:
         """How many batches run at the same time, at least 1: a process begins one for each slot."""
@@ -114,7 +114,7 @@ class EnginePool:
             leases = process.recall(leases)
         return leases
 
-    def let_pass(self, rank: int) -> None:
+    def preempt_unbegun(self, rank: int) -> None:
         """Ask the engines, once, to give back the batches that a lease of this rank (batcher.py) goes before."""
         for process in self:
             for batch in process.batches.values():

@@ -47,7 +47,7 @@ class DispatcherCallbacks(Protocol):
         """The engine has not begun these, and will not."""
 
     def batch_done(self, process: "EngineProcess", batch: EngineBatch, work_ns: int) -> None: ...
-    def engine_died(self, process: "EngineProcess", death: Death, judged: Judgement, others: str) -> None: ...
+    def engine_died(self, process: "EngineProcess", death: Death, judged: Judgement, external_cause: str) -> None: ...
 
 
 class SelfTestCallbacks(Protocol):
@@ -200,7 +200,7 @@ class EngineProcess:
         # A suspect's batch has no other lease.
         return not any(lease.suspect for batch in self.batches.values() for lease in islice(batch.leases.values(), 1))
 
-    def running(self) -> list[Lease]:
+    def update_running(self) -> list[Lease]:
         """The leases that it runs at this instant; notes how often they have moved."""
         found = []
         if self.batches and self.child is not None:
@@ -297,7 +297,7 @@ class EngineProcess:
         carry_out()
 
     def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
-        """Read a frame; the result carries it out. TypeError, ValueError, LookupError: it makes no sense."""
+        """Check a frame; return the function that applies it. TypeError, ValueError, LookupError: it makes no sense."""
         match message[0]:
             case "reports":
                 return self._read_reports(message, blobs)
@@ -369,7 +369,7 @@ class EngineProcess:
     def _died(self, death: Death) -> None:
         inside = bool(self.batches)
         judged = self._evidence.judge(death, self.batches)
-        others = judged.reason if inside or judged.by_others else ""
+        external_cause = judged.reason if inside or judged.by_others else ""
         if inside or not self.retiring:
             log.warning(
                 "engine died",
@@ -386,4 +386,4 @@ class EngineProcess:
         self._limits.reset()
         for lease in judged.again:
             lease.running = False
-        self._callbacks.dispatcher.engine_died(self, death, judged, others)
+        self._callbacks.dispatcher.engine_died(self, death, judged, external_cause)

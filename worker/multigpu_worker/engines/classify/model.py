@@ -148,7 +148,9 @@ def _load(spec: ModelSpec, settings: EngineSettings, precision: str, family: str
 
 def _texts(spec: ModelSpec, config: Any, model: Any) -> Texts:
     takes_types = getattr(config, "type_vocab_size", 0) > 0
-    text_input, pad_token_id = load_text_input(spec.folder, spec.folder, config, prompt="", takes_types=takes_types)
+    text_input, pad_token_id = load_text_input(
+        spec.folder, spec.folder, config, prompt="", uses_token_type_ids=takes_types
+    )
     if config.pad_token_id is None:
         # Models that classify by the last token find it by the padding.
         model.config.pad_token_id = pad_token_id

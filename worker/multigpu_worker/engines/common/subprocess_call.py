@@ -1,7 +1,8 @@
 """Calls a function in a subprocess: exporting, quantising, building.
 
-These need libraries that the engine process must not load (torch in a process that serves without it), may crash, and
-free all their memory when the subprocess ends. Arguments and result are JSON. The subprocess dies with its parent.
+Why a subprocess: they need libraries that the engine process must not load (torch in a process that serves without it),
+they may crash, and all their memory is freed at the end. Arguments and result are JSON. The subprocess dies with its
+parent.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ log = structlog.get_logger(__name__)
 def subprocess_call(
     function: str, arguments: Mapping[str, Any], *, threads: int = 0, niceness: int = 0, gpu: bool = False
 ) -> Any:
-    """Return the result of "module:function", called with keyword arguments in a subprocess without GPUs, unless `gpu`.
+    """Call "module:function" with keyword arguments in a subprocess, without GPUs unless `gpu`, and return the result.
 
     Raises ModelFolderError with the function's message if it raised, MemoryError if memory ran out, OSError if the
     system rejected something, such as writing to a full disk.

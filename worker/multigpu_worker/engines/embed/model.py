@@ -148,7 +148,9 @@ def _load(
     prompt = default_prompt(folder)
     pooling, steps = build_steps(layout, prompt)
     takes_types = "token_type_ids" in inspect.signature(transformer.forward).parameters
-    text, _ = load_text_input(layout.transformer, folder, transformer.config, prompt=prompt, takes_types=takes_types)
+    text, _ = load_text_input(
+        layout.transformer, folder, transformer.config, prompt=prompt, uses_token_type_ids=takes_types
+    )
     model = EmbedModel(
         text=text,
         transformer=transformer.to(device),

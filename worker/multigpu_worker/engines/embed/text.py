@@ -214,12 +214,12 @@ class TextInput:
 
 
 def load_text_input(
-    folder: Path, root: Path, config: Any, *, prompt: str, takes_types: bool, task: str = FEATURES
+    folder: Path, root: Path, config: Any, *, prompt: str, uses_token_type_ids: bool, task: str = FEATURES
 ) -> tuple[TextInput, int | None]:
-    """Load the tokenizer in `folder` with transformers, set to truncate at the limit, and its padding token.
+    """The tokenizer in `folder`, which truncates at the model's limit, and the id of its padding token.
 
-    `root`: the model's folder. `config`: the transformer's configuration. `takes_types`: it takes token_type_ids.
-    `task`: the transformer's task in sentence-transformers' settings.
+    `root`: the model's folder. `config`: the transformer's configuration. `uses_token_type_ids`: it has that
+    input. `task`: the transformer's task in sentence-transformers' settings.
     """
     from multigpu_worker.engines.common.pretrained import LOCAL, transformers  # noqa: PLC0415  (takes seconds)
 
@@ -241,7 +241,7 @@ def load_text_input(
     elif settings.get("do_lower_case"):
         raise ModelFolderError(f"{root} asks for do_lower_case, and its tokenizer has no tokenizer.json for that")
     fillers = {"input_ids": tokenizer.pad_token_id or 0}
-    if takes_types and "token_type_ids" in tokenizer.model_input_names:
+    if uses_token_type_ids and "token_type_ids" in tokenizer.model_input_names:
         fillers["token_type_ids"] = tokenizer.pad_token_type_id
     text = TextInput(
         tokenizer=tokenizer.backend_tokenizer if tokenizer.is_fast else tokenizer,

@@ -116,7 +116,7 @@ class GenerateEngine:
         )
         if len(item.partials) < item.partials_received:
             # The chunks were too large to be passed on. They are generated again, and are equal, but not sent again.
-            sequence.unsent = item.partials_received
+            sequence.skip_chunks = item.partials_received
         else:
             sequence.resume(read_before(item.partials, batch.content_type))
         if (token := max(sequence.ids)) >= self._model.vocabulary:

@@ -44,12 +44,13 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 11) / (1 << 53)
 
 
-def choose(
+def sample_tokens(
     logits: Tensor, samplings: Sequence[Sampling], histories: Sequence[Sequence[int]], masks: Masks | None = None
 ) -> list[Choice | None]:
     """The next token of each sequence. None: its logits are not finite.
 
-    logits [sequences, vocabulary]; a history is all of a sequence's tokens, with the prompt. One copy from the device.
+    logits [sequences, vocabulary]; a history is all of a sequence's tokens, with the prompt. Waits for
+    the device once.
     """
     logits = logits.float()
     reporting = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
@@ -68,8 +69,8 @@ def choose(
             chosen[row] = draw(logits[row], sampling, len(history))
     flat = [chosen, values.isfinite()]
     if logprobs is None:
-        tokens, sound = torch.stack(flat).tolist()
-        return [Choice(token) if is_sound else None for token, is_sound in zip(tokens, sound, strict=True)]
+        tokens, finite = torch.stack(flat).tolist()
+        return [Choice(token) if is_finite else None for token, is_finite in zip(tokens, finite, strict=True)]
     rows = torch.tensor(reporting, device=logits.device)
     count = min(max(samplings[row].logprobs or 0 for row in reporting), logits.shape[1])
     likeliest = torch.topk(logprobs, count, dim=-1).indices
@@ -81,12 +82,12 @@ def choose(
 def _choices(flat: list[float], samplings: Sequence[Sampling], reporting: list[int]) -> list[Choice | None]:
     """Parse what was copied from the device. float64 holds token ids and float32 exactly.
 
-    For each row its token, and whether it is sound; for each reporting row the ids of its token and of the likeliest
+    For each row its token, and whether it is finite; for each reporting row the ids of its token and of the likeliest
     ones; for each of these ids its log probability.
     """
     rows = len(samplings)
-    tokens, sound, rest = flat[:rows], flat[rows : 2 * rows], flat[2 * rows :]
-    choices = [Choice(int(token)) if is_sound else None for token, is_sound in zip(tokens, sound, strict=True)]
+    tokens, finite, rest = flat[:rows], flat[rows : 2 * rows], flat[2 * rows :]
+    choices = [Choice(int(token)) if is_finite else None for token, is_finite in zip(tokens, finite, strict=True)]
     pairs = [(int(token), value) for token, value in zip(rest[: len(rest) // 2], rest[len(rest) // 2 :], strict=True)]
     width = len(pairs) // len(reporting)
     for at, row in enumerate(reporting):

@@ -9,8 +9,8 @@ are computed again. The sequence that arrived first is never interrupted, so the
 out, later steps have fewer tokens, or fewer blocks are in use.
 
 If a step with several sequences fails, each of them runs alone once, and only one that fails alone fails its task. If
-the device's context is lost, no step can run any more: the first sequence of the step fails with that error, and the
-agent, which then ends the process, sees from the slots which other tasks were running.
+the device's context is lost, no step can run any more: the first sequence of the step fails with that error. Then the
+agent ends the process. It reads from the slots which other tasks were running.
 """
 
 import threading
@@ -27,7 +27,7 @@ from multigpu_worker.engines.common.torch_runtime import memory_errors
 from multigpu_worker.engines.generate.cache import BlockPool, Piece, blocks_for
 from multigpu_worker.engines.generate.json_schema import masks_of
 from multigpu_worker.engines.generate.model import GenerateModel
-from multigpu_worker.engines.generate.sample import Choice, choose
+from multigpu_worker.engines.generate.sample import Choice, sample_tokens
 from multigpu_worker.engines.generate.sequence import Sequence
 
 # Tokens of a step, at most: about as many as the device computes while it reads the weights once.
@@ -51,7 +51,7 @@ class Scheduler:
         on_cpu = model.device.type == "cpu"
         self._step_tokens = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
         # For a step with prompts only.
-        self._prompt_tokens = CPU_PROMPT_TOKENS if on_cpu else GPU_STEP_TOKENS
+        self._prompt_budget = CPU_PROMPT_TOKENS if on_cpu else GPU_STEP_TOKENS
         self._step_tokens_full = self._step_tokens
         self._tokens_limit, self._blocks_limit = Limit(FITTED_STEPS_MIN), Limit(FITTED_STEPS_MIN)
         self._changed = threading.Condition()
@@ -151,8 +151,8 @@ class Scheduler:
         if failure is not None:
             self._isolate([sequence for sequence, _ in planned], failure)
             return
-        self._prompt_tokens = self._tokens_limit.fitted(self._prompt_tokens)
-        self._step_tokens = min(self._step_tokens_full, self._prompt_tokens)
+        self._prompt_budget = self._tokens_limit.fitted(self._prompt_budget)
+        self._step_tokens = min(self._step_tokens_full, self._prompt_budget)
         self._pool.blocks_max = self._blocks_limit.fitted(self._pool.blocks_max)
         for sequence, piece in planned:
             sequence.computed = piece.end
@@ -169,7 +169,7 @@ class Scheduler:
         # On a GPU, the masks are computed while the device runs the step.
         masks = masks_of([each.matcher for each in sequences])
         samplings = [each.request.sampling for each in sequences]
-        return choose(logits, samplings, [each.ids for each in sequences], masks)
+        return sample_tokens(logits, samplings, [each.ids for each in sequences], masks)
 
     def _admit(self) -> None:
         while self._waiting:
@@ -196,7 +196,7 @@ class Scheduler:
         running = next(([each] for each in self._running if each.isolated), self._running)
         prefilling = sum(len(each.ids) - each.computed > 1 for each in running)
         others = len(running) - prefilling
-        budget = max(prefilling, self._step_tokens - others if others else self._prompt_tokens)
+        budget = max(prefilling, self._step_tokens - others if others else self._prompt_budget)
         planned = []
         for sequence in running:
             count = len(sequence.ids) - sequence.computed
@@ -263,8 +263,8 @@ class Scheduler:
             torch.cuda.empty_cache()
         tokens = sum(len(piece.token_ids) for _, piece in planned)
         if tokens > max(STEP_TOKENS_MIN, len(planned)):
-            self._prompt_tokens = self._tokens_limit.lower(self._prompt_tokens, max(STEP_TOKENS_MIN, tokens // 2))
-            self._step_tokens = min(self._step_tokens, self._prompt_tokens)
+            self._prompt_budget = self._tokens_limit.lower(self._prompt_budget, max(STEP_TOKENS_MIN, tokens // 2))
+            self._step_tokens = min(self._step_tokens, self._prompt_budget)
         elif len(planned) > 1:
             for sequence in self._running[len(self._running) // 2 :]:
                 self._interrupt(sequence)

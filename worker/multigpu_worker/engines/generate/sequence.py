@@ -1,7 +1,7 @@
 """One sequence: its tokens, the chunks that were sent, and how it ends.
 
-Each token that completes text sends a chunk; other tokens are part of the next chunk. So chunks depend on the tokens
-only: if a master loses them, a new attempt sends the same ones, and a receiver of the first n continues with the next.
+Each token that completes text sends a chunk; other tokens are part of the next chunk. So the bounds of chunks depend on
+the tokens only: a new attempt makes the same chunks, and can skip the first n.
 """
 
 import threading
@@ -41,7 +41,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     finish_reason: "pb.FinishReason | None" = None
     # Number of chunks to generate but not send: earlier attempts have sent them, and their content is unknown here.
-    unsent: int = 0
+    skip_chunks: int = 0
     # Increases with each sequence.
     arrival: int = 0
     begun: bool = False
@@ -51,8 +51,9 @@ class Sequence:
     over: threading.Event = field(default_factory=threading.Event)
     # The error that ended it, if the engine is at fault.
     error: BaseException | None = None
-    # Number of `ids` that were sent, with the prompt; and whether the seed was.
+    # Number of `ids` that were sent, with the prompt.
     _sent: int = 0
+    # Whether the seed was sent.
     _seed_sent: bool = False
 
     def __post_init__(self) -> None:
@@ -120,8 +121,8 @@ class Sequence:
             )
 
     def _send(self, piece: str) -> None:
-        if self.unsent:
-            self.unsent -= 1
+        if self.skip_chunks:
+            self.skip_chunks -= 1
         else:
             chunk = pb.GenerateChunk(text=piece, token_ids=self.ids[self._sent :])
             chunk.logprobs.extend(self.logprobs[self._sent - len(self.request.prompt_ids) :])

@@ -21,7 +21,7 @@ class TextStream:
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._decode = decode
         self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
-        # Tokens from `_context` are decoded; the text of those before `_read` is in `_text` already.
+        # ids[_context:] are decoded; the text of ids[:_read] is in `_text` already.
         self._context = 0
         self._read = len(self._ids)
         self._stop = [word for word in stop if word]

@@ -74,7 +74,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[For
             f"{spec.id} has no graph for TensorRT: export it to ONNX (torch.onnx.export), or use engine torch"
         )
     if spec.source == "tensorrt-plan" and precision in gate.GATED:
-        raise PrecisionError(f"{spec.id} is a plan, which is as it was built: leave {precision} out")
+        raise PrecisionError(f"{spec.id} is a prebuilt plan, whose precision can't be changed: remove {precision}")
     try:
         limits = limits_of(spec, settings.device)
     except ValueError as error:
@@ -82,10 +82,10 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[For
     site = PlanSite(settings)
     if spec.source == "tensorrt-plan":
         runner = PlanRunner(spec.folder / spec.file, site.library.module, site.memory)
-        facts = {"plan": "as it came", "precision": "as it was built", "library": site.library.module}
+        facts = {"plan": "prebuilt file", "precision": "unknown, set at its build", "library": site.library.module}
         return PlanForward(runner, limits.rows_max), facts
     if precision in gate.GATED:
-        # A model that its gate rejects is not served at another precision.
+        # If the gate rejects it, loading fails: no other precision takes its place.
         quantised(spec, settings, precision, "tensorrt")
     if importlib.util.find_spec("onnxruntime") is None:
         return make_plan(spec, settings, precision, site, limits, None)

@@ -65,7 +65,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> Reranker:
             spec.folder,
             config,
             prompt="",
-            takes_types=getattr(config, "type_vocab_size", 0) > 0,
+            uses_token_type_ids=getattr(config, "type_vocab_size", 0) > 0,
             task="sequence-classification",
         )
         if config.pad_token_id is None:

@@ -1,8 +1,8 @@
 """Finds TensorRT, and checks that it works on the device.
 
-TensorRT and TensorRT for RTX are two Python modules with one API. Both build plans; the second also does so without a
-GPU, for a family of GPUs. Neither runs a plan without NVIDIA's driver, and without it the runtime may crash. So the
-driver is asked first, and the runtime is then tried in a subprocess.
+TensorRT and TensorRT for RTX are two Python modules with one API. TensorRT builds plans for the GPU that is there;
+TensorRT for RTX also builds them without one, for a family of GPUs. Both run plans only with NVIDIA's driver, and may
+crash without it. So the driver is asked first, and the runtime is then tried in a subprocess.
 """
 
 import ctypes
