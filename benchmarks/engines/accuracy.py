@@ -2,10 +2,11 @@
 
     python -m benchmarks.engines.accuracy [--rows torch:fp32,torch:bf16,torch:fp16] [--repository DIR] [--model NAME]
 
-Two workers on the CPU; every row embeds the same sentences by `client.embed` with the task parameters `engine` and
-`precision`. The score is Spearman's correlation of cosines with people's scores, times 100: MTEB's main score of both
-tasks. MTEB's results for all-MiniLM-L6-v2 are 82.03 (STS-B test) and 77.58 (SICK-R). MGPU_SHARED_DATA names the folder
-with `stsb/sts-test.csv` and `sick/SICK_*.txt`, which are not part of this repository.
+Two workers on the CPU, started with the row's `--engine` and `--precision`; every row embeds the same sentences by
+`client.embed`. The model's model.toml must name neither. The score is Spearman's correlation of cosines with people's
+scores, times 100: MTEB's main score of both tasks. MTEB's results for all-MiniLM-L6-v2 are 82.03 (STS-B test) and 77.58
+(SICK-R). MGPU_SHARED_DATA names the folder with `stsb/sts-test.csv` and `sick/SICK_*.txt`, which are not part of this
+repository.
 
 int8 and fp8 need a model with calibration data that passes its accuracy gate; rejected rows show the reason.
 """
@@ -52,22 +53,20 @@ def spearman(pairs: Pairs, vectors: dict[str, Any]) -> float:
     return 100 * float(spearmanr(cosines, [pair[2] for pair in pairs]).statistic)
 
 
-async def score(address: str, model: str, engine: str, precision: str, tasks: dict[str, Pairs]) -> dict[str, Any]:
-    """One row of the table."""
+async def score(address: str, model: str, tasks: dict[str, Pairs]) -> dict[str, Any]:
+    """One row of the table, without its names."""
     texts = list(dict.fromkeys(text for pairs in tasks.values() for pair in pairs for text in pair[:2]))
-    row: dict[str, Any] = {"engine": engine, "precision": precision}
     async with AsyncClient(address) as client:
-        options = {"engine": engine, "precision": precision}
         try:
             start = time.perf_counter()
-            await client.embed(texts[:64], model=model, parameters=options)
+            await client.embed(texts[:64], model=model)
             loaded = time.perf_counter()
-            found = await client.embed(texts, model=model, parameters=options)
+            found = await client.embed(texts, model=model)
         except TaskError as error:
-            return row | {"remark": str(error).splitlines()[0]}
+            return {"remark": str(error).splitlines()[0]}
         seconds = time.perf_counter() - loaded
     vectors = dict(zip(texts, found, strict=True))
-    row |= {f"{name}, {len(pairs)} pairs": f"{spearman(pairs, vectors):.2f}" for name, pairs in tasks.items()}
+    row = {f"{name}, {len(pairs)} pairs": f"{spearman(pairs, vectors):.2f}" for name, pairs in tasks.items()}
     return row | {"sentences/s": f"{len(texts) / seconds:.0f}", "first answer after s": f"{loaded - start:.1f}"}
 
 
@@ -86,8 +85,9 @@ def main() -> None:
     for wanted in options.rows.split(","):
         engine, _, precision = wanted.partition(":")
         # New workers for each row: models or plan builds of an earlier row must not affect it.
-        with Fleet(options.workers, worker_flags=flags) as fleet:
-            rows.append(asyncio.run(score(fleet.address, options.model, engine, precision, tasks)))
+        row = {"engine": engine, "precision": precision}
+        with Fleet(options.workers, worker_flags=(*flags, "--engine", engine, "--precision", precision)) as fleet:
+            rows.append(row | asyncio.run(score(fleet.address, options.model, tasks)))
             print(rows[-1], flush=True)
     print(table(rows))
 

@@ -12,7 +12,6 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +25,7 @@ from benchmarks.engines.embed_engine import engine_encode, engine_settings, sent
 
 def loaded(folder: Path, threads: int, settings: EmbeddingCacheSettings | None) -> EmbedEngine:
     engine = EmbedEngine(engine_settings(folder, threads, settings))
-    # A text that is not among the sentences, nor known: the model is loaded by it.
-    engine_encode(engine, [f"The model is loaded by this, at {time.time_ns()}."], 1)
+    engine.load()
     return engine
 
 

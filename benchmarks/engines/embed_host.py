@@ -110,6 +110,7 @@ def main() -> None:
     setattr(embed, "load_backend", lambda *_: (device, {}))  # noqa: B010  (not a name of its own there)
     spec = ModelSpec(name=PACKAGED_MODEL, folder=folder)
     engine = EmbedEngine(EngineSettings(device="cpu", slots=1, threads=0, models={spec.id: spec}))
+    engine.load()
     found = sentences(min(options.texts, 4_000))
     texts = [found[i % len(found)] for i in range(options.texts)]
     batches = batches_of(texts, options.per_task)

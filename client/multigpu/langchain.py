@@ -39,9 +39,9 @@ class MultiGpuEmbeddings(Embeddings):
     """Embeds documents and queries with a model of the fleet. Safe to share between threads and event loops.
 
     `model`: a name that workers serve (`mgpuctl workers` lists them); default, the workers' own. `master`: HOST:PORT,
-    as for Client. `batch_size`: documents in one task, 1 to 10,000. `precision`: fp32, bf16 or fp16 (the model's).
-    `query_priority`: 1 (served first) to 5. Any other option of a task, such as `labels`, `queue` or `run_timeout_s`,
-    holds for documents and queries. Every call raises as Client.embed.
+    as for Client. `batch_size`: documents in one task, 1 to 10,000. `query_priority`: 1 (served first) to 5. Any other
+    option of a task, such as `labels`, `queue` or `run_timeout_s`, holds for documents and queries. Every call raises
+    as Client.embed.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class MultiGpuEmbeddings(Embeddings):
         *,
         master: str | None = None,
         batch_size: int = BATCH_SIZE,
-        precision: str = "",
         query_priority: int = QUERY_PRIORITY,
         connect_timeout_s: float = 10.0,
         **options: Unpack[EmbedOptions],
@@ -62,12 +61,9 @@ class MultiGpuEmbeddings(Embeddings):
         # Read now: MGPU_MASTER may be set for the constructor only.
         self.master = master or load_client_config().master
         self.batch_size = batch_size
-        self.precision = precision
         self.query_priority = query_priority
         self.connect_timeout_s = connect_timeout_s
         self.options: EmbedOptions = {**options}
-        if precision:
-            self.options["parameters"] = {**options.get("parameters", {}), "precision": precision}
         self._connect_lazily()
 
     def _connect_lazily(self) -> None:

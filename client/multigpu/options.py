@@ -32,7 +32,7 @@ class EmbedOptions(TypedDict, total=False):
     Attributes:
         queue: the queue; default "default".
         priority: 1 (served first) to 5; default 3.
-        parameters: passed to the handler or engine unchanged.
+        parameters: passed to the handler, or to an engine of your own, unchanged; multigpu's engines take none.
         labels: only workers with all of these labels may take the task.
         device_memory_bytes: only workers whose device has this much free memory may take the task.
         deadline: with a time zone. A task that has not ended by then ends EXPIRED.

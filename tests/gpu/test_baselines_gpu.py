@@ -25,8 +25,8 @@ def vectors_of(folder: Path, engine: str, precision: str) -> np.ndarray:
     model = packaged_model()
     assert model is not None
     settings = EngineSettings(device="cuda:0", slots=1, threads=0, artifacts=str(folder))
-    chosen = {"engine": engine, "precision": precision}
-    loop = load_model("embed", ModelSpec(name="minilm", folder=model), settings, chosen)
+    spec = ModelSpec(name="minilm", folder=model, engine=engine, precision=precision)
+    loop = load_model("embed", spec, settings)
     examples = loop.read([embed_pb2.EmbedPayload(texts=TEXTS).SerializeToString()])
     loop.warm_up(examples)
     assert loop.batch in (64, 128, 256)

@@ -16,7 +16,7 @@ from multigpu_worker.baselines.loading import load_model
 from multigpu_worker.baselines.loops import BATCHES, EngineLoop
 from multigpu_worker.engines.base import Batch, EngineSettings, Reporter
 from multigpu_worker.repository.folders import packaged_model
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.model import ModelSpec, Remote
 
 from tests.worker.graphs import small_graphs
 
@@ -27,7 +27,7 @@ def test_texts_get_the_same_vectors_in_any_order() -> None:
     folder = packaged_model()
     if folder is None:
         pytest.skip("the extra `minilm` is not installed")
-    loop = load_model("embed", ModelSpec(name="m", folder=folder), SETTINGS, {"engine": "torch"})
+    loop = load_model("embed", ModelSpec(name="m", folder=folder), SETTINGS)
     texts = [f"{'a rather long sentence of words ' * (n % 5)}number {n}." for n in range(20)]
     examples = loop.read([embed_pb2.EmbedPayload(texts=texts).SerializeToString()])
     loop.warm_up(examples)
@@ -40,17 +40,22 @@ def test_texts_get_the_same_vectors_in_any_order() -> None:
 def test_the_engine_of_a_model_is_called(tmp_path: Path) -> None:
     small_graphs.save_double(tmp_path)
     spec = ModelSpec(name="m", folder=tmp_path, kind="infer", source="onnx", file="double.onnx")
-    loop = load_model("infer", spec, SETTINGS, {})
+    loop = load_model("infer", spec, SETTINGS)
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     results = loop.run(loop.read([input_of({"x": x}, ())[0]] * 3))
     assert len(results) == 3
     np.testing.assert_array_equal(arrays_of(results[2])["y"], 2 * x)
 
 
+def test_the_engine_of_a_remote_model_is_called(tmp_path: Path) -> None:
+    spec = ModelSpec(name="m", folder=tmp_path, engine="remote", remote=Remote(url="http://127.0.0.1:1"))
+    assert isinstance(load_model("embed", spec, SETTINGS), EngineLoop)
+
+
 def test_wrong_kinds_are_rejected(tmp_path: Path) -> None:
     spec = ModelSpec(name="m", folder=tmp_path, kind="generate", source="huggingface")
     with pytest.raises(ValueError, match="is a model for generate, not for embed"):
-        load_model("embed", spec, SETTINGS, {})
+        load_model("embed", spec, SETTINGS)
 
 
 class Upper:

@@ -13,7 +13,7 @@ from tests.client.scripted_master import ScriptedMaster
 async def test_documents_are_batched_and_queries_have_priority() -> None:
     async with (
         ScriptedMaster(embed) as master,
-        MultiGpuEmbeddings("m", master=master.address, batch_size=10, precision="bf16", queue="rag") as embeddings,
+        MultiGpuEmbeddings("m", master=master.address, batch_size=10, queue="rag") as embeddings,
     ):
         texts = [f"text {n}" for n in range(101)]
         assert await embeddings.aembed_documents(texts) == vectors_of(texts).tolist()
@@ -22,5 +22,5 @@ async def test_documents_are_batched_and_queries_have_priority() -> None:
         assert await embeddings.aembed_query("which text?") == vectors_of(["which text?"]).tolist()[0]
         assert len(master.inputs) == 12
         assert {spec.priority for spec in master.specs} == {0, 2}
-        named = {(spec.kind, spec.model, spec.queue, spec.parameters["precision"]) for spec in master.specs}
-        assert named == {("embed", "m", "rag", "bf16")}
+        named = {(spec.kind, spec.model, spec.queue) for spec in master.specs}
+        assert named == {("embed", "m", "rag")}

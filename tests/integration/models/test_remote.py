@@ -88,6 +88,17 @@ def test_vectors_are_those_of_the_server(both: Both) -> None:
             remote.run("embed", payload, model="vectors-tei")
 
 
+@pytest.mark.parametrize("model", ["plain", "vectors"])
+def test_tasks_with_parameters_fail(both: Both, model: str) -> None:
+    fleet = both.origin if model == "plain" else both.remote
+    with (
+        fleet.client() as client,
+        pytest.raises(multigpu.TaskError, match="name the precision in the model's model") as error,
+    ):
+        client.embed(TEXTS, model=model, parameters={"precision": "fp32"})
+    assert (error.value.outcome.error_type, error.value.attempts) == ("BadInput", 1)
+
+
 def test_text_is_that_of_the_server_and_comes_in_parts(both: Both) -> None:
     payload = generate_pb2.GeneratePayload(prompt="Once", max_tokens=200).SerializeToString()
     with both.origin.client() as origin, both.remote.client() as remote:

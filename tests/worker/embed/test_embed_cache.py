@@ -19,7 +19,7 @@ from multigpu_worker.engines.base import EmbeddingCacheSettings
 from multigpu_worker.engines.embed.cache import ENTRY_BYTES, EmbedCache
 from multigpu_worker.engines.embed.engine import EmbedEngine
 from multigpu_worker.repository.content import ModelContent
-from multigpu_worker.repository.folders import PACKAGED_MODEL, ModelFolderError, packaged_model
+from multigpu_worker.repository.folders import ModelFolderError, packaged_model
 
 from tests.worker.embed.test_embed import FOLDER, Recorder, batch_of, engine_of, payload, run
 
@@ -33,10 +33,12 @@ MakeEngine = Callable[..., EmbedEngine]
 def make_engine() -> Iterator[MakeEngine]:
     made = []
 
-    def make(folder: Path = FOLDER, name: str = PACKAGED_MODEL, entries: int = 1000, **settings: Any) -> EmbedEngine:
+    def make(
+        folder: Path = FOLDER, *, name: str = "m", precision: str = "auto", entries: int = 1000, **settings: Any
+    ) -> EmbedEngine:
         settings = {key: str(value) if key == "file" else value for key, value in settings.items()}
         cache = EmbeddingCacheSettings(entries=entries, **settings)
-        made.append(engine_of({name: folder}, cache))
+        made.append(engine_of(folder, cache, name=name, precision=precision))
         return made[-1]
 
     yield make
@@ -65,7 +67,7 @@ def test_cached_vectors_are_bit_identical(make_engine: MakeEngine) -> None:
     engine = make_engine()
     first = run(engine, batch_of([payload(*TEXTS), payload("Dogs bark.")]))
     assert counts(engine) == (0, 2, 4)
-    plain = run(engine_of({PACKAGED_MODEL: FOLDER}), batch_of([payload(*TEXTS)]))
+    plain = run(engine_of(), batch_of([payload(*TEXTS)]))
     np.testing.assert_allclose(first.vectors(0), plain.vectors(0), rtol=0, atol=1e-5)
     again = run(engine, batch_of([payload(*TEXTS), payload("Dogs bark.")]))
     assert again.outcomes == first.outcomes
@@ -84,7 +86,7 @@ def test_cached_batch_does_not_format_the_model(make_engine: MakeEngine, monkeyp
     """Its description takes milliseconds, many times what it takes to look a batch up."""
     engine = make_engine()
     run(engine, batch_of([payload(*TEXTS)]))
-    model = next(iter(engine._models.loaded.values())).backend
+    model = engine._model.backend
 
     def described(_: object) -> str:
         raise AssertionError("nobody reads it")
@@ -117,7 +119,7 @@ def test_the_next_batch_takes_failed_texts(
 ) -> None:
     engine, batch, first, second = make_engine(), batch_of([payload("x", "y"), payload("x")]), Recorder(), Recorder()
     prepared = [engine.prepare(batch) for _ in range(2)]
-    model = next(iter(engine._models.loaded.values())).backend
+    model = engine._model.backend
     errors = {"it fails": RuntimeError("simulated"), "its text does not fit": MemoryError("simulated")}
 
     def embed(_: Any) -> Any:
@@ -140,23 +142,19 @@ def test_the_next_batch_takes_failed_texts(
     assert counts(engine) == (0, 1, 2)
 
 
-def test_precisions_and_back_ends_share_no_vectors(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_back_ends_share_no_vectors(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, batch = make_engine(), batch_of([payload(*TEXTS)])
-    rough = batch_of([payload(*TEXTS)], parameters={"precision": "bf16"})
-    recorders = [Recorder() for _ in range(4)]
-    before = engine.prepare(batch)
-    exact = next(iter(engine._models.loaded.values())).backend
-    under_way = [(rough, engine.prepare(rough)), (batch, before)]
-    monkeypatch.setattr(exact, "identity", "as when a plan takes over from torch")
-    under_way += [(batch, engine.prepare(batch)), (batch, engine.prepare(batch))]
+    under_way = [engine.prepare(batch)]
+    monkeypatch.setattr(engine._model.backend, "identity", "as when a plan takes over from torch")
+    under_way += [engine.prepare(batch), engine.prepare(batch)]
+    recorders = [Recorder() for _ in under_way]
     seen = []
-    for (asked, prepared), recorder in zip(under_way, recorders, strict=True):
-        engine.run(asked, prepared, recorder)
+    for prepared, recorder in zip(under_way, recorders, strict=True):
+        engine.run(batch, prepared, recorder)
         seen.append(counts(engine))
     # Only the last task had another task of the same back end to join.
-    assert seen == [(0, 1, 4), (0, 2, 8), (0, 3, 12), (0, 8, 12)]
-    assert np.abs(recorders[0].vectors(0) - recorders[1].vectors(0)).max() > 1e-5
-    assert recorders[3].outcomes == recorders[2].outcomes
+    assert seen == [(0, 1, 4), (0, 2, 8), (0, 7, 8)]
+    assert recorders[2].outcomes == recorders[1].outcomes
 
 
 def test_text_is_computed_once_and_for_the_items_that_are_left(make_engine: MakeEngine) -> None:
@@ -206,19 +204,21 @@ def test_changed_model_under_an_old_name_gets_new_vectors(tmp_path: Path, make_e
     changed = make_engine(other, name="m", file=file)
     found = run(changed, batch_of([text])).vectors(0)
     assert counts(changed) == (0, 0, 1)
-    plain = engine_of({"m": other})
+    plain = engine_of(other)
     np.testing.assert_array_equal(found, run(plain, batch_of([text])).vectors(0))
     assert np.abs(found - vector).max() > 0.01
     # Nor is another precision.
-    run(changed, batch_of([text], parameters={"precision": "bf16"}))
-    assert counts(changed) == (0, 0, 2)
+    changed.close()
+    rough = make_engine(other, precision="bf16", file=file)
+    run(rough, batch_of([text]))
+    assert counts(rough) == (0, 0, 1)
 
 
 def test_vectors_of_a_changed_back_end_are_not_cached(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, recorder = make_engine(), Recorder()
     batch = batch_of([payload(*TEXTS)])
     prepared = engine.prepare(batch)
-    model = next(iter(engine._models.loaded.values())).backend
+    model = engine._model.backend
     monkeypatch.setattr(model, "identity", "as when a plan takes over from torch")
     engine.run(batch, prepared, recorder)
     assert recorder.vectors(0).shape == (5, 384)

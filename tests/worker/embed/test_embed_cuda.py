@@ -162,7 +162,9 @@ def ahead(model: EmbedModel) -> Iterator[Ahead]:
 def engine_on(backend: Any, monkeypatch: pytest.MonkeyPatch) -> EmbedEngine:
     monkeypatch.setattr(embed, "load_backend", lambda *_: (backend, {}))
     spec = ModelSpec(name=PACKAGED_MODEL, folder=FOLDER)
-    return EmbedEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
+    engine = EmbedEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
+    engine.load()
+    return engine
 
 
 TEXTS = [f"Sentence {i} of the middle lengths, with {'some ' * (i % 23)}filling." for i in range(100)]

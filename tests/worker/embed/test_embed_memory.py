@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 from multigpu_worker.engines.common.limits import FITTED_MIN
 from multigpu_worker.engines.embed.engine import EmbedEngine
-from multigpu_worker.repository.folders import PACKAGED_MODEL, packaged_model
+from multigpu_worker.repository.folders import packaged_model
 
-from tests.worker.embed.test_embed import FOLDER, batch_of, engine, engine_of, payload, run
+from tests.worker.embed.test_embed import batch_of, engine, engine_of, payload, run
 
 __all__ = ["engine"]
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(packaged_model() is None, reason="the package gt
 MEMORY = """
 import os, resource, sys
 sys.path.insert(0, {tests!r})
-from test_embed import FOLDER, PACKAGED_MODEL, batch_of, engine_of, payload, run
+from test_embed import batch_of, engine_of, payload, run
 import numpy as np
 texts = ["word " * 300] * 128 + ["short"]
-engine = engine_of({{PACKAGED_MODEL: FOLDER}})
+engine = engine_of()
 expected = run(engine, batch_of([payload("word " * 300), payload("short")]))
-model = next(iter(engine._models.loaded.values())).backend
+model = engine._model.backend
 model.tokens_max = 1_000_000  # a micro-batch that can't fit in what follows
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_DATA, (used + (400 << 20), resource.RLIM_INFINITY))
@@ -70,10 +70,8 @@ def test_text_that_does_not_fit_fails_alone(engine: EmbedEngine) -> None:
 
     from multigpu_worker.engines.embed.model import CPU_TOKENS_PER_THREAD
 
-    small = engine_of({PACKAGED_MODEL: FOLDER})
-    run(small, batch_of([payload("load")]))
-    model: Any
-    model = next(iter(small._models.loaded.values())).backend
+    small = engine_of()
+    model: Any = small._model.backend
     model.transformer = SmallDevice(model.transformer)
     payloads = [payload("word " * 200), payload(*["a short sentence of ten tokens or so"] * 50), payload("last")]
     recorder = run(small, batch_of(payloads))

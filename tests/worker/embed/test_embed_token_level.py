@@ -34,7 +34,7 @@ DECODED = embed_pb2.EMBED_OUTPUT_TEXTS
 
 @pytest.fixture(scope="module", params=[0, 100], ids=["no cache", "cache"])
 def engine(request: pytest.FixtureRequest) -> EmbedEngine:
-    return engine_of({"m": Path(PACKAGED)}, EmbeddingCacheSettings(entries=request.param))
+    return engine_of(Path(PACKAGED), EmbeddingCacheSettings(entries=request.param))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_wrong_item_fails_alone(engine: EmbedEngine, asked: bytes, says: str) 
 
 
 def test_a_tokenizer_in_python_has_no_places(tmp_path: Path) -> None:
-    engine = engine_of({"m": byt5_slow_tokenizer(tmp_path / "byt5")})
+    engine = engine_of(byt5_slow_tokenizer(tmp_path / "byt5"))
     recorder = run(engine, batch_of([message(["abc"], output=TOKENS), message(ids=[[100, 101]], output=DECODED)]))
     assert "tokenizer is written in Python" in recorder.outcomes[0][1]
     assert list(result_of(recorder, 1).texts) == ["ab"]

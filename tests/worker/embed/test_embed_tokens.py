@@ -92,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> EmbedEngine:
-    return engine_of({"m": folder})
+    return engine_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_vectors_of_ids_equal_those_of_their_texts(engine: EmbedEngine, ids: lis
 
 
 def test_the_cache_knows_ids_again_and_never_takes_them_for_a_string(folder: Path, ids: list[list[int]]) -> None:
-    engine = engine_of({"m": folder}, EmbeddingCacheSettings(entries=1000))
+    engine = engine_of(folder, EmbeddingCacheSettings(entries=1000))
     # The bytes of these ids are the bytes of a string.
     letters = [int.from_bytes(b"a\0\0\0", "little"), int.from_bytes(b"b\0\0\0", "little")]
     first = run(engine, batch_of([tokens(ids[0], letters), payload("a\0\0\0b\0\0\0")]))
@@ -149,7 +149,7 @@ def test_a_model_with_a_prompt_rejects_ids(plain: Path, ids: list[list[int]]) ->
         folder / "config_sentence_transformers.json",
         lambda c: c.update(prompts={"passage": "passage: "}, default_prompt_name="passage"),
     )
-    recorder = run(engine_of({"m": folder}), batch_of([tokens(ids[0]), payload("cat")]))
+    recorder = run(engine_of(folder), batch_of([tokens(ids[0]), payload("cat")]))
     assert recorder.outcomes[0][0] == "BadInput"
     assert "'passage: ' before every text" in recorder.outcomes[0][1]
     assert len(recorder.vectors(1)) == 1
@@ -169,7 +169,7 @@ def test_tokens_are_counted_if_the_payload_asks_for_it(engine: EmbedEngine, fold
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     lengths = [len(tokenizer(text, truncation=True, max_length=64)["input_ids"]) for text in VARIED]
     assert (min(lengths), max(lengths)) == (2, 64)
-    cached = engine_of({"m": folder}, EmbeddingCacheSettings(entries=1000))
+    cached = engine_of(folder, EmbeddingCacheSettings(entries=1000))
     asked = (
         texts_counted(*VARIED),
         payload(*VARIED[:3]),
@@ -185,7 +185,7 @@ def test_tokens_are_counted_if_the_payload_asks_for_it(engine: EmbedEngine, fold
 
 
 def test_known_texts_are_tokenised_only_to_count_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of({"m": folder}, EmbeddingCacheSettings(entries=1000))
+    engine = engine_of(folder, EmbeddingCacheSettings(entries=1000))
     run(engine, batch_of([payload("known")]))
     tokenised: list[Any] = []
     tokenise = TextInput.tokenise

@@ -168,7 +168,8 @@ def test_one_bad_task_fails_alone(engine: GenerateEngine, plain: Plain) -> None:
     batch = Batch("generate", "", {"precision": "bf16"}, "", [Item(1, 1, 1, asks[0].payload, 1, b"", 0)])
     other = Recorder()
     engine.run(batch, engine.prepare(batch), other)
-    assert other.outcome is not None and "loaded with engine torch and precision fp32" in other.outcome[1]
+    message = "generate has no task parameter 'precision': name the precision in the model's model.toml"
+    assert other.outcome == ("BadInput", message, False)
 
 
 def test_cancelled_answer_stops_and_others_continue(engine: GenerateEngine, plain: Plain) -> None:

@@ -20,6 +20,7 @@ from multigpu_worker.engines.classify.engine import ClassifyEngine
 from multigpu_worker.engines.classify.payload import PIXELS_MAX, parse, picture
 from multigpu_worker.engines.common.failures import BadInputError
 from multigpu_worker.engines.common.limits import Limit
+from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 from PIL import Image
@@ -61,9 +62,12 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings_of(folder: Path, **of_model: Any) -> EngineSettings:
+def engine_of(folder: Path, **of_model: Any) -> ClassifyEngine:
+    """A loaded engine."""
     spec = ModelSpec(name="m", folder=folder, kind="classify", source="huggingface", **of_model)
-    return EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec})
+    engine = ClassifyEngine(EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}))
+    engine.load()
+    return engine
 
 
 def batch_of(payloads: list[bytes], content_type: str = "", **parameters: str) -> Batch:
@@ -104,7 +108,7 @@ def expected_texts(folder: Path) -> list[Any]:
 
 
 def test_texts_get_the_classes_of_transformers(text_folder: Path) -> None:
-    engine = ClassifyEngine(settings_of(text_folder))
+    engine = engine_of(text_folder)
     assert engine.load() == {"engine": "torch", "precision": "fp32", "classes": "3"}
     recorder = run(engine, batch_of([text(words) for words in TEXTS]))
     for i, expected in enumerate(expected_texts(text_folder)):
@@ -114,7 +118,7 @@ def test_texts_get_the_classes_of_transformers(text_folder: Path) -> None:
 
 
 def test_top_k_content_type_and_cancellation_are_honoured_and_wrong_parameters_rejected(text_folder: Path) -> None:
-    engine = ClassifyEngine(settings_of(text_folder))
+    engine = engine_of(text_folder)
     assert len(classes(run(engine, batch_of([text("good", 2)])), 0)) == 2
     asked = [b'"good"', b'{"text": "good", "top_k": 1}']
     recorder = run(engine, batch_of(asked, "application/json"))
@@ -123,14 +127,12 @@ def test_top_k_content_type_and_cancellation_are_honoured_and_wrong_parameters_r
     assert recorder.outcomes[0][2] == "application/json"
     recorder = run(engine, batch_of([text("good"), text("bad")]), Recorder(cancelled_ids={0}))
     assert list(recorder.outcomes) == [1]
-    for parameters, expected, words in (
-        ({"precision": "int8"}, "NoSuchPrecision", "int8"),
-        ({"engine": "onnx"}, "BadInput", "torch alone"),
-        ({"speed": "high"}, "BadInput", "no parameter 'speed'"),
-    ):
-        kind, message, _ = run(engine, batch_of([text("good")], **parameters)).outcomes[0]
-        assert kind == expected
-        assert words in message
+    message = "classify has no task parameter 'engine': name the engine in the model's model.toml"
+    assert run(engine, batch_of([text("good")], engine="torch")).outcomes == {0: ("BadInput", message, False)}
+    with pytest.raises(PrecisionError, match="int8"):
+        engine_of(text_folder, precision="int8")
+    with pytest.raises(ModelFolderError, match='classify runs on engine torch only, not on onnx: set engine = "torch"'):
+        engine_of(text_folder, engine="onnx")
 
 
 def test_pictures_get_the_classes_of_transformers_and_a_bad_one_fails_alone(image_folder: Path) -> None:
@@ -140,7 +142,7 @@ def test_pictures_get_the_classes_of_transformers_and_a_bad_one_fails_alone(imag
     pictures = [image(size, i, "JPEG" if i else "PNG") for i, size in enumerate(sizes)]
     bad = [b"no picture", pictures[1][:200], b""]
     payloads = [picture_payload(data) for data in [*pictures, *bad[:2]]] + [text("words"), picture_payload(b"")]
-    engine = ClassifyEngine(settings_of(image_folder))
+    engine = engine_of(image_folder)
     recorder = run(engine, batch_of(payloads))
     model = AutoModelForImageClassification.from_pretrained(image_folder)
     processor: Any = AutoImageProcessor.from_pretrained(image_folder)  # type: ignore[no-untyped-call]
@@ -160,9 +162,8 @@ def test_pictures_get_the_classes_of_transformers_and_a_bad_one_fails_alone(imag
 
 
 def test_out_of_memory_halves_the_limit(text_folder: Path) -> None:
-    engine = ClassifyEngine(settings_of(text_folder))
-    engine.load()
-    model = next(iter(engine._models.loaded.values()))
+    engine = engine_of(text_folder)
+    model = engine._model
     whole: Callable[..., Any] = model.probabilities
     sizes = []
 
@@ -176,7 +177,7 @@ def test_out_of_memory_halves_the_limit(text_folder: Path) -> None:
             return whole(features)
 
     short: Any = Short()
-    engine._models.loaded = dict.fromkeys(engine._models.loaded, short)
+    engine._model = short
     recorder = run(engine, batch_of([text("the film")] * 9))
     assert all(kind == "ok" for kind, _, _ in recorder.outcomes.values())
     assert sizes[:3] == [9, 4, 2]
@@ -195,14 +196,14 @@ def test_folder_without_a_classifier_is_rejected(text_folder: Path, tmp_path: Pa
 
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     with pytest.raises(ModelFolderError, match=r"BertModel.*kind classify takes"):
-        ClassifyEngine(settings_of(tmp_path)).load()
+        engine_of(tmp_path)
     for path in text_folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
     del weights["classifier.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelFolderError, match=r"classifier\.weight"):
-        ClassifyEngine(settings_of(tmp_path)).load()
+        engine_of(tmp_path)
 
 
 def test_huge_picture_in_a_small_file_is_not_decoded() -> None:

@@ -78,7 +78,9 @@ def make_engine(tmp_path: Path, models: Any) -> MakeEngine:
         values: dict[str, Any] = {"parameters": {"class": f"worker_infer_models:{kind}", **parameters}}
         values |= {"source": "safetensors", "file": "weights.safetensors"}
         spec = ModelSpec(name="m", folder=tmp_path, kind="infer", **values)
-        return InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}))
+        engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}))
+        engine.load()
+        return engine
 
     return make
 
@@ -247,21 +249,10 @@ def test_json_in_json_out(make_engine: MakeEngine) -> None:
         assert recorder.outcomes[i][0] == "BadInput", recorder.outcomes[i]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "error_type", "message", "retryable"),
-    [
-        ({"precision": "int8"}, "NoSuchPrecision", "the torch engine has no int8", True),
-        ({"engin": "torch"}, "BadInput", "infer has no parameter 'engin'", False),
-    ],
-)
-def test_a_bad_batch_fails_whole(
-    make_engine: MakeEngine, parameters: dict[str, str], error_type: str, message: str, *, retryable: bool
-) -> None:
-    recorder = run(make_engine(), batch_of([payload(x=rows(1))] * 2, **parameters))
-    assert set(recorder.outcomes) == {0, 1}
-    for kind, said, again in recorder.outcomes.values():
-        assert (kind, again) == (error_type, retryable)
-        assert message in said
+def test_tasks_with_parameters_fail(make_engine: MakeEngine) -> None:
+    recorder = run(make_engine(), batch_of([payload(x=rows(1))] * 2, precision="fp32"))
+    message = "infer has no task parameter 'precision': name the precision in the model's model.toml"
+    assert recorder.outcomes == dict.fromkeys((0, 1), ("BadInput", message, False))
 
 
 def test_facts_describe_the_inputs(make_engine: MakeEngine) -> None:
@@ -273,4 +264,4 @@ def test_facts_describe_the_inputs(make_engine: MakeEngine) -> None:
         "warm-up": "none: the model doesn't say which shapes it takes",
     }
     with pytest.raises(ModelFolderError, match="examples_max of m is '0'"):
-        make_engine(examples_max="0").load()
+        make_engine(examples_max="0")

@@ -61,10 +61,8 @@ def engine_of(spec: ModelSpec) -> tuple[InferEngine, list[int]]:
     """An engine, loaded and warm, and what will have gone through its model: rows of the first input."""
     engine = InferEngine(EngineSettings(device="cpu", slots=1, threads=1, models={spec.id: spec}))
     engine.load()
-    (model,) = engine._models.loaded.values()
     seen: list[int] = []
-    forward: Any = model.forward
-    model.forward = Watched(forward, seen)
+    engine._model.forward = Watched(engine._model.forward, seen)
     return engine, seen
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 import torch
 import transformers
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.common.tensors import TensorSpec
 from multigpu_worker.engines.infer.engine import InferEngine
 from multigpu_worker.engines.infer.torch_backend import TorchForward, load
@@ -93,8 +94,9 @@ def test_exported_program_is_joined_up_to_its_bound(tmp_path: Path) -> None:
     words = "the input 'x' has type float32 and shape [2, 5]. The model takes x: float32 [any, 4]"
     assert words in recorder.outcomes[3][1]
     assert "'scale' is missing" in recorder.outcomes[4][1]
-    lower = run(engine, batch_of(payloads[:1], precision="fp16"))
-    assert lower.outcomes[0][0] == "NoSuchPrecision"
+    lower = dataclasses.replace(engine._spec, precision="fp16")
+    with pytest.raises(PrecisionError, match="was exported at its precision"):
+        InferEngine(settings_of(lower)).load()
 
 
 @pytest.mark.filterwarnings("ignore")

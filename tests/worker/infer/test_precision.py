@@ -1,12 +1,11 @@
-"""Engine and precision: the task overrides the model, the model the worker, and the device decides the rest."""
+"""Engine and precision: the model overrides the worker, and the device decides the rest."""
 
 from pathlib import Path
 
 import pytest
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import precision
-from multigpu_worker.engines.common.precision import PrecisionError, Variant, auto_precision, choose, spec_of
-from multigpu_worker.repository.folders import UnknownModelError
+from multigpu_worker.engines.common.precision import PrecisionError, Variant, auto_precision, choose
 from multigpu_worker.repository.model import ModelSpec
 
 Names = dict[str, str]
@@ -21,34 +20,19 @@ def settings(**values: str) -> EngineSettings:
 
 
 @pytest.mark.parametrize(
-    ("task", "model", "worker", "expected"),
+    ("model", "worker", "expected"),
     [
-        ({}, {}, {}, ["torch", "fp32"]),
-        ({}, {}, {"engine": "onnx", "precision": "int8"}, ["onnx", "int8"]),
-        ({}, {"engine": "torch", "precision": "bf16"}, {"engine": "onnx", "precision": "int8"}, ["torch", "bf16"]),
-        ({"engine": "onnx", "precision": "fp16"}, {"engine": "torch", "precision": "bf16"}, {}, ["onnx", "fp16"]),
-        ({"engine": "auto"}, {}, {"engine": "onnx"}, ["onnx", "fp32"]),
-        ({}, {"engine": "my.module:Class"}, {}, ["torch", "fp32"]),
-        ({}, {"source": "onnx"}, {}, ["onnx", "fp32"]),
-        ({}, {"source": "tensorrt-plan"}, {}, ["tensorrt", "fp32"]),
+        ({}, {}, ["torch", "fp32"]),
+        ({}, {"engine": "onnx", "precision": "int8"}, ["onnx", "int8"]),
+        ({"engine": "torch", "precision": "bf16"}, {"engine": "onnx", "precision": "int8"}, ["torch", "bf16"]),
+        ({"engine": "auto"}, {"engine": "onnx"}, ["onnx", "fp32"]),
+        ({"source": "onnx"}, {}, ["onnx", "fp32"]),
+        ({"source": "tensorrt-plan"}, {}, ["tensorrt", "fp32"]),
     ],
 )
-def test_task_overrides_model_overrides_worker(task: Names, model: Names, worker: Names, expected: list[str]) -> None:
-    chosen = choose(spec(**model), settings(**worker), task)
+def test_model_overrides_worker(model: Names, worker: Names, expected: list[str]) -> None:
+    chosen = choose(spec(**model), settings(**worker))
     assert [chosen.engine, chosen.precision] == expected
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ({"precision": "fp33"}, "precision 'fp33' is none of auto, fp32"),
-        ({"engine": "tourch"}, "engine 'tourch' is none of auto, torch"),
-        ({"temperature": "1"}, "embed has no parameter 'temperature': it has engine and precision"),
-    ],
-)
-def test_unknown_engine_or_precision_is_rejected(task: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose(spec(), settings(), task)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +52,13 @@ def test_capability_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
         return 7, 5
 
     monkeypatch.setattr(precision, "compute_capability", fake_capability)
-    assert choose(spec(), settings(device="cuda:1"), {}).precision == "fp16"
+    assert choose(spec(), settings(device="cuda:1")).precision == "fp16"
     # Exported files keep their precision.
-    assert choose(spec(source="torch-export"), settings(device="cuda:1", precision="bf16"), {}).precision == "fp32"
-    assert choose(spec(source="onnx"), settings(device="cuda:1", precision="bf16"), {}).precision == "fp32"
-    assert choose(spec(source="torch-export"), settings(device="cuda:1"), {"precision": "fp16"}).precision == "fp16"
+    assert choose(spec(source="torch-export"), settings(device="cuda:1", precision="bf16")).precision == "fp32"
+    assert choose(spec(source="onnx"), settings(device="cuda:1", precision="bf16")).precision == "fp32"
+    assert choose(spec(source="torch-export", precision="fp16"), settings(device="cuda:1")).precision == "fp16"
     with pytest.raises(PrecisionError, match="cuda:1 has no tf32"):
-        choose(spec(precision="tf32"), settings(device="cuda:1"), {})
+        choose(spec(precision="tf32"), settings(device="cuda:1"))
     assert queried_devices == ["cuda:1", "cuda:1"]
 
 
@@ -84,14 +68,6 @@ def test_driver_and_torch_agree_on_the_capability() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     assert precision.compute_capability("cuda:0") == torch.cuda.get_device_capability(0)
-
-
-def test_model_is_found_by_id_and_by_name() -> None:
-    models = {"m:2": ModelSpec(name="m", version="2", folder=Path("/m/2"))}
-    for name in ("", "m", "m:2"):
-        assert spec_of(models, name).id == "m:2"
-    with pytest.raises(UnknownModelError, match="no model 'm:1'"):
-        spec_of(models, "m:1")
 
 
 @pytest.mark.parametrize(
@@ -108,9 +84,9 @@ def test_fp8_needs_tensorrt_and_ada(
     monkeypatch: pytest.MonkeyPatch, engine: str, device: str, capability: tuple[int, int] | None, words: str
 ) -> None:
     monkeypatch.setattr(precision, "compute_capability", lambda _: capability)
-    parameters = {"engine": engine, "precision": "fp8"}
+    model = spec(engine=engine, precision="fp8")
     if words:
         with pytest.raises(PrecisionError, match=words):
-            choose(spec(), settings(device=device), parameters)
+            choose(model, settings(device=device))
     else:
-        assert choose(spec(), settings(device=device), parameters) == Variant(engine=engine, precision="fp8")
+        assert choose(model, settings(device=device)) == Variant(engine=engine, precision="fp8")

@@ -12,13 +12,10 @@ from multigpu.config.config import ConfigError, WorkerConfig
 from multigpu_worker.repository.folders import (
     PACKAGED_MODEL,
     ModelFolderError,
-    UnknownModelError,
     check_model_folder,
     find_models,
     packaged_model,
-    resolve_name,
 )
-from multigpu_worker.repository.model import ModelSpec
 
 
 @pytest.fixture
@@ -62,8 +59,6 @@ def test_the_first_configured_model_is_default(packaged: Path, tmp_path: Path, m
     assert list(models) == ["mine", "home", PACKAGED_MODEL]
     assert models["mine"].folder == tmp_path / "a"
     assert models["home"].folder == tmp_path / "m"
-    assert resolve_name(models, "") == "mine"
-    assert resolve_name(models, PACKAGED_MODEL) == PACKAGED_MODEL
 
 
 def test_a_configured_folder_replaces_the_packaged_model(copy: Path) -> None:
@@ -83,16 +78,6 @@ def test_a_duplicate_name_and_an_unreadable_repository_are_rejected(tmp_path: Pa
         find_models(WorkerConfig(models=("a=/x", "a=/y")))
     with pytest.raises(ModelFolderError, match=r"model_repository: .* is no folder"):
         find_models(config(tmp_path / "gone"))
-
-
-def test_the_error_for_an_unknown_name_lists_the_models(tmp_path: Path) -> None:
-    models = {"all-MiniLM-L6-v2": ModelSpec(name="all-MiniLM-L6-v2", folder=tmp_path)}
-    with pytest.raises(UnknownModelError, match=r"did you mean 'all-MiniLM-L6-v2'"):
-        resolve_name(models, "all-minilm-l6-v2")
-    with pytest.raises(UnknownModelError, match="It has: all-MiniLM-L6-v2"):
-        resolve_name(models, "zzz")
-    with pytest.raises(UnknownModelError, match=r"multigpu\[minilm\]"):
-        resolve_name({}, "")
 
 
 def test_the_packaged_model_and_a_plain_hugging_face_folder_pass(packaged: Path, copy: Path) -> None:

@@ -257,7 +257,9 @@ async def test_a_sick_device_is_let_go_of_by_models_too(start: Start, shop: Shop
     (word,) = await stream.reported(2)
     assert word.state == pb.REPORT_STATE_RETURNED
     await until(lambda: not worker.engine_pids(), "the end of the engines")
-    assert not resident(stream) or stream.heartbeats[-1].health.unusable
+    # The worker has seen that the driver requires a reset: else it does not know the reset when it comes.
+    await stream.until(lambda: "reset_required" in {r.code for r in stream.heartbeats[-1].health.reasons})
+    assert stream.heartbeats[-1].health.unusable
     gpus.recovery_action(0, 0)
     await stream.until(lambda: stream.heartbeats[-1].health.state == device_pb2.HEALTH_STATE_HEALTHY, timeout_s=60)
     again = await ask(stream, 3, "a")

@@ -14,6 +14,7 @@ pytest.importorskip("sentence_transformers", reason="the dependency group `dev` 
 import torch
 from multigpu.v1 import rerank_pb2
 from multigpu_worker.engines.base import Batch, EngineSettings, Item
+from multigpu_worker.engines.common.precision import PrecisionError
 from multigpu_worker.engines.registry import build_model_engine
 from multigpu_worker.engines.rerank.engine import RerankEngine, sigmoid
 from multigpu_worker.engines.rerank.payload import DOCUMENTS_MAX
@@ -57,10 +58,12 @@ def reference(folder: Path) -> CrossEncoder:
     return model
 
 
-def engine_of(folder: Path) -> RerankEngine:
-    spec = ModelSpec(name="m", folder=folder, kind="rerank", source="huggingface")
+def engine_of(folder: Path, **of_model: Any) -> RerankEngine:
+    """A loaded engine."""
+    spec = ModelSpec(name="m", folder=folder, kind="rerank", source="huggingface", **of_model)
     engine = build_model_engine(spec, EngineSettings(device="cpu", slots=1, threads=1, models={"m": spec}))
     assert isinstance(engine, RerankEngine)
+    engine.load()
     return engine
 
 
@@ -112,10 +115,8 @@ def test_scores_equal_those_of_sentence_transformers(engine: RerankEngine, refer
 def test_pairs_are_truncated_and_counted_as_transformers_does(tmp_path: Path, side: str) -> None:
     engine = engine_of(cross_encoder(tmp_path / "m", truncation_side=side))
     tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "m")
-    model = engine.prepare(batch_of(payload(["a"]))).model
-    assert model is not None
     for query in (QUERY, "word " * 100, ""):
-        found = model.text.tokenise_pairs(query, DOCUMENTS).columns
+        found = engine._model.text.tokenise_pairs(query, DOCUMENTS).columns
         encoded = tokenizer([query] * len(DOCUMENTS), DOCUMENTS, truncation=True, max_length=64)
         assert found == {name: encoded[name] for name in found}
         assert set(found) == {"input_ids", "token_type_ids"}
@@ -169,8 +170,7 @@ def test_wrong_payloads_fail_alone(engine: RerankEngine, wrong: bytes, content_t
 def test_memory_that_runs_out_halves_the_micro_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(folder)
     prepared = engine.prepare(batch_of(payload(DOCUMENTS), payload(["b", DOCUMENTS[4]]), payload(["c"])))
-    assert prepared.model is not None
-    kind = type(prepared.model)
+    kind = type(engine._model)
     logits = kind.logits
 
     def short_of_memory(self: Any, tokens: Any, rows: Any) -> Any:
@@ -209,13 +209,12 @@ def test_a_saved_cross_encoder_is_recognised_and_serves(folder: Path, reference:
     np.testing.assert_allclose(found.scores, expected_of(reference, QUERY, DOCUMENTS), atol=1e-5)
 
 
-def test_other_models_and_parameters_are_rejected(engine: RerankEngine, tmp_path: Path) -> None:
+def test_other_models_and_parameters_are_rejected(engine: RerankEngine, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"has 2 labels.*kind = \"classify\""):
-        engine_of(cross_encoder(tmp_path / "m", labels=2)).load()
-    for parameters, expected, words in (
-        ({"precision": "int8"}, "NoSuchPrecision", "int8"),
-        ({"engine": "onnx"}, "BadInput", "torch alone"),
-    ):
-        kind, message, _ = run(engine, batch_of(payload(["a"]), **parameters)).outcomes[0]
-        assert kind == expected
-        assert words in message
+        engine_of(cross_encoder(tmp_path / "m", labels=2))
+    message = "rerank has no task parameter 'engine': name the engine in the model's model.toml"
+    assert run(engine, batch_of(payload(["a"]), engine="torch")).outcomes == {0: ("BadInput", message, False)}
+    with pytest.raises(PrecisionError, match="int8"):
+        engine_of(folder, precision="int8")
+    with pytest.raises(ModelFolderError, match='rerank runs on engine torch only, not on onnx: set engine = "torch"'):
+        engine_of(folder, engine="onnx")

@@ -19,23 +19,23 @@ from multigpu_worker.engines import registry
 from multigpu_worker.engines.base import Batch, EngineSettings
 from multigpu_worker.engines.common.precision import choose
 from multigpu_worker.engines.embed.text import Inputs, TextInput
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.model import ENGINES, ModelSpec
 
 PLAN_TIMEOUT_S = 1800.0
 
 
-def load_model(kind: str, spec: ModelSpec, settings: EngineSettings, parameters: dict[str, str]) -> Loop:
+def load_model(kind: str, spec: ModelSpec, settings: EngineSettings) -> Loop:
     """The loop for a model. Raises ValueError if there is none."""
     if spec.kind != kind:
         raise ValueError(f"{spec.id} here is a model for {spec.kind}, not for {kind}")
-    if kind == "embed" and ":" not in spec.engine:
-        variant = choose(spec, settings, parameters)
+    if kind == "embed" and spec.engine in ENGINES:
+        variant = choose(spec, settings)
         return TextLoop(TEXT_MODELS[variant.engine](spec, settings, variant.precision), settings.device)
     if str(spec.folder) not in sys.path:  # as in an engine process
         sys.path.insert(0, str(spec.folder))
     engine = registry.build_model_engine(spec, dataclasses.replace(settings, models={spec.id: spec}))
     engine.load()
-    return EngineLoop(engine, functools.partial(Batch, kind, spec.id, parameters, ""))
+    return EngineLoop(engine, functools.partial(Batch, kind, spec.id, {}, ""))
 
 
 def _torch_texts(spec: ModelSpec, settings: EngineSettings, precision: str) -> TextModel:

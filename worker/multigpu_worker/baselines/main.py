@@ -44,7 +44,7 @@ def load_as(*, pid: int, device: str, threads: int, kind: str, model: str) -> Lo
         artifacts=str(artifacts_folder(config)),
         artifacts_bytes_max=config.artifacts_bytes_max,
     )
-    return load_model(kind, specs[model], settings, {})
+    return load_model(kind, specs[model], settings)
 
 
 def of_worker(pid: int) -> tuple[dict[str, str], str | None, dict[str, Any]] | None:

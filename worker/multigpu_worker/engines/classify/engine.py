@@ -4,7 +4,7 @@ All tasks of a batch go through the model together, in micro-batches of similar 
 fails alone. `prepare` decodes and tokenises while the previous batch runs.
 
 Payload and result are `ClassifyPayload` and `ClassifyResult` (protos/multigpu/v1/classify.proto), or JSON
-(payload.py). Task parameters: `engine` (torch) and `precision`.
+(payload.py).
 """
 
 from dataclasses import dataclass, field
@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.classify import payload as classify_input
-from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
-from multigpu_worker.engines.common.models import LoadedModels
-from multigpu_worker.engines.common.precision import Variant
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input, check_parameters
+from multigpu_worker.engines.common.precision import choose_for_torch
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.classify.model import Classifier
@@ -35,8 +33,6 @@ class Ready:
 class Prepared:
     """A batch that is ready to run."""
 
-    # None: loading it failed.
-    model: "Classifier | None" = None
     failures: list[tuple[Item, Failure]] = field(default_factory=list)
     # The largest first, so that a shortage of memory shows at once.
     ready: list[Ready] = field(default_factory=list)
@@ -49,23 +45,25 @@ class ClassifyEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._models = LoadedModels(settings, self._load)
+        (self._spec,) = settings.models.values()
 
     def load(self) -> dict[str, str]:
         """Load the model as configured."""
-        return self._models.load_default()
+        precision = choose_for_torch(self._spec, self._settings)
+        from multigpu_worker.engines.classify.model import load  # noqa: PLC0415  (takes seconds: torch)
+
+        self._model = load(self._spec, self._settings, precision)
+        return {"engine": "torch", "precision": precision, "classes": str(len(self._model.names))}
 
     def close(self) -> None:
         """Nothing to write."""
 
     def prepare(self, batch: Batch) -> Prepared:
         """Decode or tokenise the items. `run` reports the failures."""
-        model = self._models.get(batch.model, batch.parameters)
-        if isinstance(model, Failure):
-            return Prepared(failures=[(item, model) for item in batch.items])
-        prepared = Prepared(model=model)
+        model, prepared = self._model, Prepared()
         for item in batch.items:
             try:
+                check_parameters(batch)
                 payload = classify_input.parse(item.payload, batch.content_type)
                 features = model.front.features(payload)
             except BadInputError as error:
@@ -87,10 +85,9 @@ class ClassifyEngine:
             failure.report(item, reporter)
         todo = prepared.ready
         while todo:
-            assert prepared.model is not None
             todo = [ready for ready in todo if not reporter.cancelled(ready.item)]
-            count = min(len(todo), max(1, prepared.model.budget // todo[0].size)) if todo else 0
-            if count and self._run(todo[:count], prepared.model, batch.content_type, reporter):
+            count = min(len(todo), max(1, self._model.budget // todo[0].size)) if todo else 0
+            if count and self._run(todo[:count], self._model, batch.content_type, reporter):
                 todo = todo[count:]
             reporter.beat()
 
@@ -102,7 +99,7 @@ class ClassifyEngine:
             if len(together) > 1:
                 model.budget = model.limit.lower(model.budget, together[0].size * (len(together) // 2))
                 return False
-            message = f"out of memory on one input: free memory on the device, or use a lower precision ({error})"
+            message = f"out of memory on one input: free memory, or set a lower precision in model.toml ({error})"
             reporter.fail(together[0].item, "OutOfMemory", message, retryable=True)
             return True
         model.budget = model.limit.fitted(model.budget)
@@ -110,11 +107,3 @@ class ClassifyEngine:
             result = classify_input.result(row, model.names, ready.top_k, content_type)
             reporter.succeed(ready.item, result, content_type)
         return True
-
-    def _load(self, spec: ModelSpec, variant: Variant) -> "tuple[Classifier, dict[str, str]]":
-        if variant.engine != "torch":
-            raise ValueError(f"classify runs on torch alone, not on {variant.engine}: leave `engine` out")
-        from multigpu_worker.engines.classify import model as classify_model  # noqa: PLC0415  (takes seconds: torch)
-
-        model = classify_model.load(spec, self._settings, variant.precision)
-        return model, {"engine": "torch", "precision": variant.precision, "classes": str(len(model.names))}

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from multigpu_worker.engines.base import Item, Reporter
-from multigpu_worker.engines.common.precision import PrecisionError
-from multigpu_worker.repository.folders import ModelFolderError, UnknownModelError
+from multigpu_worker.engines.base import Batch, Item, Reporter
 
 
 class BadInputError(ValueError):
@@ -23,27 +21,12 @@ class Failure:
         reporter.fail(item, self.error_type, self.message, retryable=self.retryable)
 
 
-# What choosing and loading a back end may raise.
-LOADING_ERRORS = (ValueError, UnknownModelError, ModelFolderError, MemoryError, RuntimeError, ImportError)
-
-
 def bad_input(error: Exception) -> Failure:
     return Failure(error_type="BadInput", message=str(error), retryable=False)
 
 
-def of_loading(error: Exception) -> Failure:
-    """The failure for one of LOADING_ERRORS."""
-    match error:
-        case PrecisionError():  # another worker's device may support it
-            return Failure(error_type="NoSuchPrecision", message=str(error), retryable=True)
-        case UnknownModelError():
-            return Failure(error_type="UnknownModel", message=str(error), retryable=False)
-        case ModelFolderError():
-            return Failure(error_type="ModelLoadError", message=str(error), retryable=error.retryable)
-        case ValueError():
-            return bad_input(error)
-        case ImportError():
-            message = f"{error}: install what the engine needs where this worker runs (docs/dependencies.md)"
-            return Failure(error_type="ModelLoadError", message=message, retryable=True)
-        case _:  # another worker may have more memory
-            return Failure(error_type="ModelLoadError", message=str(error), retryable=True)
+def check_parameters(batch: Batch) -> None:
+    """Raises BadInputError if tasks have parameters: the engines of the model kinds take none."""
+    for name in batch.parameters:
+        remedy = f"name the {name} in the model's model.toml" if name in {"engine", "precision"} else "leave it out"
+        raise BadInputError(f"{batch.kind} has no task parameter {name!r}: {remedy}")

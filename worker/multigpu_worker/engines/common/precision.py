@@ -1,4 +1,4 @@
-"""Which engine and precision a task's model runs with: as the task says, else the model, else the worker.
+"""Which engine and precision a model runs with: as its model.toml says, else as the worker's configuration does.
 
 "auto" is resolved here only. The engine follows from the model's files. The precision is the lowest that costs almost
 no accuracy and that the device computes faster than float32: bf16 or fp16 if it has tensor cores for them, else fp32.
@@ -8,12 +8,10 @@ The compute capability comes from the driver's library, which engines without to
 """
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.repository.folders import ModelFolderError, resolve_name
-from multigpu_worker.repository.model import ENGINES, PRECISIONS, ModelSpec
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 # Engines by source. All other sources are run by torch.
 ENGINE_BY_SOURCE = {"onnx": "onnx", "tensorrt-plan": "tensorrt"}
@@ -24,7 +22,6 @@ TF32_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 FIXED = (("torch", "torch-export"), ("onnx", "onnx"), ("tensorrt", "tensorrt-plan"))
 # Attribute numbers of the compute capability in cuda.h.
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
-PARAMETERS = ("engine", "precision")
 
 
 class PrecisionError(ModelFolderError):
@@ -39,38 +36,25 @@ class Variant:
     precision: str
 
 
-def spec_of(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:
-    """The model of that id or name; empty: the first one. Raises UnknownModelError."""
-    for spec in models.values():
-        if name in {"", spec.name, spec.id}:
-            return spec
-    return models[resolve_name(models, name)]
-
-
-def choose(spec: ModelSpec, settings: EngineSettings, parameters: Mapping[str, str]) -> Variant:
-    """The variant of a model for a task's parameters. Raises ValueError; PrecisionError if the device lacks it."""
-    for name in parameters:
-        if name not in PARAMETERS:
-            raise ValueError(f"{spec.kind} has no parameter {name!r}: it has {' and '.join(PARAMETERS)}")
-    engine = _first(parameters.get("engine", ""), spec.engine, settings.engine, known=ENGINES, what="engine")
+def choose(spec: ModelSpec, settings: EngineSettings) -> Variant:
+    """The variant of a model whose engine is one of ENGINES. Raises PrecisionError if the device lacks it."""
+    engine = settings.engine if spec.engine == "auto" else spec.engine
     if engine == "auto":
         engine = ENGINE_BY_SOURCE.get(spec.source, "torch")
-    fixed = (engine, spec.source) in FIXED
-    worker = "auto" if fixed else settings.precision
-    precision = _first(parameters.get("precision", ""), spec.precision, worker, known=PRECISIONS, what="precision")
-    if precision == "auto" and fixed:
-        precision = "fp32"
+    precision = spec.precision
+    if precision == "auto":
+        precision = "fp32" if (engine, spec.source) in FIXED else settings.precision
     return Variant(engine=engine, precision=resolve_precision(precision, settings.device, engine))
 
 
-def _first(*wishes: str, known: tuple[str, ...], what: str) -> str:
-    """The first wish other than empty, "auto" and the class of a user's engine; else "auto"."""
-    for wish in wishes:
-        if wish not in known and wish and ":" not in wish:
-            raise ValueError(f"{what} {wish!r} is none of {', '.join(known)}")
-        if wish in known and wish != "auto":
-            return wish
-    return "auto"
+def choose_for_torch(spec: ModelSpec, settings: EngineSettings) -> str:
+    """The precision of a model whose kind runs on torch only. Raises ModelFolderError; PrecisionError as `choose`."""
+    variant = choose(spec, settings)
+    if variant.engine != "torch":
+        raise ModelFolderError(
+            f'{spec.kind} runs on engine torch only, not on {variant.engine}: set engine = "torch" in model.toml'
+        )
+    return variant.precision
 
 
 def resolve_precision(precision: str, device: str, engine: str) -> str:

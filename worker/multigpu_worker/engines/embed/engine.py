@@ -4,10 +4,10 @@ The texts of all tasks of a batch are sorted by length and cut into micro-batche
 computes, so a thousand callers with one sentence each are served as fast as one with a thousand. A task is settled as
 soon as its last text is done, and a bad task fails alone.
 
-`prepare` does everything before the arithmetic while the previous batch runs: parsing, tokenising, padding, loading a
-model at its first use (so no run timeout includes it), and looking texts up in the cache (cache.py).
+`prepare` does everything before the arithmetic while the previous batch runs: parsing, tokenising, padding, and looking
+texts up in the cache (cache.py).
 
-Payloads: payload.py. Task parameters: `engine` and `precision`; each pair has its own back end (backend.py).
+Payloads: payload.py. Back ends: backend.py.
 """
 
 import contextlib
@@ -25,16 +25,14 @@ import numpy.typing as npt
 from multigpu.v1 import embed_pb2
 
 from multigpu_worker.engines.base import Batch, EmbeddingCacheCounts, EngineSettings, Reporter
-from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
+from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input, check_parameters
 from multigpu_worker.engines.common.limits import Limit
-from multigpu_worker.engines.common.models import LoadedModels
 from multigpu_worker.engines.common.payloads import JSON
-from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.engines.common.precision import choose
 from multigpu_worker.engines.embed.backend import AheadBackend, EmbedBackend, MicroBatch, Vectors, load_backend
 from multigpu_worker.engines.embed.payload import EmbedInput, parse_texts
 from multigpu_worker.engines.embed.text import Text, Tokens
 from multigpu_worker.engines.embed.token_level import TokenLevel
-from multigpu_worker.repository.model import ModelSpec
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.embed.cache import EmbedCache, Lookup
@@ -57,8 +55,6 @@ class LoadedModel:
 class Prepared:
     """A batch that is ready to run."""
 
-    # None: no item needs it.
-    model: LoadedModel | None = None
     # By index in the batch.
     failures: dict[int, Failure] = field(default_factory=dict)
     # For each item, the place of its first text and the one after its last.
@@ -74,10 +70,10 @@ class Prepared:
     # The first micro-batch, if it was started before the previous batch was done.
     begun: UnderWay | None = None
 
-    def begin(self) -> None:
+    def begin(self, backend: EmbedBackend) -> None:
         """Start the first micro-batch, unless memory is short: there may be more later."""
-        if self.begun is None and self.micro_batches and self.model and isinstance(self.model.backend, AheadBackend):
-            micro_batch, backend = self.micro_batches[0], self.model.backend
+        if self.begun is None and self.micro_batches and isinstance(backend, AheadBackend):
+            micro_batch = self.micro_batches[0]
             if micro_batch.tokens <= backend.tokens_max:
                 with contextlib.suppress(MemoryError):
                     self.begun = micro_batch, backend.begin(micro_batch.inputs)
@@ -92,7 +88,7 @@ class EmbedEngine:
     def __init__(self, settings: EngineSettings) -> None:
         assert settings.threads >= 0
         self._settings = settings
-        self._models = LoadedModels(settings, self._load)
+        (self._spec,) = settings.models.values()
         self._cache: EmbedCache | None = None
         # Prepared batches, in order. Not used with a cache, whose lookups at the start would come too early.
         self._waiting: deque[Prepared] = deque()
@@ -106,7 +102,18 @@ class EmbedEngine:
 
     def load(self) -> dict[str, str]:
         """Load the model as configured. The back end runs its trials as it loads, so there is no other warm-up."""
-        return self._models.load_default()
+        variant = choose(self._spec, self._settings)
+        if self._cache is None:
+            backend, facts = load_backend(self._spec, self._settings, variant)
+            self._model = LoadedModel(backend=backend)
+            return facts
+        from multigpu_worker.repository.content import ModelContent  # noqa: PLC0415 (most workers have none)
+
+        content = ModelContent.read(self._spec.folder)
+        backend, facts = load_backend(self._spec, self._settings, variant)
+        content.check()
+        self._model = LoadedModel(backend=backend, content=content.digest)
+        return facts
 
     def cache_counts(self) -> EmbeddingCacheCounts | None:
         """None: there is no cache."""
@@ -118,21 +125,15 @@ class EmbedEngine:
             self._cache.close()
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Parse and tokenise a batch, and load its model if necessary. `run` reports the failures."""
-        prepared = Prepared()
+        """Parse and tokenise a batch. `run` reports the failures."""
+        backend, prepared = self._model.backend, Prepared()
         asked: dict[int, EmbedInput] = {}
         for index, item in enumerate(batch.items):
             try:
+                check_parameters(batch)
                 asked[index] = parse_texts(item.payload, batch.content_type)
             except BadInputError as error:
                 prepared.failures[index] = bad_input(error)
-        if not asked:
-            return prepared
-        model = self._models.get(batch.model, batch.parameters)
-        if isinstance(model, Failure):
-            prepared.failures |= {i: model for i in range(len(batch.items)) if i not in prepared.failures}
-            return prepared
-        backend = model.backend
         texts: list[Text] = []
         owners: list[int] = []
         for index in range(len(batch.items)):
@@ -150,7 +151,6 @@ class EmbedEngine:
             prepared.spans.append((start, len(texts)))
         if not texts:
             return prepared
-        prepared.model = model
         counted = [index for index in dict.fromkeys(owners) if asked[index].count_tokens]
         if self._cache is None:
             tokens = backend.text.tokenise(texts)
@@ -162,7 +162,7 @@ class EmbedEngine:
         from multigpu_worker.engines.embed.cache import Lookup  # noqa: PLC0415 (most workers have none)
 
         prepared.identity = backend.identity
-        identity = hashlib.sha256(model.content + prepared.identity.encode()).digest()
+        identity = hashlib.sha256(self._model.content + prepared.identity.encode()).digest()
         prepared.lookup = Lookup(self._cache, identity, texts, np.array(owners), backend.dimension)
         prepared.micro_batches = cut_missing(backend, texts, prepared.lookup)
         for index in counted:
@@ -178,24 +178,7 @@ class EmbedEngine:
         prepared.token_level.run(batch, reporter)
         if prepared in self._waiting:  # the ValueError of `remove` would describe the whole model
             self._waiting.remove(prepared)
-        if prepared.model is not None:
-            _Run(batch, prepared, prepared.model, reporter, self._next_of).run()
-
-    def _next_of(self, model: LoadedModel) -> Prepared | None:
-        """The batch that will run next, if it is for the same model."""
-        following = next(iter(self._waiting.copy()), None)
-        return following if following is not None and following.model is model else None
-
-    def _load(self, spec: ModelSpec, variant: Variant) -> tuple[LoadedModel, dict[str, str]]:
-        if self._cache is None:
-            backend, facts = load_backend(spec, self._settings, variant)
-            return LoadedModel(backend=backend), facts
-        from multigpu_worker.repository.content import ModelContent  # noqa: PLC0415 (most workers have none)
-
-        content = ModelContent.read(spec.folder)
-        backend, facts = load_backend(spec, self._settings, variant)
-        content.check()
-        return LoadedModel(backend=backend, content=content.digest), facts
+        _Run(batch, prepared, self._model, reporter, self._waiting).run()
 
 
 class _Run:
@@ -207,19 +190,18 @@ class _Run:
         prepared: Prepared,
         model: LoadedModel,
         reporter: Reporter,
-        next_of: Callable[[LoadedModel], Prepared | None],
+        waiting: deque[Prepared],
     ) -> None:
         self._items = batch.items
         self._json = batch.content_type == JSON
         self._spans = prepared.spans
-        self._loaded = model
         self._model = model.backend
         self._limit = model.limit
         self._begin = self._model.begin if isinstance(self._model, AheadBackend) else None
         self._reporter = reporter
         self._todo = prepared.micro_batches[::-1]
         self._begun = prepared.begun
-        self._next_of = next_of
+        self._waiting = waiting
         self._lookup = prepared.lookup
         self._identity = prepared.identity
         self._tokens = prepared.tokens
@@ -234,9 +216,9 @@ class _Run:
         under_way = self._begun
         while self._todo or under_way is not None:
             started = self._start(alone=under_way is None)
-            if started is None and not self._todo and (following := self._next_of(self._loaded)) is not None:
-                # The device has work while this batch ends.
-                following.begin()
+            if started is None and not self._todo and self._waiting:
+                # The device has work while this batch ends. Only this thread removes batches.
+                self._waiting[0].begin(self._model)
             if under_way is not None:
                 self._finish(*under_way)
             under_way = started
@@ -344,7 +326,7 @@ class _Run:
             owners += self._lookup.owners[self._lookup.duplicates(int(micro_batch.places[0]))].tolist()
         message = (
             f"out of memory on one text of {micro_batch.tokens} tokens: "
-            f"free memory on the device, shorten the text, or use precision=bf16 ({shortage})"
+            f"free memory on the device, shorten the text, or set a lower precision in model.toml ({shortage})"
         )
         for index in dict.fromkeys(owners):
             if index not in self._gone:

@@ -7,17 +7,15 @@ The text is sent in chunks. If an attempt is lost, the next one receives the chu
 through the model as part of the prompt, and continues with the next token. The answer is the same, because a token
 depends only on the input, the seed and its position.
 
-Messages: protos/multigpu/v1/generate.proto. Task parameters: `engine` and `precision`. A task that requests others than
-the model was loaded with fails.
+Messages: protos/multigpu/v1/generate.proto.
 """
 
 from typing import TYPE_CHECKING, ClassVar
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
-from multigpu_worker.engines.common.failures import BadInputError, bad_input
-from multigpu_worker.engines.common.precision import PrecisionError, choose
+from multigpu_worker.engines.common.failures import BadInputError, bad_input, check_parameters
+from multigpu_worker.engines.common.precision import choose_for_torch
 from multigpu_worker.engines.generate.payload import Request, read_before, read_request
-from multigpu_worker.repository.folders import ModelFolderError
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.generate.model import GenerateModel
@@ -30,9 +28,8 @@ class GenerateEngine:
     one_by_one: ClassVar[bool] = True
 
     def __init__(self, settings: EngineSettings) -> None:
-        assert len(settings.models) == 1, "an engine process serves one model"
         self._settings = settings
-        self._id, self._spec = next(iter(settings.models.items()))
+        (self._spec,) = settings.models.values()
         self._model: GenerateModel | None = None
         self._scheduler: Scheduler | None = None
 
@@ -42,22 +39,15 @@ class GenerateEngine:
         from multigpu_worker.engines.generate.model import load_model  # noqa: PLC0415 (as above)
         from multigpu_worker.engines.generate.scheduler import Scheduler  # noqa: PLC0415 (as above)
 
-        try:
-            self._variant = choose(self._spec, self._settings, {})
-        except PrecisionError:
-            raise
-        except ValueError as error:
-            raise ModelFolderError(f"{self._spec.folder}: {error}") from error
-        if self._variant.engine != "torch":
-            raise ModelFolderError(f'generate runs on engine torch, not {self._variant.engine}: set engine = "torch"')
+        precision = choose_for_torch(self._spec, self._settings)
 
         def set_up() -> None:
-            bind(self._settings.threads, tf32=self._variant.precision == "tf32")
+            bind(self._settings.threads, tf32=precision == "tf32")
 
         set_up()
-        self._model = load_model(self._spec, self._settings, self._variant.precision)
+        self._model = load_model(self._spec, self._settings, precision)
         self._scheduler = Scheduler(self._model, set_up)
-        return {"engine": "torch", "precision": self._variant.precision, **self._model.facts}
+        return {"engine": "torch", "precision": precision, **self._model.facts}
 
     def close(self) -> None:
         """End the scheduler's thread."""
@@ -84,17 +74,11 @@ class GenerateEngine:
     def _read(self, batch: Batch, item: Item) -> "Request | BadInputError":
         assert self._model is not None, "load comes first"
         try:
-            if choose(self._spec, self._settings, batch.parameters) != self._variant:
-                return BadInputError(
-                    f"{self._id} is loaded with engine {self._variant.engine} and precision "
-                    f"{self._variant.precision}: leave those parameters out, or set them in its model.toml"
-                )
+            check_parameters(batch)
             model = self._model
             return read_request(item.payload, batch.content_type, model.tokenizer, model.context, item.task_id)
         except BadInputError as error:
             return error
-        except (ValueError, PrecisionError) as error:
-            return BadInputError(str(error))
 
     def _run(self, batch: Batch, item: Item, request: Request, reporter: Reporter) -> None:
         from multigpu_worker.engines.generate.sequence import Sequence  # noqa: PLC0415 (with the rest)

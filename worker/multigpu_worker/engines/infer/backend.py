@@ -7,7 +7,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.backends import load_variant
 from multigpu_worker.engines.common.precision import Variant
 from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 BACKENDS = {
     "torch": "multigpu_worker.engines.infer.torch_backend",
@@ -60,13 +60,15 @@ def load_backend(spec: ModelSpec, settings: EngineSettings, variant: Variant) ->
 
 
 def number_of(spec: ModelSpec, name: str, default: int) -> int:
-    """A whole number from model.toml's parameters. Raises ValueError."""
+    """A whole number from model.toml's parameters. Raises ModelFolderError."""
     text = spec.parameters.get(name, str(default))
     if not text.isdecimal() or int(text) == 0:
-        raise ValueError(f"the parameter {name} of {spec.id} is {text!r}: make it a whole number from 1")
+        raise ModelFolderError(
+            f"the parameter {name} of {spec.id} is {text!r}: make it a whole number from 1 in model.toml"
+        )
     return int(text)
 
 
 def examples_max(spec: ModelSpec, device: str) -> int:
-    """The initial value of `examples_max`. Raises ValueError."""
+    """The initial value of `examples_max`. Raises ModelFolderError."""
     return number_of(spec, "examples_max", CPU_EXAMPLES if device == "cpu" else CUDA_EXAMPLES)

@@ -7,7 +7,7 @@ That needs a row for each example in every output: the model declares it, or a t
 alone and whole, as do those with `tasks_max = 1` under [batch]. If the model fails on a batch, each of its tasks is
 tried alone, so only those fail that cannot run.
 
-Payload, result and checks: payload.py. Back ends: backend.py. Task parameters: `engine` and `precision`.
+Payload, result and checks: payload.py. Back ends: backend.py.
 """
 
 from dataclasses import dataclass, field
@@ -18,14 +18,12 @@ import numpy.typing as npt
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.common.cuda_errors import context_is_lost
-from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
+from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input, check_parameters
 from multigpu_worker.engines.common.limits import Limit
-from multigpu_worker.engines.common.models import LoadedModels
-from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.engines.common.precision import choose
 from multigpu_worker.engines.common.tensors import Arrays
 from multigpu_worker.engines.infer.backend import Forward, load_backend
 from multigpu_worker.engines.infer.payload import Request, parse, result
-from multigpu_worker.repository.model import ModelSpec
 from multigpu_worker.repository.signature import Signature
 
 # The fact "tasks" of models whose tasks are neither joined nor split.
@@ -48,8 +46,6 @@ class Model:
 class Prepared:
     """A batch that is ready to run."""
 
-    # None: loading it failed.
-    model: Model | None = None
     # By index in the batch.
     failures: dict[int, Failure] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
@@ -71,15 +67,23 @@ class InferEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._models = LoadedModels(settings, self._load)
+        (self._spec,) = settings.models.values()
 
     def load(self) -> dict[str, str]:
         """Load the model as configured, and run it once if its spec says warm_up."""
-        return self._models.load_default()
+        spec = self._spec
+        forward, facts = load_backend(spec, self._settings, choose(spec, self._settings))
+        joins = False if spec.batch.tasks_max == 1 else forward.per_example
+        if joins is False:
+            facts["tasks"] = AS_CONFIGURED if spec.batch.tasks_max == 1 else AS_DECLARED
+        if spec.warm_up:
+            facts["warm-up"] = warm_up(forward)
+        self._model = Model(forward=forward, joins=joins)
+        return facts
 
     def signature(self) -> Signature:
         """The inputs and outputs that the model declares."""
-        forward = next(iter(self._models.loaded.values())).forward
+        forward = self._model.forward
         return Signature(
             inputs=tuple(spec.named() for spec in forward.inputs),
             outputs=tuple(spec.named() for spec in forward.outputs),
@@ -89,16 +93,12 @@ class InferEngine:
         """Nothing to write."""
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Parse a batch, and load its model if necessary. `run` reports the failures."""
+        """Parse a batch. `run` reports the failures."""
         prepared = Prepared()
-        model = self._models.get(batch.model, batch.parameters)
-        if isinstance(model, Failure):
-            prepared.failures = dict.fromkeys(range(len(batch.items)), model)
-            return prepared
-        prepared.model = model
         for index, item in enumerate(batch.items):
             try:
-                prepared.requests[index] = parse(item.payload, batch.content_type, model.forward)
+                check_parameters(batch)
+                prepared.requests[index] = parse(item.payload, batch.content_type, self._model.forward)
             except BadInputError as error:
                 prepared.failures[index] = bad_input(error)
         return prepared
@@ -108,17 +108,7 @@ class InferEngine:
         assert isinstance(prepared, Prepared)
         for index, failure in prepared.failures.items():
             failure.report(batch.items[index], reporter)
-        if prepared.model is not None:
-            _Run(batch, prepared.requests, prepared.model, reporter).run()
-
-    def _load(self, spec: ModelSpec, variant: Variant) -> tuple[Model, dict[str, str]]:
-        forward, facts = load_backend(spec, self._settings, variant)
-        joins = False if spec.batch.tasks_max == 1 else forward.per_example
-        if joins is False:
-            facts["tasks"] = AS_CONFIGURED if spec.batch.tasks_max == 1 else AS_DECLARED
-        if spec.warm_up:
-            facts["warm-up"] = warm_up(forward)
-        return Model(forward=forward, joins=joins), facts
+        _Run(batch, prepared.requests, self._model, reporter).run()
 
 
 def warm_up(forward: Forward) -> str:

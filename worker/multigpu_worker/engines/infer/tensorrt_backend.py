@@ -75,10 +75,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[For
         )
     if spec.source == "tensorrt-plan" and precision in gate.GATED:
         raise PrecisionError(f"{spec.id} is a prebuilt plan, whose precision can't be changed: remove {precision}")
-    try:
-        limits = limits_of(spec, settings.device)
-    except ValueError as error:
-        raise ModelFolderError(f"{error} (model.toml, [parameters])") from error
+    limits = limits_of(spec, settings.device)
     site = PlanSite(settings)
     if spec.source == "tensorrt-plan":
         runner = PlanRunner(spec.folder / spec.file, site.library.module, site.memory)
@@ -98,7 +95,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> tuple[For
 
 
 def limits_of(spec: ModelSpec, device: str) -> Limits:
-    """The largest shapes of a model's batches. Raises ValueError."""
+    """The largest shapes of a model's batches. Raises ModelFolderError."""
     rows, width = examples_max(spec, device), number_of(spec, "width_max", WIDTH_MAX)
     return Limits(rows_max=rows, width_max=width, tokens_max=rows * width)
 

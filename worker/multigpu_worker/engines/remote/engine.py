@@ -15,7 +15,7 @@ from typing import ClassVar
 import structlog
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
-from multigpu_worker.engines.common.failures import BadInputError, bad_input
+from multigpu_worker.engines.common.failures import BadInputError, bad_input, check_parameters
 from multigpu_worker.engines.remote.calls import Call, Embed, Generate, Infer, Rerank
 from multigpu_worker.engines.remote.server import RequestFailedError, Server, UnavailableError
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
@@ -65,6 +65,7 @@ class RemoteEngine:
                 continue
             reporter.begin(item)
             try:
+                check_parameters(batch)
                 self._run(batch, item, reporter)
             except BadInputError as error:
                 bad_input(error).report(item, reporter)

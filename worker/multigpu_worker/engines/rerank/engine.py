@@ -3,8 +3,7 @@
 The pairs of all tasks of a batch are sorted by length and go through the model in micro-batches. `prepare` tokenises
 while the previous batch runs. A task is settled as soon as its last document is scored, and a bad task fails alone.
 
-Payload and result are `RerankPayload` and `RerankResult` (protos/multigpu/v1/rerank.proto), or JSON (payload.py). Task
-parameters: `engine` (torch) and `precision`.
+Payload and result are `RerankPayload` and `RerankResult` (protos/multigpu/v1/rerank.proto), or JSON (payload.py).
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +14,10 @@ import numpy.typing as npt
 from multigpu.v1 import rerank_pb2
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
-from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input
-from multigpu_worker.engines.common.models import LoadedModels
-from multigpu_worker.engines.common.precision import Variant
+from multigpu_worker.engines.common.failures import BadInputError, Failure, bad_input, check_parameters
+from multigpu_worker.engines.common.precision import choose_for_torch
 from multigpu_worker.engines.embed.text import Tokens
 from multigpu_worker.engines.rerank import payload as rerank_input
-from multigpu_worker.repository.model import ModelSpec
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.rerank.model import Reranker
@@ -49,8 +46,6 @@ Document = tuple[Ready, int, int]
 class Prepared:
     """A batch that is ready to run."""
 
-    # None: loading it failed.
-    model: "Reranker | None" = None
     failures: list[tuple[Item, Failure]] = field(default_factory=list)
     pairs: Tokens = field(default_factory=lambda: Tokens(columns={"input_ids": []}))
     # The longest first, so that a shortage of memory shows at once.
@@ -64,23 +59,27 @@ class RerankEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._models = LoadedModels(settings, self._load)
+        (self._spec,) = settings.models.values()
 
     def load(self) -> dict[str, str]:
         """Load the model as configured."""
-        return self._models.load_default()
+        precision = choose_for_torch(self._spec, self._settings)
+        from multigpu_worker.engines.rerank.model import load  # noqa: PLC0415  (takes seconds: torch)
+
+        self._model = load(self._spec, self._settings, precision)
+        text = f"pairs cut after {self._model.text.tokens_per_text_max} tokens"
+        return {"engine": "torch", "precision": precision, "text": text}
 
     def close(self) -> None:
         """Nothing to write."""
 
     def prepare(self, batch: Batch) -> Prepared:
         """Tokenise the items. `run` reports the failures."""
-        model = self._models.get(batch.model, batch.parameters)
-        if isinstance(model, Failure):
-            return Prepared(failures=[(item, model) for item in batch.items])
-        prepared = Prepared(model=model, pairs=Tokens(columns={name: [] for name in model.text.inputs}))
+        model = self._model
+        prepared = Prepared(pairs=Tokens(columns={name: [] for name in model.text.inputs}))
         for item in batch.items:
             try:
+                check_parameters(batch)
                 payload = rerank_input.parse(item.payload, batch.content_type)
             except BadInputError as error:
                 prepared.failures.append((item, bad_input(error)))
@@ -104,10 +103,9 @@ class RerankEngine:
         # The next document is the last one here.
         todo = prepared.documents[::-1]
         while todo:
-            assert prepared.model is not None
             longest = max(1, len(prepared.pairs.columns["input_ids"][todo[-1][2]]))
-            together = _pop(todo, max(1, prepared.model.budget // longest), reporter)
-            if together and not self._run(together, prepared.pairs, prepared.model, batch.content_type, reporter):
+            together = _pop(todo, max(1, self._model.budget // longest), reporter)
+            if together and not self._run(together, prepared.pairs, self._model, batch.content_type, reporter):
                 todo += together[::-1]
             reporter.beat()
 
@@ -124,7 +122,7 @@ class RerankEngine:
                 return False
             ready = together[0][0]
             ready.gone = True
-            message = f"out of memory on one document: free memory on the device, or use a lower precision ({error})"
+            message = f"out of memory on one document: free memory, or set a lower precision in model.toml ({error})"
             reporter.fail(ready.item, "OutOfMemory", message, retryable=True)
             return True
         model.budget = model.limit.fitted(model.budget)
@@ -136,15 +134,6 @@ class RerankEngine:
                 tokens = ready.tokens if ready.payload.count_tokens else 0
                 reporter.succeed(ready.item, rerank_input.result(scores.tolist(), tokens, content_type), content_type)
         return True
-
-    def _load(self, spec: ModelSpec, variant: Variant) -> "tuple[Reranker, dict[str, str]]":
-        if variant.engine != "torch":
-            raise ValueError(f"rerank runs on torch alone, not on {variant.engine}: leave `engine` out")
-        from multigpu_worker.engines.rerank import model as rerank_model  # noqa: PLC0415  (takes seconds: torch)
-
-        model = rerank_model.load(spec, self._settings, variant.precision)
-        text = f"pairs cut after {model.text.tokens_per_text_max} tokens"
-        return model, {"engine": "torch", "precision": variant.precision, "text": text}
 
 
 def _pop(todo: list[Document], count: int, reporter: Reporter) -> list[Document]:
