@@ -34,8 +34,12 @@ def format_size(count: int) -> str:
 
 
 def format_energy(joules: float) -> str:
-    """Energy: "12 mJ", "3.4 J", "12 Wh", "1.5 kWh"."""
-    for limit, factor, unit in ((1.0, 1e3, "mJ"), (3600.0, 1.0, "J"), (3.6e6, 1 / 3600, "Wh")):
+    """Energy: "80 µJ", "12 mJ", "3.4 J", "12 Wh", "1.5 kWh". Idle power that is taken off may make it negative."""
+    if joules < 0:
+        return f"-{format_energy(-joules)}"
+    if joules == 0:
+        return "0 J"
+    for limit, factor, unit in ((1e-3, 1e6, "µJ"), (1.0, 1e3, "mJ"), (3600.0, 1.0, "J"), (3.6e6, 1 / 3600, "Wh")):
         if joules < limit:
             return f"{joules * factor:.3g} {unit}" if joules * factor < 999.5 else f"{joules * factor:,.0f} {unit}"
     return f"{joules / 3.6e6:,.3g} kWh" if joules < 3.6e9 else f"{joules / 3.6e6:,.0f} kWh"

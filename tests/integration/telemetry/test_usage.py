@@ -91,7 +91,7 @@ def test_mgpuctl_energy_usage(fleet: Fleet) -> None:
     assert lines[0].split() == ["QUEUE", "KIND", "TASKS", "FAILED", "DEVICE", "TIME", "MEASURED", "ENERGY", "A", "TASK"]
     assert lines[1].split()[:4] == ["night", "sleep", "1", "0"]
     assert lines[1].split()[-3:] == ["0%", "-", "-"]
-    report = json.loads(run("--json", "--since", "90min", "--until", "2099-01-01").stdout)
+    report = json.loads(run("--json", "--since", "5400s", "--until", "2099-01-01").stdout)
     assert report["usage"][0]["queue"] == "night"
     assert report["usage"][0]["device_duration"] >= 0.2
     for wrong, says in (("--by=price", "can't be summed by 'price'"), ("--since=soon", "'soon' is no time")):

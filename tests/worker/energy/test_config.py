@@ -192,7 +192,8 @@ def test_amounts_of_memory(text: str, size_bytes: int) -> None:
 def test_keys_that_are_not_followed_are_listed(file: Any) -> None:
     off = "metrics: {enabled: false}\n"
     assert unsupported(load(file(off + backend(LLAMA)))) == {}
-    assert [*unsupported(load(file(MULTI_GPU)))] == ["metrics.country_iso_code"]
+    assert [*unsupported(load(file(MULTI_GPU)))] == []
+    assert [*unsupported(load(file("metrics: {country_iso_code: USA}")))] == ["metrics.country_iso_code"]
     text = off + backend("load_in_8bit: true, trust_remote_code: true, load_in_4bit: false")
     text += "scenario: {reasoning: true, reasoning_params: {reasoning_effort: high, thinking_budget: 1000}}"
     found = unsupported(load(file(text)))

@@ -170,6 +170,23 @@ def test_tasks_wait_for_a_server_that_is_away_under_load(tmp_path: Path) -> None
         current.kill()
 
 
+def test_the_state_of_a_server_is_shown_while_tasks_wait(fleet: Fleet, server: Server) -> None:
+    with fleet.client() as client, multigpu.AdminClient(fleet.address) as admin:
+
+        def state() -> str:
+            (entry,) = admin.list_models("m")
+            return entry.model.facts.get("state", "")
+
+        embed(client)
+        server.answers += [status(503)] * 1000
+        handle = client.submit("embed", ["four"], model="m", attempts_max=1)
+        until(lambda: state().startswith("unavailable: "), what="the state")
+        assert "503" in state()
+        server.answers.clear()
+        assert handle.result() == [[4.0, 1.0]]
+        until(lambda: state() == "answers", what="the state")
+
+
 def test_a_full_server_is_asked_again_after_the_time_that_it_says(fleet: Fleet, server: Server) -> None:
     with fleet.client() as client:
         embed(client)

@@ -19,7 +19,8 @@ def check(config: BenchmarkConfig) -> dict[str, Any]:
     """The report on the GPUs of a configuration, with the keys that are not followed."""
     gpus = config.backend.device_ids if config.backend.device == "cuda" else ()
     return report(gpus, config.backend.memory_limits_bytes()) | {
-        "unsupported": unsupported(config), "output_dir": config.output_dir
+        "unsupported": unsupported(config), "output_dir": config.output_dir,
+        "output_file": config.reporter.output_file,
     }  # fmt: skip
 
 

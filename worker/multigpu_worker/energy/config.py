@@ -25,6 +25,7 @@ NOT_FOLLOWED = {
     "backend.gpu_memory_utilization": "it is a setting of the vLLM server, which is started elsewhere",
     "scenario.reasoning": "prompts are not changed for reasoning models",
     "scenario.reasoning_params": "prompts are not changed for reasoning models",
+    "metrics.country_iso_code": NO_EMISSIONS,
     "metrics.region": NO_EMISSIONS,
 }
 
@@ -141,7 +142,7 @@ class MetricsConfig:
     enabled: bool = setting(True)
     project_name: str = setting("ai_energy_benchmarks")
     output_dir: str = setting("./emissions")
-    country_iso_code: str = setting("USA", "Three letters.")
+    country_iso_code: str = setting("")
     region: str = setting("")
 
 
@@ -209,8 +210,7 @@ def _sections(content: Any) -> dict[str, Any]:
 def unsupported(config: BenchmarkConfig) -> dict[str, str]:
     """The keys with a value that multigpu accepts and does not follow, and why not."""
     of_keys = {key: attrgetter(key) for key in NOT_FOLLOWED}
-    found = {key: NOT_FOLLOWED[key] for key, value in of_keys.items() if value(config) != value(BenchmarkConfig())}
-    return found | ({"metrics.country_iso_code": NO_EMISSIONS} if config.metrics.enabled else {})
+    return {key: NOT_FOLLOWED[key] for key, value in of_keys.items() if value(config) != value(BenchmarkConfig())}
 
 
 def _check_together(config: BenchmarkConfig) -> None:

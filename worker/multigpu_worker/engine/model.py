@@ -1,6 +1,7 @@
 """Loads the model of an engine process, and sends its facts, or the error, to the agent."""
 
 import sys
+import time
 import traceback
 
 from multigpu._handling.attempts import MESSAGE_BYTES_MAX, TYPE_BYTES_MAX, text_of
@@ -15,9 +16,11 @@ from multigpu_worker.repository.signature import UNKNOWN
 # Estimated memory of a CUDA context, which torch does not count.
 CUDA_CONTEXT_BYTES = 400 << 20
 
+FACTS_INTERVAL_S = 1.0
+
 
 class LoadedModel:
-    """A model's engine and its facts (see ModelEngine.load). The engine may change the facts after each batch."""
+    """A model's engine and its facts (see ModelEngine.load). The engine may change the facts."""
 
     def __init__(self, kind: str, engine: ModelEngine, facts: dict[str, str]) -> None:
         self.kind = kind
@@ -26,12 +29,14 @@ class LoadedModel:
         self.facts_sent = _plain(facts)
         self.signature = engine.signature() if isinstance(engine, HasSignature) else UNKNOWN
 
-    def send_facts(self, channel: AgentChannel) -> None:
-        """Send the facts if they have changed since they were last sent."""
-        facts = _plain(self._facts)
-        if facts != self.facts_sent:
-            self.facts_sent = facts
-            channel.send(("facts", facts))
+    def send_facts_forever(self, channel: AgentChannel) -> None:
+        """Send the facts once they have changed, also while a batch runs."""
+        while True:
+            time.sleep(FACTS_INTERVAL_S)
+            facts = _plain(self._facts)
+            if facts != self.facts_sent:
+                self.facts_sent = facts
+                channel.send(("facts", facts))
 
 
 def load(channel: AgentChannel, settings: EngineSettings, spec: ModelSpec) -> LoadedModel | None:

@@ -2,8 +2,8 @@
 
 Threads: one reads the socket, so that a cancellation takes effect at once and the next batch is prepared while one
 runs. With a model another thread prepares, after it has loaded the model. The main thread runs batches, and one more
-thread for each further slot. One flushes reports that would otherwise wait behind a long task. One thread at a time
-enters an engine whose batches run together.
+thread for each further slot. One flushes reports that would otherwise wait behind a long task, and one sends the
+model's facts once they have changed. One thread at a time enters an engine whose batches run together.
 """
 
 import contextlib
@@ -156,6 +156,7 @@ class Runtime:
         one_by_one = bool(model.engine.one_by_one)
         signature = model.signature.plain()
         self._channel.send(("loaded", model.facts_sent, load_s, one_by_one, models.device_bytes(), signature))
+        _thread(model.send_facts_forever, "facts", self._channel)
 
     def _prepared(self, message: frames.Message, blobs: list[bytes], given_back: set[int]) -> Work:
         _, batch_id, kind, model, parameters, content_type, durable, rows = message
@@ -195,8 +196,6 @@ class Runtime:
                 view[at + SlotPage.BATCH] = 0
             reporter.begin_all()  # items that the engine passed over
             reporter.finish()
-            if self._model is not None:
-                self._model.send_facts(self._channel)
             self._leases.end_batch()
 
     def _engine_lock(self, work: Work) -> contextlib.AbstractContextManager[object]:

@@ -49,7 +49,7 @@ class ModelEngine(Engine, Protocol):
         """Load the model, and run it once if its spec says warm_up. Called once, by the thread that calls `prepare`.
 
         Returns facts for people ("engine", "precision", "accuracy" …), shown by `mgpuctl models show`. The dict is read
-        again after each batch, so it may change. Raises ModelFolderError if the model is at fault, MemoryError.
+        again every second, so it may change. Raises ModelFolderError if the model is at fault, MemoryError.
         """
 
     def close(self) -> None:

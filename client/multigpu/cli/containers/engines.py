@@ -110,7 +110,8 @@ def connect(name: str) -> Engine:
             client = docker.from_env() if name == "docker" else docker.DockerClient(podman, version="auto")
             version = client.version()
     except Failure as error:
-        raise Failure(f"{name} does not answer: {error.message}") from error
+        address = podman if name == "podman" else os.environ.get("DOCKER_HOST", "its default address")
+        raise Failure(f"{name} does not answer at {address}: {error.message}") from error
     components = {each["Name"] for each in version.get("Components") or ()}
     answered = "podman" if "Podman Engine" in components else "docker"
     if answered != name:

@@ -17,6 +17,8 @@ from multigpu.cli.text import format_energy
 
 PERMUTATIONS = 10_000
 SIGNIFICANT = 0.05
+# Joules and count (requests or tokens) of each block.
+Blocks = list[tuple[float, int]]
 FIGURES = {"requests": "Energy of a request", "completion_tokens": "Energy of a token"}
 
 
@@ -41,7 +43,10 @@ def compare(before: Path, after: Path, percent: float, as_json: bool) -> None:
     large (a permutation test). Blocks lie within one run each: what differs between runs, such as the temperature of
     the room or the sensors of another GPU, is not seen by the test. Repeat runs before you trust small differences.
     """
-    rows = [_row(name, load_result(before), load_result(after), percent / 100) for name in FIGURES]
+    first, second = load_result(before), load_result(after)
+    rows = [
+        _row(name, _of_blocks(before, first, name), _of_blocks(after, second, name), percent / 100) for name in FIGURES
+    ]
     if as_json:
         show.value(rows)
     else:
@@ -50,8 +55,7 @@ def compare(before: Path, after: Path, percent: float, as_json: bool) -> None:
         raise SystemExit(Failure.exit_code)
 
 
-def _row(count: str, before: dict[str, Any], after: dict[str, Any], tolerated: float) -> dict[str, Any]:
-    first, second = (_of_blocks(each, count) for each in (before, after))
+def _row(count: str, first: Blocks, second: Blocks, tolerated: float) -> dict[str, Any]:
     means = [sum(joules for joules, _ in each) / sum(n for _, n in each) for each in (first, second)]
     change = means[1] / means[0] - 1
     chance = p_value(*([joules / n for joules, n in each] for each in (first, second)))
@@ -62,12 +66,14 @@ def _row(count: str, before: dict[str, Any], after: dict[str, Any], tolerated: f
     }  # fmt: skip
 
 
-def _of_blocks(result: dict[str, Any], count: str) -> list[tuple[float, int]]:
-    """Joules and count of each block that has both. Raises WrongUsage."""
+def _of_blocks(path: Path, result: dict[str, Any], count: str) -> Blocks:
+    """The blocks of a result that have both. Raises WrongUsage."""
     blocks = result["multigpu"]["blocks"]
     found = [(each["joules"], each[count]) for each in blocks if each["joules"] is not None and each[count]]
+    if not any(each["joules"] is not None for each in blocks):
+        raise WrongUsage(f"{path}: energy was not measured in this run")
     if len(found) < 2:
-        raise WrongUsage(f"{result['config']['name']}: energy was measured in {len(found)} blocks; run it longer")
+        raise WrongUsage(f"{path}: energy was measured in {len(found)} blocks; run it longer (--least)")
     return found
 
 
@@ -83,7 +89,9 @@ def p_value(first: Sequence[float], second: Sequence[float]) -> float:
 def _verdict(row: dict[str, Any]) -> str:
     if not row["significant"]:
         return "no significant difference"
-    return "more" if row["change"] > 0 else "less"
+    if row["change"] <= 0:
+        return "less"
+    return "more" if row["worse"] else "more, tolerated"
 
 
 COLUMNS = (

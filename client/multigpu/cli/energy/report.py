@@ -4,6 +4,7 @@ import html
 import importlib.util
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def check_matplotlib() -> None:
         raise WrongUsage("pictures need matplotlib: pip install 'multigpu[plot]'")
 
 
+def check_writable(*paths: Path | None) -> None:
+    """Raises WrongUsage for a file that can't be written, before a long run; None is no file."""
+    for path in filter(None, paths):
+        nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if path.is_dir() or not (nearest == path or nearest.is_dir()) or not os.access(nearest, os.W_OK):
+            raise WrongUsage(f"can't write {path}: {nearest} is {'a folder' if path.is_dir() else 'not writable'}")
+
+
 def write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
@@ -111,7 +120,8 @@ def _with_error(energy: dict[str, Any]) -> str:
     if energy["joules"] is None:
         return ""
     share = energy["uncertainty_joules"] / abs(energy["joules"]) if energy["joules"] else 0.0
-    return f"{format_energy(energy['joules'])} ± {share:.0%}"
+    error = f"{share:.0%}" if share <= 1 else format_energy(energy["uncertainty_joules"])
+    return f"{format_energy(energy['joules'])} ± {error}"
 
 
 def _device(device: dict[str, Any]) -> str:
@@ -161,11 +171,14 @@ def plot_of(result: dict[str, Any], form: str) -> bytes:
         axes.set(ylabel=title)
         axes.set_ylim(bottom=0)
         axes.grid(visible=True, alpha=0.3)
+        if not axes.lines:
+            axes.text(0.5, 0.4, "not measured", transform=axes.transAxes, ha="center", color="#52606d")
     for phase in ours["phases"]:
         middle_s = (phase["begin_s"] + phase["end_s"]) / 2
         at = (middle_s, 1.02)
         power.annotate(phase["name"], at, xycoords=("data", "axes fraction"), ha="center", fontsize="small")
-    power.legend(fontsize="small", loc="lower right")
+    if power.lines:
+        power.legend(fontsize="small", loc="lower right")
     clock.set(xlabel="seconds")
     out = io.BytesIO()
     figure.savefig(out, format=form, dpi=120)

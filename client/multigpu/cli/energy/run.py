@@ -15,7 +15,7 @@ from multigpu import _extras
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.energy.devices import ask_host, parse_settings, settings_option
-from multigpu.cli.energy.report import check_matplotlib, facts_of, html_of, plot_of, remarks_on, write
+from multigpu.cli.energy.report import check_matplotlib, check_writable, facts_of, html_of, plot_of, remarks_on, write
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import Number, json_option
 
@@ -63,6 +63,7 @@ def run(
     """
     if html or plot:
         check_matplotlib()
+    check_writable(html, plot)
     overrides = parse_settings(settings)
     checked = ask_host("check", str(config), *overrides)
     for key, reason in checked["unsupported"].items():
@@ -70,6 +71,7 @@ def run(
     if checked["errors"]:
         gone = "; ".join(f"cuda:{index}: {error}" for index, error in checked["errors"].items())
         raise Failure(f"not all GPUs are available: {gone}")
+    check_writable(Path(checked["output_file"]), Path(checked["output_dir"], "result.json"))
     length = {"idle_s": idle_s, "least_s": least_s, "most_s": max(most_s, least_s), "width": percent / 100}
     result = _result_of([str(config), json.dumps(length), *overrides])
     path = _save(checked["output_dir"], result)

@@ -16,14 +16,14 @@ from multigpu.cli.text import duration, format_energy
 from multigpu.fleet import Usage
 
 KEYS = ("queue", "submitter", "kind", "model")
-SECONDS = {"min": 60, "h": 3600, "d": 86_400}
+SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 EMPTY = "no task has used a device in this period"
 
 
 def parse_time(text: str) -> datetime:
-    """A time: "90min", "24h" or "7d" ago, or a date with or without a time, in local time unless it names a zone."""
+    """A time: "300s", "90min", "24h" or "7d" ago, or a date and perhaps a time, local unless it names a zone."""
     try:
-        if ago := re.fullmatch(r"(\d{1,6})(min|h|d)", text):
+        if ago := re.fullmatch(r"(\d{1,6})(s|m|min|h|d)", text):
             return datetime.now(UTC) - timedelta(seconds=int(ago[1]) * SECONDS[ago[2]])
         return datetime.fromisoformat(text).astimezone(UTC)
     except (ValueError, OverflowError, OSError):
@@ -35,7 +35,9 @@ def parse_keys(text: str) -> tuple[str, ...]:
     """Names of KEYS with commas between them."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if unknown := [name for name in names if name not in KEYS]:
-        raise click.BadParameter(f"usage can't be summed by {unknown[0]!r}; use some of {', '.join(KEYS)}")
+        raise click.BadParameter(
+            f"usage can't be summed by {unknown[0]!r}; use some of {', '.join(KEYS)} (submitter: the token)"
+        )
     return names
 
 
@@ -61,10 +63,17 @@ def columns(by: tuple[str, ...]) -> list[Column]:
     ),
 )
 @click.option(
-    "--by", type=parse_keys, default="queue", show_default=True, help="Some of queue, submitter, kind, model."
+    "--by",
+    type=parse_keys,
+    metavar="KEY,KEY",
+    default="queue",
+    show_default=True,
+    help="Some of queue, submitter, kind, model.",
 )
-@click.option("--since", type=parse_time, help="90min, 24h, 7d (ago), or a date and time.  [default: 24h]")
-@click.option("--until", type=parse_time, help="The same.  [default: now]")
+@click.option(
+    "--since", type=parse_time, metavar="TIME", help="90min, 24h, 7d (ago), or a date and time.  [default: 24h]"
+)
+@click.option("--until", type=parse_time, metavar="TIME", help="The same.  [default: now]")
 @connected
 @json_option
 def usage(
@@ -73,8 +82,9 @@ def usage(
     """Device time and energy of tasks in a period, summed.
 
     The master keeps sums of 10 minutes for 400 days; the period is extended to whole ones. The submitter is the name of
-    the token. MEASURED is the part of the device time for which energy was measured; ENERGY is that of this part alone,
-    with its uncertainty, and includes the idle power of the device.
+    the token; tasks that named no model count under "-". FAILED counts attempts. MEASURED is the part of the device
+    time for which energy was measured; ENERGY is that of this part alone, with its uncertainty, and includes the idle
+    power of the device. A TASK has a value where all was measured.
     """
     report = admin.usage(by, begin=since, end=until)
     if as_json:

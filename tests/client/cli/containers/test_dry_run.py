@@ -98,10 +98,10 @@ def test_deployments_of_the_earlier_system(host: SimulatedGpus, args: str, expec
 def test_a_line_for_docker_word_by_word(tmp_path: Path) -> None:
     token = tmp_path / "my, token"
     token.write_text("hf_secret")
-    args = ["--model", "a/m", "--api", "vllm", "--devices", "0,GPU-1a-2b", "--name", "n", "--port", "81"]
+    args = ["--model", "a/m", "--api", "vllm", "--devices", "0,GPU-1a-2b", "--name", "nn", "--port", "81"]
     done = deploy(*args, "--env", "A=it's", "--hf-token-file", str(token), "--dry-run")
     assert done.stdout == (
-        "docker run --detach --name n --gpus '\"device=0,GPU-1a-2b\"' --shm-size 16g --restart unless-stopped "
+        "docker run --detach --name nn --gpus '\"device=0,GPU-1a-2b\"' --shm-size 16g --restart unless-stopped "
         "--publish 127.0.0.1:81:8000 --mount type=bind,source=/hf/hub,target=/data/hub "
         f"--mount 'type=bind,\"source={token}\",target=/data/token,readonly' "
         "--env HF_HOME=/data --env HUGGINGFACE_HUB_CACHE=/data/hub --env HF_TOKEN_PATH=/data/token "

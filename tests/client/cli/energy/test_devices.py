@@ -16,7 +16,10 @@ from tests.fakes.gpus import SimulatedGpus
 
 GIB = 1 << 30
 MIB = 1 << 20
-FOUR = "backend: {type: pytorch, device_ids: [0, 1, 2, 3], max_memory: {0: 20GB, 1: 20GB, 2: 20GB, 3: 20GB}}\n"
+FOUR = """
+metrics: {country_iso_code: USA}
+backend: {type: pytorch, device_ids: [0, 1, 2, 3], max_memory: {0: 20GB, 1: 20GB, 2: 20GB, 3: 20GB}}
+"""
 
 Run = Callable[..., Result]
 

@@ -6,7 +6,7 @@ import csv
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from multigpu.cli import cli
+from multigpu.cli.text import format_energy
 
 from tests.fakes.gpus import SimulatedGpus
 from tests.worker.generate.tiny_llama import save_tiny_llama
@@ -220,8 +221,8 @@ def test_a_csv_file_with_other_columns_is_not_touched(energy: Energy, config: st
     assert rows.read_text() == "a,b\n1,2\n"
 
 
-def result_of(path: Path, joules_per_request: list[float]) -> str:
-    blocks = [{"joules": 10 * each, "requests": 10, "completion_tokens": 100} for each in joules_per_request]
+def result_of(path: Path, joules_per_request: Sequence[float | None]) -> str:
+    blocks = [{"joules": each and 10 * each, "requests": 10, "completion_tokens": 100} for each in joules_per_request]
     path.write_text(json.dumps({"config": {"name": path.stem}, "multigpu": {"blocks": blocks}}))
     return str(path)
 
@@ -234,7 +235,9 @@ def test_compare_fails_if_the_second_takes_significantly_more(energy: Energy, tm
     worse = energy("compare", before, more)
     assert worse.exit_code == 1
     assert "+10.0%" in worse.stdout
-    assert energy("compare", before, more, "--tolerate", "15").exit_code == 0
+    tolerated = energy("compare", before, more, "--tolerate", "15")
+    assert tolerated.exit_code == 0
+    assert "more, tolerated" in tolerated.stdout
     better = energy("compare", more, before, "--json")
     assert better.exit_code == 0
     (request, token) = json.loads(better.stdout)
@@ -245,16 +248,54 @@ def test_compare_fails_if_the_second_takes_significantly_more(energy: Energy, tm
 def test_compare_says_what_is_no_result(energy: Energy, tmp_path: Path) -> None:
     before = result_of(tmp_path / "before.json", [10.0, 10.1])
     short = result_of(tmp_path / "short.json", [10.0])
+    unmeasured = result_of(tmp_path / "unmeasured.json", [None, None])
     other = tmp_path / "other.json"
     other.write_text("[]")
     for path, says in (
-        (short, "energy was measured in 1 blocks"),
+        (short, f"{short}: energy was measured in 1 blocks"),
+        (unmeasured, f"{unmeasured}: energy was not measured"),
         (str(other), "not a result"),
         ("none", "can't read"),
     ):
         done = energy("compare", before, path)
         assert done.exit_code == 2
         assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--html", "{folder}/config.yaml/page.html"), "config.yaml is not writable"),
+        (("--plot", "{folder}"), "is a folder"),
+        (("--set", "reporter.output_file={folder}/config.yaml/rows.csv"), "config.yaml is not writable"),
+        (("--set", "output_dir={folder}/config.yaml"), "config.yaml is not writable"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_before_the_run(
+    energy: Energy, config: str, server: Server, tmp_path: Path, args: tuple[str, str], says: str
+) -> None:
+    done = energy("run", config, *SHORT, args[0], args[1].format(folder=tmp_path))
+    assert (done.exit_code, server.asked) == (2, [])
+    assert says in done.stderr
+
+
+def test_a_device_without_sensors_is_drawn_without_warnings(
+    energy: Energy, config: str, gpus: SimulatedGpus, tmp_path: Path
+) -> None:
+    gpus.fail("nvmlDeviceGetPowerUsage", 1)
+    gpus.fail("nvmlDeviceGetTotalEnergyConsumption", 1)
+    done = energy("run", config, *SHORT, "--plot", str(tmp_path / "plot.png"))
+    assert done.exit_code == 0, done.output
+    assert "energy was not measured" in done.stderr
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"),
+    [(8e-5, "80 µJ"), (0.012, "12 mJ"), (-7.44, "-7.44 J"), (0.0, "0 J"), (43_200.0, "12 Wh"), (5.4e6, "1.5 kWh")],
+)
+def test_energy_has_the_unit_of_its_size(joules: float, text: str) -> None:
+    assert format_energy(joules) == text
 
 
 @pytest.mark.slow

@@ -106,7 +106,6 @@ def call_of(spec: ModelSpec, server: Server) -> Call:
     """Raises ModelFolderError: the server's API has nothing for this kind."""
     kind = CALLS[spec.kind]
     if spec.remote.api not in kind.apis:
-        raise ModelFolderError(
-            f"{spec.folder}: the API {spec.remote.api} has nothing for the kind {spec.kind}; {', '.join(kind.apis)} has"
-        )
+        apis = " or ".join(kind.apis)
+        raise ModelFolderError(f"{spec.folder}: the API {spec.remote.api} has nothing for {spec.kind}; use {apis}")
     return kind(spec, server)
