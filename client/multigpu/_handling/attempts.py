@@ -10,6 +10,7 @@ MESSAGE_BYTES_MAX = 8 << 10
 TRACEBACK_BYTES_MAX = 16 << 10
 NOTE_BYTES_MAX = 1 << 10
 LOG_CHARS_MAX = 16_384
+CUT = "…\n"
 
 
 @dataclass(slots=True)
@@ -85,8 +86,8 @@ def text_of(text: str, bytes_max: int) -> str:
 
 
 def last_lines(text: str) -> str:
-    """The last lines of a task's log that fit into LOG_CHARS_MAX."""
+    """The last lines of a task's log that fit into LOG_CHARS_MAX, after CUT if lines are missing."""
     if len(text) <= LOG_CHARS_MAX:
         return text
-    cut = text[-LOG_CHARS_MAX:]
-    return cut[cut.find("\n") + 1 :]
+    kept = text[len(CUT) - LOG_CHARS_MAX :]
+    return CUT + kept[kept.find("\n") + 1 :]

@@ -79,6 +79,8 @@ def deploy(
         image=image or APIS[api].image, port=port or _free_port(), env=env, token_file=token_file,
     )  # fmt: skip
     if dry_run:
+        if not cache_dir().exists():
+            show.note(f"the mounted folder does not exist yet: mkdir -p {cache_dir()}")
         words = spec.run_words(engine)
         show.value({"command": words}) if as_json else show.line(shlex.join(words))
         return
