@@ -97,7 +97,7 @@ def reject_unknown(given: Iterable[str], known: Collection[str], what: str, rend
     """Raises ValueError for the first unknown name. The message suggests the nearest known one."""
     for name in given:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            nearest = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {render(nearest[0])}?" if nearest else f"known: {', '.join(map(render, known))}"
             raise ValueError(f"unknown {what}: {render(name)}; {remedy}")
 
