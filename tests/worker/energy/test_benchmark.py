@@ -161,6 +161,20 @@ def test_every_prompt_is_run_once_however_long_it_takes() -> None:
     assert {prompt for batch in measured for prompt in batch} == set(PROMPTS)
 
 
+class SlowGpu(Gpu):
+    """Its driver takes its time."""
+
+    def sample(self) -> Telemetry:
+        time.sleep(0.3)
+        return super().sample()
+
+
+def test_the_phases_begin_once_each_device_has_been_read() -> None:
+    run = benchmark(gpu := SlowGpu(), Work(gpu))
+    idle = run.phase("idle")
+    assert run.recorder.energy(idle.begin_s, idle.end_s) is not None
+
+
 def test_a_device_without_sensors_is_measured_without_energy() -> None:
     gpu = Gpu(counter=False, power=False)
     work = Work(gpu)

@@ -9,7 +9,7 @@ from multigpu_worker.device.interface import Device, DeviceGoneError, Telemetry
 from multigpu_worker.energy.windows import ZERO, Energy, Readings
 
 SAMPLES_PER_S = 10.0
-# How long `end` waits for a driver call.
+# How long `begin` and `end` wait for a driver call.
 END_S = 5.0
 
 
@@ -51,8 +51,15 @@ class Recorder:
         return time.monotonic() - self._begun_s
 
     def begin(self) -> None:
+        """Returns once each device has been read. RecordingError: one can't be read."""
         for thread in self._threads:
             thread.start()
+        since_s = self.now_s()
+        while not self.covers(0.0):
+            self.check()
+            if self.now_s() - since_s > END_S:
+                raise RecordingError(f"the driver of a device has not answered for {END_S:g} s")
+            time.sleep(0.01)
 
     def end(self) -> None:
         """Ends the recording, after a last sample. RecordingError: a driver does not answer."""
@@ -88,14 +95,14 @@ class Recorder:
             while not last:
                 last = self._ended.is_set()
                 sample, time_s = recording.device.sample(), self.now_s()
-                recording.times_s.append(time_s)
-                recording.samples.append(sample)
                 if (readings := recording.readings) is not None:
                     counter = readings.method is EnergyMethod.COUNTER
                     value = sample.energy_joules if counter else sample.power_watts
                     if value is None:
                         raise RecordingError(f"{recording.device.info.name} no longer reports its energy")  # noqa: TRY301
                     readings.add(time_s, value)
+                recording.samples.append(sample)
+                recording.times_s.append(time_s)  # the last: `covers` reads it in another thread
                 due_s = max(due_s + 1 / SAMPLES_PER_S, time.monotonic())
                 self._ended.wait(due_s - time.monotonic())
         except (RecordingError, DeviceGoneError) as error:

@@ -54,8 +54,8 @@ class Readings:
     _integrals: list[float] = field(default_factory=lambda: [0.0], repr=False)
 
     def add(self, time_s: float, value: float) -> None:
-        self.times_s.append(time_s)
         self.values.append(value)
+        self.times_s.append(time_s)  # the last: another thread may read
 
     def energy(self, begin_s: float, end_s: float) -> Energy:
         """Raises ValueError if the readings do not cover this time."""

@@ -181,6 +181,7 @@ def test_eight_gpus_are_measured_while_a_server_answers(
     assert json.loads(energy("report", str(path), "--json").stdout) == result
 
     again = energy("run", config, *SHORT, "--json")
+    assert again.exit_code == 0, again.output
     assert json.loads(again.stdout)["config"]["name"] == "eight"
     assert len((tmp_path / "results" / "rows.csv").read_text().splitlines()) == 3, "a header and two rows"
 
