@@ -9,8 +9,8 @@ from multigpu_worker.device.interface import Device, DeviceGoneError, Telemetry
 from multigpu_worker.energy.windows import ZERO, Energy, Readings
 
 SAMPLES_PER_S = 10.0
-# How long `begin` and `end` wait for a driver call.
-END_S = 5.0
+# How long `begin` and `end` wait for the drivers.
+DRIVER_TIMEOUT_S = 5.0
 
 
 class RecordingError(Exception):
@@ -57,17 +57,17 @@ class Recorder:
         since_s = self.now_s()
         while not self.covers(0.0):
             self.check()
-            if self.now_s() - since_s > END_S:
-                raise RecordingError(f"the driver of a device has not answered for {END_S:g} s")
+            if self.now_s() - since_s > DRIVER_TIMEOUT_S:
+                raise RecordingError(f"the driver of a device has not answered for {DRIVER_TIMEOUT_S:g} s")
             time.sleep(0.01)
 
     def end(self) -> None:
         """Ends the recording, after a last sample. RecordingError: a driver does not answer."""
         self._ended.set()
         for thread in self._threads:
-            thread.join(END_S)
+            thread.join(DRIVER_TIMEOUT_S)
         if any(thread.is_alive() for thread in self._threads):
-            raise RecordingError(f"the driver of a device has not answered for {END_S:g} s")
+            raise RecordingError(f"the driver of a device has not answered for {DRIVER_TIMEOUT_S:g} s")
         self.check()
 
     def check(self) -> None:

@@ -79,7 +79,7 @@ Tell = Callable[[str, float, float], None]  # phase, done, of
 
 
 class Benchmark:
-    """`tell` is told of progress."""
+    """Calls `tell` with the progress."""
 
     def __init__(
         self, config: BenchmarkConfig, length: Length, recorder: Recorder, workload: Workload, tell: Tell

@@ -6,6 +6,7 @@ import csv
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -285,7 +286,9 @@ def test_a_device_without_sensors_is_drawn_without_warnings(
 ) -> None:
     gpus.fail("nvmlDeviceGetPowerUsage", 1)
     gpus.fail("nvmlDeviceGetTotalEnergyConsumption", 1)
-    done = energy("run", config, *SHORT, "--plot", str(tmp_path / "plot.png"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        done = energy("run", config, *SHORT, "--plot", str(tmp_path / "plot.png"))
     assert done.exit_code == 0, done.output
     assert "energy was not measured" in done.stderr
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
