@@ -281,11 +281,12 @@ def test_a_file_that_cannot_be_written_is_named_before_the_run(
     assert says in done.stderr
 
 
-def test_a_device_without_sensors_is_drawn_without_warnings(
+def test_devices_without_sensors_are_drawn_without_warnings(
     energy: Energy, config: str, gpus: SimulatedGpus, tmp_path: Path
 ) -> None:
-    gpus.fail("nvmlDeviceGetPowerUsage", 1)
-    gpus.fail("nvmlDeviceGetTotalEnergyConsumption", 1)
+    for n in range(GPUS):
+        gpus.fail("nvmlDeviceGetPowerUsage", n)
+        gpus.fail("nvmlDeviceGetTotalEnergyConsumption", n)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         done = energy("run", config, *SHORT, "--plot", str(tmp_path / "plot.png"))
