@@ -61,10 +61,13 @@ def check(records: Iterable[Record]) -> Findings:
 
 def _figures(book: Book) -> dict[str, int]:
     executions = len(book["execution"])
+    watched = {r["request_id"] for r in book.watched.values()}
     return {
         "submitted": len(book.digests),
         "acknowledged": len({r["request_id"] for r in book["ack"]}),
         "outcomes": len(book.watched),
+        # Each is a broken promise, unless the master died right after it delivered the outcome.
+        "outcomes lost with their master": len({r for r in book.digests if book.durable(r)} - watched),
         "cancelled": sum(r["state"] == "CANCELLED" for r in book.watched.values()),
         "partial outputs": len(book["partial"]),
         "ephemeral tasks gone with their master": len(book["gone"]),

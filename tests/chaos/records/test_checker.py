@@ -188,6 +188,23 @@ def test_an_outcome_is_on_the_disk_a_moment_after_it_was_given() -> None:
         assert (not broken) is sound_now, broken
 
 
+def test_a_delivered_outcome_may_go_with_its_master_and_is_counted() -> None:
+    """The end of a stream, or of a call that sends no acceptance, was the only acknowledgement of its task."""
+    for by, task_id, delivered in (("stream", STREAMED, "streamed"), ("map", MAPPED, "ack")):
+        for kill_s, sound_now in ((1.0, True), (60.0, False)):
+            records = sound()
+            if by == "map":
+                find(records, "ack", by=by)["settled"] = True
+            at_s = find(records, delivered, request_id=f"r{task_id}")["at_s"]
+            records = [
+                r for r in records
+                if not (r.get("task_id") == task_id and (r["what"] == "got" or r.get("by") in ("watch", "replay")))
+            ]  # fmt: skip
+            findings = check([*records, {"at_s": at_s + kill_s, "what": "kill", "target": "master", "pid": 1}])
+            assert (not findings.broken) is sound_now, findings.broken
+            assert findings.figures["outcomes lost with their master"] == 1
+
+
 def test_a_client_that_began_again_may_be_answered_again() -> None:
     records = sound()
     again = dict(find(records, "outcome", by="map", task_id=2), life=2)
