@@ -240,7 +240,7 @@ async def measure_hop() -> None:
     settings = EngineSettings(device="cpu", slots=1, threads=0)
     child = ChildProcess(
         ProcessSettings(
-            engine=settings, memory_bytes=0, result_bytes_max=1 << 26, visible_devices="", sharing=Sharing(),
+            engine=settings, memory_bytes=0, result_bytes_max=1 << 26, device_environment={}, sharing=Sharing(),
             progress_timeout_s=0.0, cancel_grace_s=1.0,
         ),
         1, os.open(os.devnull, os.O_WRONLY), events.take, events.death.set_result,

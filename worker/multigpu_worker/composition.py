@@ -12,7 +12,7 @@ from multigpu.config.config import WorkerConfig
 
 from multigpu_worker.agent import Agent
 from multigpu_worker.device.cpu import host_memory_bytes
-from multigpu_worker.device.interface import Device
+from multigpu_worker.device.interface import Device, visible_environment
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
@@ -105,7 +105,7 @@ def _process_settings(
         engine=engine,
         memory_bytes=_engine_memory_bytes(config, device),
         result_bytes_max=min(config.result_bytes_max, RESULT_BYTES_MAX),
-        visible_devices=device.visible_devices,
+        device_environment=visible_environment([device]),
         mps=mps,
         sharing=sharing,
         progress_timeout_s=config.progress_timeout_s,

@@ -77,9 +77,8 @@ class HealthMonitor:
         self.checks_passed = 0
         self._checks_asked = 0
         self._check_at_once = False
-        self._events: DeviceEvents | None = None
-        if device.info.device_id != "cpu":
-            self._events = DeviceEvents(device.info, self._received)
+        self._is_gpu = device.info.device_id != "cpu"
+        self._events = DeviceEvents(device.info, self._received) if device.reports_events else None
         # The last sample and recovery action that were checked for a reset.
         self._seen: tuple[Sample, int | None] | None = None
         self._note = ResetNote(Path(artifacts) / "device.resets" / f"{device.info.device_id}.json")
@@ -110,7 +109,7 @@ class HealthMonitor:
                 try:
                     async with asyncio.timeout(TICK_S):
                         await self._changed.wait()
-                    if self._events is not None:
+                    if self._is_gpu:
                         await self._sampler.sample(ANSWER_TIMEOUT_S)
                 except TimeoutError:
                     pass
@@ -244,7 +243,8 @@ class HealthMonitor:
         if needed is not None and self._reset.needed is None:
             self.health.reset_seen(self._now())
         if errors:  # tasks may have computed with corrupted data
-            self._errors_seen(f"{errors} new uncorrectable memory errors: reset the GPU")
+            remedy = "" if self._events is None else ": reset the GPU"  # else its driver resets it
+            self._errors_seen(f"{errors} new uncorrectable memory errors{remedy}")
 
     # --- consequences ------------------------------------------------------------------------------------------------
 
@@ -306,6 +306,7 @@ class HealthMonitor:
         self._sampler.parked = False
         if self._events is not None:
             self._events.park(False)
+        if self._is_gpu:
             asked_ns = time.time_ns()
             sample = await self._sampler.sample(ANSWER_TIMEOUT_S)
             if sample is None or sample.time_ns < asked_ns:

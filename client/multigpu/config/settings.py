@@ -136,7 +136,9 @@ class WorkerConfig(Checked):
     tls_key: str = setting("", "File of its key.")
     token_file: str = setting("", "File of the worker's token.")
     device: str = setting(
-        "auto", 'The device: "cpu", "cuda:N", the UUID of a GPU or MIG instance, or "auto".', check=check_device
+        "auto",
+        'The device: "cpu", "cuda:N", "rocm:N", the UUID of a GPU or MIG instance, or "auto".',
+        check=check_device,
     )
     worker_id: str = setting("", "The worker's stable name.", default_text="host and device")
     labels: dict[str, str] = setting(dict, "Labels that tasks may require, as KEY=VALUE.")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.client.cli.fleet_up import MGPUCTL, Up, children_of, mgpuctl, ok, running
+from tests.fakes.amd import SimulatedAmdGpus
 from tests.waiting import until
 
 
@@ -220,6 +221,17 @@ def test_up_obeys_the_variables_of_earlier_deployments(
     with running(tmp_path, *args, env=env) as up:
         assert len(up.children()) == 1 + workers
         assert json.loads(ok(up.address, "strategy", "get", "--json"))["strategy"] == strategy
+
+
+@pytest.mark.slow
+def test_up_runs_a_worker_on_each_visible_amd_gpu(tmp_path: Path) -> None:
+    amd = SimulatedAmdGpus(tmp_path / "amd", 4)
+    env = {**amd.env(), "ROCR_VISIBLE_DEVICES": f"0,{amd.uuid(1)}"}  # HIP counts from the last one
+    with running(tmp_path, "--device", "auto", env=env) as up:
+        workers = json.loads(ok(up.address, "workers", "--json"))
+    assert {each["device"]["name"]: each["device"]["device_id"] for each in workers} == {
+        "rocm:1": amd.uuid(1), "rocm:3": amd.uuid(3),
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -208,6 +208,8 @@ def test_processor_energy_over_a_counter_overflow(tmp_path: Path) -> None:
 class BlockingDevice:
     """Answers once `answers` is set."""
 
+    visible_variable, reports_events = "CUDA_VISIBLE_DEVICES", True
+
     def __init__(self) -> None:
         self.info = DeviceInfo(device_id="GPU-1", name="cuda:0", product="", memory_total_bytes=0)
         self.visible_devices = self.engine_name = ""

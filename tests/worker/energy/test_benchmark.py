@@ -23,7 +23,8 @@ LENGTH = Length(idle_s=0.5, least_s=1.0, most_s=4.0, width=0.1)
 class Gpu:
     """A device whose power the test sets; its counter follows."""
 
-    visible_devices, engine_name, compute_prohibited = "", "", False
+    visible_variable, visible_devices, engine_name = "CUDA_VISIBLE_DEVICES", "", ""
+    compute_prohibited = reports_events = False
 
     def __init__(self, *, counter: bool = True, power: bool = True) -> None:
         self.info = DeviceInfo(device_id="GPU-1", name="cuda:0", product="A GPU", memory_total_bytes=1 << 30)

@@ -1,12 +1,14 @@
 """Engine and precision: the model overrides the worker, and the device decides the rest."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import precision
 from multigpu_worker.engines.common.precision import PrecisionError, Variant, auto_precision, choose
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 Names = dict[str, str]
 
@@ -68,6 +70,19 @@ def test_driver_and_torch_agree_on_the_capability() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     assert precision.compute_capability("cuda:0") == torch.cuda.get_device_capability(0)
+
+
+def test_the_capability_of_an_amd_gpu_comes_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    version, cuda = SimpleNamespace(hip="7.0"), SimpleNamespace(get_device_capability=lambda device: (9, 4))
+    monkeypatch.setattr("ctypes.CDLL", no_library)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=version, cuda=cuda, __spec__="a spec"))
+    assert precision.compute_capability("cuda:0") == (9, 4)
+    version.hip = None
+    with pytest.raises(ModelFolderError, match=r"cuda:0 can't be asked .*libcuda.* install NVIDIA's driver"):
+        precision.compute_capability("cuda:0")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ async def test_a_frame_that_is_read_after_the_kill_makes_no_process_ready() -> N
         engine=EngineSettings(device="cpu", slots=1, threads=1),
         memory_bytes=0,
         result_bytes_max=1 << 20,
-        visible_devices="",
+        device_environment={"CUDA_VISIBLE_DEVICES": ""},
         sharing=Sharing(),
         progress_timeout_s=0.0,
         cancel_grace_s=1.0,

@@ -18,6 +18,9 @@ POWER_WINDOW_S = 0.1
 
 
 class CpuDevice:
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+    reports_events = False
+
     def __init__(self, powercap: Path = POWERCAP) -> None:
         self.info = DeviceInfo(
             device_id="cpu", name="cpu", product=_processor_name(), memory_total_bytes=meminfo()["MemTotal"]

@@ -1,9 +1,10 @@
-"""The interface of a worker's device: identity and telemetry. nvml.py implements it for GPUs, cpu.py for CPUs.
+"""The interface of a worker's device: identity and telemetry. One module implements it for each vendor.
 
 A value that the device does not report is None or empty, never zero. Every call may block, even forever if the driver
 hangs: only the sampler's thread makes them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,9 +36,9 @@ class DevicePeer:
 class DeviceInfo:
     """Identity of a device. Fields as in multigpu.v1.Device."""
 
-    # An NVML UUID, or "cpu".
+    # NVML's UUID, HIP's UUID, or "cpu".
     device_id: str
-    # "cuda:0", "cpu".
+    # "cuda:0", "rocm:0", "cpu".
     name: str
     product: str
     memory_total_bytes: int
@@ -104,12 +105,15 @@ class Telemetry:
 
 class Device(Protocol):
     info: DeviceInfo
-    # The engine's CUDA_VISIBLE_DEVICES: it sees this device only.
+    # The environment variable, and its value, with which an engine sees this device only.
+    visible_variable: str
     visible_devices: str
     # The device's name inside the engine.
     engine_name: str
     # The compute mode is PROHIBITED.
     compute_prohibited: bool
+    # The driver reports events and required recovery actions: events.py. Else only the sensors tell of faults.
+    reports_events: bool
 
     def sample(self) -> Telemetry:
         """Read the sensors. Raises DeviceGoneError."""
@@ -122,3 +126,15 @@ class Device(Protocol):
 
     def power_watts(self) -> float | None:
         """Current power. None: not reported."""
+
+
+def visible_environment(devices: Sequence[Device]) -> dict[str, str]:
+    """The environment variables with which a process sees only these devices, all of one vendor."""
+    variable = devices[0].visible_variable
+    environment = {variable: ",".join(device.visible_devices for device in devices)}
+    if variable != "CUDA_VISIBLE_DEVICES":
+        # HIP reads this one, too, and counts the devices that the first has left.
+        environment["CUDA_VISIBLE_DEVICES"] = environment["HIP_VISIBLE_DEVICES"] = ",".join(
+            str(index) for index in range(len(devices))
+        )
+    return environment

@@ -131,6 +131,9 @@ def open_at(index: int, instance: str = "") -> "NvmlDevice":
 class NvmlDevice:
     """One GPU or MIG instance. The constructor raises NVMLError or DeviceGoneError."""
 
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+    reports_events = True
+
     def __init__(self, index: int, instance: str = "") -> None:
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         self.device_id: str = instance or pynvml.nvmlDeviceGetUUID(self._handle)

@@ -11,12 +11,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from multigpu.errors import ConfigError
 
-from multigpu_worker.device.interface import DeviceError
+from multigpu_worker.device.interface import DeviceError, visible_environment
 from multigpu_worker.energy import availability
 from multigpu_worker.energy.config import BenchmarkConfig, load
 from multigpu_worker.energy.prompts import PromptsError, load_prompts
@@ -51,17 +52,17 @@ def run(config: BenchmarkConfig, length: Length) -> dict[str, Any]:
     prompts = load_prompts(config.scenario)
     devices, beside = availability.open_devices(config)
     recorder = Recorder(devices, beside)
-    workload = _workload(config, recorder, ",".join(device.visible_devices for device in devices))
+    workload = _workload(config, recorder, visible_environment(devices))
     measured = Benchmark(config, length, recorder, workload, _tell).run(prompts, time.sleep)
     result = result_of(config, length, measured, workload.facts())
     append_row(Path(config.reporter.output_file), result)
     return result
 
 
-def _workload(config: BenchmarkConfig, recorder: Recorder, visible_devices: str) -> Workload:
+def _workload(config: BenchmarkConfig, recorder: Recorder, environment: Mapping[str, str]) -> Workload:
     if config.backend.type == "vllm":
         return Server(config, recorder.now_s)
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices  # before torch is imported
+    os.environ.update(environment)  # before torch is imported
     from multigpu_worker.energy.torch_model import TorchModel  # noqa: PLC0415
 
     return TorchModel(config, recorder.now_s)

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +44,8 @@ class ProcessSettings:
     # Of each process; 0: no limit.
     memory_bytes: int
     result_bytes_max: int
-    # For CUDA_VISIBLE_DEVICES; None: as it is.
-    visible_devices: str | None
+    # Variables with which a process sees the worker's device only.
+    device_environment: Mapping[str, str]
     mps: Mps | None = None
     sharing: Sharing
     progress_timeout_s: float
@@ -190,8 +190,7 @@ def _environment(settings: ProcessSettings) -> dict[str, str]:
     if threads := settings.engine.threads:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
             env[name] = str(threads)
-    if settings.visible_devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = settings.visible_devices
+    env.update(settings.device_environment)
     if settings.mps is not None:
         env.update(settings.mps.environment())
     return env

@@ -1,4 +1,4 @@
-"""Checks of the GPUs of this host: driver, CUDA, device files, MPS, NVLink, MIG."""
+"""Checks of the GPUs of this host: driver, CUDA, device files, MPS, NVLink, MIG; AMD's."""
 
 import importlib.metadata
 import importlib.util
@@ -8,8 +8,9 @@ import shutil
 from pathlib import Path
 
 from multigpu.cli.doctor.base import Finding, Host, SkipCheck, fail, ok, skip, warn
+from multigpu.cli.local.gpus import amd_gpus
 
-NO_GPU = "no NVIDIA GPU here: workers run on the CPU"
+NO_GPU = "no NVIDIA GPU here"
 NO_DRIVER = "no NVIDIA GPU answers"
 # NVML_COMPUTEMODE_*
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
@@ -72,7 +73,7 @@ def check_cuda(host: Host) -> list[Finding]:
         remedy = "pip install 'multigpu[worker]', unless no worker runs here"
         return [warn("cuda", "torch is not installed", remedy)]
     findings = [judge_cuda(torch, torch_cuda, str(host.nvml.get("cuda", "")) if host.gpus else "")]
-    onnx_cuda = _cuda_in("onnxruntime", "capi/build_and_package_info.py")
+    onnx_cuda = _version_in("cuda", "onnxruntime", "capi/build_and_package_info.py")
     if torch_cuda and onnx_cuda and torch_cuda.partition(".")[0] != onnx_cuda.partition(".")[0]:
         found = f"onnxruntime-gpu needs libraries of CUDA {onnx_cuda}, and torch has brought those of CUDA {torch_cuda}"
         findings.append(warn("cuda", found, "install both for the same major version of CUDA, or use no engine onnx"))
@@ -99,10 +100,11 @@ def judge_cuda(torch: str, torch_cuda: str, driver_cuda: str) -> Finding:
 
 def installed_torch_cuda() -> str:
     """The CUDA version that torch was built for, without importing it, which takes seconds. Empty: none."""
-    return _cuda_in("torch", "version.py")
+    return _version_in("cuda", "torch", "version.py")
 
 
-def _cuda_in(package: str, file: str) -> str:
+def _version_in(library: str, package: str, file: str) -> str:
+    """The version of "cuda" or "hip" that a package was built for. Empty: none."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return ""
@@ -110,7 +112,7 @@ def _cuda_in(package: str, file: str) -> str:
         text = Path(spec.origin).parent.joinpath(file).read_text("utf-8")
     except OSError:
         return ""
-    match = re.search(r"^cuda(?:_version)?\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    match = re.search(rf"^{library}(?:_version)?\b[^=]*=\s*['\"]([\d.]+)[^'\"]*['\"]", text, re.MULTILINE)
     return match.group(1) if match else ""
 
 
@@ -199,4 +201,25 @@ def check_mig(host: Host) -> Finding:
     return ok("mig", "off: each worker has a whole GPU")
 
 
-CHECKS = (check_driver, check_gpus, check_cuda, check_permissions, check_mps, check_nvlink, check_mig)
+def check_amd(host: Host) -> Finding:
+    """If there is an AMD GPU, AMD SMI finds it, and torch can use it."""
+    there = (host.root / "dev/kfd").exists()
+    if there and importlib.util.find_spec("amdsmi") is None:
+        remedy = "pip install 'multigpu[worker,rocm]', with the amdsmi of the installed ROCm"
+        return fail("amd", "an AMD GPU is here, and the package amdsmi is not installed", remedy)
+    try:
+        gpus = amd_gpus()
+    except RuntimeError as error:
+        return fail("amd", str(error), "look into it with `amd-smi`; `dmesg | grep amdgpu` says more")
+    if not gpus and there:
+        remedy = "install the amdsmi of the same version as ROCm; add this user to the groups render and video"
+        return fail("amd", "an AMD GPU is here, and AMD SMI finds none", remedy)
+    if not gpus:
+        raise SkipCheck("no AMD GPU here")
+    found = f"{', '.join(gpus)} answer"
+    if not _version_in("hip", "torch", "version.py"):
+        return fail("amd", f"{found}; torch is not built for ROCm", "install torch from PyTorch's index for ROCm")
+    return ok("amd", found)
+
+
+CHECKS = (check_driver, check_gpus, check_cuda, check_permissions, check_mps, check_nvlink, check_mig, check_amd)

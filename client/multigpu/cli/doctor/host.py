@@ -39,7 +39,7 @@ LISTENING = "0A"
 def check_versions(_: Host) -> Finding:
     """Installed packages, and whether the master in this environment is compiled."""
     parts = [f"Python {platform.python_version()}"]
-    for package in ("multigpu", "grpcio", "protobuf", "torch", "nvidia-ml-py"):
+    for package in ("multigpu", "grpcio", "protobuf", "torch", "nvidia-ml-py", "amdsmi"):
         try:
             parts.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:

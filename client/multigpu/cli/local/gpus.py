@@ -1,18 +1,23 @@
-"""The NVIDIA GPUs that this process may use, from nvidia-smi: no library stays loaded."""
+"""The GPUs that this process may use, asked for in other processes: no library stays loaded, and none can hang this."""
 
+import importlib.util
+import json
 import os
 import shutil
 import subprocess
+import sys
 
 QUERY_TIMEOUT_S = 10.0
 
 
 def usable_gpus() -> dict[str, str]:
-    """Name ("cuda:0", in the driver's order) -> UUID of each GPU that CUDA_VISIBLE_DEVICES allows, after the MIG
-    instances that it lists. Raises RuntimeError as gpu_uuids.
+    """Name ("cuda:0", in the driver's order) -> UUID of each NVIDIA GPU that CUDA_VISIBLE_DEVICES allows, after the MIG
+    instances that it lists; without an NVIDIA GPU, amd_gpus(). Raises RuntimeError as gpu_uuids and amd_gpus.
     """
     gpus = {f"cuda:{index}": uuid for index, uuid in enumerate(gpu_uuids())}
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not gpus and allowed not in ("", "-1"):
+        return amd_gpus()
     if allowed is None:
         return gpus
     entries = [entry.strip() for entry in allowed.split(",") if entry.strip()]
@@ -48,3 +53,23 @@ def gpu_uuids() -> list[str]:
             return []
         raise RuntimeError(f"nvidia-smi failed ({answer.returncode}): {output}")
     return [line.strip() for line in answer.stdout.splitlines() if line.strip().startswith("GPU-")]
+
+
+def amd_gpus() -> dict[str, str]:
+    """Name ("rocm:0") -> UUID of each AMD GPU that ROCR_VISIBLE_DEVICES allows; empty without the package amdsmi.
+
+    Raises RuntimeError if there is a driver that does not answer.
+    """
+    if any(importlib.util.find_spec(package) is None for package in ("amdsmi", "multigpu_worker")):
+        return {}
+    argv = [sys.executable, "-m", "multigpu_worker.device.amd"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the AMD driver did not answer within {QUERY_TIMEOUT_S:g} s") from error
+    except (subprocess.CalledProcessError, ValueError) as error:
+        raise RuntimeError(f"the AMD driver can't be asked: {error}") from error
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return {str(name): str(uuid) for name, uuid in answer["devices"].items()}

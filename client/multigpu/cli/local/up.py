@@ -83,7 +83,7 @@ class Fleet:
 @click.option("--listen", metavar="HOST:PORT", help="Where the master listens; port 0 picks a free one.")
 @click.option("--data-dir", metavar="DIR", help="Where the master keeps its journal.")
 @click.option("--strategy", metavar="NAME", help="How tasks are placed, until `mgpuctl strategy set`.")
-@click.option("--device", metavar="auto|cpu|cuda:N", help="What the workers run on.  [default: auto]")
+@click.option("--device", metavar="auto|cpu|cuda:N|rocm:N", help="What the workers run on.  [default: auto]")
 @click.option("--handlers", multiple=True, metavar="MODULE", help="Serve this module's handlers. May be repeated.")
 @click.option("--allow-pickle", is_flag=True, help="Let handlers take and return pickles (docs/security.md).")
 @click.option("--model", "models", multiple=True, metavar="NAME=PATH", help="Serve this model. May be repeated.")
@@ -207,7 +207,7 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
     elif worker.device not in ("auto", "cpu"):
         gpus = [gpu for gpu in gpus if worker.device in gpu]
         if not gpus:
-            raise WrongUsage(f"there is no {worker.device} here; `nvidia-smi -L` lists the devices")
+            raise WrongUsage(f"there is no {worker.device} here; `nvidia-smi -L` or `amd-smi list` lists the devices")
     if not gpus:
         count = CPU_WORKERS_DEFAULT if count is None else count
         threads = worker.threads or max(1, len(os.sched_getaffinity(0)) // max(count, 1))

@@ -18,6 +18,7 @@ from multigpu.cli.doctor import gpu as doctor_gpu
 from multigpu.cli.doctor.base import Host, Verdict
 
 from tests.client.cli.doctor.checks import checked, host_of, verdicts
+from tests.fakes.amd import SimulatedAmdGpus
 from tests.fakes.gpus import SimulatedGpus
 
 NOBODY = "65534"
@@ -46,6 +47,22 @@ def test_healthy_gpus(on_host: Callable[..., Host]) -> None:
     found = verdicts([doctor_gpu.check_gpus(here), doctor_gpu.check_nvlink(here), doctor_gpu.check_mig(here)])
     assert found == {"gpus": "ok", "nvlink": "ok", "mig": "ok"}
     assert verdicts(doctor.run_check(doctor_gpu.check_permissions, here)) == {"permissions": "skip"}
+
+
+def test_amd_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_of(root=tmp_path)
+    assert verdicts(doctor.run_check(doctor_gpu.check_amd, host)) == {"amd": "skip"}
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
+    assert "AMD SMI finds none" in checked(doctor_gpu.check_amd, host).message
+    amd = SimulatedAmdGpus(tmp_path / "amd", 2)
+    for name, value in amd.env().items():
+        monkeypatch.setenv(name, value)
+    assert checked(doctor_gpu.check_amd, host).message == "rocm:0, rocm:1 answer; torch is not built for ROCm"
+    monkeypatch.setattr(doctor_gpu, "_version_in", lambda *words: "7.0.1")
+    assert verdicts([checked(doctor_gpu.check_amd, host)]) == {"amd": "ok"}
+    amd.gpu(0).lost = 1
+    assert checked(doctor_gpu.check_amd, host).message == "rocm:1 answer"
 
 
 def test_unhealthy_gpus(gpus: SimulatedGpus, on_host: Callable[..., Host]) -> None:

@@ -1,4 +1,4 @@
-"""What an error's text says about the CUDA context and the device.
+"""What an error's text says about the CUDA (or HIP) context and the device.
 
 After some errors the context is lost: every later CUDA call of the process fails, so the engine process has to be
 replaced. The patterns are the texts of cudaGetErrorString and the names of status codes, as torch, ONNX Runtime,
@@ -7,8 +7,11 @@ TensorRT and pycuda pass them on.
 
 import re
 
-# The error comes from CUDA; "cuMemAlloc failed" is pycuda's form.
-_CUDA = re.compile(r"(?i:cuda|cudnn|cublas|cufft|cusolver|cusparse)|\bcu[A-Z]\w+ failed|\bError Code \d+: OutOfMemory")
+# The error comes from CUDA or HIP, whose texts are the same; "cuMemAlloc failed" is pycuda's form.
+_CUDA = re.compile(
+    r"(?i:cuda|cudnn|cublas|cufft|cusolver|cusparse|hipError|hipBLAS|rocBLAS|MIOpen)|\bHIP (error|out of memory)"
+    r"|\bcu[A-Z]\w+ failed|\bError Code \d+: OutOfMemory"
+)
 # Torch ends every CUDA error with advice about "device-side assertions".
 _LOST = re.compile(
     r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction|invalid program counter"
@@ -21,7 +24,7 @@ _LOST = re.compile(
 # Not caused by the task that ran.
 _HARDWARE = re.compile(
     r"uncorrectable (ECC|NVLink) error|CUDA_ERROR_(ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE)"
-    r"|cudaError(ECCUncorrectable|NvlinkUncorrectable)",
+    r"|cudaError(ECCUncorrectable|NvlinkUncorrectable)|hipErrorECCNotCorrectable",
     re.IGNORECASE,
 )
 _ELSEWHERE = re.compile(

@@ -4,10 +4,13 @@
 no accuracy and that the device computes faster than float32: bf16 or fp16 if it has tensor cores for them, else fp32.
 int8 and fp8 have to be asked for, and pass the accuracy gate (docs/precision.md).
 
-The compute capability comes from the driver's library, which engines without torch can call too.
+The compute capability comes from the driver's library, which engines without torch can call too. On AMD GPUs, which
+only torch uses, it comes from torch: 9.4 is gfx942.
 """
 
 import ctypes
+import importlib
+import importlib.util
 from dataclasses import dataclass
 
 from multigpu_worker.engines.base import EngineSettings
@@ -94,6 +97,9 @@ def compute_capability(device: str) -> tuple[int, int]:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
+        torch = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
+        if torch is not None and torch.version.hip:
+            return torch.cuda.get_device_capability(device)  # type: ignore[no-any-return]  # torch is not imported above
         raise ModelFolderError(f"{device} can't be asked what it is ({error}): install NVIDIA's driver") from error
     handle, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     ordinal = int(device.partition(":")[2] or 0)

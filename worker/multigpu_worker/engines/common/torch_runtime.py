@@ -16,6 +16,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 # Out-of-memory messages of PyTorch, oneDNN and the CUDA libraries that are not torch.OutOfMemoryError.
 MEMORY_ERRORS = (
     "CUDA error: out of memory",
+    "HIP error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator",
