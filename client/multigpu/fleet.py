@@ -1042,7 +1042,7 @@ class Explanation:
     task: Task
     # Strategy of this task's queue.
     strategy: str
-    # Number of tasks in its queue before it. Absent unless QUEUED and ready. From 10,000 on it is a lower bound.
+    # Number of tasks in its queue before it. Absent unless QUEUED and ready. From 10,000 on it is an estimate.
     ahead: int | None
     # All known workers, best first.
     candidates: tuple[Candidate, ...]

@@ -131,7 +131,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
         ({"MGPU_WORKER_CANCEL_GRACE_S": "soon"}, r"'soon' is not a number"),
         ({"MGPU_WORKER_CANCEL_GRACE_S": "inf"}, r"inf is not a finite number"),
         ({"MGPU_WORKER_LABELS": "zone"}, r"MGPU_WORKER_LABELS: 'zone' is not of the form KEY=VALUE"),
-        ({"MGPU_WORKER_DEVICE": "gpu0"}, r'write "auto", "cpu", "cuda:N" or a UUID'),
+        ({"MGPU_WORKER_DEVICE": "gpu0"}, r'write "auto", "cpu", "cuda:N", "rocm:N" or a UUID'),
         ({"MGPU_WORKER_MODELS": "/models/a"}, r"'/models/a' is not NAME=PATH"),
         ({"MGPU_MASTER": "7433"}, r"MGPU_MASTER: '7433': not an address"),
         ({"MGPU_CONFIG": "/nowhere/at/all.toml"}, r"MGPU_CONFIG names /nowhere/at/all.toml, which is not a file"),

@@ -239,7 +239,7 @@ def test_explain(fleet: Fleet, tmp_path: Path) -> None:
     first, second = fleet.submit("echo", b"1", b"2")
     explanation = explain(second)
     assert explanation.ahead == 1
-    assert "every worker that could take it is excluded" in explanation.summary
+    assert "every worker that could take it is busy or excluded" in explanation.summary
     assert {c.worker_id: [*c.excluded_by] for c in explanation.candidates} == {"w0": ["cordoned"], "w1": ["cordoned"]}
     for name in ("w0", "w1"):
         uncordon(fleet, name)

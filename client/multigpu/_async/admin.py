@@ -146,7 +146,7 @@ class AsyncAdminClient(AsyncBaseClient):
         return str((await self._core.admin("SetStrategy", request)).strategy)
 
     async def list_queues(self) -> list[Queue]:
-        """Queues with tasks, dead letters or settings, by name."""
+        """Queues with tasks, dead letters or settings, or of which a task ended in the last minute; by name."""
         return [Queue.of(each) async for each in self._rows("ListQueues", admin.ListQueuesRequest(), "queues")]
 
     async def pause_queue(self, queue: str) -> Queue:

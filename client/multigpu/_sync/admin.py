@@ -145,7 +145,7 @@ class AdminClient(BaseClient):
         return str((self._core.admin("SetStrategy", request)).strategy)
 
     def list_queues(self) -> list[Queue]:
-        """Queues with tasks, dead letters or settings, by name."""
+        """Queues with tasks, dead letters or settings, or of which a task ended in the last minute; by name."""
         return [Queue.of(each) for each in self._rows("ListQueues", admin.ListQueuesRequest(), "queues")]
 
     def pause_queue(self, queue: str) -> Queue:

@@ -252,7 +252,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListQueues(self, request, context):
-        """Queues with tasks, dead letters or settings. A queue exists from its first task on and needs no deletion.
+        """Queues with tasks, dead letters or settings, and those of which a task ended in the last minute. A queue exists from
+        its first task on and needs no deletion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -240,7 +240,7 @@ class Energy(_message.Message):
     def __init__(self, joules: _Optional[float] = ..., method: _Optional[_Union[EnergyMethod, str]] = ..., uncertainty: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("task_id", "request_id", "spec", "partition_key", "payload_bytes", "state", "submit_time", "attempts", "worker_id", "lease_id", "progress", "not_before", "last_error", "outcome", "stages", "earlier_attempts", "log")
+    __slots__ = ("task_id", "request_id", "spec", "partition_key", "payload_bytes", "state", "submit_time", "attempts", "worker_id", "lease_id", "progress", "not_before", "last_error", "outcome", "stages", "earlier_attempts", "log", "dead_letter")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +258,7 @@ class Task(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     EARLIER_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
+    DEAD_LETTER_FIELD_NUMBER: _ClassVar[int]
     task_id: int
     request_id: str
     spec: TaskSpec
@@ -275,7 +276,8 @@ class Task(_message.Message):
     stages: Stages
     earlier_attempts: _containers.RepeatedCompositeFieldContainer[Attempt]
     log: str
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., spec: _Optional[_Union[TaskSpec, _Mapping]] = ..., partition_key: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., state: _Optional[_Union[TaskState, str]] = ..., submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., not_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_error: _Optional[_Union[TaskError, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., earlier_attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ..., log: _Optional[str] = ...) -> None: ...
+    dead_letter: bool
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., spec: _Optional[_Union[TaskSpec, _Mapping]] = ..., partition_key: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., state: _Optional[_Union[TaskState, str]] = ..., submit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., attempts: _Optional[int] = ..., worker_id: _Optional[str] = ..., lease_id: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., not_before: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_error: _Optional[_Union[TaskError, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ..., stages: _Optional[_Union[Stages, _Mapping]] = ..., earlier_attempts: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ..., log: _Optional[str] = ..., dead_letter: bool = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("fraction", "steps", "note")

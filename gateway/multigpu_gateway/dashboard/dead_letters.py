@@ -3,6 +3,7 @@
 from urllib.parse import urlencode
 
 from multigpu_gateway.clients import Connected
+from multigpu_gateway.dashboard import text
 from multigpu_gateway.dashboard.filters import Filter, each_batch
 from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, task_id_of
 from multigpu_gateway.http import Request
@@ -23,9 +24,14 @@ async def show(request: Request, connected: Connected) -> Page:
     values = {"filter": chosen, "count": count}
     if action := query.get("confirm"):
         action_of({"action": action}, *DONE)
+        if task_id := query.get("task_id", ""):
+            values |= {"task_id": task_id_of(task_id), "count": 1, "to": PATH}
+            question = f"Delete dead letter {task_id} and its input for good?"
+            return Page("confirm.html", {**values, "action": "delete", "question": question}, live=False)
         what = {"requeue": "Run {} again?", "delete": "Delete {} and their input for good?"}[action]
-        question = what.format(f"{count:,} dead letters")
-        return Page("confirm.html", {**values, "action": action, "question": question, "to": PATH}, live=False)
+        question = what.format(text.counted(count, "dead letter"))
+        values |= {"action": action, "question": question, "to": PATH, "task_id": 0}
+        return Page("confirm.html", values, live=False)
     tasks, token = await connected.client.list_page(page_size=ROWS, page_token=query.get("page", ""), **wanted)
     return Page("dead_letters.html", {**values, "tasks": tasks, "next_page": token})
 

@@ -42,9 +42,9 @@ NAVIGATION = {
 }
 # What an action did, after the redirect to the page that shows it.
 DONE = {
-    "cancelled": "{n} tasks were cancelled.",
-    "requeued": "{n} dead letters run again.",
-    "deleted": "{n} dead letters were deleted.",
+    "cancelled": "Cancelled {tasks}.",
+    "requeued": "Requeued {letters}.",
+    "deleted": "Deleted {letters}.",
     "submitted": "The task was submitted.",
     "paused": "The queue is paused.",
     "resumed": "The queue is served again.",
@@ -95,8 +95,9 @@ _templates = jinja2.Environment(
     auto_reload=False,
 )
 _templates.filters |= {
-    "age": text.age, "duration": text.duration, "energy": text.energy, "number": text.number, "percent": text.percent,
-    "rate": text.rate, "size": text.size, "time": text.time, "watts": text.watts,
+    "age": text.age, "counted": text.counted, "duration": text.duration, "energy": text.energy, "number": text.number,
+    "percent": text.percent, "rate": text.rate, "size": text.size, "task_state": text.state, "time": text.time,
+    "watts": text.watts,
 }  # fmt: skip
 _templates.globals |= {"navigation": NAVIGATION, "version": VERSION, "url": lambda path: quote(str(path), safe="")}
 
@@ -155,12 +156,18 @@ async def _send(request: Request, answer: Page | Redirect) -> None:
     values = {
         "path": request.path, "here": here(request), "query": defaultdict(str, query),
         "token": bool(request.cookie(COOKIE)),
-        "done": DONE.get(done, "").format(n=text.number(whole_of(n))), "live": answer.live and not paused,
+        "done": _done(done, whole_of(n)), "live": answer.live and not paused,
         "may_pause": answer.live, "paused": paused, "with_query": lambda **fields: with_query(request, **fields),
         **answer.values,
     }  # fmt: skip
     body = _templates.get_template(answer.template).render(values).encode("utf-8", "replace")
     await request.respond(answer.status, body, HTML, headers)
+
+
+def _done(name: str, n: int) -> str:
+    message = DONE.get(name, "")
+    told = message.format(tasks=text.counted(n, "task"), letters=text.counted(n, "dead letter"))
+    return f"{told} None was left." if told != message and not n else told
 
 
 def _done_cookie(value: str, age_s: int) -> tuple[bytes, bytes]:

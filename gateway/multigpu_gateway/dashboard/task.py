@@ -53,7 +53,8 @@ async def show(connected: Connected, task_id: int) -> Page:
         worker = next((each for each in workers if each.worker_id == found.worker_id), None)
     values: dict[str, Any] = {
         "task": found, "outcome": outcome, "explanation": explanation, "rows": rows_of(found, worker),
-        "candidates": explanation.candidates[:CANDIDATES_MAX], "width": WIDTH,
+        "candidates": explanation.candidates[:CANDIDATES_MAX] if found.state is TaskState.QUEUED else (),
+        "width": WIDTH,
         "start": await _start(connected, explanation), "follow": outcome is None and bool(found.request_id),
         "result": _text(outcome.result, outcome.content_type) if outcome is not None and outcome.succeeded else None,
         "partials": _partials(outcome),
@@ -96,8 +97,10 @@ def rows_of(task: Task, worker: Worker | None) -> list[Row]:
     dispatch = instant(stages.dispatch_time)
     bars = axis.bars(before, dispatch, instant(stages.start_time), end, LOADING if _loads(task, worker) else AT_WORKER)
     worker_id = outcome.worker_id if outcome is not None else task.worker_id
-    word = task.outcome.state.name if task.outcome is not None else task.state.name
-    rows.append(Row(task.attempts if dispatch else 0, worker_id, bars, word.lower().replace("_", " ")))
+    word = text.state(task).lower().replace("_", " ")
+    if task.outcome is not None and task.outcome.error_type:
+        word += f": {task.outcome.error_type}"
+    rows.append(Row(task.attempts if dispatch else 0, worker_id, bars, word))
     return rows
 
 

@@ -6,9 +6,9 @@ import msgspec
 from multigpu.errors import RejectedError
 
 from multigpu_gateway.clients import Connected
-from multigpu_gateway.dashboard import task
+from multigpu_gateway.dashboard import task, text
 from multigpu_gateway.dashboard.filters import PERIODS, STATES, Filter, each_batch
-from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, page, task_id_of
+from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, page, task_id_of, whole_of
 from multigpu_gateway.errors import BAD_REQUEST, HttpError, http_error
 from multigpu_gateway.http import Request
 from multigpu_gateway.rest.streams import task_events
@@ -30,7 +30,7 @@ async def show(request: Request, connected: Connected) -> Page:
     query = request.query
     below = request.path.removeprefix(PATH).strip("/")
     if below == "new":
-        return _form({}, None)
+        return await _form(connected, {}, None)
     if below:
         return await task.show(connected, task_id_of(below))
     chosen = Filter.of(query)
@@ -39,8 +39,8 @@ async def show(request: Request, connected: Connected) -> Page:
     values = {"filter": chosen, "counts": counts, "states": list(STATES), "periods": PERIODS}
     if query.get("confirm"):
         open_tasks = counts.queued + counts.leased
-        question = f"Cancel {open_tasks:,} tasks that have not ended?"
-        values |= {"action": "cancel", "question": question, "count": open_tasks, "to": PATH}
+        question = f"Cancel {text.counted(open_tasks, 'task')} that have not ended?"
+        values |= {"action": "cancel", "question": question, "count": open_tasks, "to": PATH, "task_id": 0}
         return Page("confirm.html", values, live=False)
     oldest_first = query.get("sort") == "oldest"
     tasks, token = await connected.client.list_page(
@@ -72,19 +72,25 @@ async def change(request: Request, connected: Connected) -> Page | Redirect:
 
 
 async def _submit(form: dict[str, str], connected: Connected) -> Page | Redirect:
-    """A task whose payload is a JSON value."""
+    """A task whose payload is a JSON value, or text: bytes in UTF-8."""
     given: Any = {name: form[name] for name in ("model", "queue") if form.get(name)}
+    if form.get("priority"):
+        given["priority"] = whole_of(form["priority"])
+    payload: Any = form.get("payload", "").replace("\r\n", "\n")
     try:
-        payload = msgspec.json.decode(form.get("payload", ""))
+        payload = payload.encode() if form.get("type") == "text" else msgspec.json.decode(payload)
         handle = await connected.client.submit(form.get("kind", ""), payload, **given)
     except (msgspec.DecodeError, RecursionError) as error:
-        return _form(form, HttpError(BAD_REQUEST, f"the payload is no JSON value: {error}"))
+        problem = f"the payload is no JSON value: {error}; if the kind takes bytes, choose text"
+        return await _form(connected, form, HttpError(BAD_REQUEST, problem))
     except RejectedError as error:
-        return _form(form, http_error(error))
+        return await _form(connected, form, http_error(error))
     return Redirect(f"{PATH}/{handle.id}", done="submitted")
 
 
-def _form(form: dict[str, str], error: HttpError | None) -> Page:
-    values = {"form": {"kind": "", "model": "", "queue": "", "payload": "", **form}}
+async def _form(connected: Connected, form: dict[str, str], error: HttpError | None) -> Page:
+    workers = await connected.admin.list_workers()
+    kinds = sorted({capability.kind for worker in workers for capability in worker.capabilities})
+    values = {"form": {"kind": "", "model": "", "queue": "", "priority": "", "payload": "", "type": "json", **form}}
     problem, status = ("", 200) if error is None else (error.message, error.status)
-    return Page("submit.html", {**values, "problem": problem}, live=False, status=status)
+    return Page("submit.html", {**values, "kinds": kinds, "problem": problem}, live=False, status=status)

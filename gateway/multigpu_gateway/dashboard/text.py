@@ -2,6 +2,8 @@
 
 from datetime import UTC, datetime
 
+from multigpu.task import Task, TaskState
+
 UNKNOWN = "-"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -11,6 +13,11 @@ def number(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
+
+
+def counted(n: float, noun: str) -> str:
+    """As "1 task" or "1,200 tasks"."""
+    return f"{number(n)} {noun}" + ("" if n == 1 else "s")
 
 
 def rate(value: float | None) -> str:
@@ -70,3 +77,12 @@ def time(instant: datetime | None) -> str:
 def age(instant: datetime | None) -> str:
     """The time since then."""
     return UNKNOWN if instant is None else duration(max(0.0, (datetime.now(UTC) - instant).total_seconds()))
+
+
+def state(task: Task) -> str:
+    """Where a task is, or how it ended."""
+    if task.outcome is not None:
+        return task.outcome.state.name
+    if task.state is TaskState.LEASED:
+        return "running" if task.message.stages.HasField("start_time") else "at a worker"
+    return "retrying" if task.attempts else task.state.name

@@ -26,7 +26,7 @@ from multigpu_master.rpc.paging import check_count, make_cursor, read_cursor
 from multigpu_master.rpc.run_stream import CANCEL_TASKS_MAX, READ_BYTES, READ_OUTCOMES, RunStream
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.outcomes import RunFrame
-from multigpu_master.wire.tasks import request_ids_of
+from multigpu_master.wire.tasks import request_ids_of, spec_message
 from multigpu_master.wire.times import seconds_of
 from multigpu_master.write_buffer import DURABLE_S, tell
 
@@ -153,8 +153,9 @@ class TaskService:
             message = queries.stored_task(found, whole=True)
             if found.state == OutcomeState.DEAD_LETTERED:
                 for letter in self._driver.journal.get_dead_letters([found.task_id]):  # none: it was deleted meanwhile
-                    message.spec.ParseFromString(letter.spec)
+                    message.spec.CopyFrom(spec_message(self._driver.specs.restore(letter.spec)))
                     message.payload_bytes = len(letter.payload)
+                    message.dead_letter = True
         else:
             message = queries.live_task(self._driver, found, whole=True)
         return task_service_pb2.GetResponse(task=message)

@@ -33,6 +33,7 @@ class History:
         # Tasks that ended, by queue; at the ends of intervals, oldest first, also the tasks that were in it.
         self._ended: dict[str, int] = {}
         self._queues: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(maxlen=RATE_INTERVALS + 1)
+        self._resumed: dict[str, tuple[float, tuple[int, int]]] = {}  # the same, when the queue was resumed
 
     def start(self) -> None:
         self._begin_interval()
@@ -58,15 +59,26 @@ class History:
                 self._run_s += outcome.finish_s - outcome.start_s
 
     def rates(self, queue: Queue) -> tuple[float, float]:
-        """Tasks per second that ended, and that were submitted, over the last minute."""
+        """Tasks per second that ended, and that were submitted, in the last minute, or since the queue was resumed."""
         if not self._queues:
             return 0.0, 0.0
         begin_s, counts = self._queues[0]
         ended_before, tasks_before = counts.get(queue.name, (0, 0))
+        if (resumed := self._resumed.get(queue.name)) is not None and resumed[0] > begin_s:
+            begin_s, (ended_before, tasks_before) = resumed
         ended = max(0, self._ended.get(queue.name, 0) - ended_before)
         submitted = max(0, ended + queue.queued + queue.leased - tasks_before)
         seconds = max(1.0, self._now() - begin_s)
         return ended / seconds, submitted / seconds
+
+    def resume(self, queue: Queue) -> None:
+        """The queue's rates begin anew: nothing ended while it was paused."""
+        self._resumed[queue.name] = self._now(), (self._ended.get(queue.name, 0), queue.queued + queue.leased)
+
+    def recent_queues(self) -> set[str]:
+        """Queues of which a task ended in the last minute."""
+        before = self._queues[0][1] if self._queues else {}
+        return {name for name, ended in self._ended.items() if ended != before.get(name, (0, 0))[0]}
 
     def take(self) -> None:
         """Ends an interval."""
@@ -90,6 +102,8 @@ class History:
         self._ended = {name: self._ended.get(name, 0) for name in queues}
         counts = {name: (self._ended[name], queue.queued + queue.leased) for name, queue in queues.items()}
         self._queues.append((self._now(), counts))
+        begin_s = self._queues[0][0]
+        self._resumed = {name: resumed for name, resumed in self._resumed.items() if resumed[0] > begin_s}
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.take)
 
     def _counts(self) -> tuple[int, int, int]:

@@ -106,14 +106,19 @@ def settle_record(task: Task, body: bytes | LargeBody, *, submitted: bool = True
     )  # fmt: skip
 
 
+def spec_message(spec: Spec) -> task_pb2.TaskSpec:
+    """A spec as clients see it: as submitted, with the defaults that the master has set."""
+    message = task_pb2.TaskSpec.FromString(spec.wire)
+    message.queue, message.priority, message.attempts_max = spec.queue, spec.priority, spec.attempts_max
+    return message
+
+
 def task_message(task: Task, now: float) -> task_pb2.Task:
     """A task as clients see it, without its outcome."""
-    spec = task_pb2.TaskSpec.FromString(task.spec.wire)
-    spec.queue, spec.priority, spec.attempts_max = task.spec.queue, task.spec.priority, task.spec.attempts_max
     message = task_pb2.Task(
         task_id=task.task_id,
         request_id=task.request_id,
-        spec=spec,
+        spec=spec_message(task.spec),
         partition_key=task.partition_key,
         payload_bytes=len(task.payload),
         submit_time=timestamp(task.submit_s),

@@ -130,14 +130,28 @@ def test_a_person_runs_a_dead_letter_again(page: Page, client: multigpu.Client) 
     assert handle.outcome().state is OutcomeState.DEAD_LETTERED
     page.goto("/ui/dead-letters?queue=again")
     page.get_by_role("link", name=re.compile("Run all of these again")).click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("Run 1 dead letters again?")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Run 1 dead letter again?")
     page.get_by_role("button", name="Yes").click()
-    expect(page.get_by_role("status").first).to_have_text("1 dead letters run again.")
+    expect(page.get_by_role("status").first).to_have_text("Requeued 1 dead letter.")
     page.goto("/ui/tasks/new")
     page.get_by_label("Kind").fill("echo")
     page.get_by_label("Payload").fill('{"a": 1}')
     page.get_by_role("button", name="Submit").click()
     expect(page.get_by_role("status").first).to_have_text("The task was submitted.")
+
+
+def test_a_person_deletes_a_dead_letter_after_a_question(page: Page, client: multigpu.Client) -> None:
+    handle = client.submit("fail", b"", queue="gone", attempts_max=1)
+    assert handle.outcome().state is OutcomeState.DEAD_LETTERED
+    page.goto(f"/ui/tasks/{handle.id}")
+    expect(page.get_by_role("button", name="Run again")).to_be_visible()
+    page.get_by_role("link", name="Delete").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"Delete dead letter {handle.id} and its input for good?")
+    page.get_by_role("button", name="Yes").click()
+    expect(page.get_by_role("status").first).to_have_text("Deleted 1 dead letter.")
+    page.goto(f"/ui/tasks/{handle.id}")
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    expect(page.get_by_role("button", name="Run again")).to_have_count(0)
 
 
 def test_charts_are_drawn_of_the_last_hour(page: Page) -> None:
@@ -155,7 +169,7 @@ def test_an_update_keeps_the_focus_and_can_be_paused(page: Page, client: multigp
     handle.cancel()
     client.submit("nobody has this kind", b"", queue="focus2", wait_for_worker=True)
     expect(row(page, "focus2")).to_be_visible(timeout=SOON_MS)
-    assert page.evaluate("document.activeElement.tagName") == "BUTTON"
+    assert page.evaluate("document.activeElement.id") == "pause-focus"
     page.get_by_role("link", name="Pause updates").click()
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))

@@ -112,6 +112,20 @@ def test_a_paused_queue_has_no_estimate(visitor: Visitor, client: multigpu.Clien
     visitor.follow("/ui/queues", queue="stopped", action="resume")
 
 
+def test_a_queue_that_is_empty_between_two_tasks_stays_listed(
+    visitor: Visitor, client: multigpu.Client, admin: multigpu.AdminClient
+) -> None:
+    client.run("echo", b"x", queue="sparse")
+    assert [queue.queued + queue.leased for queue in admin.list_queues() if queue.queue == "sparse"] == [0]
+    assert any(re.match(r"sparse open 0 .* empty Pause", row) for row in visitor.page("/ui/queues").rows)
+
+
+def test_a_dead_letter_has_the_defaults_that_the_master_set(visitor: Visitor, client: multigpu.Client) -> None:
+    handle = client.submit("fail", b"", attempts_max=1)
+    handle.outcome()
+    assert "fail, queue default" in visitor.page(f"/ui/tasks/{handle.id}").text
+
+
 def test_what_an_action_did_is_said_once_and_not_by_an_address(visitor: Visitor) -> None:
     response, _ = visitor.post("/ui/queues", queue="once", action="pause")
     assert response.headers["location"] == "/ui/queues"
@@ -160,7 +174,7 @@ def test_all_tasks_of_a_filter_are_cancelled_after_their_number_was_shown(
     page = visitor.page("/ui/tasks?queue=bulk&confirm=cancel")
     assert "Cancel 2,500 tasks that have not ended?" in page.text
     assert "queue: bulk" in page.text
-    assert "2,500 tasks were cancelled." in visitor.follow("/ui/tasks", **page.forms[-1]).text
+    assert "Cancelled 2,500 tasks." in visitor.follow("/ui/tasks", **page.forms[-1]).text
     assert admin.count(queue="bulk").queued == 0
     assert admin.count(queue="kept").queued == 1
 
@@ -173,10 +187,14 @@ def test_dead_letters_run_again_and_are_deleted(
     page = visitor.page("/ui/dead-letters?queue=dead")
     assert "3 tasks failed every attempt." in page.text
     assert [int(row.split()[0]) for row in page.rows[1:]] == [third, second, first]
-    assert "1 dead letters were deleted." in visitor.follow("/ui/dead-letters", action="delete", task_id=first).text
+    assert "queue dead" in visitor.page(f"/ui/tasks/{first}").text
+    assert "Deleted 1 dead letter." in visitor.follow("/ui/dead-letters", action="delete", task_id=first).text
+    assert "Run again" not in visitor.page(f"/ui/tasks/{first}").text
+    again = visitor.follow("/ui/dead-letters", action="requeue", task_id=first).text
+    assert "Requeued 0 dead letters. None was left." in again
     page = visitor.page("/ui/dead-letters?queue=dead&confirm=requeue")
     assert "Run 2 dead letters again?" in page.text
-    assert "2 dead letters run again." in visitor.follow("/ui/dead-letters", **page.forms[-1]).text
+    assert "Requeued 2 dead letters." in visitor.follow("/ui/dead-letters", **page.forms[-1]).text
     until(lambda: admin.count(queue="dead").dead_lettered == 2)  # they fail again
     page = visitor.page("/ui/dead-letters?queue=dead&confirm=delete")
     visitor.follow("/ui/dead-letters", **page.forms[-1])
@@ -189,11 +207,11 @@ def test_a_task_shows_its_attempts_its_error_and_why_it_waits(visitor: Visitor, 
     page = visitor.page(f"/ui/tasks/{failing.id}")
     assert [row.split()[0] for row in page.rows[1:4]] == ["1", "2", "3"]
     assert all("waiting" in row and "running" in row for row in page.rows[3:4])
-    assert "dead lettered" in page.rows[3]
+    assert page.rows[3].endswith("dead lettered: RuntimeError")
     (waiting,) = submit(client, "one", 1)
     page = visitor.page(f"/ui/tasks/{waiting}")
     assert f"kind '{NOBODYS}'" in page.text
-    assert "1 tasks were cancelled." in visitor.follow("/ui/tasks", action="cancel", task_id=waiting).text
+    assert "Cancelled 1 task." in visitor.follow("/ui/tasks", action="cancel", task_id=waiting).text
     assert visitor.get("/ui/tasks/1")[0].status == 404
     assert visitor.get("/ui/tasks/abc")[0].status == 400
 
@@ -210,6 +228,11 @@ def test_a_task_is_submitted_and_its_result_shown(visitor: Visitor) -> None:
     assert "The task was submitted." in page.text
     (task_id,) = [row.split()[0] for row in visitor.page("/ui/tasks?queue=form").rows[1:]]
     until(lambda: '"a": [' in visitor.page(f"/ui/tasks/{task_id}").text)
+    given = {"kind": "trial.says", "payload": "hello", "type": "text", "priority": "1", "queue": "said"}
+    visitor.follow("/ui/tasks", action="submit", **given)
+    (task_id,) = [row.split()[0] for row in visitor.page("/ui/tasks?queue=said").rows[1:]]
+    until(lambda: "attempt 1 INFO hello" in visitor.page(f"/ui/tasks/{task_id}").text)
+    assert "echo" in visitor.page("/ui/tasks/new").text
     response, page = visitor.post("/ui/tasks", action="submit", kind="echo", payload="{")
     assert response.status == 400
     assert "the payload is no JSON value" in page.text
@@ -263,7 +286,7 @@ def test_usage_is_summed_by_queue_and_kind(visitor: Visitor, client: multigpu.Cl
     (queue,) = (row for row in page.rows if row.startswith("used "))
     assert re.fullmatch(r"used 1 0 \d+ ms 0 % -", queue)
     assert any(row.startswith("sleep 1 0 ") for row in page.rows)
-    assert re.search(r"\d+ tasks?, .+ of device time, from", page.text)
+    assert re.search(r"\d+ tasks?, .+ of device time, since", page.text)
     assert visitor.get("/ui/usage?period=eternity")[0].status == 200
 
 

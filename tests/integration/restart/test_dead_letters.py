@@ -211,7 +211,10 @@ def test_a_queue_is_listed_while_it_has_tasks_or_dead_letters_and_a_requeued_one
     fleet.admin.ResumeQueue(admin_pb.ResumeQueueRequest(queue=queue), timeout=30)
     until(lambda: len(letters(fleet, queue)) == 1)
     fleet.admin.DeleteDeadLetters(admin_pb.DeleteDeadLettersRequest(queue=queue), timeout=30)
-    until(lambda: not listed())
+    assert listed(), "its last task ended within a minute"
+    fleet.restart_master()
+    fleet.wait_for_workers()
+    assert not listed()
 
 
 def test_a_dead_letter_tells_its_payload_and_its_attempts(fleet: Fleet) -> None:

@@ -67,6 +67,48 @@ async def test_an_hour_is_kept_and_rates_are_of_the_last_minute() -> None:
     history.stop()
 
 
+async def test_a_rate_begins_anew_when_its_queue_is_resumed() -> None:
+    stage = Stage()
+    stage.worker()
+    history = History(stage.core, lambda: stage.now)
+    history.start()
+    settled(stage, history, NIGHT, 30)
+    for _ in range(5):  # paused
+        stage.now += INTERVAL_S
+        history.take()
+    night = stage.core.ledger.queues["night"]
+    history.resume(night)
+    stage.now += 2.0
+    assert history.rates(night) == (0.0, 0.0)
+    settled(stage, history, NIGHT, 4)
+    assert history.rates(night) == pytest.approx((2.0, 2.0))
+    stage.now += INTERVAL_S
+    history.take()
+    assert history.rates(night) == pytest.approx((4 / 12, 4 / 12))
+    for _ in range(6):
+        stage.now += INTERVAL_S
+        history.take()
+    assert history.rates(night) == (0.0, 0.0)
+    history.stop()
+
+
+async def test_a_queue_is_recent_for_a_minute_after_its_last_task() -> None:
+    stage = Stage()
+    stage.worker()
+    history = History(stage.core, lambda: stage.now)
+    history.start()
+    settled(stage, history, NIGHT, 1)
+    assert history.recent_queues() == {"night"}
+    for _ in range(6):
+        stage.now += INTERVAL_S
+        history.take()
+    assert history.recent_queues() == {"night"}
+    stage.now += INTERVAL_S
+    history.take()
+    assert history.recent_queues() == set()
+    history.stop()
+
+
 async def test_workers_of_one_device_count_once() -> None:
     stage = Stage()
     for name in ("a", "b", "c"):

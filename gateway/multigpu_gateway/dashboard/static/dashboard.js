@@ -30,7 +30,7 @@ function draw(element, history) {
   element.plot = new uPlot({
     width: element.clientWidth,
     height: 140,
-    axes: [{ ...axis, values: (_plot, times) => times.map(clock) }, { ...axis, size: 55 }],
+    axes: [{ ...axis, values: (_plot, times) => times.map(clock) }, { ...axis, size: 70 }],
     legend: { live: false },
     cursor: { show: false },
     scales: { y: { range: (_plot, _low, high) => [0, high > 0 ? high * 1.1 : 1] } },
@@ -54,6 +54,7 @@ function follow(element) {
   const source = new EventSource(element.dataset.events);
   element.textContent = "";
   source.addEventListener("partial", (event) => {
+    element.closest("section").hidden = false;
     const value = JSON.parse(event.data);
     const data = value.data ?? value.data_base64;
     element.textContent += typeof data === "string" ? data : JSON.stringify(data) + "\n";

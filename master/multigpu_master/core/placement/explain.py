@@ -1,15 +1,18 @@
 """Explains a task's state for `mgpuctl tasks explain`: applies the checks of dispatch to every worker."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from multigpu_master.core.admission import unplaceable
 from multigpu_master.core.model import OutcomeState, Task, Worker, partition_of, shape_of
 from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
+from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.scheduler import Core
 
-# Limit of tasks and resource classes that are visited to count the tasks ahead of one.
-AHEAD_MAX = 10_000
+# Limit of resource classes, and of tasks of each, that are visited to count the tasks before one.
+COUNTED_MAX = 10_000
 
 
 @dataclass(slots=True)
@@ -69,32 +72,36 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     for rank, candidate in enumerate(free, 1):
         candidate.rank = rank
     excluded.sort(key=lambda c: (len(c.excluded_by), c.worker.worker_id))
-    ahead, all_counted = _ahead(core, task)
-    before = f"{ahead}{'' if all_counted else ' or more'} task(s) go before it"
+    ahead = _ahead(core, task)
+    before = f"{ahead} task(s) go before it"
     summary = _summary(core, task, free, pin, before, now)
     return Explanation(summary, strategy.name, strategy.score_meaning, ahead, free + excluded)
 
 
-def _ahead(core: Core, task: Task) -> tuple[int | None, bool]:
-    """How many tasks of the task's queue are dispatched before it (None: it does not wait), and whether all of them
-    were counted. Of two tasks the one with the smaller priority goes first, then the one with the smaller task_id.
+def _ahead(core: Core, task: Task) -> int | None:
+    """How many tasks of the task's queue are dispatched before it; None: it does not wait. Of two tasks the one with
+    the smaller priority goes first, then the one with the smaller task_id.
     """
     if not task.waiting:
-        return None, True
-    spec, ahead, left = task.spec, 0, AHEAD_MAX
-    for resource_class in core.ledger.classes.by_key.values():
-        if left <= 0:
-            break
-        left -= 1
+        return None
+    spec, ahead = task.spec, 0
+    for resource_class in islice(core.ledger.classes.by_key.values(), COUNTED_MAX):
         if resource_class.queue.name != spec.queue or resource_class.priority > spec.priority:
             continue
         if resource_class.priority < spec.priority:
             ahead += resource_class.size
         else:
-            for other in islice(resource_class.tasks, left):
-                left -= 1
-                ahead += other.task_id < task.task_id and other.waiting
-    return ahead, left > 0
+            ahead += _older(resource_class, task.task_id)
+    return ahead
+
+
+def _older(resource_class: ResourceClass, task_id: int) -> int:
+    """The waiting tasks with a smaller task_id: counted, or estimated if there are many."""
+    tasks = resource_class.tasks
+    if len(tasks) <= COUNTED_MAX:
+        return sum(other.task_id < task_id and other.waiting for other in tasks)
+    # Retries may be out of order, and tasks that ended leave entries: both are few.
+    return round(bisect_left(tasks, task_id, key=attrgetter("task_id")) / len(tasks) * resource_class.size)
 
 
 def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, before: str, now: float) -> str:
@@ -125,5 +132,5 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
         return f"{pinned}; {before}"
     if not free:
-        return f"every worker that could take it is excluded for now; {before}"
+        return f"every worker that could take it is busy or excluded; {before}"
     return f"about to be dispatched to {free[0].worker.worker_id}; {before}"

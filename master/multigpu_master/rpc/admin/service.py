@@ -177,6 +177,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def ListQueues(self, request: Any, _context: Any) -> pb.ListQueuesResponse:
         queues = caller_queues()
         found = {name for name, queue in self._core.ledger.queues.items() if not queue.idle}
+        found |= self._driver.history.recent_queues()
         found.update(await asyncio.to_thread(self._driver.journal.dead_letter_queues))
         page, token = page_of(sorted(found if queues is None else queues & found), request)
         oldest_s = await queries.oldest_submits(self._core, page)
@@ -198,7 +199,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return pb.PauseQueueResponse(queue=await self._configure(ev.ConfigureQueue(request.queue, paused=True)))
 
     async def ResumeQueue(self, request: Any, _context: Any) -> pb.ResumeQueueResponse:
-        return pb.ResumeQueueResponse(queue=await self._configure(ev.ConfigureQueue(request.queue, paused=False)))
+        queue = await self._configure(ev.ConfigureQueue(request.queue, paused=False))
+        self._driver.history.resume(self._core.ledger.queue(request.queue))
+        return pb.ResumeQueueResponse(queue=queue)
 
     async def SetQueueLimits(self, request: Any, _context: Any) -> pb.SetQueueLimitsResponse:
         limits = request.limits
