@@ -24,6 +24,8 @@ T = TypeVar("T")
 AnyIterable = Iterable[T] | AsyncIterable[T]
 # Limit of specs in the cache; beyond it the oldest is removed.
 _SPECS_MAX = 256
+# What AdminClient.usage sums by.
+USAGE_KEYS = ("queue", "submitter", "kind", "model")
 
 
 class EmbedOptions(TypedDict, total=False):

@@ -28,7 +28,7 @@ from multigpu.fleet import (
     Worker,
     WorkerState,
 )
-from multigpu.options import to_proto_duration
+from multigpu.options import USAGE_KEYS, to_proto_duration
 from multigpu.task import Task
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from multigpu.outcome import TaskName
 
 
-USAGE_KEYS = {
-    "queue": admin.USAGE_KEY_QUEUE,
-    "submitter": admin.USAGE_KEY_SUBMITTER,
-    "kind": admin.USAGE_KEY_KIND,
-    "model": admin.USAGE_KEY_MODEL,
-}
 # A check imports torch at worst, and begins later if the device was sick a short time ago.
 CHECK_TIMEOUT_S, CHECK_POLL_INTERVAL_S = 180.0, 0.2
 
@@ -74,7 +68,7 @@ class AsyncAdminClient(AsyncBaseClient):
         """
         if unknown := [name for name in by if name not in USAGE_KEYS]:
             raise ValueError(f"usage can't be summed by {unknown[0]!r}; use some of {', '.join(USAGE_KEYS)}")
-        request = admin.GetUsageRequest(group_by=[USAGE_KEYS[name] for name in by])
+        request = admin.GetUsageRequest(group_by=[admin.UsageKey.Value(f"USAGE_KEY_{name.upper()}") for name in by])
         if begin is not None:
             request.begin_time.FromDatetime(begin)
         if end is not None:

@@ -2,19 +2,20 @@
 
 from datetime import UTC, datetime, timedelta
 
+from multigpu.options import USAGE_KEYS
+
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.dashboard.pages import Page
 from multigpu_gateway.http import Request
 
 PERIODS = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedelta(days=7), "month": timedelta(days=30)}
-KEYS = {"queue": "Queue", "submitter": "Token", "kind": "Kind", "model": "Model"}
 ROWS = 100  # of each table; the REST route and `mgpuctl energy usage` have all
 
 
 async def show(request: Request, connected: Connected) -> Page:
     period = request.query.get("period", "day")
     begin = datetime.now(UTC) - PERIODS.get(period, PERIODS["day"])
-    reports = {key: await connected.admin.usage([key], begin=begin) for key in KEYS}
+    reports = {key: await connected.admin.usage([key], begin=begin) for key in USAGE_KEYS}
     total = (await connected.admin.usage([], begin=begin)).usage
-    values = {"reports": reports, "total": total[0] if total else None, "keys": KEYS, "rows": ROWS}
+    values = {"reports": reports, "total": total[0] if total else None, "rows": ROWS}
     return Page("usage.html", {**values, "periods": list(PERIODS), "period": period}, live=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
-from multigpu.options import TaskFilter
+from multigpu.options import USAGE_KEYS, TaskFilter
 from multigpu.outcome import OpenEnum, OutcomeState
 from multigpu.task import TaskState
 
@@ -19,7 +19,6 @@ TASKS_MAX = 10_000
 WAIT_MAX_S = 60.0
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 Instant = Annotated[datetime, Meta(tz=True)]
-USAGE_KEYS = ("queue", "submitter", "kind", "model")
 # Options of a task under the names that multigpu.options has for them.
 _OPTIONS = (
     "model", "queue", "priority", "parameters", "labels", "deadline", "queue_timeout_s", "run_timeout_s",

@@ -14,8 +14,8 @@ from multigpu.cli.options import json_option
 from multigpu.cli.tables import Column
 from multigpu.cli.text import duration, format_energy
 from multigpu.fleet import Usage
+from multigpu.options import USAGE_KEYS
 
-KEYS = ("queue", "submitter", "kind", "model")
 SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 EMPTY = "no task has used a device in this period"
 
@@ -32,11 +32,11 @@ def parse_time(text: str) -> datetime:
 
 
 def parse_keys(text: str) -> tuple[str, ...]:
-    """Names of KEYS with commas between them."""
+    """Names of USAGE_KEYS with commas between them."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if unknown := [name for name in names if name not in KEYS]:
+    if unknown := [name for name in names if name not in USAGE_KEYS]:
         raise click.BadParameter(
-            f"usage can't be summed by {unknown[0]!r}; use some of {', '.join(KEYS)} (submitter: the token)"
+            f"usage can't be summed by {unknown[0]!r}; use some of {', '.join(USAGE_KEYS)} (submitter: the token)"
         )
     return names
 
