@@ -68,7 +68,7 @@ class AsyncAdminClient(AsyncBaseClient):
         """
         if unknown := [name for name in by if name not in USAGE_KEYS]:
             raise ValueError(f"usage can't be summed by {unknown[0]!r}; use some of {', '.join(USAGE_KEYS)}")
-        request = admin.GetUsageRequest(group_by=[admin.UsageKey.Value(f"USAGE_KEY_{name.upper()}") for name in by])
+        request = admin.GetUsageRequest(group_by=[f"USAGE_KEY_{name.upper()}" for name in by])
         if begin is not None:
             request.begin_time.FromDatetime(begin)
         if end is not None:

