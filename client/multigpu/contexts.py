@@ -37,8 +37,21 @@ class Context(Protocol):
         """The parameters the task was submitted with."""
 
     @property
+    def rank(self) -> int:
+        """Of a task with `world_size`: which of the workers that run it this one is, from 0. Else 0."""
+
+    @property
+    def world_size(self) -> int:
+        """How many workers run the task at the same time."""
+
+    def init_process_group(self, backend: str = "") -> None:
+        """Makes torch.distributed's default process group of all ranks of the task, and waits until they have come. It
+        ends with the attempt. `backend`: default "nccl" on a GPU, else "gloo".
+        """
+
+    @property
     def checkpoint(self) -> bytes:
-        """The last checkpoint of earlier attempts; empty if there is none."""
+        """The last checkpoint of earlier attempts; empty if there is none. Of several ranks, that of rank 0."""
 
     @property
     def partials_received(self) -> int:
@@ -59,6 +72,7 @@ class LocalContext:
     """The Context where no task runs: while a class is instantiated, in a batch, and outside workers."""
 
     task_id, attempt, partials_received, cancelled = 0, 1, 0, False
+    rank, world_size = 0, 1
     parameters: Mapping[str, str] = {}
     checkpoint = b""
 
@@ -73,6 +87,12 @@ class LocalContext:
             torch = importlib.import_module("torch") if importlib.util.find_spec("torch") is not None else None
             self._device = "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
         return self._device
+
+    def init_process_group(self, backend: str = "") -> None:
+        """A process group of this process alone. It stays until torch.distributed.destroy_process_group."""
+        from multigpu._ranks import Place, init_process_group  # noqa: PLC0415  few need it
+
+        init_process_group(Place(), "", backend or ("nccl" if self.device.startswith("cuda") else "gloo"))
 
     def save_checkpoint(self, data: bytes) -> None:
         """Nothing: there is no task."""

@@ -73,13 +73,15 @@ class EmbedOptions(TypedDict, total=False):
 
 
 class SpecOptions(EmbedOptions, total=False):
-    """Options that all tasks of a call share: those of EmbedOptions, and one more.
+    """Options that all tasks of a call share: those of EmbedOptions, and two more.
 
     Attributes:
         model: the model, for kinds that have models; default: the worker's own.
+        world_size: so many workers run the task at the same time, each as one rank; default 1.
     """
 
     model: str
+    world_size: int
 
 
 class CallOptions(EmbedOptions, total=False):
@@ -129,6 +131,7 @@ class SpecMapOptions(MapOptions, total=False):
     """Options of maps of any kind: those of MapOptions and SpecOptions."""
 
     model: str
+    world_size: int
 
 
 class TaskFilter(TypedDict, total=False):
@@ -186,6 +189,7 @@ _PLAIN = {
     "device_memory_bytes": "required_device_memory_bytes",
     "wait_for_worker": "wait_for_worker",
     "retry_failed": "retry_failed",
+    "world_size": "world_size",
 }
 _MAPS = {"parameters": "parameters", "labels": "required_labels"}
 _DURATIONS = {

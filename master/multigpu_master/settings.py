@@ -126,7 +126,7 @@ def _check_field(name: str, value: Any) -> Any:
             return tuple(_capability(each) for each in value)
         case "labels":
             return {_text(key): _text(label) for key, label in value.items()}
-        case "worker_id" | "host" | "version" | "device_id":
+        case "worker_id" | "host" | "version" | "device_id" | "store_address":
             return _text(value)
     return _count(value, 1 << 32 if name in ("pid", "slots", "window_tasks") else COUNT_END)
 

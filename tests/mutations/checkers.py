@@ -18,6 +18,7 @@ CHECKERS = {
     "results": ("tests.hostile.lost_results", "check", 20),
     "session": ("tests.worker.session.test_session", "test_any_order_of_events_loses_and_repeats_nothing", 300),
     "simulator": ("tests.sim.sim", "check", 300),
+    "gangs in seeds": ("tests.sim.sim", "check_gangs", 300),
 }
 
 

@@ -4,6 +4,7 @@ from tests.mutations.lists.list_attempts import ATTEMPTS
 from tests.mutations.lists.list_client import CLIENT
 from tests.mutations.lists.list_edge import EDGE
 from tests.mutations.lists.list_events import EVENTS
+from tests.mutations.lists.list_gangs import GANGS
 from tests.mutations.lists.list_journal import JOURNAL
 from tests.mutations.lists.list_ledger import LEDGER
 from tests.mutations.lists.list_placement import PLACEMENT
@@ -16,7 +17,7 @@ from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *EVENTS, *SESSIONS, *ATTEMPTS, *PLACEMENT, *LEDGER, *WORKER, *JOURNAL, *QUARANTINE, *RESIDENCY, *CLIENT, *IDS,
-    *EDGE, *STORE,
+    *EDGE, *STORE, *GANGS,
 )  # fmt: skip
 
 assert len({m.breaks for m in MUTATIONS}) == len(MUTATIONS), "each mutation breaks something else"

@@ -8,7 +8,7 @@ Most worlds are small, since most defects need a worker or two, a few tasks and 
 small worlds are fast. The few large ones have full windows, long resource classes and rankings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from multigpu_master.core.model import Outcome
@@ -25,6 +25,8 @@ from tests.sim.small import small_limits
 from tests.sim.world import ViolationError, World
 
 REST_S = 900.0
+# Some worlds have tasks that several workers run at the same time: this share, and every one from this seed on.
+GANGS, ALL_GANGS = 0.06, 10**12
 EVENTS_MAX = 90_000  # in which no task ends
 # The faults of worlds in which tasks make devices sick: the master learns of each run, and why it ended.
 GENTLE = frozenset({
@@ -111,6 +113,15 @@ class Simulation:
         ]
         self.clients = [Client(world, self.master, f"c{i}") for i in range(random.choice(size.clients))]
         self.specs = [self._spec(i) for i in range(random.randint(1, 4))]
+        # Whether some tasks run on several workers at the same time.
+        self._gang_dice = Random(f"gangs {seed}")
+        self.ganging = (seed >= ALL_GANGS or self._gang_dice.random() < GANGS) and not self.sickening
+        if self.ganging:
+            at = self._gang_dice.randrange(len(self.specs))
+            self.specs[at] = replace(
+                self.specs[at], kind="sim", model="", labels=(), memory_bytes=0, world_size=2,
+                wire=self.specs[at].wire + b" gang",
+            )  # fmt: skip
         self.master.specs = {s.wire: s for spec in self.specs for s in (spec, repaired(spec))}
         # Whether every worker must be back in the end, which takes longer.
         self._thorough = world.chance(0.1)
@@ -127,7 +138,7 @@ class Simulation:
         models = random.choice(((), (), ("m1", "m2"), ("m1",)))
         offered = tuple(Model(name=m, memory_bytes=300) for m in models) if i and self.planned else ()
         return WorkerInfo(
-            worker_id=f"w{i}", memory_total_bytes=1000,
+            worker_id=f"w{i}", memory_total_bytes=1000, store_address="sim:1",
             capabilities=tuple(
                 Capability(kind=k, models=models if i else (), concurrency=self.batch_dice.choice((1, 1, 1, 4)))
                 for k in kinds
@@ -174,6 +185,8 @@ class Simulation:
                 extra = random.choice(("stuck", "stuck", "stuck", "deaf"))
             if self.sickening:
                 extra = f"sicken {spec.attempts_max}" if self._sicken_dice.random() < 0.3 else "innocent"
+            if spec.world_size > 1 and self._gang_dice.random() < 0.4:
+                extra = f"uneven {extra}"
             run_s = random.choice((0.0005, 0.005, 0.02, 0.1, 0.4)) * world.between(0.5, 1.5) * self.timeout_s
             key = random.choice(("", "", "a", "b", "c"))
             requests.append(Request(request_id, spec, f"{request_id} run {run_s:.4f} {extra}".encode(), key))
@@ -239,17 +252,18 @@ class Simulation:
             if worker.inert:
                 world.after(self._inert_s, worker.resume)
             worker.resident = ()  # what was to be unloaded is
-        info = WorkerInfo(
-            worker_id="healer", memory_total_bytes=1000, labels={"zone": "a"},
-            capabilities=(Capability(kind="sim"), Capability(kind="other")),
-        )  # fmt: skip
-        healer = SimWorker(world, self.master, info, self.heartbeat_s)
-        self.workers.append(healer)
-        if world.chance(0.5):
-            healer.start()
-        else:
-            # The present workers have to run the tasks until then, if they can.
-            world.after(1.2 * self.timeout_s, healer.start)
+        later = not world.chance(0.5)
+        for name in ("healer", "other healer") if self.ganging else ("healer",):
+            info = WorkerInfo(
+                worker_id=name, memory_total_bytes=1000, labels={"zone": "a"}, store_address="sim:1",
+                capabilities=(Capability(kind="sim"), Capability(kind="other")),
+            )  # fmt: skip
+            healer = SimWorker(world, self.master, info, self.heartbeat_s)
+            self.workers.append(healer)
+            if later:  # the present workers have to run the tasks until then, if they can
+                world.after(1.2 * self.timeout_s, healer.start)
+            else:
+                healer.start()
 
     def _at_rest(self) -> bool:
         core = self.master.core
@@ -358,3 +372,8 @@ class Simulation:
 def check(seed: int) -> None:
     """The checker of the mutations."""
     Simulation(seed).run()
+
+
+def check_gangs(seed: int) -> None:
+    """The checker of the mutations of gangs."""
+    Simulation(ALL_GANGS + seed).run()

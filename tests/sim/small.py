@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from multigpu_master.core import admission, timers
-from multigpu_master.core.placement import dispatch, pins, resource_classes
+from multigpu_master.core.placement import dispatch, gangs, pins, resource_classes
 from multigpu_master.core.workers import fleet
 
 SMALL = (
@@ -16,6 +16,7 @@ SMALL = (
     (admission, "SHAPES_MAX", 3),
     (dispatch, "BLOCKS_MAX", 3),
     (pins, "PINS_MAX", 4),
+    (gangs, "RESERVED_S", 0.4),
 )
 
 

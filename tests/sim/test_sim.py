@@ -23,7 +23,7 @@ from tests.sim.sim import Simulation
 from tests.sim.world import ViolationError, World
 
 SEEDS = 500
-SEEDS_ALL = 20000
+SEEDS_ALL, SEEDS_GANGS = 20000, 4000
 COVERAGE_SEEDS = 1500
 BUSY = 891  # a seed with more tasks than its workers can soon run
 
@@ -51,11 +51,12 @@ def test_a_seed_that_once_failed(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_random_seeds_keep_every_promise() -> None:
+@pytest.mark.parametrize(("seeds", "base"), [(SEEDS_ALL, 0), (SEEDS_GANGS, sim.ALL_GANGS)])
+def test_random_seeds_keep_every_promise(seeds: int, base: int) -> None:
     """The output names each seed that fails; `python -m tests.sim --seed N --trace` repeats it."""
-    first = random.SystemRandom().randrange(1_000_000, 1_000_000_000)
-    done = run_module("tests.sim", "--seeds", str(SEEDS_ALL), "--first", str(first))
-    assert f"{SEEDS_ALL:,} seeds, 0 failed" in done.stdout, done.stdout
+    first = base + random.SystemRandom().randrange(1_000_000, 1_000_000_000)
+    done = run_module("tests.sim", "--seeds", str(seeds), "--first", str(first))
+    assert f"{seeds:,} seeds, 0 failed" in done.stdout, done.stdout
 
 
 def test_a_seed_reproduces_a_run() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import multigpu
+import structlog
 from multigpu._transport.credentials import Credentials
 from multigpu.config.config import WorkerConfig
 
@@ -31,6 +32,7 @@ from multigpu_worker.session.batcher import Batcher, BatchLimits
 from multigpu_worker.session.link import Link
 from multigpu_worker.session.payload_sharing import Sharing
 from multigpu_worker.session.session import Session, SessionLimits
+from multigpu_worker.session.store_address import StoreAddress
 from multigpu_worker.session.wire import Identity
 from multigpu_worker.stats_file import StatsFile, record
 
@@ -40,6 +42,8 @@ MEMORY_SHARE = 0.8
 MODELS_SHARE, MODELS_SHARE_CPU = 0.9, 0.5
 # A report has to fit into one message, with room for what goes beside the result.
 RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
+
+log = structlog.get_logger()
 
 
 def compose(
@@ -190,7 +194,16 @@ def identity_of(config: WorkerConfig, device: Device) -> Identity:
         slots=config.slots,
         window_tasks=config.window_tasks,
         window_bytes=config.window_bytes,
+        store=_store_address(config.master),
     )
+
+
+def _store_address(master: str) -> StoreAddress | None:
+    try:
+        return StoreAddress(master)
+    except OSError as error:
+        log.warning("this worker takes no ranks of tasks that several workers run", error=str(error))
+        return None
 
 
 def _engine_memory_bytes(config: WorkerConfig, device: Device) -> int:

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
+from multigpu import _ranks
 from multigpu._encoding import encode
 from multigpu._handling.arguments import ArgumentsError, Parameters
 from multigpu._handling.attempts import Batch, Item, Reporter
@@ -33,18 +34,36 @@ class HandlerContext:
     """The `multigpu.Context` of one attempt."""
 
     __slots__ = (
-        "_item", "_reporter", "attempt", "checkpoint", "device", "parameters", "partials_received", "task_id"
+        "_item", "_place", "_reporter", "attempt", "checkpoint", "device", "grouped", "parameters",
+        "partials_received", "task_id",
     )  # fmt: skip
 
     def __init__(self, device: str, item: Item, parameters: Mapping[str, str], reporter: Reporter) -> None:
         self._item = item
         self._reporter = reporter
         self.device = device
-        self.parameters = parameters
+        self.parameters = _ranks.own_parameters(parameters)
+        self._place = _ranks.place_of(parameters)
+        self.grouped = False  # it has made a process group
         self.task_id = item.task_id
         self.attempt = item.attempt
         self.checkpoint = item.checkpoint
         self.partials_received = item.partials_received
+
+    @property
+    def rank(self) -> int:
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    def init_process_group(self, backend: str = "") -> None:
+        self.grouped = True
+        attempt = f"{self.task_id}/{self.attempt}"
+        _ranks.init_process_group(
+            self._place, attempt, backend or ("nccl" if self.device.startswith("cuda") else "gloo")
+        )
 
     @property
     def log(self) -> "logging.LoggerAdapter[logging.Logger]":
@@ -151,8 +170,16 @@ class HandlerEngine:
 
     def _call(self, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
         args, kwargs = self._parameters.of(item.payload, batch.content_type)
-        current_context.set(HandlerContext(self._context.device, item, batch.parameters, reporter))
-        returned: Any = self._function(*args, **kwargs)
+        context = HandlerContext(self._context.device, item, batch.parameters, reporter)
+        current_context.set(context)
+        try:
+            return self._result_of(self._function(*args, **kwargs), item, reporter)
+        finally:
+            if context.grouped:
+                _ranks.destroy_process_group()
+
+    @staticmethod
+    def _result_of(returned: Any, item: Item, reporter: Reporter) -> tuple[bytes, str]:
         if type(returned) is bytes:  # the most frequent case
             return returned, ""
         if inspect.isgenerator(returned):

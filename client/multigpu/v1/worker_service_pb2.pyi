@@ -47,7 +47,7 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., report_batches: _Optional[_Iterable[_Union[ReportBatch, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialOutput, _Mapping]]] = ..., payload_key: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases", "models", "model_memory_bytes", "incarnation", "process")
+    __slots__ = ("protocol_version", "worker_id", "host", "version", "pid", "device", "capabilities", "labels", "slots", "window_tasks", "window_bytes", "leases", "models", "model_memory_bytes", "incarnation", "process", "store_address")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class Hello(_message.Message):
     MODEL_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     host: str
@@ -87,7 +88,8 @@ class Hello(_message.Message):
     model_memory_bytes: int
     incarnation: str
     process: str
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., incarnation: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
+    store_address: str
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[_Union[_device_pb2.Device, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., slots: _Optional[int] = ..., window_tasks: _Optional[int] = ..., window_bytes: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[_model_pb2.Model, _Mapping]]] = ..., model_memory_bytes: _Optional[int] = ..., incarnation: _Optional[str] = ..., process: _Optional[str] = ..., store_address: _Optional[str] = ...) -> None: ...
 
 class Capability(_message.Message):
     __slots__ = ("kind", "models", "concurrency")
@@ -304,20 +306,32 @@ class LeaseBatch(_message.Message):
     def __init__(self, spec: _Optional[_Union[_task_pb2.TaskSpec, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ..., task_ids: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., payloads: _Optional[_Iterable[bytes]] = ..., units: _Optional[_Iterable[int]] = ..., extras: _Optional[_Iterable[_Union[LeaseExtra, _Mapping]]] = ..., proofs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseExtra(_message.Message):
-    __slots__ = ("index", "checkpoint", "partials_received", "traceparent", "payload_place", "partials")
+    __slots__ = ("index", "checkpoint", "partials_received", "traceparent", "payload_place", "partials", "gang")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_PLACE_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    GANG_FIELD_NUMBER: _ClassVar[int]
     index: int
     checkpoint: bytes
     partials_received: int
     traceparent: str
     payload_place: _task_pb2.PayloadReference
     partials: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, index: _Optional[int] = ..., checkpoint: _Optional[bytes] = ..., partials_received: _Optional[int] = ..., traceparent: _Optional[str] = ..., payload_place: _Optional[_Union[_task_pb2.PayloadReference, _Mapping]] = ..., partials: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    gang: Gang
+    def __init__(self, index: _Optional[int] = ..., checkpoint: _Optional[bytes] = ..., partials_received: _Optional[int] = ..., traceparent: _Optional[str] = ..., payload_place: _Optional[_Union[_task_pb2.PayloadReference, _Mapping]] = ..., partials: _Optional[_Iterable[bytes]] = ..., gang: _Optional[_Union[Gang, _Mapping]] = ...) -> None: ...
+
+class Gang(_message.Message):
+    __slots__ = ("rank", "world_size", "store_address")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    world_size: int
+    store_address: str
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., store_address: _Optional[str] = ...) -> None: ...
 
 class Revocation(_message.Message):
     __slots__ = ("lease_id", "reason")

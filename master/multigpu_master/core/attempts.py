@@ -2,6 +2,7 @@
 
 - An attempt that failed, or ran when its worker was lost, is charged to the task. The next attempt begins after a
   pause, on another device if one is free then; after attempts_max the task becomes a dead letter.
+- A gang (gangs.py) whose worker was lost is not charged: the other ranks, and hosts, are not at fault.
 - A lease that only waited in a window is not charged. But a task may kill its workers before they can report that it
   runs. So each loss of such a lease after the first lengthens the task's pause, which separates the task from others
   that were lost with it; after LOSSES_MAX losses the task becomes a dead letter.
@@ -99,7 +100,7 @@ class Attempts:
 
     def worker_lost(self, lease: Lease, now: float) -> None:
         worker_id = lease.worker.worker_id
-        if lease.running:
+        if lease.running and lease.gang is None:
             self._ledger.counters.requeued += 1
             error = TaskError("WorkerLost", f"worker {worker_id} was lost while it ran the task")
             self.failed(lease, error, lease.run_s, now, now)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ephemeral import EphemeralOutcomes, outcome_bytes
-from multigpu_master.core.model import Lease, Outcome, OutcomeState, Queue, Task, Worker, partition_of
+from multigpu_master.core.model import Gang, Lease, Outcome, OutcomeState, Queue, Task, Worker, partition_of
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.resource_classes import ResourceClass, ResourceClasses
 from multigpu_master.core.strategy import Strategy
@@ -21,6 +21,8 @@ from multigpu_master.core.workers.pace import Key
 
 # After an attempt's run_timeout the master waits for this long until the worker reports its end.
 RUN_GRACE_S = 10.0
+# The reason for revoking the leases of a gang.
+RANK_ENDED = "rank {rank} of this task has ended, and with it the attempt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +140,41 @@ class Ledger:
             self.expiries.at(now + task.spec.run_timeout_s + RUN_GRACE_S, task, TimeLimit.RUN_TIMEOUT)
         return loads
 
+    def record_gang(self, leases: Sequence[Lease], now: float) -> None:
+        """As record_lease, for all ranks of a task."""
+        self.record_lease(leases[0], now)
+        for lease in leases[1:]:
+            self._fleet.grant(lease.worker, lease, now)
+
     def release(self, lease: Lease) -> None:
         """From leased to queued. The caller puts the task into its class, or pauses or settles it."""
         task = lease.task
-        if lease.log:
+        if task.lease is not None and task.lease.log:
             self._keep_log(task)
-        self._fleet.release(lease)
+        if lease.gang is None:
+            self._fleet.release(lease)
+        else:
+            self._release_gang(lease.gang, lease)
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.leased -= 1
         queue.leased_bytes -= size
         queue.queued += 1
         queue.queued_bytes += size
         self.leased -= 1
+
+    def _release_gang(self, gang: Gang, ended: Lease) -> None:
+        """Releases all ranks of an attempt, of which one has ended, and revokes the others."""
+        for lease in gang.leases:
+            if lease.lease_id not in lease.worker.leases:  # its rank has succeeded
+                continue
+            self._fleet.release(lease)
+            if lease is not ended:
+                self._commands.revoke(lease.worker.session, [lease.lease_id], RANK_ENDED.format(rank=ended.rank))
+        ended.task.lease = None
+
+    def rank_succeeded(self, lease: Lease) -> None:
+        """Releases a rank that has succeeded, and whose task goes on. It is off its worker's dict already."""
+        self._fleet.released(lease.worker, [lease], len(lease.task.payload))
 
     def add_partial(self, task: Task, data: bytes, content_type: str, size: int) -> None:
         """Adds a partial output that takes `size` bytes."""

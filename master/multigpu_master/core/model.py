@@ -49,6 +49,7 @@ class Shape(NamedTuple):
     memory_bytes: int
     # The partition of the task's partition_key, -1 if it has none.
     partition: int = -1
+    world_size: int = 1
 
 
 def partition_of(key: str) -> int:
@@ -59,7 +60,7 @@ def partition_of(key: str) -> int:
 
 
 def shape_of(spec: Spec, partition: int = -1) -> Shape:
-    return Shape(spec.kind, spec.model, spec.labels, spec.memory_bytes, partition)
+    return Shape(spec.kind, spec.model, spec.labels, spec.memory_bytes, partition, spec.world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,8 @@ class Lease:
     recalled: int = 0  # the session in which it was recalled
     model: str = ""  # id of the worker's model that it needs; "": none, or the worker offers no models by id
     share: int = SLOT  # of a slot, less where a slot runs several tasks together
+    gang: "Gang | None" = None  # with the leases of the task's other ranks
+    rank: int = 0
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
         """The attempt's dispatch and start time, for its outcome. The arguments are of the worker's clock, which may be
@@ -217,6 +220,17 @@ class Lease:
         if start_s and not self.frame:
             dispatch_s = min(dispatch_s, max(self.task.submit_s, start_s))
         return dispatch_s, min(max(start_s, dispatch_s), finish_s) if start_s else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Gang:
+    """The leases of one attempt of a task that several workers run, by rank. That of rank 0 is Task.lease, also after
+    its rank has succeeded. The attempt succeeds when all ranks have; if one ends otherwise, all are revoked.
+    """
+
+    leases: list[Lease]
+    succeeded: int = 0  # ranks
+    outcome: Outcome | None = None  # that of rank 0, which is the task's
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +268,7 @@ class Worker:
     check_at_once: bool = False  # an operator asked for the check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
+    leases_limit: int | None = None  # while it runs a rank of a gang, or is reserved for one; None: there is no limit
     leased_bytes: int = 0
     leased_memory_bytes: int = 0  # device memory reserved for its leases
     leased_shares: int = 0  # sum of its leases' shares of slots
@@ -316,7 +331,9 @@ class Worker:
 
     @property
     def full(self) -> bool:
-        """Whether its window is used up, by count or by bytes."""
+        """Whether its window is used up, by count or by bytes, or closed for a gang."""
+        if self.leases_limit is not None and len(self.leases) >= self.leases_limit:
+            return True
         return self.window_full or self.leased_bytes >= self.info.window_bytes
 
     def memory_fraction(self) -> float | None:

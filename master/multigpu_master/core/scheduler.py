@@ -16,6 +16,7 @@ from multigpu_master.core.ledger import Counters, Ledger, Limits
 from multigpu_master.core.model import WITHDRAWN, Outcome, OutcomeState, Queue, Task, TaskError, partition_of
 from multigpu_master.core.operators import Operators
 from multigpu_master.core.placement.dispatch import Dispatcher
+from multigpu_master.core.placement.gangs import Gangs
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.placement.resource_classes import ResourceClass
@@ -61,7 +62,10 @@ class Core:
         self._streams: set[int] = set()  # the open Run streams
         attempts = self._attempts = Attempts(ledger, timers, commands, hold, random)
         reservations, recalls = LoadReservations(fleet, timers), Recalls(ledger, fleet, timers, commands, self.grants)
-        self._dispatcher = Dispatcher(ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.grants)
+        self.gangs = Gangs(ledger, fleet, timers, commands, attempts, lambda: self.ids.next_id)
+        self._dispatcher = Dispatcher(
+            ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.gangs, self.grants
+        )
         sessions = Sessions(
             ledger, fleet, timers, commands, hold, attempts, self.quarantine, reservations, recalls, self.usage
         )
@@ -195,6 +199,7 @@ class Core:
     def _ids_renewed(self, event: ev.IdsRenewed, now: float) -> None:
         assert event.first_id >= self.ids.end, "the new range of ids must be above the present one"
         self.ids.begin(event.first_id)
+        self.ledger.classes.unblock_all()  # a gang may have waited for ids
 
     def _recover(self, event: ev.Recover, now: float) -> None:
         self.hold.until_s = event.hold_until_s

@@ -48,6 +48,10 @@ class Usage:
                 used.joules += sum([energy.joules for energy in energies])
                 used.uncertainty_joules += sum([energy.joules * energy.uncertainty for energy in energies])
 
+    def ran(self, task: Task, device_s: float) -> None:
+        """Adds the device time of a rank of a gang whose other ranks go on."""
+        self._of(task.spec).device_s += device_s
+
     def failed(self, tasks: Sequence[Task], device_s: float) -> None:
         """Adds failed attempts that ran together."""
         unit_s = device_s / max(1, sum([task.units for task in tasks]))

@@ -38,13 +38,19 @@ def fill_leases(
     if inlined is None:
         batch.payloads.extend([task.payload for task in tasks])
     batch.units.extend([task.units for task in tasks])
-    for index, extra in enumerate([task.extra for task in tasks]):
+    for index, lease in enumerate(leases):
+        extra, gang = lease.task.extra, lease.gang
+        if extra is None and gang is None:
+            continue
+        message = batch.extras.add(index=index)
         if extra is not None:
-            batch.extras.add(
-                index=index, checkpoint=extra.checkpoint,
-                partials_received=len(extra.partials), traceparent=extra.traceparent,
-                partials=extra.partials if extra.partials_bytes <= PARTIALS_BYTES_MAX else (),
-            )  # fmt: skip
+            message.checkpoint, message.traceparent = extra.checkpoint, extra.traceparent
+            message.partials_received = len(extra.partials)
+            if extra.partials_bytes <= PARTIALS_BYTES_MAX:
+                message.partials.extend(extra.partials)
+        if gang is not None:
+            message.gang.rank, message.gang.world_size = lease.rank, len(gang.leases)
+            message.gang.store_address = gang.leases[0].worker.info.store_address
     if inlined is not None:
         payload_messages.fill_payloads(batch, leases, inlined)
 

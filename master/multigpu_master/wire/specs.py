@@ -18,6 +18,7 @@ PRIORITY_DEFAULT, ATTEMPTS_DEFAULT = 3, 3
 BACKOFF_INITIAL_S, BACKOFF_MAX_S = 0.1, 30.0
 DURABLE_TTL_S, EPHEMERAL_TTL_S = 86_400.0, 300.0
 PARAMETERS_MAX, PARAMETERS_BYTES_MAX = 64, 64 << 10
+WORLD_SIZE_MAX = 1024
 # Specs up to SMALL_BYTES are bounded by the limit of queued tasks; larger ones by their total size in each queue.
 SMALL_BYTES = 1 << 10
 LARGE_BYTES_MAX = 64 << 20
@@ -118,9 +119,13 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
     if not 0 <= m.attempts_max <= ATTEMPTS_MAX:
         raise InvalidMessageError(f"attempts_max {m.attempts_max} is out of range; use 1 to {ATTEMPTS_MAX}")
     _mapping("parameters", m.parameters)
+    if reserved := next((name for name in m.parameters if name.startswith("multigpu.")), None):
+        raise InvalidMessageError(f"parameter {reserved!r} is reserved: take a name without multigpu.")
     _mapping("required_labels", m.required_labels)
     if m.durability not in task_pb2.Durability.values():
         raise InvalidMessageError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")
+    if not 0 <= m.world_size <= WORLD_SIZE_MAX:
+        raise InvalidMessageError(f"world_size {m.world_size} is out of range; use 1 to {WORLD_SIZE_MAX}")
     durable = m.durability != task_pb2.DURABILITY_EPHEMERAL
     initial_s = _timeout(m, "backoff_initial") or BACKOFF_INITIAL_S
     same = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
@@ -141,6 +146,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         result_ttl_s=_timeout(m, "result_ttl") or (DURABLE_TTL_S if durable else EPHEMERAL_TTL_S),
         wait_for_worker=m.wait_for_worker,
         retry_failed=m.retry_failed,
+        world_size=m.world_size or 1,
         submitter=m.submitter,
         identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
         wire=wire,

@@ -31,6 +31,7 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
         )
     return WorkerInfo(
         **{name: getattr(m, name) for name in _SAME_FIELDS},
+        store_address=m.store_address,
         device_id=m.device.device_id or "cpu",
         device_wire=devices.device_wire(m.device),
         memory_total_bytes=m.device.memory_total_bytes,
@@ -43,7 +44,7 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
 
 
 def _check_names(m: worker_service_pb2.Hello) -> None:
-    for field in ("worker_id", "host", "version"):
+    for field in ("worker_id", "host", "version", "store_address"):
         check_printable(field, getattr(m, field))
     check_printable("device_id", m.device.device_id)
     for key, value in m.labels.items():

@@ -59,7 +59,11 @@ EVENTS = (
     ),
     scheduler("P10: outcomes on the disk are not forgotten", "self.ledger.committed(task)"),
     admission("a passed deadline is taken", "None and spec.deadline_s <= now", "None and spec.deadline_s < now - 1.0"),
-    admission("wait_for_worker ignored", "or not fleet.sessions or fleet.eligible(shape_of(spec)):", "or True:"),
+    admission(
+        "wait_for_worker ignored",
+        "or not fleet.sessions or len(fleet.eligible(shape_of(spec))) >= spec.world_size:",
+        "or True:",
+    ),
     admission(
         "P10: a queue holds one task more than it may",
         "queue.queued + queue.leased >= queue.tasks_max",

@@ -20,8 +20,10 @@ PLACEMENT = (
     scheduler("dispatch while the fleet is awaited", "not self.hold.active(now) and", ""),
     scheduler("P10: dispatch while the journal can't follow", "not self.ledger.clogged() and", ""),
     dispatch("frames don't count up", "worker.frame += 1"),
-    dispatch("a lease names the frame before its own", "now, worker.frame + 1, cost_s)", "now, worker.frame, cost_s)"),
-    dispatch("P4: attempts are not counted", "task.attempts += 1"),
+    dispatch(
+        "a lease names the frame before its own", "now, worker.frame + 1, cost_s)\n", "now, worker.frame, cost_s)\n"
+    ),
+    dispatch("P4: attempts are not counted", "            task.attempts += 1\n"),
     dispatch("blocked backlogs wait for changes of members", "elif classes.blocked:\n", "elif False:\n"),
     dispatch_story(
         "the last worker with a model loses it, and no other loads it",

@@ -123,13 +123,13 @@ SESSIONS = (
     sessions_story("lost leases are requeued in the wrong order", "leases.sort(key=lambda x: -x.task.task_id)"),
     sessions(
         "P4: a task that kills its workers goes on to the next",
-        "        if lease.running:\n            self._ledger.counters",
+        "        if lease.running and lease.gang is None:\n            self._ledger.counters",
         "        if False:\n            self._ledger.counters",
         module="multigpu_master.core.attempts",
     ),
     sessions(
         "P4: tasks that never ran become dead letters",
-        "        if lease.running:\n            self._ledger.counters",
+        "        if lease.running and lease.gang is None:\n            self._ledger.counters",
         "        if True:\n            self._ledger.counters",
         module="multigpu_master.core.attempts",
     ),

@@ -58,8 +58,8 @@ IDS = (
     ),
     Mutation(
         "leases go on past the last id",
-        " and ids.next_id < ids.end:",
-        ":",
+        "            if ids.next_id >= ids.end:\n                break\n",
+        "",
         module="multigpu_master.core.placement.dispatch",
     ),
     Mutation("tasks go on past the last id", "if ids.next_id >= ids.end:", module="multigpu_master.core.admission"),

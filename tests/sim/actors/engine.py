@@ -62,6 +62,8 @@ class SimEngine:
             beside = self._worker.world.fell_sick[lease.task_id]
             most = 1 + max(0, beside - SICK_RETURNS_MAX)
             check(lease.attempt <= most, "task %s is charged for devices that others made sick", lease.task_id)
+        if "uneven" in options and self._worker.info.worker_id in ("w1", "healer"):
+            run_s *= 3.0
         began_s, life = self._worker.world.now, self._worker.life
         if "stream" in options and lease.partials_received:
             self._worker.world.coverage["worker: yielded on after a resume"] += 1

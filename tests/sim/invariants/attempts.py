@@ -39,7 +39,8 @@ class Attempts:
 
     def after(self, event: ev.Event, commands: Sequence[ev.Command], now: float) -> None:
         workers = self._core.fleet.workers.values()
-        live = {x.lease_id: (x, x.running, w.session) for w in workers for x in w.leases.values()}
+        # Those of gangs follow other rules: tests/core/test_gangs.py.
+        live = {x.lease_id: (x, x.running, w.session) for w in workers for x in w.leases.values() if x.gang is None}
         granted = {x.lease_id: x for c in commands if isinstance(c, ev.Dispatch) for x in c.leases}
         ended = [entry for lease_id, entry in self._leases.items() if lease_id not in live]
         revoked: dict[tuple[int, int], str] = {}
@@ -63,14 +64,14 @@ class Attempts:
                 self._not_begun(lease, running, now)
                 charge, spared = False, True
             self._ended(lease, charge, now, spared=spared or (why is None and self._returned(event, lease)))
-        for command in commands:
-            if isinstance(command, ev.Recall):
-                self._recalled.update(dict.fromkeys(command.lease_ids))
         if isinstance(event, ev.Hello):
             self._came_and_went(event, commands, live)
         for lease_id, (lease, _, _) in live.items():
             if lease_id not in self._leases:
                 self._began(lease, adopted=lease_id not in granted)
+        for command in commands:  # also of leases that the same event adopted
+            if isinstance(command, ev.Recall):
+                self._recalled.update(dict.fromkeys(command.lease_ids))
         self._leases = live
         for command in commands:
             if isinstance(command, ev.Settled):

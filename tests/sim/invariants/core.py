@@ -12,7 +12,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import NOT_BEGUN
 from multigpu_master.core.ephemeral import outcome_bytes
 from multigpu_master.core.ledger import RUN_GRACE_S
-from multigpu_master.core.model import SLOT, OutcomeState, Task, Worker, shape_of
+from multigpu_master.core.model import SLOT, Lease, OutcomeState, Task, Worker, shape_of
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.workers.info import HEALTHY, Health
@@ -178,7 +178,7 @@ class Invariants:
             check(lease.lease_id not in self._granted, "lease %s was granted twice", lease.lease_id)
             self._granted[lease.lease_id] = lease.task
             self._grants[lease.lease_id, worker.worker_id, lease.task.task_id, lease.attempt] = None
-            check(lease.task.lease is lease, "a dispatched lease is its task's")
+            check(_is_lease_of(lease.task, lease), "a dispatched lease is its task's")
             check(not core.ledger.queues[lease.task.spec.queue].paused, "a paused queue dispatched")
             unfit = core.fleet.unfit(worker, shape_of(lease.task.spec))
             check(unfit is None, "%s can't run task %s: %s", worker.worker_id, lease.task.task_id, unfit)
@@ -196,9 +196,12 @@ class Invariants:
             check(task.lease is None, "a settled task is leased")
             if outcome.result:
                 lease_id = int(outcome.result.split()[1])
-                check(self._live.get(lease_id) is task, "a result under lease %s, which was not live", lease_id)
-                by_holder = isinstance(event, ev.Reports) and event.session == self._holders[lease_id].session
-                check(by_holder, "lease %s was reported by another session", lease_id)
+                if task.spec.world_size > 1:  # its other ranks may have succeeded later
+                    check(self._granted.get(lease_id) is task, "a result under lease %s of another task", lease_id)
+                else:
+                    check(self._live.get(lease_id) is task, "a result under lease %s, which was not live", lease_id)
+                    by_holder = isinstance(event, ev.Reports) and event.session == self._holders[lease_id].session
+                    check(by_holder, "lease %s was reported by another session", lease_id)
                 partials = task.extra.partials if task.extra is not None else []
                 whole = [b"p0", b"p1"] if b"stream" in task.payload else []
                 check(partials == whole or not task.spec.durable, "task %s yielded %s", task.task_id, partials)
@@ -214,8 +217,8 @@ class Invariants:
             task = self._live.get(lease_id)
             if task is None or worker is None or self._holders[lease_id] is not worker:
                 continue
-            check(task.lease is None or task.lease.lease_id != lease_id, "a reported lease lives on")
-            if lease_id in succeeded and lease_id not in revoked:
+            check(lease_id not in worker.leases, "a reported lease lives on")
+            if task.spec.world_size == 1 and lease_id in succeeded and lease_id not in revoked:
                 check(task.outcome is not None, "task %s succeeded, and is not settled", task.task_id)
 
     def _reconnect(self, event: ev.Hello, welcome: ev.Welcome, commands: Sequence[ev.Command]) -> None:
@@ -252,7 +255,8 @@ class Invariants:
             )
             limit = self._core.ledger.limits.bytes_max
             full = isinstance(event, ev.Partials) and self._bytes_before + self._bytes_told > limit
-            excused = drained or overdue or gone or full
+            with_gang = command.reason.startswith("rank ") and lease_id not in worker.leases
+            excused = drained or overdue or gone or full or with_gang
             check(excused, "lease %s was revoked for no reason: %s", lease_id, command.reason)
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -282,8 +286,12 @@ class Invariants:
                 leases += 1
                 tally[2] += 1
                 tally[3] += bytes_
-                if lease.task is not task or lease.worker.leases.get(lease.lease_id) is not lease:
-                    raise ViolationError(f"the lease of task {task.task_id} is not its worker's")
+                if lease.task is not task or lease.rank:
+                    raise ViolationError(f"task {task.task_id} has the lease of another task or rank")
+                all_ranks, succeeded = ([lease], 0) if lease.gang is None else (lease.gang.leases, lease.gang.succeeded)
+                held = [x for x in all_ranks if x.worker.leases.get(x.lease_id) is x]
+                if len(held) != len(all_ranks) - succeeded or len(all_ranks) != task.spec.world_size:
+                    raise ViolationError(f"the leases of task {task.task_id} are not its workers'")
                 continue
             tally[0] += 1
             tally[1] += bytes_
@@ -354,8 +362,10 @@ class Invariants:
             backlog_s = 0.0
             for lease_id, lease in worker.leases.items():
                 task = lease.task
-                if lease.worker is not worker or task.lease is not lease or lease.lease_id != lease_id:
+                if lease.worker is not worker or not _is_lease_of(task, lease) or lease.lease_id != lease_id:
                     raise ViolationError(f"{worker.worker_id} holds lease {lease_id}, which is not live")
+                if lease.gang is not None and len(worker.leases) > 1:
+                    raise ViolationError(f"{worker.worker_id} runs a rank of task {task.task_id}, and other tasks")
                 live[lease_id], carried[lease_id], holders[lease_id] = task, lease.frame, worker
                 if lease.running:
                     self._ran_since.setdefault(lease_id, now)
@@ -372,6 +382,13 @@ class Invariants:
         for session, worker in fleet.sessions.items():
             if worker.session != session:
                 raise ViolationError(f"session {session} is not its worker's")
+
+
+def _is_lease_of(task: Task, lease: Lease) -> bool:
+    """Whether a lease is the task's, or one of its ranks'."""
+    if lease.gang is None:
+        return task.lease is lease
+    return task.lease is lease.gang.leases[0] and lease.gang.leases[lease.rank] is lease
 
 
 def _foreign(held: ev.HeldLease, hello: ev.Hello) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Shape, Task, Worker, partition_of, shape_of
-from multigpu_master.core.placement.obstacles import obstacles
+from multigpu_master.core.placement.obstacles import obstacles, obstructed
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.strategy import Strategy
@@ -51,12 +51,30 @@ class Placement:
                 waiting.setdefault((strategy.name, shape_of(task.spec, partition)), []).append(task)
         for (name, shape), same_shape in waiting.items():
             strategy = core.ledger.strategies[name]
+            if shape.world_size > 1:
+                if core.ids.end - core.ids.next_id >= shape.world_size:
+                    self._no_gang_idles(strategy, shape, same_shape[0])
+                continue
             best = self._best(strategy, shape, len(same_shape))
             if best is not None:
                 raise ViolationError(f"task {same_shape[0].task_id} waits, though {best.worker_id} could run it")
         for lease in (x for c in commands if isinstance(c, ev.Dispatch) for x in c.leases):
             self._check_order_in_shape(lease, waiting)
             self._check_order_across_shapes(lease, waiting)
+
+    def _no_gang_idles(self, strategy: Strategy, shape: Shape, task: Task) -> None:
+        """A gang begins once enough workers are idle, and reserves busy ones before."""
+        core, gangs = self._core, self._core.gangs
+        mine = gangs.reserved_for(strategy, shape)
+        able = [w for w in core.fleet.workers.values() if core.fleet.unfit(w, shape) is None]
+        free = [w for w in able if w in mine or w.leases_limit is None]
+        free = [w for w in free if w.accepting and not obstructed(core.fleet, strategy, shape, w)]
+        idle = [w for w in free if not (w.leases or w.occupied)]
+        check(len(idle) < shape.world_size, "task %s waits, though %s workers are idle", task.task_id, len(idle))
+        reserved = [w for w in core.fleet.workers.values() if w.leases_limit is not None]
+        for worker in reserved:
+            ranks = [x for x in worker.leases.values() if x.gang is not None]
+            check(ranks or worker in gangs._reserved, "%s is reserved for nothing", worker.worker_id)
 
     def _check_order_in_shape(self, lease: Lease, waiting: dict[tuple[str, Shape], list[Task]]) -> None:
         spec = lease.task.spec
@@ -71,9 +89,13 @@ class Placement:
         at that instant is unknown.
         """
         core, worker = self._core, lease.worker
+        if lease.gang is not None:
+            return  # it had a reservation
         leased_key = lease.task.spec.priority, lease.task.task_id
         for (name, shape), tasks in waiting.items():
             strategy = core.ledger.strategies[name]
+            if shape.world_size > 1:  # tasks of one worker may fill what it cannot use yet
+                continue
             if strategy.pinned or shape.memory_bytes or shape.model or core.fleet.unfit(worker, shape) is not None:
                 continue
             if core.fleet.model_of(worker, shape) or strategy.excludes(shape, worker, core.fleet) is not None:

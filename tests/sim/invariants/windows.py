@@ -63,6 +63,7 @@ class Windows:
         task, core = lease.task, self._core
         if (
             lease.running
+            or lease.gang is not None
             or (lease.worker.session, lease.lease_id) in self._recalled
             or (task.extra is not None and task.extra.broke)
         ):
@@ -91,6 +92,7 @@ class Windows:
                 or resource_class.priority >= lease.task.spec.priority
                 or resource_class.queue.paused
                 or strategy.pinned
+                or resource_class.shape.world_size > 1
             ):
                 continue
             shape = resource_class.shape

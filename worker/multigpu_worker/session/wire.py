@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from multigpu._ranks import RANK, STORE, WORLD_SIZE
 from multigpu._transport.payloads import Elsewhere, Reference
 from multigpu.v1 import device_pb2, model_pb2, task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
@@ -15,6 +16,7 @@ from multigpu_worker.device.health import Health
 from multigpu_worker.device.interface import DeviceInfo, Telemetry
 from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.session.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
+from multigpu_worker.session.store_address import StoreAddress
 
 PROTOCOL_VERSION = 2
 
@@ -43,6 +45,8 @@ class Identity:
     slots: int
     window_tasks: int
     window_bytes: int
+    # None: it takes no ranks of gangs.
+    store: StoreAddress | None = None
 
 
 def seconds_of(duration: Duration) -> float:
@@ -85,6 +89,13 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
         lease.partials_received = extra.partials_received
         lease.partials_before = tuple(extra.partials)
         lease.traceparent = extra.traceparent
+        if extra.HasField("gang"):
+            place = {
+                RANK: str(extra.gang.rank),
+                WORLD_SIZE: str(extra.gang.world_size),
+                STORE: extra.gang.store_address,
+            }
+            lease.spec = dataclasses.replace(spec, parameters=(*spec.parameters, *place.items()))
         if extra.HasField("payload_place"):
             at = extra.payload_place
             if not directory or "/" in str(at.segment):
@@ -114,6 +125,7 @@ def hello(
             version=identity.version,
             pid=identity.pid,
             process=identity.process,
+            store_address="" if identity.store is None else identity.store.text,
             device=device_message(identity.device),
             capabilities=_capabilities(offers, concurrency),
             labels=identity.labels,

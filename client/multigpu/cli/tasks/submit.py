@@ -26,7 +26,7 @@ BATCH_TASKS = 1_000
 # Flags that are options of the SDK under the same name.
 SDK_OPTIONS = (
     *("model", "queue", "priority", "device_memory_bytes", "queue_timeout_s", "run_timeout_s", "result_ttl_s"),
-    *("attempts_max", "ephemeral", "wait_for_worker", "retry_failed"),
+    *("attempts_max", "world_size", "ephemeral", "wait_for_worker", "retry_failed"),
 )
 
 
@@ -60,6 +60,12 @@ SDK_OPTIONS = (
 @seconds_option("--queue-timeout", "How long a task may wait to be dispatched.")
 @seconds_option("--run-timeout", "How long an attempt may run.")
 @seconds_option("--result-ttl", "How long the outcome is kept.")
+@click.option(
+    "--world-size",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    help="Run on N workers at the same time.  [default: 1]",
+)
 @click.option("--attempts-max", type=click.IntRange(1, 100), metavar="N", help="Attempts at most.  [default: 3]")
 @click.option("--ephemeral", is_flag=True, help="Keep the task off the master's disk; it is lost if the master ends.")
 @click.option("--wait-for-worker", is_flag=True, help="Queue the task even if no known worker could ever take it.")

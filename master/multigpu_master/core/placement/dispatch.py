@@ -10,9 +10,10 @@ from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Task, Worker
 from multigpu_master.core.placement.candidates import Candidates, elsewhere
+from multigpu_master.core.placement.gangs import Gangs, form
 from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, short_of_memory
 from multigpu_master.core.placement.recall import Recalls
-from multigpu_master.core.placement.resource_classes import Backlog
+from multigpu_master.core.placement.resource_classes import Backlog, ResourceClass
 from multigpu_master.core.restart import IdRange
 from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.fleet import Fleet
@@ -27,7 +28,7 @@ ELSEWHERE_S = 0.05
 class Dispatcher:
     def __init__(
         self, ledger: Ledger, fleet: Fleet, ids: IdRange, commands: Commands, attempts: Attempts,
-        reservations: LoadReservations, recalls: Recalls, grants: Callable[[float], bool],
+        reservations: LoadReservations, recalls: Recalls, gangs: Gangs, grants: Callable[[float], bool],
     ) -> None:  # fmt: skip
         self._ledger = ledger
         self._fleet = fleet
@@ -36,6 +37,7 @@ class Dispatcher:
         self._attempts = attempts
         self._reservations = reservations
         self._recalls = recalls
+        self._gangs = gangs
         self._grants = grants
         self.unfinished_s: float | None = None  # when `run` stopped with backlogs left to try; None: it tried all
         self._candidates: dict[Backlog, Candidates] = {}  # of this event
@@ -48,19 +50,27 @@ class Dispatcher:
         self.unfinished_s = None
         if not self._grants(now):
             return
+        self._gangs.update()
         self._unblock_changed()
         self._candidates.clear()
         ledger, classes = self._ledger, self._ledger.classes
         fleet, ids, open_ = self._fleet, self._ids, self._fleet.with_room
         dispatched = dict[Worker, list[Lease]]()
         expired = blocked = 0
-        while open_ and (first := classes.first()) is not None and expired < DUE_MAX and ids.next_id < ids.end:
+        gangs = self._gangs
+        while (open_ or gangs.ready) and (first := classes.first()) is not None and expired < DUE_MAX:
+            if ids.next_id >= ids.end:
+                break
             backlog, resource_class, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
             if limited and self._attempts.overdue(task, now):  # its expiry is due, but beyond DUE_MAX
                 expired += 1
                 continue
-            worker = self._choose(backlog, now)
+            worker = None
+            if backlog.shape.world_size == 1:
+                worker = self._choose(backlog, now)
+            elif self._grant_gang(backlog, resource_class, task, dispatched, now):
+                continue
             if worker is None:
                 blocked += 1
                 if blocked == BLOCKS_MAX:
@@ -82,14 +92,35 @@ class Dispatcher:
             if self._reservations.by_backlog and self._reservations.granted(backlog):
                 self._candidates.clear()
                 classes.unblock_all()
-            if worker in dispatched:
-                dispatched[worker].append(lease)
-            else:
-                dispatched[worker] = [lease]
+            dispatched.setdefault(worker, []).append(lease)
         for worker, leases in dispatched.items():
             worker.frame += 1
             self._commands.add(ev.Dispatch(worker.session, worker.frame, leases))
             self._recalls.watch(worker, now)
+
+    def _grant_gang(
+        self, backlog: Backlog, resource_class: ResourceClass, task: Task, dispatched: dict[Worker, list[Lease]],
+        now: float,
+    ) -> bool:  # fmt: skip
+        """Grants all ranks of the first task of the first ready backlog. Returns False if too few workers are idle: the
+        backlog is blocked.
+        """
+        enough_ids = self._ids.end - self._ids.next_id >= backlog.shape.world_size
+        workers = self._gangs.choose(backlog, task, now) if enough_ids else None
+        self._candidates.clear()  # reservations have changed the room of workers
+        if workers is None:
+            self._ledger.classes.block(backlog, self._fleet.eligible(backlog.shape))
+            return False
+        self._ledger.classes.take(resource_class)
+        task.attempts += 1
+        leases = []
+        for worker in workers:
+            cost_s = self._fleet.expected_s(worker, backlog.shape, task.units)
+            leases.append(Lease(self._ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s))
+            dispatched[worker] = [leases[-1]]
+        form(leases)
+        self._ledger.record_gang(leases, now)
+        return True
 
     def _choose(self, backlog: Backlog, now: float) -> Worker | None:
         """The worker for the first task of the first ready backlog. None: no worker can get it, and the backlog is
@@ -139,7 +170,8 @@ class Dispatcher:
             classes.unblock_all()
         elif classes.blocked:
             if freed:
-                classes.unblock_for([worker for worker in freed if worker in fleet.with_room])
+                # A worker that is reserved for a gang has no room, but may have ended its last lease.
+                classes.unblock_for([w for w in freed if w in fleet.with_room or w.leases_limit is not None])
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
                 classes.unblock_all(growing=True)
         self._membership, self._averages = fleet.membership_changes, fleet.averages_changes

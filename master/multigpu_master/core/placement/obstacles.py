@@ -52,6 +52,9 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
         why.append("draining")
     if worker.stopping:
         why.append("stopping")
+    if worker.leases_limit is not None and len(worker.leases) >= worker.leases_limit:
+        gang = next((lease.task.task_id for lease in worker.leases.values() if lease.gang is not None), 0)
+        why.append(f"runs a rank of task {gang}" if gang else "reserved for a task that several workers run")
     if worker.window_full:
         leases, allowed = len(worker.leases), worker.pace.leases_max
         if worker.shares:

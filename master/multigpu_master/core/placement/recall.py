@@ -162,9 +162,11 @@ class Recalls:
 
     def _may_recall(self, lease: Lease) -> bool:
         """Whether the lease's task could run on any eligible worker: its queue is not paused, its strategy is not
-        pinned, and the task has broken no engine.
+        pinned, the task has broken no engine, and is no gang.
         """
         task, ledger = lease.task, self._ledger
+        if lease.gang is not None:
+            return False
         queue = ledger.queues[task.spec.queue]
         return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))
 

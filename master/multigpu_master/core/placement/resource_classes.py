@@ -289,7 +289,7 @@ class ResourceClasses:
     def _offer(self, resource_class: ResourceClass) -> None:
         """Adds a class to the backlog of its queue's strategy."""
         strategy, shape = self._strategy_of(resource_class.queue), resource_class.shape
-        pin = self._pins.pin(strategy, shape) if strategy.pinned else None
+        pin = self._pin(strategy, shape)
         key = strategy.name, shape._replace(partition=-1) if shape.partition >= 0 else shape, pin
         backlog = self.backlogs.get(key)
         if backlog is None:
@@ -320,7 +320,11 @@ class ResourceClasses:
     def repin(self) -> None:
         """Call when the pins of pinned strategies may have changed."""
         pinned = [(c, c.backlog) for c in self.by_key.values() if c.backlog is not None and c.backlog.strategy.pinned]
-        self._regroup([c for c, backlog in pinned if self._pins.pin(backlog.strategy, c.shape) is not backlog.pin])
+        self._regroup([c for c, backlog in pinned if self._pin(backlog.strategy, c.shape) is not backlog.pin])
+
+    def _pin(self, strategy: Strategy, shape: Shape) -> Worker | None:
+        """The only worker for tasks of a shape, if the strategy is pinned; None: there is none, or they are gangs."""
+        return self._pins.pin(strategy, shape) if strategy.pinned and shape.world_size == 1 else None
 
     def _regroup(self, changed: Iterable[ResourceClass]) -> None:
         for resource_class in changed:

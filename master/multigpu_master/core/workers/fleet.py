@@ -171,6 +171,8 @@ class Fleet:
         total_bytes = worker.info.memory_total_bytes
         if shape.memory_bytes > total_bytes:
             return f"needs {shape.memory_bytes:,} bytes of device memory, has {total_bytes:,}"
+        if shape.world_size > 1 and not worker.info.store_address:
+            return "takes no ranks of tasks that several workers run (it announces no store_address)"
         return None
 
     def load_error(self, name: str) -> tuple[Worker, str] | None:
@@ -328,11 +330,12 @@ class Fleet:
     def grant(self, worker: Worker, lease: Lease, now: float) -> Key | None:
         """Adds a lease to the worker's window. Returns the task's (kind, model) if the worker has to load the model."""
         task = lease.task
-        assert task.lease is None, "the task has a lease already"
+        assert task.lease is None or lease.rank, "the task has a lease already"
         assert task.outcome is None, "the task is settled"
         if not worker.leases:
             worker.pace.end_idle(now)
-        task.lease = lease
+        if not lease.rank:
+            task.lease = lease
         worker.leases[lease.lease_id] = lease
         worker.leased_bytes += len(task.payload)
         worker.leased_memory_bytes += task.spec.memory_bytes
@@ -357,14 +360,17 @@ class Fleet:
 
     def release(self, lease: Lease) -> None:
         """Removes a lease from its worker and its task."""
-        assert lease.task.lease is lease, "the task has another lease, or none"
+        assert lease.task.lease is lease or lease.rank, "the task has another lease, or none"
         del lease.worker.leases[lease.lease_id]
-        lease.task.lease = None
+        if not lease.rank:
+            lease.task.lease = None
         self.released(lease.worker, [lease], len(lease.task.payload))
         self.gained_room(lease.worker)
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
         """Subtracts leases from the worker's sums. The caller has removed them from worker.leases and their tasks."""
+        if leases and leases[0].gang is not None:
+            worker.leases_limit = None
         worker.leased_bytes -= payload_bytes
         worker.leased_memory_bytes -= sum([lease.task.spec.memory_bytes for lease in leases])
         worker.leased_shares -= sum([lease.share for lease in leases])

@@ -11,7 +11,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Lease, Outcome, OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.model import Gang, Lease, Outcome, OutcomeState, Task, TaskError, Worker
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.restart import RecoveryHold
 from multigpu_master.core.timers import Timers
@@ -91,8 +91,8 @@ class Sessions:
         leased, or if the attempt's failure was reported.
         """
         task = self._ledger.tasks.get(held.task_id)
-        if task is None or task.outcome is not None or task.lease is not None:
-            return False
+        if task is None or task.outcome is not None or task.lease is not None or task.spec.world_size > 1:
+            return False  # the other ranks of a gang were revoked
         extra = task.extra
         if extra is not None and held.attempt <= extra.failed_attempt:
             return False  # the failure counts against attempts_max already, and must not count twice
@@ -115,7 +115,7 @@ class Sessions:
         lease.fraction, lease.steps, lease.note = held.fraction, held.steps, held.note
         if held.log:
             lease.log = held.log
-        if held.checkpoint:
+        if held.checkpoint and not lease.rank:
             lease.task.ensure_extra().checkpoint = held.checkpoint
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
@@ -211,25 +211,50 @@ class Sessions:
         finish_s, start_s, content_type = min(event.finish_s or now, now), event.start_s, event.content_type
         worker_id, device_id = worker.info.worker_id, worker.info.device_id
         leases = []
+        stale = 0
         pop = worker.leases.pop
         for lease_id, result in zip(event.succeeded, event.results, strict=True):
             lease = pop(lease_id, None)
-            if lease is not None:
+            if lease is None:
+                stale += 1
+            else:
                 leases.append(lease)
                 ended_s, dispatch_s, began_s = finish_s, lease.dispatch_s, start_s
                 if not dispatch_s <= began_s <= ended_s:
                     ended_s = max(finish_s, dispatch_s)
                     dispatch_s, began_s = lease.stages(start_s, ended_s)
-                lease.task.outcome = Outcome(
+                outcome = Outcome(
                     OutcomeState.SUCCEEDED, ended_s, result, content_type, None,
                     dispatch_s, began_s, worker_id, device_id,
                 )  # fmt: skip
+                if lease.gang is None:
+                    lease.task.outcome = outcome
+                elif not self._rank_succeeded(lease, lease.gang, outcome, event.device_s):
+                    leases.pop()
         if event.energy:
             energy = dict(zip(event.succeeded, event.energy, strict=True))
             for lease in leases:
-                lease.task.outcome.energy = energy[lease.lease_id]  # type: ignore[union-attr]  # it was set above
-        self._ledger.counters.stale_reports += len(event.succeeded) - len(leases)
+                if lease.gang is None:  # of one rank only, it would be wrong
+                    lease.task.outcome.energy = energy[lease.lease_id]  # type: ignore[union-attr]  # it was set above
+        self._ledger.counters.stale_reports += stale
         return self._ledger.succeed(worker, leases)
+
+    def _rank_succeeded(self, lease: Lease, gang: Gang, outcome: Outcome, device_s: float) -> bool:
+        """Notes the success of a rank, whose lease is off its worker's dict. Returns whether it was the last one: then
+        the task has the outcome of rank 0, and this lease.
+        """
+        gang.succeeded += 1
+        if lease.rank == 0:
+            gang.outcome = outcome
+        if gang.succeeded < len(gang.leases):
+            self._ledger.rank_succeeded(lease)
+            self._usage.ran(lease.task, device_s)
+            return False
+        task, first = lease.task, gang.outcome
+        assert first is not None, "rank 0 has succeeded"
+        first.finish_s = max(first.finish_s, outcome.finish_s)
+        task.outcome, task.lease = first, lease
+        return True
 
     def _failed(self, worker: Worker, event: ev.Reports, now: float) -> int:
         """Releases the leases of tasks that did not succeed. Returns how many attempts failed: returned leases are not
@@ -267,7 +292,7 @@ class Sessions:
         fresh: dict[Task, ev.Forward] = {}
         for partial in event.partials:
             lease = worker.leases.get(partial.lease_id)
-            if lease is None:
+            if lease is None or lease.rank:  # of a gang, rank 0 alone has outputs and checkpoints
                 continue
             task = lease.task
             known = len(task.ensure_extra().partials)

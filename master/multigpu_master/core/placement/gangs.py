@@ -1,0 +1,159 @@
+"""Gangs: tasks that several workers run at the same time, each as one rank.
+
+A gang gets its leases at once or not at all, on workers that hold no other lease, and its workers get no others until
+it ends. If too few workers are idle, the gang's backlog reserves as many as it needs: their leases end, and new ones
+are granted there only as back-fill, see below. One backlog at a time has a reservation, so two gangs cannot each hold
+half of what they need; a gang that finds enough idle workers beside them begins without one. A reservation that has
+not sufficed after RESERVED_S ends, and the gang that is first then pauses for as long, in which other tasks run.
+
+Back-fill: while a reserved worker still runs a lease that it held when it was reserved, the others may begin tasks in
+their slots. So the gang is delayed by at most one task that another worker began meanwhile.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from multigpu_master.core.attempts import Attempts
+from multigpu_master.core.commands import Commands
+from multigpu_master.core.ledger import Ledger
+from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker
+from multigpu_master.core.placement.obstacles import is_one_of, obstructed
+from multigpu_master.core.placement.resource_classes import Backlog
+from multigpu_master.core.strategy import Strategy
+from multigpu_master.core.timers import Timers
+from multigpu_master.core.workers.fleet import Fleet
+
+RESERVED_S = 60.0
+Key = tuple[str, Shape, Worker | None]  # of a backlog
+
+
+class Gangs:
+    """`next_id`: the next id of a lease."""
+
+    def __init__(
+        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts,
+        next_id: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._ledger = ledger
+        self._fleet = fleet
+        self._timers = timers
+        self._commands = commands
+        self._attempts = attempts
+        self._next_id = next_id
+        # The reservation: the key of its backlog, its workers, and the first id of leases that are granted under it.
+        self._key: Key | None = None
+        self.ready = False  # all its workers are idle
+        self._reserved: dict[Worker, None] = {}
+        self._first_id = 0
+        self._number = 0  # of reservations so far
+
+    def update(self) -> None:
+        """Call before dispatch. Ends the reservation if no gang waits for it, and limits its workers' leases."""
+        if self._key is None:
+            return
+        if self._key not in self._ledger.classes.backlogs:
+            self._end()
+            return
+        self.ready = not any(worker.leases for worker in self._reserved)
+        old = [worker for worker in self._reserved if self._holds_old(worker)]
+        for worker in self._reserved:
+            limit = worker.slots if old and worker not in old else 0
+            if worker.leases_limit != limit:
+                worker.leases_limit = limit
+                self._fleet.gained_room(worker)  # or lost it
+
+    def _holds_old(self, worker: Worker) -> bool:
+        """Whether it has a lease that was granted before the reservation."""
+        return any(lease_id < self._first_id for lease_id in worker.leases)
+
+    def choose(self, backlog: Backlog, task: Task, now: float) -> list[Worker] | None:
+        """The workers of the ranks, in their order. None: too few are idle; they are reserved, if there are enough."""
+        fleet, shape = self._fleet, backlog.shape
+        avoided = task.extra.broke if task.extra is not None else ()
+        mine = self._reserved if self._key == backlog.key else {}
+        able = [
+            worker
+            for worker in fleet.eligible(shape)
+            if worker.accepting
+            and (worker.leases_limit is None or worker in mine)
+            and not obstructed(fleet, backlog.strategy, shape, worker)
+        ]
+        able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
+        idle = [worker for worker in able if not (worker.leases or worker.occupied)]
+        if len(idle) >= shape.world_size:
+            if self._key == backlog.key:
+                self._end()
+            return packed(idle, shape.world_size)
+        if len(able) >= shape.world_size and self._key in (None, backlog.key):
+            self._reserve(backlog, sorted(able, key=lambda worker: worker.backlog_s), now)
+        return None
+
+    def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
+        """Reserves workers for a backlog, those that it has first."""
+        size = backlog.shape.world_size
+        kept = [worker for worker in able if worker in self._reserved]
+        others = [worker for worker in able if worker not in self._reserved]
+        wanted = dict.fromkeys(kept + packed(others, size - len(kept)))
+        if self._key is None:
+            self._key = backlog.key
+            self._first_id = self._next_id()
+            number = self._number = self._number + 1
+            self._timers.at(now + RESERVED_S, lambda at_s: self._expire(number, at_s))
+        for worker in self._reserved:
+            if worker not in wanted:
+                self._free(worker)
+        new = [worker for worker in wanted if worker not in self._reserved]
+        for worker in new:
+            worker.leases_limit = 0
+            self._fleet.touch(worker)
+            waiting = [x for x in worker.leases.values() if not x.running and x.recalled != worker.session]
+            self._commands.recall(worker, waiting)
+        self._reserved = wanted
+        self.update()
+        if new:  # tasks that waited for room on these workers may go elsewhere
+            self._ledger.classes.unblock_all()
+
+    def _expire(self, number: int, now: float) -> None:
+        """Ends the reservation of this number, if it is the present one."""
+        if self._key is None or self._number != number:
+            return
+        backlog = self._ledger.classes.backlogs.get(self._key)
+        self._end()
+        task = backlog.head() if backlog is not None else None
+        if task is not None:
+            self._ledger.classes.remove(self._ledger.class_of(task), task)
+            self._attempts.pause(task, now, RESERVED_S)
+
+    def _end(self) -> None:
+        """Ends the reservation: other gangs may have one."""
+        for worker in self._reserved:
+            self._free(worker)
+        self._key, self._reserved, self.ready = None, {}, False
+        self._ledger.classes.unblock_all()
+
+    def _free(self, worker: Worker) -> None:
+        worker.leases_limit = None
+        self._fleet.gained_room(worker)
+
+    def reserved_for(self, strategy: Strategy, shape: Shape) -> list[Worker]:
+        """The workers that are reserved for gangs of this shape."""
+        return [*self._reserved] if self._key == (strategy.name, shape, None) else []
+
+
+def packed(workers: list[Worker], n: int) -> list[Worker]:
+    """The first n workers, on as few hosts as possible, those of a host one after the other."""
+    hosts = Counter(worker.info.host for worker in workers)
+    fits = [host for host, count in hosts.items() if count >= n]
+    if fits:  # the host with the fewest workers to spare
+        best = min(fits, key=lambda host: hosts[host])
+        return [worker for worker in workers if worker.info.host == best][:n]
+    order = {host: place for place, (host, _) in enumerate(hosts.most_common())}
+    return sorted(workers, key=lambda worker: order[worker.info.host])[:n]
+
+
+def form(leases: list[Lease]) -> None:
+    """Makes these leases, of one task and by rank, a gang."""
+    gang = Gang(leases)
+    for rank, lease in enumerate(leases):
+        lease.gang, lease.rank = gang, rank
+        lease.worker.leases_limit = 0

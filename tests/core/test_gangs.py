@@ -1,0 +1,299 @@
+"""Gangs: all ranks or none."""
+
+from dataclasses import replace
+
+import pytest
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Lease, OutcomeState, Task, Worker
+from multigpu_master.core.placement.gangs import RESERVED_S, packed
+from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+
+from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, outcome_of, state_of
+
+PAIR = replace(SPEC, world_size=2)
+
+
+def host(stage: Stage, *names: str, host: str = "h", slots: int = 1) -> list[Worker]:
+    for name in names:
+        stage.join(
+            WorkerInfo(
+                worker_id=name, host=host, capabilities=(Capability(kind="run"),), slots=slots,
+                store_address=f"{host}:1",
+            )
+        )  # fmt: skip
+    return [stage.core.fleet.workers[name] for name in names]
+
+
+def ranks(task: Task) -> list[Lease]:
+    gang = lease_of(task).gang
+    assert gang is not None
+    return gang.leases
+
+
+def revoked(commands: list[ev.Command]) -> dict[int, list[int]]:
+    return {c.session: [*c.lease_ids] for c in commands if isinstance(c, ev.Revoke)}
+
+
+def test_all_ranks_begin_at_once_and_alone() -> None:
+    stage = Stage()
+    workers = host(stage, "a", "b", "c")
+    (gang,) = stage.submit(spec=PAIR)
+    leases = ranks(gang)
+    assert [lease.rank for lease in leases] == [0, 1]
+    assert {lease.worker.worker_id for lease in leases} == {"a", "b"}
+    (other, second) = stage.submit(2)
+    assert lease_of(other).worker is lease_of(second).worker is workers[2]
+    assert (stage.core.ledger.leased, stage.core.ledger.queues["default"].leased) == (3, 3)
+
+
+def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=PAIR)
+    first, second = ranks(gang)
+    stage.handle(ev.Reports(first.worker.session, [first.lease_id], [b"of 0"], device_s=2.0, finish_s=stage.now))
+    assert gang.outcome is None
+    assert first.worker.leases_limit is None, "its worker is free again"
+    stage.handle(ev.Reports(second.worker.session, [second.lease_id], [b"of 1"], device_s=3.0, finish_s=stage.now), 5.0)
+    outcome = outcome_of(gang)
+    assert (outcome.state, outcome.result, outcome.worker_id) == (OutcomeState.SUCCEEDED, b"of 0", "a")
+    assert outcome.finish_s == 1000.0
+    assert stage.core.ledger.leased == stage.core.ledger.unsettled == 0
+    counters = stage.core.ledger.counters
+    assert (counters.succeeded, counters.stale_reports) == (1, 0)
+    (used,) = stage.core.usage.take().values()
+    assert (used.succeeded, used.device_s) == (1, 5.0)
+    assert not any(w.leases or w.leased_bytes or w.leases_limit is not None for w in stage.core.fleet.workers.values())
+
+
+def test_a_rank_that_fails_ends_all_and_charges_one_attempt() -> None:
+    stage = Stage()
+    host(stage, "a", "b", "c")
+    (gang,) = stage.submit(spec=replace(PAIR, attempts_max=2))
+    first, second = ranks(gang)
+    commands = stage.fail(second)
+    assert revoked(commands) == {first.worker.session: [first.lease_id]}
+    assert (gang.attempts, gang.lease) == (1, None)
+    assert stage.core.ledger.leased == 0
+    stage.report(first)
+    assert stage.core.ledger.counters.stale_reports == 1
+    stage.handle(ev.Tick(), 1.0)
+    stage.fail(ranks(gang)[0])
+    assert state_of(gang) is OutcomeState.DEAD_LETTERED
+    assert error_of(gang) == "ValueError"
+    assert not any(w.leases or w.leases_limit is not None for w in stage.core.fleet.workers.values())
+
+
+def test_a_lost_worker_ends_the_gang_uncharged() -> None:
+    stage = Stage()
+    host(stage, "a", "b", "c")
+    (gang,) = stage.submit(spec=PAIR)
+    first, second = ranks(gang)
+    for name in ("a", "b"):
+        stage.beat(name, running=True)
+    commands = stage.handle(ev.SessionClosed(second.worker.session))
+    assert revoked(commands) == {first.worker.session: [first.lease_id]}
+    assert gang.attempts == 1
+    again = ranks(gang)
+    assert {lease.worker.worker_id for lease in again} == {"a", "c"}
+    assert min(lease.lease_id for lease in again) > second.lease_id
+
+
+def test_a_finished_rank_does_not_save_the_attempt() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=PAIR)
+    first, second = ranks(gang)
+    stage.report(first)
+    assert revoked(stage.fail(second)) == {}
+    assert gang.lease is None
+    assert stage.core.ledger.leased == 0
+    stage.handle(ev.Tick(), 60.0)
+    for lease in ranks(gang):
+        stage.report(lease)
+    assert outcome_of(gang).state is OutcomeState.SUCCEEDED
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_cancelled_gang_ends_everywhere(finished: bool) -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=PAIR)
+    first, second = ranks(gang)
+    if finished:
+        stage.report(first)
+    told = revoked(stage.handle(ev.Cancel([gang])))
+    assert told[second.worker.session] == [second.lease_id]
+    assert state_of(gang) is OutcomeState.CANCELLED
+    assert stage.core.ledger.leased == stage.core.ledger.unsettled == 0
+    assert not any(w.leases for w in stage.core.fleet.workers.values())
+
+
+def test_a_gang_reserves_busy_workers_and_small_tasks_fill_what_it_cannot_use_yet() -> None:
+    stage = Stage()
+    a, b = host(stage, "a", "b")
+    (long,) = stage.submit()
+    busy = lease_of(long).worker
+    other = b if busy is a else a
+    (gang,) = stage.submit(spec=PAIR)
+    assert gang.lease is None
+    (small, behind) = stage.submit(2)
+    assert lease_of(small).worker is other, "a back-fill"
+    assert behind.lease is None, "one for each slot"
+    stage.report(lease_of(long))
+    assert gang.lease is None, "the back-fill runs still"
+    assert behind.lease is None, "nothing new begins"
+    stage.report(lease_of(small))
+    assert len(ranks(gang)) == 2
+    for lease in ranks(gang):
+        stage.report(lease)
+    assert lease_of(behind)
+
+
+def test_waiting_leases_of_reserved_workers_are_recalled_and_running_ones_end() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    tasks = stage.submit(4)
+    first = [task for task in tasks if lease_of(task).lease_id == min(lease_of(task).worker.leases)]
+    for task in first:
+        worker = lease_of(task).worker
+        held = [held_lease(x, running=x.task is task) for x in worker.leases.values()]
+        stage.handle(ev.Heartbeat(worker.session, held, 1 << 30, Telemetry()))
+    stage.submit(spec=PAIR)
+    waiting = {lease_of(task).lease_id for task in tasks if task not in first}
+    commands = stage.report(lease_of(first[0]))  # no worker had room before
+    recalled = {lease_id for c in commands if isinstance(c, ev.Recall) for lease_id in c.lease_ids}
+    assert recalled == waiting
+    assert len(recalled) == 2
+
+
+def test_another_gang_takes_no_reserved_worker_and_reserves_none() -> None:
+    stage = Stage()
+    workers = host(stage, "a", "b", "c", "d", "e")
+    long = stage.submit(3)
+    (large,) = stage.submit(spec=replace(SPEC, world_size=4))
+    (small,) = stage.submit(spec=replace(PAIR, priority=4))
+    reserved = {w.worker_id for w in workers if w.leases_limit is not None}
+    assert (large.lease, small.lease, len(reserved)) == (None, None, 4), "the idle ones are reserved"
+    (free,) = [task for task in long if lease_of(task).worker.worker_id not in reserved]
+    stage.report(lease_of(free))
+    assert {w.worker_id for w in workers if w.leases_limit is not None} == reserved
+    assert small.lease is None
+
+
+def test_of_several_ranks_rank_0_alone_has_partial_outputs_and_checkpoints() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=PAIR)
+    first, second = ranks(gang)
+    for lease, data in ((second, b"of 1"), (first, b"of 0")):
+        output = ev.PartialOutput(lease.lease_id, 0, data, "", checkpoint=data)
+        stage.handle(ev.Partials(lease.worker.session, [output]))
+    held = ev.HeldLease(second.lease_id, gang.task_id, 1, True, checkpoint=b"of 1", proven=True)
+    stage.handle(ev.Heartbeat(second.worker.session, [held], 1 << 30, Telemetry()))
+    extra = gang.ensure_extra()
+    assert (extra.partials, extra.checkpoint) == ([b"of 0"], b"of 0")
+
+
+def test_two_gangs_cannot_each_hold_half() -> None:
+    stage = Stage()
+    host(stage, "a", "b", "c", "d")
+    running = stage.submit(4)
+    four = replace(SPEC, world_size=4)
+    (first,) = stage.submit(spec=four)
+    (second,) = stage.submit(spec=replace(four, priority=4))
+    for task in running:
+        stage.report(lease_of(task))
+    assert len(ranks(first)) == 4
+    assert second.lease is None
+    for lease in ranks(first):
+        stage.report(lease)
+    assert len(ranks(second)) == 4
+
+
+def test_a_small_gang_passes_a_large_one_on_workers_that_are_not_reserved() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (long,) = stage.submit()
+    (large,) = stage.submit(spec=PAIR)
+    assert large.lease is None
+    host(stage, "c", "d", "e", host="other")
+    assert len(ranks(large)) == 2, "of the workers that came"
+    assert lease_of(long)
+
+
+def test_a_reservation_is_bounded_in_time_and_comes_back_after_a_pause() -> None:
+    stage = Stage()
+    a, b = host(stage, "a", "b")
+    (endless,) = stage.submit()
+    for name in ("a", "b"):
+        stage.beat(name, running=True)
+    (gang,) = stage.submit(spec=PAIR)
+    free = b if lease_of(endless).worker is a else a
+    assert a.leases_limit is not None
+    assert b.leases_limit is not None
+    stage.handle(ev.Tick(), RESERVED_S)
+    assert a.leases_limit is b.leases_limit is None
+    assert not gang.waiting
+    (small,) = stage.submit()
+    assert lease_of(small).worker is free
+    stage.report(lease_of(small))
+    stage.handle(ev.Tick(), RESERVED_S)
+    assert gang.waiting
+    assert a.leases_limit is not None
+    stage.report(lease_of(endless))
+    assert len(ranks(gang)) == 2
+
+
+def test_a_gang_that_ends_while_it_waits_gives_its_reservation_back() -> None:
+    stage = Stage()
+    a, b = host(stage, "a", "b")
+    stage.submit()
+    (gang,) = stage.submit(spec=PAIR)
+    stage.handle(ev.Cancel([gang]))
+    stage.handle(ev.Tick())
+    assert a.leases_limit is b.leases_limit is None
+
+
+def test_leases_of_a_gang_are_not_adopted_after_a_restart() -> None:
+    stage = Stage()
+    task = Task(PAIR, "", b"", "", task_id=50)
+    stage.handle(ev.Recover([task], stage.now + 5.0))
+    held = ev.HeldLease(60, 50, 1, True, proven=True)
+    stage.sessions += 1
+    info = WorkerInfo(worker_id="a", capabilities=(Capability(kind="run"),), store_address="h:1")
+    commands = stage.handle(ev.Hello(stage.sessions, info, [held]))
+    assert revoked(commands) == {stage.sessions: [60]}
+    assert task.lease is None
+
+
+def test_workers_without_an_address_take_no_rank() -> None:
+    stage = Stage()
+    host(stage, "a")
+    stage.worker("old")
+    (answer,) = stage.submitted([Task(replace(PAIR, wait_for_worker=False), "", b"")]).results
+    assert isinstance(answer, ev.Rejection)
+    assert "2 workers have to run this task at the same time, and 1 could" in answer.message
+
+
+def test_ranks_are_packed_by_host() -> None:
+    stage = Stage()
+    workers = [
+        *host(stage, "a1", "a2", "a3", host="a"),
+        *host(stage, "b1", "b2", host="b"),
+        *host(stage, "c1", host="c"),
+    ]
+    names = [w.worker_id for w in packed(workers, 2)]
+    assert names == ["b1", "b2"]
+    assert [w.worker_id for w in packed(workers, 4)] == ["a1", "a2", "a3", "b1"]
+
+
+def test_a_run_timeout_ends_the_attempt_everywhere() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=replace(PAIR, run_timeout_s=5.0, attempts_max=1))
+    for name in ("a", "b"):
+        stage.beat(name, running=True)
+    stage.handle(ev.Tick(), 16.0)
+    assert error_of(gang) == "RunTimeout"
+    assert not any(w.leases for w in stage.core.fleet.workers.values())

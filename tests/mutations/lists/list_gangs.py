@@ -1,0 +1,162 @@
+"""Mutations of tasks that several workers run: core/placement/gangs.py, and what other modules know of them."""
+
+from functools import partial
+
+from tests.mutations.mutation import Mutation
+
+CORE = "multigpu_master.core"
+TESTS = "tests/core/test_gangs.py"
+gangs = partial(Mutation, module=f"{CORE}.placement.gangs", checker="gangs")
+dispatch = partial(Mutation, module=f"{CORE}.placement.dispatch", checker="gangs")
+ledger = partial(Mutation, module=f"{CORE}.ledger", checker="gangs")
+fleet = partial(Mutation, module=f"{CORE}.workers.fleet", checker="gangs")
+sessions = partial(Mutation, module=f"{CORE}.workers.sessions", checker="gangs")
+model = partial(Mutation, module=f"{CORE}.model", checker="gangs")
+attempts = partial(Mutation, module=f"{CORE}.attempts", checker="gangs")
+admission = partial(Mutation, module=f"{CORE}.admission", checker="gangs")
+
+GANGS = (
+    gangs(
+        "a gang begins beside other tasks of its workers",
+        "idle = [worker for worker in able if not (worker.leases or worker.occupied)]",
+        "idle = able",
+    ),
+    gangs(
+        "a gang begins with a rank less", "if len(idle) >= shape.world_size:", "if len(idle) >= shape.world_size - 1:"
+    ),
+    gangs(
+        "two gangs reserve the same workers",
+        "and (worker.leases_limit is None or worker in mine)",
+        "",
+        checker="gangs in seeds",
+    ),
+    gangs(
+        "two gangs have a reservation", "and self._key in (None, backlog.key):", "and True:", checker="gangs in seeds"
+    ),
+    gangs("busy workers are not reserved", "            self._reserve(backlog, sorted", "            list(sorted"),
+    gangs("waiting leases of reserved workers are not recalled", "            self._commands.recall(worker, waiting)"),
+    gangs(
+        "leases that run are recalled",
+        "if not x.running and x.recalled != worker.session]",
+        "]",
+        checker="gangs in seeds",
+    ),
+    gangs("a reservation lasts for ever", "lambda at_s: self._expire(number, at_s)", "lambda at_s: None"),
+    gangs(
+        "a gang without workers does not pause",
+        "            self._attempts.pause(task, now, RESERVED_S)",
+        "            self._ledger.classes.put_back(self._ledger.class_of(task), task)",
+    ),
+    gangs(
+        "the reservation of a gang that ended stays", "if self._key not in self._ledger.classes.backlogs:", "if False:"
+    ),
+    gangs("reserved workers idle", "limit = worker.slots if old and worker not in old else 0", "limit = 0"),
+    gangs(
+        "small tasks postpone a gang for ever",
+        "limit = worker.slots if old and worker not in old else 0",
+        "limit = worker.slots",
+    ),
+    gangs(
+        "back-fill goes on while another back-fill runs",
+        "return any(lease_id < self._first_id for lease_id in worker.leases)",
+        "return bool(worker.leases)",
+    ),
+    gangs(
+        "a gang whose workers are idle is not tried",
+        "self.ready = not any(worker.leases for worker in self._reserved)",
+        "self.ready = False",
+    ),
+    gangs("the workers of a gang get other tasks", "        lease.worker.leases_limit = 0\n"),
+    gangs(
+        "ranks are spread over hosts",
+        "        return [worker for worker in workers if worker.info.host == best][:n]",
+        "        return workers[:n]",
+    ),
+    gangs("a gang takes the host with the most workers", "best = min(fits", "best = max(fits"),
+    gangs(
+        "tasks that waited for reserved workers stay blocked",
+        "        if new:  # tasks that waited",
+        "        if False:  # tasks that waited",
+        checker="gangs in seeds",
+        seeds=20_000,
+    ),
+    gangs(
+        "other tasks stay blocked after a reservation",
+        "        self._ledger.classes.unblock_all()\n\n    def _free",
+        "\n    def _free",
+        checker="gangs in seeds",
+        seeds=20_000,
+    ),
+    dispatch(
+        "a reserved worker that is done does not wake its gang",
+        " or w.leases_limit is not None])",
+        "])",
+    ),
+    dispatch("a gang waits while all workers are reserved", "while (open_ or gangs.ready) and", "while open_ and"),
+    dispatch(
+        "a gang gets ids that were not begun",
+        "enough_ids = self._ids.end - self._ids.next_id >= backlog.shape.world_size",
+        "enough_ids = True",
+        checker="gangs in seeds",
+        seeds=20_000,
+    ),
+    ledger(
+        "a rank that ends leaves the others behind",
+        "            self._fleet.release(lease)\n            if lease is not ended:",
+        "            if lease is ended:\n                self._fleet.release(lease)\n            if False:",
+    ),
+    ledger(
+        "the other ranks are not told",
+        "                self._commands.revoke(lease.worker.session, [lease.lease_id], "
+        "RANK_ENDED.format(rank=ended.rank))",
+        "                pass",
+    ),
+    ledger("a task keeps the lease of a gang that ended", "        ended.task.lease = None\n"),
+    ledger(
+        "a rank that succeeded is revoked",
+        "            if lease.lease_id not in lease.worker.leases:  # its rank has succeeded\n"
+        "                continue\n",
+        "            lease.worker.leases.setdefault(lease.lease_id, lease)\n",
+    ),
+    ledger(
+        "ranks but the first are not granted",
+        "        for lease in leases[1:]:\n            self._fleet.grant(lease.worker, lease, now)\n",
+    ),
+    fleet("the worker of a rank stays closed", "            worker.leases_limit = None\n"),
+    fleet(
+        "workers without an address take ranks",
+        "if shape.world_size > 1 and not worker.info.store_address:",
+        "if False:",
+    ),
+    sessions("a gang ends with its first rank", "if gang.succeeded < len(gang.leases):", "if False:"),
+    sessions(
+        "a gang has the result of its last rank",
+        "        task.outcome, task.lease = first, lease\n",
+        "        task.outcome, task.lease = outcome, lease\n",
+    ),
+    sessions("the device time of a rank is lost", "            self._usage.ran(lease.task, device_s)\n"),
+    sessions("a finished rank holds its worker", "            self._ledger.rank_succeeded(lease)\n"),
+    sessions("a part of a gang is adopted", " or task.spec.world_size > 1:\n", ":\n"),
+    sessions(
+        "a rank's partial outputs are the task's",
+        "if lease is None or lease.rank:",
+        "if lease is None:",
+        checker="gangs in seeds",
+    ),
+    model(
+        "a reserved worker has room",
+        "        if self.leases_limit is not None and len(self.leases) >= self.leases_limit:\n"
+        "            return True\n",
+    ),
+    model(
+        "gangs share a class with single tasks",
+        "spec.memory_bytes, partition, spec.world_size)",
+        "spec.memory_bytes, partition)",
+    ),
+    attempts("a lost host is charged to a gang", "if lease.running and lease.gang is None:", "if lease.running:"),
+    admission(
+        "a gang for which there are too few workers waits",
+        ">= spec.world_size:\n        return None",
+        ">= 1:\n        return None",
+    ),
+)
