@@ -1,30 +1,48 @@
-"""The ranks of a task that several workers run: who they are, and torch.distributed's process group of them."""
+"""The ranks of a task that several workers run: who they are, and torch.distributed's process group of them.
+
+Rank 0 has a TCPStore, where the ranks meet. Its server stays until the process ends, for the gangs that follow: torch
+can't close it, and keeps it alive where it likes (torch.optim does).
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 # The agent tells the engine by these parameters, which a task's own cannot have.
 PREFIX = "multigpu."
-RANK, WORLD_SIZE, STORE = f"{PREFIX}rank", f"{PREFIX}world_size", f"{PREFIX}store"
+RANK, WORLD_SIZE = f"{PREFIX}rank", f"{PREFIX}world_size"
+STORE, RUN_ID = f"{PREFIX}store", f"{PREFIX}run_id"
+# How long rank 0 waits for the port, which another engine of its worker may hold that is about to end.
+PORT_S = 20.0
+# How long an error that follows from another rank's end is kept back: longer than the master needs to notice that end.
+HOLD_S = 15.0
+_POLL_S = 0.05
+
+_server: tuple[str, Any] | None = None  # its address, and it
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A worker's place in the gang. `store`: HOST:PORT of rank 0's store; empty if there is only one rank."""
+    """A worker's place in the gang. `store`: HOST:PORT of rank 0's store; empty if there is only one rank. `run_id`: of
+    this run of the task, the same for all ranks.
+    """
 
     rank: int = 0
     world_size: int = 1
     store: str = ""
+    run_id: str = ""
 
 
 def place_of(parameters: Mapping[str, str]) -> Place:
     if WORLD_SIZE not in parameters:
         return Place()
-    return Place(int(parameters[RANK]), int(parameters[WORLD_SIZE]), parameters[STORE])
+    return Place(int(parameters[RANK]), int(parameters[WORLD_SIZE]), parameters[STORE], parameters[RUN_ID])
 
 
 def own_parameters(parameters: Mapping[str, str]) -> Mapping[str, str]:
@@ -34,19 +52,13 @@ def own_parameters(parameters: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in parameters.items() if not name.startswith(PREFIX)}
 
 
-def init_process_group(place: Place, attempt: str, backend: str) -> None:
-    """Makes the default process group of torch.distributed. Waits until all ranks have come.
-
-    `attempt`: names the attempt, the same for all ranks.
-    """
+def init_process_group(place: Place, backend: str) -> None:
+    """Makes the default process group of torch.distributed. Waits until all ranks have come."""
     distributed: Any = importlib.import_module("torch.distributed")
-    if place.store:
-        host, _, port = place.store.rpartition(":")
-        store = distributed.TCPStore(host.strip("[]"), int(port), place.world_size, is_master=place.rank == 0)
-    else:
-        store = distributed.HashStore()
+    destroy_process_group()  # of a task before, whose handler could not
+    store = _store_of(place, distributed) if place.store else distributed.HashStore()
     distributed.init_process_group(
-        backend, store=distributed.PrefixStore(attempt, store), rank=place.rank, world_size=place.world_size
+        backend, store=distributed.PrefixStore(place.run_id, store), rank=place.rank, world_size=place.world_size
     )
 
 
@@ -55,3 +67,49 @@ def destroy_process_group() -> None:
     distributed: Any = importlib.import_module("torch.distributed")
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _store_of(place: Place, distributed: Any) -> Any:
+    global _server  # noqa: PLW0603  one for each process
+    host, _, port = place.store.rpartition(":")
+    host = host.strip("[]")
+    if place.rank:
+        return distributed.TCPStore(host, int(port), wait_for_workers=False)
+    if _server is None or _server[0] != place.store:
+        listening = _listen(host, int(port))
+        store = distributed.TCPStore(
+            host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        _server = place.store, store
+    return _server[1]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address alone: by itself, a TCPStore listens at all addresses of the host."""
+    end_s = time.monotonic() + PORT_S
+    while True:
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+            listening.listen(1024)
+        except OSError:
+            listening.close()
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(_POLL_S)
+        else:
+            return listening
+
+
+def hold_back(error: BaseException, cancelled: Callable[[], bool]) -> None:
+    """Waits, if the error says that a collective lost another rank, until the attempt is cancelled: what happened to
+    that rank is the cause, and must reach the master first.
+    """
+    distributed: Any = sys.modules["torch.distributed"]
+    # Gloo's errors have no class of their own.
+    if not isinstance(error, distributed.DistError) and not (type(error) is RuntimeError and "gloo" in str(error)):
+        return
+    end_s = time.monotonic() + HOLD_S
+    while time.monotonic() < end_s and not cancelled():
+        time.sleep(_POLL_S)

@@ -92,7 +92,7 @@ class LocalContext:
         """A process group of this process alone. It stays until torch.distributed.destroy_process_group."""
         from multigpu._ranks import Place, init_process_group  # noqa: PLC0415  few need it
 
-        init_process_group(Place(), "", backend or ("nccl" if self.device.startswith("cuda") else "gloo"))
+        init_process_group(Place(), backend or ("nccl" if self.device.startswith("cuda") else "gloo"))
 
     def save_checkpoint(self, data: bytes) -> None:
         """Nothing: there is no task."""

@@ -6,7 +6,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, OutcomeState, Task, Worker
 from multigpu_master.core.placement.gangs import RESERVED_S, packed
-from multigpu_master.core.workers.info import Capability, Telemetry, WorkerInfo
+from multigpu_master.core.workers.info import Capability, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, outcome_of, state_of
 
@@ -18,7 +18,7 @@ def host(stage: Stage, *names: str, host: str = "h", slots: int = 1) -> list[Wor
         stage.join(
             WorkerInfo(
                 worker_id=name, host=host, capabilities=(Capability(kind="run"),), slots=slots,
-                store_address=f"{host}:1",
+                store_address=f"{host}:1", memory_total_bytes=100,
             )
         )  # fmt: skip
     return [stage.core.fleet.workers[name] for name in names]
@@ -54,8 +54,10 @@ def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded() -> None:
     stage.handle(ev.Reports(first.worker.session, [first.lease_id], [b"of 0"], device_s=2.0, finish_s=stage.now))
     assert gang.outcome is None
     assert first.worker.leases_limit is None, "its worker is free again"
+    first.log, second.log = "of 0", "of 1"
     stage.handle(ev.Reports(second.worker.session, [second.lease_id], [b"of 1"], device_s=3.0, finish_s=stage.now), 5.0)
     outcome = outcome_of(gang)
+    assert gang.log == "of 0"
     assert (outcome.state, outcome.result, outcome.worker_id) == (OutcomeState.SUCCEEDED, b"of 0", "a")
     assert outcome.finish_s == 1000.0
     assert stage.core.ledger.leased == stage.core.ledger.unsettled == 0
@@ -195,6 +197,18 @@ def test_of_several_ranks_rank_0_alone_has_partial_outputs_and_checkpoints() -> 
     assert (extra.partials, extra.checkpoint) == ([b"of 0"], b"of 0")
 
 
+def test_one_kind_of_gang_reserves_workers_at_a_time() -> None:
+    stage = Stage()
+    workers = host(stage, "a", "b", "c", "d", "e")
+    singles = stage.submit(5)
+    for worker in workers:
+        stage.beat(worker.worker_id, running=True)
+    assert len({lease_of(task).worker for task in singles}) == 5
+    stage.submit(spec=PAIR)
+    stage.submit(spec=replace(PAIR, memory_bytes=1))
+    assert sum(worker.leases_limit is not None for worker in workers) == 2
+
+
 def test_two_gangs_cannot_each_hold_half() -> None:
     stage = Stage()
     host(stage, "a", "b", "c", "d")
@@ -255,16 +269,17 @@ def test_a_gang_that_ends_while_it_waits_gives_its_reservation_back() -> None:
     assert a.leases_limit is b.leases_limit is None
 
 
-def test_leases_of_a_gang_are_not_adopted_after_a_restart() -> None:
+def test_a_gang_is_not_adopted_after_a_restart_but_goes_on_from_its_checkpoint() -> None:
     stage = Stage()
     task = Task(PAIR, "", b"", "", task_id=50)
     stage.handle(ev.Recover([task], stage.now + 5.0))
-    held = ev.HeldLease(60, 50, 1, True, proven=True)
+    held = ev.HeldLease(60, 50, 1, True, checkpoint=b"step 9", proven=True)
     stage.sessions += 1
     info = WorkerInfo(worker_id="a", capabilities=(Capability(kind="run"),), store_address="h:1")
     commands = stage.handle(ev.Hello(stage.sessions, info, [held]))
     assert revoked(commands) == {stage.sessions: [60]}
     assert task.lease is None
+    assert task.ensure_extra().checkpoint == b"step 9"
 
 
 def test_workers_without_an_address_take_no_rank() -> None:
@@ -297,3 +312,56 @@ def test_a_run_timeout_ends_the_attempt_everywhere() -> None:
     stage.handle(ev.Tick(), 16.0)
     assert error_of(gang) == "RunTimeout"
     assert not any(w.leases for w in stage.core.fleet.workers.values())
+
+
+def memory(stage: Stage, worker: Worker, used_bytes: int, *models: Resident) -> None:
+    """A heartbeat of a device of 100 bytes."""
+    telemetry = Telemetry(memory_total_bytes=100, memory_used_bytes=used_bytes)
+    held = [held_lease(lease, running=True) for lease in worker.leases.values()]
+    stage.handle(ev.Heartbeat(worker.session, held, 1 << 30, telemetry, models=models))
+
+
+def test_models_that_a_gang_does_not_use_take_no_memory_from_it() -> None:
+    stage = Stage()
+    pair = host(stage, "a", "b")
+    for worker in pair:
+        memory(stage, worker, 90, Resident(model="other", memory_bytes=40), Resident(model="own", memory_bytes=40))
+    needs = replace(PAIR, memory_bytes=60)
+    (own,) = stage.submit(spec=replace(needs, model="own"))
+    assert own.lease is None, "its own model stays"
+    (gang,) = stage.submit(spec=needs)
+    assert len(ranks(gang)) == 2
+
+
+def test_a_gang_reserves_workers_whose_tasks_take_the_memory_and_passes_over_those_that_are_short() -> None:
+    stage = Stage()
+    a, b, short = host(stage, "a", "b", "short")
+    for worker, used_bytes in ((a, 0), (b, 0), (short, 90)):
+        memory(stage, worker, used_bytes)
+    first, second = stage.submit(2, spec=replace(SPEC, memory_bytes=80))
+    for worker in (a, b):
+        memory(stage, worker, 80)
+    (gang,) = stage.submit(spec=replace(PAIR, memory_bytes=80))
+    assert gang.lease is None
+    assert [worker.leases_limit is None for worker in (a, b, short)] == [False, False, True]
+    for task in (first, second):
+        stage.report(lease_of(task))
+    assert gang.lease is None, "their memory is in use still"
+    for worker in (a, b):
+        memory(stage, worker, 0)
+    assert [lease.worker for lease in ranks(gang)] == [a, b]
+
+
+def test_a_gang_whose_rank_0_has_ended_is_past_its_queue_timeout() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=replace(PAIR, queue_timeout_s=5.0))
+    first, second = ranks(gang)
+    stage.report(first)
+    until_s = stage.now + 5.0 + stage.core.ledger.limits.session_timeout_s
+    while stage.now < until_s:
+        stage.beat("a")
+        stage.beat("b", running=True, after_s=1.0)
+    assert gang.outcome is None
+    stage.report(second)
+    assert state_of(gang) is OutcomeState.SUCCEEDED

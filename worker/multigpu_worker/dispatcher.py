@@ -140,8 +140,11 @@ class Dispatcher:
 
     def _target(self, spec: Spec, first: Lease | None) -> EngineProcess | None:
         """The process that can take a batch of these now, which begins with `first`."""
-        if self._loader.routes.serves(spec.kind):
-            model = self._loader.routes.key_of(spec)
+        serves = self._loader.routes.serves(spec.kind)
+        model = self._loader.routes.key_of(spec) if serves else None
+        if first is not None and first.exclusive and not self._loader.alone(model):
+            return None
+        if serves:
             return None if model is None else self._pool.target(model, first)
         return self._pool.default if self._pool.default.takes(first) else None
 

@@ -51,6 +51,8 @@ class Parameters:
     def _bound(self, value: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         if self._single and type(value) is not Arguments:
             return (self._checked(self._single, value),), {}
+        if not self._signature.parameters and (value is None or (type(value) is bytes and not value)):
+            return (), {}  # nothing was given
         given = value if type(value) is Arguments else Arguments(value)
         try:
             bound = self._signature.bind(*given.args, **given.kwargs)

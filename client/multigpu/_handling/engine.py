@@ -60,10 +60,7 @@ class HandlerContext:
 
     def init_process_group(self, backend: str = "") -> None:
         self.grouped = True
-        attempt = f"{self.task_id}/{self.attempt}"
-        _ranks.init_process_group(
-            self._place, attempt, backend or ("nccl" if self.device.startswith("cuda") else "gloo")
-        )
+        _ranks.init_process_group(self._place, backend or ("nccl" if self.device.startswith("cuda") else "gloo"))
 
     @property
     def log(self) -> "logging.LoggerAdapter[logging.Logger]":
@@ -78,7 +75,8 @@ class HandlerContext:
         return self._reporter.cancelled(self._item)
 
     def save_checkpoint(self, data: bytes) -> None:
-        self._reporter.checkpoint(self._item, data)
+        if not self.rank:
+            self._reporter.checkpoint(self._item, data)
 
     def progress(self, fraction: float, note: str = "") -> None:
         self._reporter.progress(self._item, fraction, note)
@@ -174,6 +172,10 @@ class HandlerEngine:
         current_context.set(context)
         try:
             return self._result_of(self._function(*args, **kwargs), item, reporter)
+        except BaseException as error:
+            if context.grouped:
+                _ranks.hold_back(error, lambda: context.cancelled)
+            raise
         finally:
             if context.grouped:
                 _ranks.destroy_process_group()
@@ -241,13 +243,18 @@ class BatchHandlerEngine(HandlerEngine):
             if reporter.cancelled(item):
                 continue
             try:
-                (value,), _ = self._parameters.of(item.payload, batch.content_type)
-                values.append(value)
+                values.append(self._value(batch, item))
                 items.append(item)
             except ArgumentsError as error:
                 report_failure(self._handler, item, error, reporter)
         if items:
             self._run_together(items, values, reporter)
+
+    def _value(self, batch: Batch, item: Item) -> Any:
+        if _ranks.WORLD_SIZE in batch.parameters:
+            raise ArgumentsError("a handler that takes batches can't run on several workers: leave world_size out")
+        (value,), _ = self._parameters.of(item.payload, batch.content_type)
+        return value
 
     def _run_together(self, items: Sequence[Item], values: Sequence[Any], reporter: Reporter) -> None:
         """If the call raises, runs each item alone, so that the one at fault fails alone."""

@@ -324,14 +324,16 @@ class LeaseExtra(_message.Message):
     def __init__(self, index: _Optional[int] = ..., checkpoint: _Optional[bytes] = ..., partials_received: _Optional[int] = ..., traceparent: _Optional[str] = ..., payload_place: _Optional[_Union[_task_pb2.PayloadReference, _Mapping]] = ..., partials: _Optional[_Iterable[bytes]] = ..., gang: _Optional[_Union[Gang, _Mapping]] = ...) -> None: ...
 
 class Gang(_message.Message):
-    __slots__ = ("rank", "world_size", "store_address")
+    __slots__ = ("rank", "world_size", "store_address", "run_id")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     store_address: str
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., store_address: _Optional[str] = ...) -> None: ...
+    run_id: int
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., store_address: _Optional[str] = ..., run_id: _Optional[int] = ...) -> None: ...
 
 class Revocation(_message.Message):
     __slots__ = ("lease_id", "reason")

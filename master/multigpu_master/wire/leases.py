@@ -51,6 +51,7 @@ def fill_leases(
         if gang is not None:
             message.gang.rank, message.gang.world_size = lease.rank, len(gang.leases)
             message.gang.store_address = gang.leases[0].worker.info.store_address
+            message.gang.run_id = gang.leases[0].lease_id
     if inlined is not None:
         payload_messages.fill_payloads(batch, leases, inlined)
 

@@ -33,6 +33,8 @@ def test_arguments_arrive_as_they_were_given(client: multigpu.Client) -> None:
     assert np.array_equal(calls.scale.run(client, array), array * 2)  # one argument: the task's value
     assert np.array_equal(client.run(calls.scale.kind, array), array * 2)
     assert calls.nothing.run(client) == "done"
+    for empty in (b"", None):  # as other clients call it
+        assert client.run("calls.nothing", empty) == "done"
     described = calls.describe.run(client, "long", (1, "x"), 7, 8, a=[0.5])
     assert described == ["long", [1, "x"], "tuple", [7, 8], {"a": [0.5]}]
     assert calls.describe.submit(client, mode="short", pair=(1, "x")).result(30)[0] == "short"

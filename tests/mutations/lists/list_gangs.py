@@ -7,6 +7,10 @@ from tests.mutations.mutation import Mutation
 CORE = "multigpu_master.core"
 TESTS = "tests/core/test_gangs.py"
 gangs = partial(Mutation, module=f"{CORE}.placement.gangs", checker="gangs")
+ROOM = "worker/models/test_loader.py::test_models_make_room_for_a_rank_of_a_gang"
+loader = partial(Mutation, module="multigpu_worker.models.loader", checker=ROOM)
+worker = partial(Mutation, module="multigpu_worker.dispatcher", checker=ROOM)
+obstacles = partial(Mutation, module=f"{CORE}.placement.obstacles", checker="gangs")
 dispatch = partial(Mutation, module=f"{CORE}.placement.dispatch", checker="gangs")
 ledger = partial(Mutation, module=f"{CORE}.ledger", checker="gangs")
 fleet = partial(Mutation, module=f"{CORE}.workers.fleet", checker="gangs")
@@ -18,8 +22,8 @@ admission = partial(Mutation, module=f"{CORE}.admission", checker="gangs")
 GANGS = (
     gangs(
         "a gang begins beside other tasks of its workers",
-        "idle = [worker for worker in able if not (worker.leases or worker.occupied)]",
-        "idle = able",
+        "empty = [worker for worker in able if not (worker.leases or worker.occupied)]",
+        "empty = able",
     ),
     gangs(
         "a gang begins with a rank less", "if len(idle) >= shape.world_size:", "if len(idle) >= shape.world_size - 1:"
@@ -30,9 +34,19 @@ GANGS = (
         "",
         checker="gangs in seeds",
     ),
+    gangs("two gangs have a reservation", "and self._key in (None, backlog.key):", "and True:"),
     gangs(
-        "two gangs have a reservation", "and self._key in (None, backlog.key):", "and True:", checker="gangs in seeds"
+        "a gang begins without the memory that it needs",
+        "for worker in empty if worker not in short]",
+        "for worker in empty]",
     ),
+    gangs("workers without memory are reserved", " if worker not in short or worker in mine]", "]"),
+    obstacles(
+        "models that will be unloaded take memory from a gang",
+        "    if shape.world_size > 1:  # a rank",
+        "    if False:  # a rank",
+    ),
+    obstacles("a gang's own model is unloaded for it", " if model.model != own]", "]"),
     gangs("busy workers are not reserved", "            self._reserve(backlog, sorted", "            list(sorted"),
     gangs("waiting leases of reserved workers are not recalled", "            self._commands.recall(worker, waiting)"),
     gangs(
@@ -136,12 +150,24 @@ GANGS = (
     ),
     sessions("the device time of a rank is lost", "            self._usage.ran(lease.task, device_s)\n"),
     sessions("a finished rank holds its worker", "            self._ledger.rank_succeeded(lease)\n"),
-    sessions("a part of a gang is adopted", " or task.spec.world_size > 1:\n", ":\n"),
+    sessions(
+        "the queue timeout ends a gang whose rank 0 has ended",
+        "                lease.running, lease.run_s = True, outcome.start_s or outcome.dispatch_s\n",
+        "                pass\n",
+    ),
+    sessions(
+        "a part of a gang is adopted", "        if task.spec.world_size > 1:  # it runs", "        if False:  # it runs"
+    ),
+    sessions(
+        "a restart loses a gang's checkpoint",
+        "                task.ensure_extra().checkpoint = held.checkpoint\n",
+        "                pass\n",
+    ),
+    sessions("a gang has the log of its last rank", "        lease.log = gang.leases[0].log\n"),
     sessions(
         "a rank's partial outputs are the task's",
         "if lease is None or lease.rank:",
         "if lease is None:",
-        checker="gangs in seeds",
     ),
     model(
         "a reserved worker has room",
@@ -158,5 +184,12 @@ GANGS = (
         "a gang for which there are too few workers waits",
         ">= spec.world_size:\n        return None",
         ">= 1:\n        return None",
+    ),
+    worker("a rank begins beside other models", "first.exclusive and not self._loader.alone(model)", "False"),
+    loader("models stay beside a rank", " or (self._exclusive and not resident.leases)\n", "\n"),
+    loader(
+        "pinned models do not come back after a rank",
+        "exclusive = self._exclusive or self._holds_exclusive()",
+        "exclusive = self._holds_exclusive()",
     ),
 )

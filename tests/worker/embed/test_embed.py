@@ -186,6 +186,7 @@ def test_bad_items_fail_alone(engine: EmbedEngine) -> None:
     [
         ({"content_type": "text/plain"}, "'text/plain' is not supported"),
         ({"parameters": {"precison": "fp32"}}, "embed has no task parameter 'precison': leave it out"),
+        ({"parameters": {"multigpu.world_size": "2", "multigpu.rank": "0"}}, "embed does not run on several workers"),
         ({"parameters": {"precision": "fp32"}}, "name the precision in the model's model.toml"),
         ({"parameters": {"engine": "torch"}}, "name the engine in the model's model.toml"),
     ],

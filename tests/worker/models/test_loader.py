@@ -159,3 +159,33 @@ async def test_tasks_that_wait_for_a_removed_version_fail(start: Start, shop: Sh
     assert (word.state, word.error.type) == (pb.REPORT_STATE_FAILED, "ModelLoadError")
     assert (await ask(stream, 2, "m")).words == "new"
     assert "m:1" not in offered(stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [True, False], ids=["a rank with a model", "a rank without"])
+async def test_models_make_room_for_a_rank_of_a_gang(start: Start, shop: Shop, tmp_path: Path, own: bool) -> None:
+    held = {name: tmp_path / f"{name}.held" for name in ("idle", "pinned")}
+    for name, path in held.items():
+        shop.add(name, holds=path)
+    shop.add("own")
+    _, stream = await start(*shop.flags)
+    stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, pinned_models=["pinned"]))
+    await ask(stream, 1, "idle")
+    await stream.until(lambda: ready(stream) == {"idle", "pinned"})
+
+    gang = pb.LeaseExtra(index=0, gang=pb.Gang(rank=0, world_size=2, store_address="127.0.0.1:1"))
+    done = tmp_path / "done"
+    if own:
+        stream.lease([(2, f"wait {done}".encode())], extra=gang, kind="infer", model="own")
+    else:
+        stream.lease([(2, b"1.5")], extra=gang, kind="sleep")
+    await stream.running(2)
+    assert not any(path.exists() for path in held.values()), "their processes have ended"
+    if own:
+        await until((tmp_path / "done.begun").exists, "the task")
+        stream.revoke(2)
+    else:
+        assert (await stream.reported(2))[0].state == SUCCEEDED
+    await stream.until(lambda: "pinned" in ready(stream))
+    assert "idle" not in ready(stream), "no task wants it"
+    assert (await ask(stream, 3, "idle")).words == "I am idle"

@@ -84,6 +84,8 @@ class ModelLoader:
         self.one_by_one: frozenset[str] = frozenset()
         # The master does not know the current routes yet.
         self.changed = False
+        # An exclusive lease was held at the last look.
+        self._exclusive = False
         self._dispatcher = dispatcher
         self._pool = pool
         self._eager = eager
@@ -108,6 +110,10 @@ class ModelLoader:
                 new = True
         if new:
             self.look()
+
+    def alone(self, key: str | None) -> bool:
+        """No other model is in memory. Else `tick` unloads the others, as a lease that must be alone waits."""
+        return not any(r.key != key and r.state is not ModelState.ABSENT for r in self.routes.residents.values())
 
     def used(self, key: str) -> None:
         """A batch has ended on a model."""
@@ -184,18 +190,22 @@ class ModelLoader:
         """Set what residents derive from leases and from the master's wishes."""
         pinned, unwanted = self._desired
         leases: Counter[str | None] = Counter()
+        self._exclusive = self._holds_exclusive()
         for spec, count in Counter(lease.spec for lease in self._dispatcher.session.leases.values()).items():
             leases[self.routes.key_of(spec)] += count
         for resident in self.routes.residents.values():
             resident.leases = leases[resident.key]
             resident.pinned = resident.model in pinned and not resident.upcoming
-            resident.unwanted = resident.model in unwanted
+            resident.unwanted = resident.model in unwanted or (self._exclusive and not resident.leases)
             absent = resident.state is ModelState.ABSENT
             waits = bool(resident.leases) and (absent or resident.state is ModelState.UNLOADING)
             if not (waits or (absent and (resident.pinned or resident.upcoming))) or resident.unwanted:
                 resident.wanted_at = None
             elif resident.wanted_at is None:
                 resident.wanted_at = now_s
+
+    def _holds_exclusive(self) -> bool:
+        return any(lease.exclusive for lease in self._dispatcher.session.leases.values())
 
     def _look_at(self, resident: Resident, now_s: float) -> None:
         """Steps that concern one model alone."""
@@ -367,7 +377,8 @@ class ModelLoader:
         """Check the loads in progress, measure models in use, and keep a spare process."""
         now_s = time.monotonic()
         moving = (ModelState.LOADING, ModelState.UNLOADING)
-        if any(r.state in moving or r.wanted_at is not None for r in self.routes.residents.values()):
+        exclusive = self._exclusive or self._holds_exclusive()  # it has begun, or has ended since
+        if exclusive or any(r.state in moving or r.wanted_at is not None for r in self.routes.residents.values()):
             self.look()
         if now_s - self._looked_s < _LOAD_LOOK_S:
             return

@@ -9,7 +9,7 @@ Pure. The rules:
 - If these do not suffice and the model has waited for PATIENCE_S, models in use retire too: they take no new tasks, and
   are unloaded when their running tasks are done. A model retires only after it was ready for as long as the waiting
   model takes to load, so that at most half of the time goes into loading.
-- Pinned models are never unloaded.
+- Pinned models are never unloaded, except for a rank of a gang: until it ends, no model but its own is in memory.
 - If a loaded model takes more memory than expected, idle models are unloaded until all are within the limit.
 """
 

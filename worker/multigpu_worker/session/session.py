@@ -66,6 +66,8 @@ class Lease:
     # These outputs, if they are small.
     partials_before: tuple[bytes, ...] = ()
     traceparent: str = ""
+    # A rank of a task that several workers run: no model but its own stays in memory.
+    exclusive: bool = False
     # False: its partials are too large to keep, so the attempt ends with its stream.
     resumable: bool = True
     running: bool = field(default=False, init=False)

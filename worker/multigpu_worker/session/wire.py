@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from multigpu._ranks import RANK, STORE, WORLD_SIZE
+from multigpu._ranks import RANK, RUN_ID, STORE, WORLD_SIZE
 from multigpu._transport.payloads import Elsewhere, Reference
 from multigpu.v1 import device_pb2, model_pb2, task_pb2
 from multigpu.v1 import worker_service_pb2 as pb
@@ -94,8 +94,10 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
                 RANK: str(extra.gang.rank),
                 WORLD_SIZE: str(extra.gang.world_size),
                 STORE: extra.gang.store_address,
+                RUN_ID: str(extra.gang.run_id),
             }
             lease.spec = dataclasses.replace(spec, parameters=(*spec.parameters, *place.items()))
+            lease.exclusive = True
         if extra.HasField("payload_place"):
             at = extra.payload_place
             if not directory or "/" in str(at.segment):

@@ -17,7 +17,7 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker
-from multigpu_master.core.placement.obstacles import is_one_of, obstructed
+from multigpu_master.core.placement.obstacles import barred, is_one_of, short_of_memory
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
@@ -76,14 +76,18 @@ class Gangs:
             for worker in fleet.eligible(shape)
             if worker.accepting
             and (worker.leases_limit is None or worker in mine)
-            and not obstructed(fleet, backlog.strategy, shape, worker)
+            and not barred(fleet, backlog.strategy, shape, worker)
         ]
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
-        idle = [worker for worker in able if not (worker.leases or worker.occupied)]
+        empty = [worker for worker in able if not (worker.leases or worker.occupied)]
+        short = [worker for worker in empty if short_of_memory(worker, shape) is not None]
+        idle = [worker for worker in empty if worker not in short]
         if len(idle) >= shape.world_size:
             if self._key == backlog.key:
                 self._end()
             return packed(idle, shape.world_size)
+        # What takes the memory of a worker without leases is unknown. If it is reserved, it may be its last task.
+        able = [worker for worker in able if worker not in short or worker in mine]
         if len(able) >= shape.world_size and self._key in (None, backlog.key):
             self._reserve(backlog, sorted(able, key=lambda worker: worker.backlog_s), now)
         return None

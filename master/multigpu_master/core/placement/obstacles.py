@@ -16,16 +16,23 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
     free = worker.memory_free_bytes()
     if free is None:
         return None
+    if shape.world_size > 1:  # a rank is alone there: all models but its own are unloaded first
+        residency = worker.residency
+        own = residency.names.get(shape.model, shape.model)
+        free += sum([model.memory_bytes for model in residency.reported.values() if model.model != own])
     free -= worker.leased_memory_bytes
     return free if free < shape.memory_bytes else None
 
 
 def obstructed(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
     """Whether an eligible, accepting worker can't get a task of this shape now, even with room in its window."""
-    return (
-        short_of_memory(worker, shape) is not None
-        or strategy.excludes(shape, worker, fleet) is not None
-        or (fleet.models_by_id and fleet.model_block(worker, shape) is not None)
+    return short_of_memory(worker, shape) is not None or barred(fleet, strategy, shape, worker)
+
+
+def barred(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
+    """Whether an eligible, accepting worker can't get a task of this shape now, even if it were idle."""
+    return strategy.excludes(shape, worker, fleet) is not None or (
+        fleet.models_by_id and fleet.model_block(worker, shape) is not None
     )
 
 

@@ -91,11 +91,15 @@ class Sessions:
         leased, or if the attempt's failure was reported.
         """
         task = self._ledger.tasks.get(held.task_id)
-        if task is None or task.outcome is not None or task.lease is not None or task.spec.world_size > 1:
-            return False  # the other ranks of a gang were revoked
+        if task is None or task.outcome is not None or task.lease is not None:
+            return False
         extra = task.extra
         if extra is not None and held.attempt <= extra.failed_attempt:
             return False  # the failure counts against attempts_max already, and must not count twice
+        if task.spec.world_size > 1:  # it runs again as a whole, from rank 0's checkpoint: the others have none
+            if held.checkpoint:
+                task.ensure_extra().checkpoint = held.checkpoint
+            return False
         if task.waiting:
             self._ledger.classes.remove(self._ledger.class_of(task), task)
         if extra is not None:
@@ -246,6 +250,8 @@ class Sessions:
         gang.succeeded += 1
         if lease.rank == 0:
             gang.outcome = outcome
+            if not lease.running:  # no heartbeat has said so, but the attempt has begun
+                lease.running, lease.run_s = True, outcome.start_s or outcome.dispatch_s
         if gang.succeeded < len(gang.leases):
             self._ledger.rank_succeeded(lease)
             self._usage.ran(lease.task, device_s)
@@ -253,6 +259,7 @@ class Sessions:
         task, first = lease.task, gang.outcome
         assert first is not None, "rank 0 has succeeded"
         first.finish_s = max(first.finish_s, outcome.finish_s)
+        lease.log = gang.leases[0].log
         task.outcome, task.lease = first, lease
         return True
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from multigpu._ranks import WORLD_SIZE
+
 from multigpu_worker.engines.base import Batch, Item, Reporter
 
 
@@ -27,6 +29,8 @@ def bad_input(error: Exception) -> Failure:
 
 def check_parameters(batch: Batch) -> None:
     """Raises BadInputError if tasks have parameters: the engines of the model kinds take none."""
+    if WORLD_SIZE in batch.parameters:
+        raise BadInputError(f"{batch.kind} does not run on several workers: leave world_size out")
     for name in batch.parameters:
         remedy = f"name the {name} in the model's model.toml" if name in {"engine", "precision"} else "leave it out"
         raise BadInputError(f"{batch.kind} has no task parameter {name!r}: {remedy}")
