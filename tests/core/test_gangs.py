@@ -205,8 +205,10 @@ def test_one_kind_of_gang_reserves_workers_at_a_time() -> None:
         stage.beat(worker.worker_id, running=True)
     assert len({lease_of(task).worker for task in singles}) == 5
     stage.submit(spec=PAIR)
+    reserved = [worker for worker in workers if worker.leases_limit is not None]
+    assert len(reserved) == 2
     stage.submit(spec=replace(PAIR, memory_bytes=1))
-    assert sum(worker.leases_limit is not None for worker in workers) == 2
+    assert [worker for worker in workers if worker.leases_limit is not None] == reserved
 
 
 def test_two_gangs_cannot_each_hold_half() -> None:
