@@ -6,6 +6,7 @@ can't close it, and keeps it alive where it likes (torch.optim does).
 
 from __future__ import annotations
 
+import errno
 import importlib
 import socket
 import sys
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from multigpu.config.values import split_address
 
 # The agent tells the engine by these parameters, which a task's own cannot have.
 PREFIX = "multigpu."
@@ -39,9 +42,12 @@ class Place:
     run_id: str = ""
 
 
+ALONE = Place()
+
+
 def place_of(parameters: Mapping[str, str]) -> Place:
     if WORLD_SIZE not in parameters:
-        return Place()
+        return ALONE
     return Place(int(parameters[RANK]), int(parameters[WORLD_SIZE]), parameters[STORE], parameters[RUN_ID])
 
 
@@ -64,21 +70,20 @@ def init_process_group(place: Place, backend: str) -> None:
 
 def destroy_process_group() -> None:
     """Ends the process group, if there is one."""
-    distributed: Any = importlib.import_module("torch.distributed")
-    if distributed.is_initialized():
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def _store_of(place: Place, distributed: Any) -> Any:
     global _server  # noqa: PLW0603  one for each process
-    host, _, port = place.store.rpartition(":")
-    host = host.strip("[]")
+    host, port = split_address(place.store)
     if place.rank:
-        return distributed.TCPStore(host, int(port), wait_for_workers=False)
+        return distributed.TCPStore(host, port, wait_for_workers=False)
     if _server is None or _server[0] != place.store:
-        listening = _listen(host, int(port))
+        listening = _listen(host, port)
         store = distributed.TCPStore(
-            host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         _server = place.store, store
     return _server[1]
@@ -93,10 +98,11 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             listening.bind((host, port))
             listening.listen(1024)
-        except OSError:
+        except OSError as error:
             listening.close()
-            if time.monotonic() > end_s:
-                raise
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end_s:
+                what = f"rank 0 can't listen at {host} port {port}: {error.strerror}; restart its worker"
+                raise OSError(error.errno, what) from error
             time.sleep(_POLL_S)
         else:
             return listening
@@ -106,7 +112,9 @@ def hold_back(error: BaseException, cancelled: Callable[[], bool]) -> None:
     """Waits, if the error says that a collective lost another rank, until the attempt is cancelled: what happened to
     that rank is the cause, and must reach the master first.
     """
-    distributed: Any = sys.modules["torch.distributed"]
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None:  # torch can't be imported
+        return
     # Gloo's errors have no class of their own.
     if not isinstance(error, distributed.DistError) and not (type(error) is RuntimeError and "gloo" in str(error)):
         return

@@ -46,7 +46,8 @@ class Context(Protocol):
 
     def init_process_group(self, backend: str = "") -> None:
         """Makes torch.distributed's default process group of all ranks of the task, and waits until they have come. It
-        ends with the attempt. `backend`: default "nccl" on a GPU, else "gloo".
+        ends with the attempt. `backend`: default "nccl" on a GPU, else "gloo". ImportError: torch is not installed;
+        torch.distributed.DistError: a rank has not come within torch's time limit.
         """
 
     @property
@@ -90,9 +91,9 @@ class LocalContext:
 
     def init_process_group(self, backend: str = "") -> None:
         """A process group of this process alone. It stays until torch.distributed.destroy_process_group."""
-        from multigpu._ranks import Place, init_process_group  # noqa: PLC0415  few need it
+        from multigpu._ranks import ALONE, init_process_group  # noqa: PLC0415  few need it
 
-        init_process_group(Place(), backend or ("nccl" if self.device.startswith("cuda") else "gloo"))
+        init_process_group(ALONE, backend or ("nccl" if self.device.startswith("cuda") else "gloo"))
 
     def save_checkpoint(self, data: bytes) -> None:
         """Nothing: there is no task."""

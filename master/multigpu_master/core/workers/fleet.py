@@ -330,7 +330,8 @@ class Fleet:
     def grant(self, worker: Worker, lease: Lease, now: float) -> Key | None:
         """Adds a lease to the worker's window. Returns the task's (kind, model) if the worker has to load the model."""
         task = lease.task
-        assert task.lease is None or lease.rank, "the task has a lease already"
+        first = task.lease  # of a gang, that of rank 0
+        assert first is None or (lease.rank and first.gang is lease.gang), "the task has a lease already"
         assert task.outcome is None, "the task is settled"
         if not worker.leases:
             worker.pace.end_idle(now)
@@ -360,7 +361,10 @@ class Fleet:
 
     def release(self, lease: Lease) -> None:
         """Removes a lease from its worker and its task."""
-        assert lease.task.lease is lease or lease.rank, "the task has another lease, or none"
+        first = lease.task.lease  # of a gang, that of rank 0, or none if it was released before
+        assert first is lease or (lease.rank and (first is None or first.gang is lease.gang)), (
+            "the task has another lease, or none"
+        )
         del lease.worker.leases[lease.lease_id]
         if not lease.rank:
             lease.task.lease = None
