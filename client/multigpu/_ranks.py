@@ -23,6 +23,8 @@ RANK, WORLD_SIZE = f"{PREFIX}rank", f"{PREFIX}world_size"
 STORE, RUN_ID = f"{PREFIX}store", f"{PREFIX}run_id"
 # How long rank 0 waits for the port, which another engine of its worker may hold that is about to end.
 PORT_S = 20.0
+# How long the others try again to meet rank 0.
+MEET_S = 60.0
 # How long an error that follows from another rank's end is kept back: longer than the master needs to notice that end.
 HOLD_S = 15.0
 _POLL_S = 0.05
@@ -61,11 +63,22 @@ def own_parameters(parameters: Mapping[str, str]) -> Mapping[str, str]:
 def init_process_group(place: Place, backend: str) -> None:
     """Makes the default process group of torch.distributed. Waits until all ranks have come."""
     distributed: Any = importlib.import_module("torch.distributed")
-    destroy_process_group()  # of a task before, whose handler could not
-    store = _store_of(place, distributed) if place.store else distributed.HashStore()
-    distributed.init_process_group(
-        backend, store=distributed.PrefixStore(place.run_id, store), rank=place.rank, world_size=place.world_size
-    )
+    end_s = time.monotonic() + MEET_S
+    while True:
+        destroy_process_group()  # of a task before, whose handler could not; or of a try
+        try:
+            store = _store_of(place, distributed) if place.store else distributed.HashStore()
+            distributed.init_process_group(
+                backend, store=distributed.PrefixStore(place.run_id, store), rank=place.rank,
+                world_size=place.world_size,
+            )  # fmt: skip
+        except distributed.DistNetworkError:
+            # It had met the engine of an earlier rank 0, which has ended since.
+            if not place.rank or time.monotonic() > end_s:
+                raise
+            time.sleep(_POLL_S)
+        else:
+            return
 
 
 def destroy_process_group() -> None:
