@@ -183,12 +183,15 @@ def test_an_urgent_task_gets_the_place_of_one_that_was_sent_ahead(stage: Stage) 
     assert ahead.waiting
 
 
-def test_an_urgent_task_gets_a_place_though_the_clock_was_set_back_since_its_submit(stage: Stage) -> None:
-    stuck(stage, n=3)
-    (urgent,) = stage.submit(spec=URGENT)
-    urgent.submit_s += 3600
-    assert len(pass_s(stage, 0.1)) == 1
-    assert urgent.lease is None
+def test_tasks_that_keep_coming_do_not_put_off_the_recall_for_those_before_them(stage: Stage) -> None:
+    """Each is more urgent than all before, so the first of its backlog has always just come."""
+    behind = stuck(stage, n=2)[1]  # with priority 3
+    recalled = []
+    for priority in (2, 1):
+        (urgent,) = stage.submit(spec=Spec(kind="run", priority=priority))
+        recalled += pass_s(stage, 0.06)
+        assert urgent.lease is None
+    assert recalled == [lease_of(behind).lease_id]
 
 
 def test_an_urgent_task_gets_the_place_of_the_youngest_waiting_one(stage: Stage) -> None:

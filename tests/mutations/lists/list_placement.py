@@ -143,7 +143,6 @@ PLACEMENT = (
     ),
     recall("leases are not recalled for free slots", "self._recall_for_slots(now)"),
     recall("leases are not recalled for urgent tasks", "self._recall_for_urgent(now)"),
-    recall_story("tasks from before the clock was set back are as young as can be", "if 0 <= now", "if now"),
     recall("running leases are recalled", "if lease.running or lease.recalled", "if lease.recalled"),
     recall_story(
         "leases behind a cancelled call are not recalled",

@@ -128,9 +128,6 @@ class Recalls:
             head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
             if head is None or strategy.pinned:
                 continue
-            # Below 0: an earlier master accepted the task, and the clock was set back since.
-            if 0 <= now - head.submit_s < LOOK_S:
-                continue
             priority = head.spec.priority  # a smaller number is more urgent
             needed, able = backlog.size, fleet.eligible(shape)
             for worker in stuck:
