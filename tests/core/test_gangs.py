@@ -284,6 +284,21 @@ def test_a_gang_is_not_adopted_after_a_restart_but_goes_on_from_its_checkpoint()
     assert task.ensure_extra().checkpoint == b"step 9"
 
 
+def test_a_worker_that_reconnects_with_a_rank_keeps_no_lease_that_it_has_returned() -> None:
+    stage = Stage()
+    a, _ = host(stage, "a", "b")
+    (small,) = stage.submit(spec=replace(SPEC, queue="small"))
+    returned = held_lease(lease_of(small))
+    stage.handle(ev.ConfigureQueue("small", paused=True))
+    stage.fail(lease_of(small), returned=True)
+    (gang,) = stage.submit(spec=PAIR)
+    rank = next(lease for lease in ranks(gang) if lease.worker is a)
+    commands = stage.join(a.info, [held_lease(rank), returned])
+    assert revoked(commands) == {stage.sessions: [returned.lease_id]}
+    assert [*a.leases.values()] == [rank]
+    assert small.waiting
+
+
 def test_workers_without_an_address_take_no_rank() -> None:
     stage = Stage()
     host(stage, "a")

@@ -159,6 +159,11 @@ GANGS = (
         "a part of a gang is adopted", "        if task.spec.world_size > 1:  # it runs", "        if False:  # it runs"
     ),
     sessions(
+        "a worker that reconnects with a rank keeps leases that it has returned",
+        "elif not runs_rank and self._adopt(",
+        "elif self._adopt(",
+    ),
+    sessions(
         "a restart loses a gang's checkpoint",
         "                task.ensure_extra().checkpoint = held.checkpoint\n",
         "                pass\n",

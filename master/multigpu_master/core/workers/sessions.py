@@ -67,12 +67,13 @@ class Sessions:
         worker.token_id = event.token_id
         fleet.open_session(worker, event.session, now)
         adopted = [lease.lease_id for lease in worker.leases.values()]
+        runs_rank = any(lease.gang is not None for lease in worker.leases.values())
         for held in ours:
             lease = worker.leases.get(held.lease_id)
             if lease is not None:
                 lease.frame = 0  # no frame of the new session carried it, and the worker has it
                 self._observe(lease, held, now)
-            elif self._adopt(worker, held, now):
+            elif not runs_rank and self._adopt(worker, held, now):
                 adopted.append(held.lease_id)
         self._recalls.watch(worker, now)
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
