@@ -1,5 +1,6 @@
 """The journal without room: submits are rejected, outcomes are kept until they can be written, and all else goes on."""
 
+import gc
 import itertools
 import os
 import resource
@@ -278,6 +279,7 @@ def test_deletions_do_not_wait_behind_entries_that_are_too_large(small_disk: Pat
 @contextmanager
 def no_descriptor() -> Iterator[None]:
     """This process can open no file."""
+    gc.collect()  # garbage of other tests must not free descriptors meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Path("/dev/null").open() as lowest:
         number = lowest.fileno()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import NOT_BEGUN
 from multigpu_master.core.ephemeral import outcome_bytes
-from multigpu_master.core.ledger import RUN_GRACE_S
+from multigpu_master.core.ledger import RANK_ENDED, RUN_GRACE_S
 from multigpu_master.core.model import SLOT, Lease, OutcomeState, Task, Worker, shape_of
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
@@ -26,6 +26,9 @@ from tests.sim.invariants.requests import Disk, Requests
 from tests.sim.invariants.time import Time
 from tests.sim.invariants.windows import Windows
 from tests.sim.world import ViolationError, check
+
+# How the reason begins for which a lease is revoked together with another rank's.
+WITH_RANK = RANK_ENDED.partition("{")[0]
 
 
 class Invariants:
@@ -97,7 +100,7 @@ class Invariants:
         now, core = self._world.now, self._core
         if isinstance(event, ev.Hello) and any(_foreign(h, event) for h in event.leases):
             event, commands = _without_foreign(event, commands)
-        not_begun = set[int]()
+        again = set[int]()
         for command in commands:
             if isinstance(command, ev.WorkerChanged):  # most are
                 continue
@@ -109,8 +112,9 @@ class Invariants:
                 for task in command.fresh:
                     self._requests.taken(task)
             elif isinstance(command, ev.Revoke):
-                not_begun |= {*command.lease_ids} if command.reason == NOT_BEGUN else set()
-                self._revoke(event, command, not_begun, now)
+                again |= {*command.lease_ids} if command.reason == NOT_BEGUN else set()
+                self._revoke(event, command, again, now)
+                again |= {*command.lease_ids} if command.reason.startswith(WITH_RANK) else set()
             elif isinstance(command, ev.Welcome) and isinstance(event, ev.Hello):
                 self._reconnect(event, command, commands)
         if isinstance(event, ev.Reports):
@@ -233,16 +237,16 @@ class Invariants:
             kept = holder is None or holder.worker_id != event.info.worker_id or h.lease_id in over
             check(kept or h.lease_id in welcome.adopted, "lease %s was lost in a reconnect", h.lease_id)
 
-    def _revoke(self, event: ev.Event, command: ev.Revoke, not_begun: set[int], now: float) -> None:
-        """Nobody loses a lease without a reason. A heartbeat may list what was taken back, as not begun, by the timers
-        that came due with it; it is then revoked twice.
+    def _revoke(self, event: ev.Event, command: ev.Revoke, again: set[int], now: float) -> None:
+        """Nobody loses a lease without a reason. A heartbeat may list what was taken back, as not begun or with another
+        rank, by the timers that came due with it; it is then revoked twice.
         """
         for lease_id in command.lease_ids:
             task = self._live.get(lease_id)
             worker = self._holders.get(lease_id)
             if task is None or worker is None or worker.session != command.session:
                 continue
-            if task.outcome is not None or not task.task_id or lease_id in not_begun:
+            if task.outcome is not None or not task.task_id or lease_id in again:
                 continue  # attempts.py checks those that were not begun
             drained = self._drains.get(worker, now + 1) <= now
             timeout_s = task.spec.run_timeout_s
@@ -255,7 +259,7 @@ class Invariants:
             )
             limit = self._core.ledger.limits.bytes_max
             full = isinstance(event, ev.Partials) and self._bytes_before + self._bytes_told > limit
-            with_gang = command.reason.startswith("rank ") and lease_id not in worker.leases
+            with_gang = command.reason.startswith(WITH_RANK) and lease_id not in worker.leases
             excused = drained or overdue or gone or full or with_gang
             check(excused, "lease %s was revoked for no reason: %s", lease_id, command.reason)
 
