@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from multigpu.config.values import split_address
+
+T = TypeVar("T")
 
 # The agent tells the engine by these parameters, which a task's own cannot have.
 PREFIX = "multigpu."
@@ -63,22 +65,28 @@ def own_parameters(parameters: Mapping[str, str]) -> Mapping[str, str]:
 def init_process_group(place: Place, backend: str) -> None:
     """Makes the default process group of torch.distributed. Waits until all ranks have come."""
     distributed: Any = importlib.import_module("torch.distributed")
+
+    def init(store: Any) -> None:
+        destroy_process_group()  # of a task before, whose handler could not; or of a try
+        distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+
+    meet(place, init)
+
+
+def meet(place: Place, use: Callable[[Any], T]) -> T:
+    """Calls `use` with the store where the ranks of this run meet, and returns what it returns. Calls it again if it
+    was connected to the engine of an earlier rank 0, which has ended since: torch.distributed.DistNetworkError.
+    """
+    distributed: Any = importlib.import_module("torch.distributed")
     end_s = time.monotonic() + MEET_S
     while True:
-        destroy_process_group()  # of a task before, whose handler could not; or of a try
         try:
             store = _store_of(place, distributed) if place.store else distributed.HashStore()
-            distributed.init_process_group(
-                backend, store=distributed.PrefixStore(place.run_id, store), rank=place.rank,
-                world_size=place.world_size,
-            )  # fmt: skip
+            return use(distributed.PrefixStore(place.run_id, store))
         except distributed.DistNetworkError:
-            # It had met the engine of an earlier rank 0, which has ended since.
             if not place.rank or time.monotonic() > end_s:
                 raise
             time.sleep(_POLL_S)
-        else:
-            return
 
 
 def destroy_process_group() -> None:
@@ -94,16 +102,20 @@ def _store_of(place: Place, distributed: Any) -> Any:
     if place.rank:
         return distributed.TCPStore(host, port, wait_for_workers=False)
     if _server is None or _server[0] != place.store:
-        listening = _listen(host, port)
-        store = distributed.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
-        _server = place.store, store
+        _server = place.store, serve_store(host, port)
     return _server[1]
 
 
+def serve_store(host: str, port: int = 0) -> Any:
+    """A TCPStore that listens at this address alone, until it is dropped. By itself, it would at all of the host's."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    listening = _listen(host, port)
+    return distributed.TCPStore(
+        host, listening.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address alone: by itself, a TCPStore listens at all addresses of the host."""
     end_s = time.monotonic() + PORT_S
     while True:
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -129,8 +141,12 @@ def hold_back(error: BaseException, cancelled: Callable[[], bool]) -> None:
     if distributed is None:  # torch can't be imported
         return
     # Gloo's errors have no class of their own.
-    if not isinstance(error, distributed.DistError) and not (type(error) is RuntimeError and "gloo" in str(error)):
-        return
+    if isinstance(error, distributed.DistError) or (type(error) is RuntimeError and "gloo" in str(error)):
+        wait_for_cause(cancelled)
+
+
+def wait_for_cause(cancelled: Callable[[], bool]) -> None:
+    """Waits until the attempt is cancelled, for a while at most."""
     end_s = time.monotonic() + HOLD_S
     while time.monotonic() < end_s and not cancelled():
         time.sleep(_POLL_S)

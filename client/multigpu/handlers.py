@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 KIND_BYTES_MAX = 128
 # Kinds that multigpu's own engines serve.
-RESERVED_KINDS = frozenset({"classify", "echo", "embed", "fail", "generate", "infer", "rerank", "sleep"})
+RESERVED_KINDS = frozenset({"classify", "echo", "embed", "fail", "generate", "infer", "rerank", "sleep", "train"})
 BATCH_SIZE_MAX, BATCH_WAIT_MS_MAX = 10_000, 10_000
 ATTEMPTS_DEFAULT, ATTEMPTS_MAX = 3, 100
 ASYNC_CONCURRENCY = 16

@@ -44,6 +44,13 @@ CALLS: dict[str, str] = {
     "infer": "doubler --input x=[1.5]",
     "classify": "letters --text {}/lines.txt",
     "bench": "hashes --batch-size 2 --items 4 --rounds 1 --concurrency 2",
+    "train run": "job.py --name job",
+    "train list": "",
+    "train show": "first",
+    "train logs": "first",
+    "train metrics": "first",
+    "train stop": "first",
+    "train resume": "first",
     "watch": "--limit 1",
     "tasks list": "",
     "tasks count": "",
@@ -82,8 +89,12 @@ CALLS: dict[str, str] = {
     "doctor": "",
 }  # fmt: skip
 # Those that may end otherwise than with 0 though the master answered, and the words that tell: the worker is
-# connected; this host is not fit for everything.
+# connected; no worker has training scripts, and "first" is no job; this host is not fit for everything.
 ANSWERED = {
+    "train run": "--train-dir",
+    **dict.fromkeys(
+        (f"train {command}" for command in ("show", "logs", "metrics", "stop", "resume")), "not a training"
+    ),
     "forget": "worker 'w2' is connected",
     "doctor": r"ok +master  .* version",
     "handlers reload": "no connected worker has handlers",

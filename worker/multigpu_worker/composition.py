@@ -150,6 +150,7 @@ def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> Engi
         slots=config.slots,
         threads=config.threads,
         handlers=config.handlers,
+        train_dir=config.train_dir and str(Path(config.train_dir).expanduser().absolute()),
         allow_pickle=config.allow_pickle,
         models=dict(catalog.models),
         engine=config.engine,

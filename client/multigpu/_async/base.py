@@ -58,11 +58,11 @@ class AsyncBaseClient:
         """
         await self._core.close()
 
-    async def get(self, task: TaskName, *, wait_s: float = 0.0, timeout: float | None = None) -> Task:
-        """A task as it is now, by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises
-        NotFoundError.
+    async def get(self, task: TaskName, *, wait_s: float = 0.0, rank: int = 0, timeout: float | None = None) -> Task:
+        """A task as it is now, by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. `rank`: of
+        those of a running task with `world_size`, the one whose log it has. Raises NotFoundError.
         """
-        return await self._core.get(task, wait_s, timeout)
+        return await self._core.get(task, wait_s, timeout, rank)
 
     async def cancel(self, *tasks: TaskName, reason: str = "", timeout: float | None = None) -> CancelResult:
         """Cancels tasks by task_id (int) or request_id (str). `reason`: recorded in their outcomes."""

@@ -131,8 +131,8 @@ class BlockingCore:
         results = self._interruptible(running.run(source, convert))
         return results if bar is None else bar.of(results)
 
-    def get(self, task: TaskName, wait_s: float, timeout_s: float | None) -> Task:
-        return self._wait(self._core.get(task, wait_s, timeout_s))
+    def get(self, task: TaskName, wait_s: float, timeout_s: float | None, rank: int = 0) -> Task:
+        return self._wait(self._core.get(task, wait_s, timeout_s, rank))
 
     def cancel(
         self, tasks: tuple[TaskName, ...], reason: str, timeout_s: float | None

@@ -257,9 +257,9 @@ class Core:
 
         return buffer, convert
 
-    async def get(self, task: TaskName, wait_s: float, timeout_s: float | None) -> Task:
+    async def get(self, task: TaskName, wait_s: float, timeout_s: float | None, rank: int = 0) -> Task:
         give_up = time.monotonic() + wait_s
-        request = task_service_pb2.GetRequest()
+        request = task_service_pb2.GetRequest(rank=rank)
         task = _named(task)
         if isinstance(task, str):
             request.request_id = task

@@ -60,11 +60,11 @@ class BaseClient:
         """
         self._core.close()
 
-    def get(self, task: TaskName, *, wait_s: float = 0.0, timeout: float | None = None) -> Task:
-        """A task as it is now, by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. Raises
-        NotFoundError.
+    def get(self, task: TaskName, *, wait_s: float = 0.0, rank: int = 0, timeout: float | None = None) -> Task:
+        """A task as it is now, by its task_id (int) or request_id (str). Waits up to `wait_s` for it to end. `rank`: of
+        those of a running task with `world_size`, the one whose log it has. Raises NotFoundError.
         """
-        return self._core.get(task, wait_s, timeout)
+        return self._core.get(task, wait_s, timeout, rank)
 
     def cancel(self, *tasks: TaskName, reason: str = "", timeout: float | None = None) -> CancelResult:
         """Cancels tasks by task_id (int) or request_id (str). `reason`: recorded in their outcomes."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from multigpu._calls.progress import ProgressBar, progress_bar
@@ -19,6 +20,8 @@ from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.documentation import document_options
 from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks, Stack, check_texts
+from multigpu._kinds.training import KIND as TRAIN
+from multigpu._kinds.training import job_of
 from multigpu._sync.base import BaseClient
 from multigpu._sync.handles import TaskHandle
 from multigpu._sync.streams import Generation, Stream
@@ -102,6 +105,27 @@ class Client(BaseClient):
         """
         found = self.get(task, timeout=timeout)
         return TaskHandle(self._core, found.task_id, found.request_id)
+
+    def train(
+        self,
+        script: str | PathLike[str],
+        args: Sequence[str] = (),
+        *,
+        name: str = "",
+        retries: int = 0,
+        **options: Unpack[SpecOptions],
+    ) -> TaskHandle[dict[str, Any]]:
+        """Starts a training job and returns its handle: `world_size` workers run the script as torchrun would.
+
+        `script`: a file in the workers' train_dir, by its path there or here. `name`: of the job and its folder;
+        default: made from the script's. The same name continues a job that was stopped or has failed, from its last
+        checkpoint. `retries`: how often the job runs again after the script has ended with an error; a rank that was
+        killed, or whose worker was lost, always does. The result has the last metrics and checkpoint that were
+        reported by multigpu.train. Raises RejectedError; ValueError, TypeError: this can't be a job.
+        """
+        job = job_of(script, args, name, retries, options)
+        options["retry_failed"] = True
+        return self.submit(TRAIN, job.payload(), request_id=job.name, **options)
 
     # Running: these calls wait for the outcomes.
 

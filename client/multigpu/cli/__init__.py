@@ -43,6 +43,7 @@ COMMANDS = {
     "generate": ("multigpu.cli.kinds.generate:generate", "Continue a prompt, or answer it: text as it is generated."),
     "infer": ("multigpu.cli.kinds.infer:infer", "Run arrays through MODEL."),
     "classify": ("multigpu.cli.kinds.classify:classify", "Classify pictures, or lines of text, with MODEL."),
+    "train": ("multigpu.cli.train:train", "Run training scripts written for torchrun on several workers."),
     "bench": ("multigpu.cli.bench.bench:bench", "Measure a fleet with MODEL, and compare it with a plain loop."),
     "tasks": ("multigpu.cli.tasks.tasks:tasks", "See, fetch, cancel and explain tasks."),
     "strategy": ("multigpu.cli.fleet.strategy:strategy", "See or change how tasks are placed on workers."),

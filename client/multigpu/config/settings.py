@@ -147,6 +147,9 @@ class WorkerConfig(Checked):
     window_bytes: int = setting(64 * MIB, "Maximum of their payload bytes.", minimum=MIB)
     handlers: tuple[str, ...] = setting((), "Python modules with @multigpu.handler functions.")
     allow_pickle: bool = setting(False, "Let handlers take and return pickles: any client may run any code.")
+    train_dir: str = setting(
+        "", "Folder of the scripts that training jobs may run, and of the jobs' files. Empty: no such jobs."
+    )
     models: tuple[str, ...] = setting(
         (), "Models to serve, as NAME=PATH; the first is the default.", check=check_models
     )

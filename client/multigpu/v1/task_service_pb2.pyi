@@ -116,14 +116,16 @@ class WatchResponse(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[_task_pb2.Outcome, _Mapping]]] = ..., cursor: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("task_id", "request_id", "wait")
+    __slots__ = ("task_id", "request_id", "wait", "rank")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     task_id: int
     request_id: str
     wait: _duration_pb2.Duration
-    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    rank: int
+    def __init__(self, task_id: _Optional[int] = ..., request_id: _Optional[str] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("task",)

@@ -64,17 +64,23 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
     return (task.spec.queue if isinstance(task, Task) else task.queue) in queues
 
 
-def live_task(driver: Driver, task: Task, *, whole: bool) -> task_pb2.Task:
-    """A task of the core as clients see it. `whole`: with result and partial outputs."""
+def live_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task_pb2.Task:
+    """A task of the core as clients see it. `whole`: with result and partial outputs. `rank`: whose log."""
     message = task_message(task, driver.now())
     if whole and task.final_outcome is None:
-        message.log = task.log
+        message.log = task.log if not rank else _log_of(task, rank)
     if task.final_outcome is not None:
         body = driver.outcomes.write(task)
         fill_live(message.outcome, body)
         if not whole:
             _strip(message.outcome)
     return message
+
+
+def _log_of(task: Task, rank: int) -> str:
+    """The log of another rank than 0, of the attempt under way."""
+    gang = task.lease.gang if task.lease is not None else None
+    return gang.leases[rank].log if gang is not None and rank < len(gang.leases) else ""
 
 
 def fill_live(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:

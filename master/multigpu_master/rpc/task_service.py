@@ -157,7 +157,7 @@ class TaskService:
                     message.payload_bytes = len(letter.payload)
                     message.dead_letter = True
         else:
-            message = queries.live_task(self._driver, found, whole=True)
+            message = queries.live_task(self._driver, found, whole=True, rank=request.rank)
         return task_service_pb2.GetResponse(task=message)
 
     async def _find(self, request: Any) -> Task | StoredOutcome | None:

@@ -81,7 +81,7 @@ def _import_handlers(
     except BaseException as error:  # noqa: BLE001  the user's module may raise anything
         channel.send(("rejected", _of_user(error)))
         sys.exit(1)
-    return [(info.kind, info.one_by_one, info.tasks_max, info.delay_s) for info in offered_kinds()], sources
+    return [(info.kind, info.one_by_one, info.tasks_max, info.delay_s) for info in offered_kinds(settings)], sources
 
 
 def _of_user(error: BaseException) -> str:

@@ -166,7 +166,7 @@ class Runtime:
         try:
             engine = self._engines.get(kind)
             if engine is None:
-                engine = self._engines[kind] = build(kind)
+                engine = self._engines[kind] = build(kind, self.settings)
                 self._engine_locks[kind] = threading.Lock()
             self.page.view[SlotPage.PREPARED] = batch_id
             work = Work(batch_id, batch, engine, engine.prepare(batch) if items else None, lost, writer, given_back)

@@ -101,6 +101,8 @@ class EngineSettings:
     threads: int
     # Modules with the user's handlers.
     handlers: tuple[str, ...] = ()
+    # Folder of training scripts and jobs. Empty: no such tasks.
+    train_dir: str = ""
     allow_pickle: bool = False
     # By id. An engine process for a model has only that one.
     models: dict[str, ModelSpec] = field(default_factory=dict)

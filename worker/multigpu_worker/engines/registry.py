@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from multigpu._kinds.training import KIND as TRAIN
 from multigpu.handlers import registered_handlers
 
 from multigpu_worker.engines.base import Engine, EngineSettings, ModelEngine
@@ -78,13 +79,15 @@ def import_ahead(modules: tuple[str, ...]) -> None:
             importlib.import_module(module)
 
 
-def offered_kinds() -> list[KindInfo]:
+def offered_kinds(settings: EngineSettings) -> list[KindInfo]:
     """Kinds that need no model. The handlers' modules must have been imported."""
     kinds = [
         KindInfo(kind="echo", one_by_one=False),
         KindInfo(kind="sleep", one_by_one=True),
         KindInfo(kind="fail", one_by_one=True),
     ]
+    if settings.train_dir:
+        kinds.append(KindInfo(kind=TRAIN, one_by_one=True))
     for kind, handler in sorted(registered_handlers().items()):
         if handler.batching is None:
             together = handler.concurrency_of_async
@@ -95,8 +98,11 @@ def offered_kinds() -> list[KindInfo]:
     return kinds
 
 
-def build(kind: str) -> Engine:
+def build(kind: str, settings: EngineSettings) -> Engine:
     """Create the engine of a kind that needs no model."""
+    if kind == TRAIN:
+        train = importlib.import_module("multigpu_worker.engines.train.engine")
+        return cast(Engine, train.TrainEngine(settings.train_dir))
     if kind in {"echo", "sleep", "fail"}:
         module = importlib.import_module("multigpu_worker.engines.diagnostic")
         return cast(Engine, module.ENGINES[kind]())

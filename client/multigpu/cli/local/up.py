@@ -86,6 +86,7 @@ class Fleet:
 @click.option("--device", metavar="auto|cpu|cuda:N|rocm:N", help="What the workers run on.  [default: auto]")
 @click.option("--handlers", multiple=True, metavar="MODULE", help="Serve this module's handlers. May be repeated.")
 @click.option("--allow-pickle", is_flag=True, help="Let handlers take and return pickles (docs/security.md).")
+@click.option("--train-dir", metavar="DIR", help="Run the training scripts of this folder (docs/training.md).")
 @click.option("--model", "models", multiple=True, metavar="NAME=PATH", help="Serve this model. May be repeated.")
 @click.option("--model-repository", metavar="DIR", help="Serve the models of this folder (docs/models.md).")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label of every worker. May be repeated.")
@@ -123,7 +124,7 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     strategy = options["strategy"]
     if loaded.sources["strategy"] == "default":
         strategy = old_strategy()
-    names = ("device", "handlers", "models", "model_repository", "labels", "slots", "threads")
+    names = ("device", "handlers", "train_dir", "models", "model_repository", "labels", "slots", "threads")
     worker_flags = {name: options[name] for name in names}
     worker_flags |= {"log_level": options["log_level"], "allow_pickle": options["allow_pickle"] or None}
     worker = load_config(config.WorkerConfig, flags=worker_flags).config

@@ -1,0 +1,104 @@
+"""Tasks of kind "train": jobs that run a script written for torchrun, for the clients and the workers' engines.
+
+A job's name is the request_id of its task and the name of its folder. Its events are the task's partial outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multigpu._encoding import JSON, decode
+
+KIND = "train"
+# The folder of jobs, in a worker's train_dir.
+JOBS = "jobs"
+# Variables that a rank's script gets: the job's folder, and the file for what it reports.
+FOLDER_VARIABLE, REPORTS_VARIABLE = "MULTIGPU_JOB_FOLDER", "MULTIGPU_JOB_REPORTS"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a training job runs."""
+
+    name: str
+    # A path of the workers' hosts, absolute or relative to their train_dir.
+    script: str
+    args: tuple[str, ...] = ()
+    # How often the script is run again after it has ended with an error.
+    retries: int = 0
+    # The options of the task, so that it can be submitted again.
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def payload(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "script": self.script,
+            "args": [*self.args],
+            "retries": self.retries,
+            "options": {**self.options},
+        }
+
+
+def job_of(
+    script: str | os.PathLike[str], args: Sequence[str], name: str, retries: int, options: Mapping[str, Any]
+) -> Job:
+    """A new job. ValueError, TypeError: it can't be one. Without a name, it gets one."""
+    if isinstance(args, str):
+        raise TypeError("args is a list of the script's arguments, not a str")
+    path = Path(script)
+    name = name or f"{re.sub(r'[^A-Za-z0-9]+', '-', path.stem).strip('-')[:40] or 'job'}-{secrets.token_hex(4)}"
+    kept = {key: value for key, value in options.items() if key not in ("timeout", "deadline")}
+    return checked(
+        Job(
+            name=name,
+            script=str(path.absolute()) if path.exists() else str(script),
+            args=tuple(map(str, args)),
+            retries=retries,
+            options=kept,
+        )
+    )
+
+
+def read_job(value: Any) -> Job:
+    """The job of a payload or of an event. ValueError: it is none."""
+    match value:
+        case {
+            "name": str(name), "script": str(script), "args": [*args], "retries": int(retries), "options": dict(kept)
+        }:  # fmt: skip
+            if len(value) == 5 and all(isinstance(each, str) for each in args):
+                return checked(Job(name=name, script=script, args=tuple(args), retries=retries, options=kept))
+    raise ValueError('a job is {"name": …, "script": …, "args": […], "retries": 0, "options": {…}}: see client.train')
+
+
+def read_payload(payload: bytes, content_type: str) -> Job:
+    """ValueError: it is none."""
+    return read_job(decode(payload, content_type) if content_type == JSON else json.loads(payload))
+
+
+def report_text(event: Mapping[str, Any]) -> str:
+    """What a script has reported, in one line: "step 20, loss 2.31"."""
+    parts = [f"step {event['step']}"] if event.get("step") is not None else []
+    parts += [
+        f"{name} {value if isinstance(value, str) else f'{value:.5g}'}" for name, value in event["metrics"].items()
+    ]
+    return ", ".join(parts)
+
+
+def checked(job: Job) -> Job:
+    if not _NAME.fullmatch(job.name):
+        raise ValueError(
+            f"{job.name!r} can't be the name of a job: it takes 1 to 64 letters, digits, dots, hyphens and underscores"
+        )
+    if not job.script or any("\0" in each for each in (job.script, *job.args)):
+        raise ValueError("the script's path is empty, or it or an argument holds a NUL")
+    if not 0 <= job.retries <= 1000:
+        raise ValueError(f"retries is {job.retries}; it must be 0 to 1000")
+    return job

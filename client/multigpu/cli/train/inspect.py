@@ -1,0 +1,202 @@
+"""`mgpuctl train list`, `show`, `logs` and `metrics`."""
+
+import itertools
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from multigpu import Client
+from multigpu._kinds.training import KIND, report_text
+from multigpu.cli import show, tables
+from multigpu.cli.admin import newest
+from multigpu.cli.commands import Command
+from multigpu.cli.failures import Failure
+from multigpu.cli.options import json_option, limit_option, master_option
+from multigpu.cli.sdk_errors import sdk_session
+from multigpu.cli.tables import Column
+from multigpu.cli.tasks.tasks import state_of, task_facts
+from multigpu.cli.text import clean_lines, since
+from multigpu.cli.train.job import History, find, history, name_argument
+from multigpu.cli.train.run import follow
+
+COLUMNS = (
+    Column("JOB", lambda task: task.request_id),
+    Column("STATE", lambda task: "running" if task.worker_id and task.outcome is None else state_of(task).lower()),
+    Column("RANKS", lambda task: str(task.message.spec.world_size or "-"), right=True),
+    Column("TRIES", lambda task: str(task.attempts), right=True),
+    Column("AGE", lambda task: since(task.submit_time)),
+    Column(
+        "DONE", lambda task: "-" if task.outcome is not None else f"{task.message.progress.fraction:.0%}", right=True
+    ),
+    Column("LAST REPORT", lambda task: task.message.progress.note or "-"),
+)
+
+
+@click.command(
+    "list",
+    cls=Command,
+    examples=(
+        ("mgpuctl train list", "Jobs, the newest first."),
+        ("mgpuctl train list --json | jq '.[].job'", "Names."),
+    ),
+)
+@limit_option("jobs")
+@master_option
+@json_option
+def list_(limit: int, address: str, as_json: bool) -> None:
+    """Training jobs, the newest first."""
+    with sdk_session(), Client(address) as client:
+        found = newest(client.list_tasks(kind=KIND), limit)
+    if as_json:
+        show.value([_summary(task) for task in found])
+    else:
+        tables.show_rows(found, COLUMNS, empty="no training jobs; `mgpuctl train run` starts one")
+
+
+def _summary(task: Any) -> dict[str, Any]:
+    return {
+        "job": task.request_id,
+        "task_id": task.task_id,
+        "state": state_of(task),
+        "world_size": task.message.spec.world_size or None,
+        "attempts": task.attempts,
+        "submit_time": task.submit_time.isoformat() if task.submit_time else None,
+        "fraction": task.message.progress.fraction,
+        "last_report": task.message.progress.note,
+    }
+
+
+@click.command(
+    "show", cls=Command, examples=(("mgpuctl train show night", "Script, attempts, checkpoint, last metrics."),)
+)
+@name_argument
+@master_option
+@json_option
+def show_(name: str, address: str, as_json: bool) -> None:
+    """All about one job."""
+    with sdk_session(), Client(address) as client:
+        task = find(client, name)
+        past = history(client, task)
+    job = past.job
+    if as_json:
+        show.value(
+            _summary(task)
+            | {"description": job.payload() if job is not None else None}
+            | {"runs": past.attempts, "checkpoint": past.checkpoint, "metrics": past.metrics[-1:]}
+            | {"error": task.outcome.error_message if task.outcome is not None else ""}
+        )
+        return
+    hidden = ("Payload", "Request", "Kind", "Log", "Result")
+    facts = [("Job", task.request_id)]
+    if job is not None:
+        facts += [("Script", " ".join((job.script, *job.args))), ("Ranks", str(past.attempts[-1]["world_size"]))]
+        facts += [("Logs", past.attempts[-1]["logs"])]
+    if past.checkpoint is not None:
+        facts.append(("Checkpoint", f"step {past.checkpoint['step']} in {past.checkpoint['folder']}"))
+    if past.metrics:
+        facts.append(("Last report", report_text(past.metrics[-1])))
+    facts += [(label, text) for label, text in task_facts(task) if label not in hidden and "Output" not in label]
+    show.facts(facts)
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("mgpuctl train logs -f night", "What rank 0 writes, until the job ends."),
+        ("mgpuctl train logs --rank 3 night", "The last lines of another rank."),
+    ),
+)
+@name_argument
+@click.option("-f", "--follow", "follows", is_flag=True, help="Show what comes, until the job ends.")
+@click.option("--rank", type=click.IntRange(0, 1023), default=0, show_default=True, help="Whose log.")
+@master_option
+def logs(name: str, follows: bool, rank: int, address: str) -> None:
+    """The last lines that a rank of a job has written; the whole log is in the job's folder."""
+    with sdk_session(), Client(address) as client:
+        task = find(client, name, rank=rank)
+        if rank and task.outcome is not None:
+            attempts = history(client, task).attempts
+            where = f": its log is in {attempts[-1]['logs']}/rank-{rank} on its host" if attempts else ""
+            raise Failure(f"{name} has ended, and the master keeps the log of rank 0 alone{where}")
+        if follows and task.outcome is None:
+            follow(client, name, rank)
+        elif task.log:
+            show.line(clean_lines(task.log.removesuffix("\n")))
+        else:
+            show.note(f"rank {rank} of {name} has written nothing yet")
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("mgpuctl train metrics night", "A table, one line for each report."),
+        ("mgpuctl train metrics night --plot loss.png", "A picture of each metric by step."),
+        ("mgpuctl train metrics night --json | jq '.[-1].metrics.loss'", "For programs."),
+    ),
+)
+@name_argument
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw them into FILE, a PNG.")
+@master_option
+@json_option
+def metrics(name: str, plot_file: str | None, address: str, as_json: bool) -> None:
+    """What a job has reported, by step; of steps that ran again, the last."""
+    with sdk_session(), Client(address) as client:
+        reports = by_step(history(client, find(client, name)))
+    if plot_file is not None:
+        _write(plot_file, plot(name, reports))
+    elif as_json:
+        show.value(reports)
+    else:
+        names = list(dict.fromkeys(itertools.chain.from_iterable(report["metrics"] for report in reports)))
+        columns = [
+            Column("TIME", lambda report: datetime.fromtimestamp(report["time"], UTC).strftime("%H:%M:%S")),
+            Column("STEP", lambda report: str(report["step"] if report["step"] is not None else "-"), right=True),
+        ]
+        columns += [_metric_column(name) for name in names]
+        tables.show_rows(reports, columns, empty=f"{name} has reported no metrics (multigpu.train.report)")
+
+
+def _metric_column(metric: str) -> Column:
+    def number(report: dict[str, Any]) -> str:
+        value = report["metrics"].get(metric, "-")
+        return value if isinstance(value, str) else f"{value:.6g}"
+
+    return Column(metric.upper(), number, right=True)
+
+
+def by_step(past: History) -> list[dict[str, Any]]:
+    """The reports; of those of one step the last, in the order of steps."""
+    unnumbered = [report for report in past.metrics if report["step"] is None]
+    numbered = {report["step"]: report for report in past.metrics if report["step"] is not None}
+    return unnumbered + [numbered[step] for step in sorted(numbered)]
+
+
+def plot(name: str, reports: list[dict[str, Any]]) -> bytes:
+    """A PNG with a diagram for each metric."""
+    import io  # noqa: PLC0415
+
+    from matplotlib.figure import Figure  # noqa: PLC0415  (an extra, and slow to import)
+
+    names = list(dict.fromkeys(itertools.chain.from_iterable(report["metrics"] for report in reports)))
+    if not names:
+        raise Failure(f"{name} has reported no metrics: there is nothing to draw")
+    figure = Figure(figsize=(8, 3 * len(names)), layout="constrained")
+    for axes, metric in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
+        points = [(index if r["step"] is None else r["step"], r["metrics"][metric]) for index, r in enumerate(reports)
+                  if isinstance(r["metrics"].get(metric), float)]  # fmt: skip
+        axes.plot([x for x, _ in points], [y for _, y in points])
+        axes.set(xlabel="step", title=metric)
+        axes.grid(visible=True, alpha=0.3)
+    figure.suptitle(name)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=120)
+    return out.getvalue()
+
+
+def _write(path: str, data: bytes) -> None:
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise Failure(f"can't write {path}: {error.strerror}") from error

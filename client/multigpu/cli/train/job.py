@@ -1,0 +1,111 @@
+"""A training job as the master knows it: its task, its events and its log."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from multigpu import CallTimeoutError, Client, Outcome, Task
+from multigpu._kinds.training import KIND, Job, read_job
+from multigpu.cli import show
+from multigpu.cli.failures import NotFound, TasksFailed
+from multigpu.cli.tasks.tasks import state_of
+
+POLL_S = 0.5
+# A running job that has sent nothing for so long has sent all that there is.
+SILENCE_S = 0.3
+# How much of the log's end is searched for again in the next log, whose beginning may be cut off.
+OVERLAP_CHARS = 512
+
+name_argument = click.argument("name", metavar="JOB")
+
+
+@dataclass(slots=True)
+class History:
+    """What the events of a job say. `metrics`: as reported, in order; a step that ran again is there twice."""
+
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: dict[str, Any] | None = None
+
+    @property
+    def job(self) -> Job | None:
+        """None: the job has not begun."""
+        return read_job(self.attempts[-1]["job"]) if self.attempts else None
+
+    def add(self, event: dict[str, Any]) -> None:
+        if "job" in event:
+            self.attempts.append(event)
+        elif "metrics" in event:
+            self.metrics.append(event)
+        elif "checkpoint" in event:
+            self.checkpoint = event["checkpoint"]
+
+
+def find(client: Client, name: str, *, rank: int = 0) -> Task:
+    """The job's task. NotFound: there is no such job."""
+    task = client.get(int(name) if name.isdecimal() else name, rank=rank)
+    if task.kind != KIND:
+        raise NotFound(f"{name} is a task of kind {task.kind}, not a training job; `mgpuctl train list` shows jobs")
+    return task
+
+
+def history(client: Client, task: Task) -> History:
+    """The events until now."""
+    found = History()
+    if task.outcome is not None:
+        for data in task.outcome.message.partials:
+            found.add(json.loads(data))
+        return found
+    now = time.time()
+    with closing(client.handle(task.task_id).follow(timeout=SILENCE_S)) as parts:
+        try:
+            for part in parts:
+                if isinstance(part, Outcome):
+                    break
+                event = json.loads(part.data)
+                found.add(event)
+                if event.get("time", 0.0) > now:
+                    break
+        except CallTimeoutError:
+            pass
+    return found
+
+
+def follow_log(client: Client, name: str, rank: int = 0) -> Iterator[tuple[str, Task]]:
+    """New lines of the log, and the task, again and again until it has ended."""
+    known = ""
+    while True:
+        task = find(client, name, rank=rank)
+        log = task.log if rank == 0 or task.outcome is None else ""
+        yield new_text(known, log), task
+        if task.outcome is not None:
+            return
+        known = log or known
+        time.sleep(POLL_S)
+
+
+def new_text(known: str, log: str) -> str:
+    """What a log has that was not known: it may have lost its beginning."""
+    if log.startswith(known):
+        return log[len(known) :]
+    end = known[-OVERLAP_CHARS:]
+    at = log.rfind(end)
+    return log[at + len(end) :] if at >= 0 else log
+
+
+def report_end(task: Task) -> None:
+    """Says how a job ended. TasksFailed: it did not succeed."""
+    outcome = task.outcome
+    assert outcome is not None, "it has ended"
+    name = task.request_id
+    if not outcome.succeeded:
+        error = f": {outcome.error_type}: {outcome.error_message}" if outcome.error_type else ""
+        resumable = outcome.error_type != "BadInput"
+        remedy = f"; `mgpuctl train resume {name}` continues from its last checkpoint" if resumable else ""
+        raise TasksFailed(f"job {name} ended {state_of(task)}{error}{remedy}")
+    show.note(f"job {name} succeeded")

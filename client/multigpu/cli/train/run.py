@@ -1,0 +1,135 @@
+"""`mgpuctl train run`, `stop` and `resume`."""
+
+import sys
+from typing import Any
+
+import click
+
+from multigpu import Client, RejectedError
+from multigpu.cli import show
+from multigpu.cli.commands import Command
+from multigpu.cli.failures import EXIT_CODES, Failure, WrongUsage
+from multigpu.cli.options import key_values, master_option, parse_size, queue_option
+from multigpu.cli.sdk_errors import sdk_session
+from multigpu.cli.text import clean_lines
+from multigpu.cli.train.job import find, follow_log, history, name_argument, report_end
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("mgpuctl train run --world-size 4 train.py -- --epochs 3", "On four workers, as torchrun would."),
+        ("mgpuctl train run --name night --detach train.py", "Prints the job's name; the job runs on."),
+        ("mgpuctl train run --name night train.py", "Again: joins the job, or continues it."),
+    ),
+    exits=EXIT_CODES,
+)
+@click.argument("script")
+@click.argument("args", nargs=-1)
+@click.option(
+    "--world-size", type=click.IntRange(1, 1024), default=1, show_default=True, metavar="N", help="Workers to run on."
+)
+@click.option("--name", default="", metavar="NAME", help="The job and its folder.  [default: made from the script's]")
+@click.option(
+    "--retries", type=click.IntRange(0, 1000), default=0, metavar="N", help="Runs again after an error of the script."
+)
+@queue_option
+@click.option("--priority", type=click.IntRange(1, 5), help="1 is served first.  [default: 3]")
+@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Workers must have it. May be repeated.")
+@click.option(
+    "--device-memory", "device_memory_bytes", type=parse_size, metavar="SIZE", help="Device memory that must be free."
+)
+@click.option("--attempts-max", type=click.IntRange(1, 100), metavar="N", help="How often it may begin.  [default: 3]")
+@click.option("--wait-for-worker", is_flag=True, help="Queue the job even if no known workers could ever run it.")
+@click.option("--detach", is_flag=True, help="Print the job's name once it is queued, and end.")
+@master_option
+def run(script: str, args: tuple[str, ...], address: str, detach: bool, **given: Any) -> None:
+    """Run SCRIPT on several workers, and show what rank 0 writes.
+
+    SCRIPT is a file in the workers' train_dir. Words after "--" are its arguments. It gets what torchrun would give it,
+    one process on each worker. The job goes on without this command: Ctrl-C leaves it running. It survives the end of
+    every process, and begins again from its last checkpoint (multigpu.train). The name of a job that was stopped or has
+    failed continues that job.
+    """
+    names = ("queue", "priority", "device_memory_bytes", "attempts_max", "wait_for_worker")
+    options: dict[str, Any] = {name: given[name] for name in names if given[name] not in (None, "", False)}
+    if given["labels"]:
+        options["labels"] = key_values("--label", given["labels"])
+    options["world_size"] = given["world_size"]
+    with sdk_session(), Client(address) as client:
+        _start(client, script, args, given["name"], given["retries"], options, detach=detach)
+
+
+def _start(
+    client: Client, script: str, args: tuple[str, ...], name: str, retries: int, options: dict[str, Any], *,
+    detach: bool,
+) -> None:  # fmt: skip
+    try:
+        handle = client.train(script, args, name=name, retries=retries, **options)
+    except ValueError as error:
+        raise WrongUsage(str(error)) from error
+    except RejectedError as error:
+        if "kind" in str(error) and "train" in str(error):
+            raise Failure(f"{error}; workers run training jobs with --train-dir (docs/training.md)") from error
+        raise
+    if detach:
+        show.line(handle.request_id)
+    else:
+        follow(client, handle.request_id)
+
+
+def follow(client: Client, name: str, rank: int = 0) -> None:
+    """Shows a rank's log until the job ends."""
+    show.note(f"job {name}")
+    said = ""
+    try:
+        for text, task in follow_log(client, name, rank):
+            if text:
+                sys.stdout.write(clean_lines(text))
+                sys.stdout.flush()
+            if task.outcome is not None:
+                report_end(task)
+            elif not task.worker_id and said != "queued":
+                said = "queued"
+                show.note(f"it waits for workers: `mgpuctl tasks explain --request-id {name}` says why")
+    except KeyboardInterrupt:
+        show.note(f"the job goes on: `mgpuctl train logs -f {name}` follows it, `mgpuctl train stop {name}` ends it")
+        raise
+
+
+@click.command(
+    cls=Command,
+    examples=(("mgpuctl train stop night", "Its script gets SIGTERM; `resume` continues from its last checkpoint."),),
+)
+@name_argument
+@master_option
+def stop(name: str, address: str) -> None:
+    """End a job. What it has saved stays."""
+    with sdk_session(), Client(address) as client:
+        task = find(client, name)
+        if client.cancel(task.task_id, reason="mgpuctl train stop").cancelled_task_ids:
+            show.line(f"stopped {name}")
+        else:
+            show.line(f"{name} had ended before")
+
+
+@click.command(
+    cls=Command,
+    examples=(("mgpuctl train resume night", "From its last checkpoint, with the script and options it had."),),
+)
+@name_argument
+@click.option("--detach", is_flag=True, help="Print the job's name once it is queued, and end.")
+@master_option
+def resume(name: str, address: str, detach: bool) -> None:
+    """Continue a job that was stopped or has failed, and show what rank 0 writes."""
+    with sdk_session(), Client(address) as client:
+        task = find(client, name)
+        if task.outcome is not None and task.outcome.succeeded:
+            raise Failure(f"{name} has succeeded: there is nothing to continue")
+        job = history(client, task).job
+        if task.outcome is None:
+            follow(client, name)
+        elif job is None:
+            raise Failure(f"{name} had not begun: `mgpuctl train run --name {name} …` starts it")
+        else:
+            _start(client, job.script, job.args, job.name, job.retries, {**job.options}, detach=detach)

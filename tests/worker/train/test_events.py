@@ -1,0 +1,90 @@
+"""The events of a job: in its folder, and as partial outputs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multigpu._encoding import JSON
+from multigpu._handling.attempts import Item
+from multigpu._kinds.training import Job
+from multigpu_worker.engines.train import events as module
+from multigpu_worker.engines.train.events import Events
+
+JOB = Job(name="night", script="train.py", args=("--epochs", "3"))
+
+
+class Recorder:
+    """Of a Reporter, what Events calls."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.notes: list[tuple[float, str]] = []
+
+    def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
+        assert content_type == JSON
+        self.sent.append(json.loads(data))
+
+    def progress(self, item: Item, fraction: float, note: str = "") -> None:
+        self.notes.append((fraction, note))
+
+
+def attempt(path: Path, received: int = 0, number: int = 1) -> tuple[Events, Recorder]:
+    recorder = Recorder()
+    events = Events(path, Item(1, 7, number, b"", 1, b"", received), recorder)  # type: ignore[arg-type]
+    events.begin(JOB, 2, path.parent / "logs")
+    return events, recorder
+
+
+def metrics(step: int, time_s: float) -> str:
+    return json.dumps({"metrics": {"loss": 1 / (step + 1)}, "step": step, "fraction": 0.5, "time": time_s})
+
+
+def test_events_are_sent_and_kept(tmp_path: Path) -> None:
+    events, recorder = attempt(tmp_path / "events")
+    events.reported(metrics(3, 10.0))
+    events.reported(json.dumps({"checkpoint": {"step": 3, "folder": "x"}, "time": 10.1}))
+    assert [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()] == recorder.sent
+    assert recorder.sent[0]["job"] == JOB.payload()
+    assert (recorder.sent[0]["attempt"], recorder.sent[0]["world_size"], recorder.sent[0]["task"]) == (1, 2, 7)
+    assert recorder.notes == [(0.5, "step 3, loss 0.25")]
+    assert events.last == {"step": 3, "metrics": {"loss": 0.25}, "checkpoint": {"step": 3, "folder": "x"}}
+
+
+@pytest.mark.parametrize("received", [0, 2, 3, 9])
+def test_a_later_attempt_sends_what_the_master_has_lost(tmp_path: Path, received: int) -> None:
+    before, first = attempt(tmp_path / "events")
+    for step in range(2):
+        before.reported(metrics(step, step))
+    after, second = attempt(tmp_path / "events", received, number=2)
+    assert second.sent[:-1] == first.sent[received:]
+    assert second.sent[-1]["attempt"] == 2
+    assert after.last["step"] == 1
+
+
+def test_a_line_that_a_killed_engine_has_not_finished_is_cut_off(tmp_path: Path) -> None:
+    attempt(tmp_path / "events")
+    with (tmp_path / "events").open("ab") as file:
+        file.write(b'{"metrics": {"lo')
+    _, recorder = attempt(tmp_path / "events", number=2)
+    assert [event["attempt"] for event in recorder.sent] == [1, 2]
+    assert len((tmp_path / "events").read_text().splitlines()) == 2
+
+
+def test_of_a_long_job_fewer_metrics_are_kept(tmp_path: Path) -> None:
+    events, recorder = attempt(tmp_path / "events")
+    for step in range(100_000):
+        events.reported(metrics(step, 1000.0 + step / 100))
+    assert 8_000 < len(recorder.sent) < 14_000
+    assert [event["step"] for event in recorder.sent[1:1000]] == [*range(999)], "the first ones are all kept"
+    assert len(recorder.notes) == 100_000
+    assert events.last["step"] == 99_999
+
+
+def test_more_than_the_master_takes_stays_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SENT_BYTES_MAX", 10_000)
+    events, recorder = attempt(tmp_path / "events")
+    for step in range(100):
+        events.reported(metrics(step, 1000.0 + step))
+    assert 20 < len(recorder.sent) < 60
+    assert len((tmp_path / "events").read_text().splitlines()) == 101

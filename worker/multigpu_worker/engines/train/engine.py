@@ -1,0 +1,229 @@
+"""The engine for tasks of kind "train": this rank of a job's script, as a process of its own.
+
+torch.distributed.elastic starts the process, with the variables that torchrun sets; the engine of rank 0 has the store
+where they meet. Unlike torchrun, the engine never starts it again: the master does that with all ranks of a job. What
+the script writes becomes the task's log; what it reports (multigpu.train) becomes partial outputs of rank 0's task.
+"""
+
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from multigpu import _ranks
+from multigpu._encoding import JSON
+from multigpu._kinds.training import FOLDER_VARIABLE, JOBS, REPORTS_VARIABLE, Job, read_payload
+from multigpu.config.values import split_address
+
+from multigpu_worker.engines.base import Batch, Item, Reporter
+from multigpu_worker.engines.train import launch
+from multigpu_worker.engines.train.events import Events
+from multigpu_worker.engines.train.tail import Tail
+
+POLL_S = 0.05
+# How long a script may take to end after SIGTERM, before SIGKILL.
+END_S = 3
+TRACEBACK_LINES = 60
+# What a script writes that fails because another rank has ended.
+SIGNS_OF_A_LOST_RANK = ("gloo", "DistBackendError", "DistNetworkError", "NCCL", "Connection reset by peer")
+
+
+class ScriptError(Exception):
+    """A script can't be run, or has failed. `retryable`: whether another attempt may succeed."""
+
+    def __init__(self, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.retryable = retryable
+        self.traceback = traceback
+
+
+class TrainEngine:
+    """`folder`: the worker's train_dir."""
+
+    one_by_one: ClassVar[bool] = True
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def prepare(self, batch: Batch) -> object:
+        return batch.items
+
+    def run(self, batch: Batch, prepared: object, reporter: Reporter) -> None:
+        del prepared
+        place = _ranks.place_of(batch.parameters)
+        for item in batch.items:
+            if reporter.cancelled(item):
+                continue
+            reporter.begin(item)
+            try:
+                job = _job_of(item, batch)
+                script = script_of(self._folder, job)
+                Rank(job, script, self._folder / JOBS / job.name, place, item, reporter).run()
+            except ScriptError as error:
+                reporter.fail(
+                    item, error.error_type, str(error), retryable=error.retryable, traceback=error.traceback
+                )  # fmt: skip
+
+
+def _job_of(item: Item, batch: Batch) -> Job:
+    try:
+        return read_payload(item.payload, batch.content_type)
+    except ValueError as error:
+        raise ScriptError("BadInput", str(error), retryable=False) from error
+
+
+def script_of(folder: Path, job: Job) -> Path:
+    """The script's path. Raises ScriptError if it is not a file in train_dir: other files are nobody's to run."""
+    path = (folder / job.script).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        message = f"the script {job.script} is not in the worker's train_dir, {folder}: put it there"
+        raise ScriptError("BadInput", message, retryable=False)
+    if not path.is_file():
+        message = f"there is no script {path} on this host: copy it there, or share {folder} with the other hosts"
+        raise ScriptError("BadInput", message, retryable=False)
+    return path
+
+
+class Rank:
+    """One attempt of one rank."""
+
+    def __init__(
+        self, job: Job, script: Path, folder: Path, place: _ranks.Place, item: Item, reporter: Reporter
+    ) -> None:  # fmt: skip
+        self._job = job
+        self._script = script
+        self._folder = folder
+        self._place = place
+        self._item = item
+        self._reporter = reporter
+        run = f"{item.attempt}-{place.run_id or item.lease_id}"
+        self._logs = folder / "logs" / run / f"rank-{place.rank}"
+        self._stdout, self._stderr = Tail(Path(), skips=True), Tail(Path(), skips=True)
+        self._reports = Tail(self._logs / "reports.jsonl")
+        self._written: list[str] = []  # the last lines of stderr
+        self._events: Events | None = None
+
+    def run(self) -> None:
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            if self._place.rank == 0:
+                self._events = Events(self._folder / "events.jsonl", self._item, self._reporter)
+                self._events.begin(self._job, self._place.world_size, self._logs.parent)
+        except OSError as error:
+            message = f"the job's folder can't be written: {error.strerror}: {error.filename}"
+            raise ScriptError("FolderUnwritable", message, retryable=True) from error
+        store, address = self._meet()
+        begin_s = time.monotonic()
+        try:
+            self._run(address)
+        finally:
+            del store
+        if self._reporter.cancelled(self._item):
+            return
+        result: dict[str, Any] = {"name": self._job.name, "folder": str(self._folder)}
+        if self._events is not None:
+            result |= self._events.last | {"seconds": round(time.monotonic() - begin_s, 3)}
+        self._reporter.succeed(self._item, json.dumps(result).encode(), JSON)
+
+    def _meet(self) -> tuple[Any, str]:
+        """The store of this run, which rank 0 has, and its address."""
+        try:
+            importlib.import_module("torch.distributed")
+        except ImportError as error:
+            raise ScriptError("MissingPackage", f"torch can't be imported: {error}", retryable=False) from error
+        store, place = None, self._place
+        if place.rank == 0:
+            host = split_address(place.store)[0] if place.store else "127.0.0.1"
+            store = _ranks.serve_store(host)
+            address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
+            if place.store:
+                _ranks.meet(place, lambda shared: shared.set("address", address))
+        else:
+            address = _ranks.meet(place, lambda shared: shared.get("address")).decode()
+        return store, address
+
+    def _run(self, address: str) -> None:
+        elastic: Any = importlib.import_module("torch.distributed.elastic.multiprocessing")
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # of what is reported here
+        # Else it handles the signals that end this process.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT"
+        context = elastic.start_processes(
+            name="rank",
+            entrypoint=sys.executable,
+            args={0: ("-I", launch.__file__, os.getpid(), sys.executable, "-u", self._script, *self._job.args)},
+            envs={0: self._environment(address)},
+            logs_specs=elastic.DefaultLogsSpecs(log_dir=str(self._logs), redirects=elastic.Std.ALL),
+        )
+        self._stdout, self._stderr = (Tail(Path(files[0]), skips=True) for files in (context.stdouts, context.stderrs))
+        try:
+            while (result := context.wait(POLL_S, POLL_S)) is None and not self._reporter.cancelled(self._item):
+                self._forward()
+        finally:
+            context.close(signal.SIGTERM, END_S)
+            self._forward(last=True)
+        if result is not None and result.is_failed():
+            self._failed(result.failures[0])
+
+    def _environment(self, address: str) -> dict[str, str]:
+        """As torchrun sets it for a node with one process: this worker's device is the only one that it sees."""
+        place, (host, port) = self._place, split_address(address)
+        rank, size = str(place.rank), str(place.world_size)
+        restarts = self._item.attempt - 1
+        environment = {
+            "LOCAL_RANK": "0", "RANK": rank, "GROUP_RANK": rank, "ROLE_RANK": rank, "ROLE_NAME": "default",
+            "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": size, "GROUP_WORLD_SIZE": size, "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": host, "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_MAX_RESTARTS": str(max(restarts, 3)),
+            "TORCHELASTIC_RUN_ID": self._job.name, "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONFAULTHANDLER": "1",
+            FOLDER_VARIABLE: str(self._folder), REPORTS_VARIABLE: str(self._logs / "reports.jsonl"),
+        }  # fmt: skip
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = "1"
+        return environment
+
+    def _forward(self, *, last: bool = False) -> None:
+        """Passes on what the script has written and reported since."""
+        stdout, stderr = self._stdout.lines(last=last), self._stderr.lines(last=last)
+        if stdout or stderr:
+            self._written = [*self._written, *stderr][-TRACEBACK_LINES:]
+            self._reporter.log(self._item, "".join(f"{line}\n" for line in (*stdout, *stderr)))
+            self._reporter.beat()
+        for line in self._reports.lines(last=last):
+            self._reporter.beat()
+            if self._events is not None:
+                self._events.reported(line)
+
+    def _failed(self, failure: Any) -> None:
+        """Raises the ScriptError of a process that has failed."""
+        rank, code = self._place.rank, failure.exitcode
+        written = "\n".join(self._written)
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            out_of_memory = ": perhaps by the kernel, out of memory" if -code == signal.SIGKILL else ""
+            message = f"rank {rank} was ended by {name}{out_of_memory}; its log is in {self._logs}"
+            raise ScriptError("ScriptKilled", message, retryable=True, traceback=written)
+        if self._place.world_size > 1 and any(sign in written for sign in SIGNS_OF_A_LOST_RANK):
+            _ranks.wait_for_cause(lambda: self._reporter.cancelled(self._item))
+        why = _error_of(failure) or next((line for line in reversed(self._written) if line.strip()), "")
+        why = why.removeprefix(f"[rank{rank}]: ")  # torch's, once there is a process group
+        message = f"rank {rank} ended with exit code {code}{': ' if why else ''}{why}; its log is in {self._logs}"
+        retryable = self._item.attempt <= self._job.retries
+        raise ScriptError("ScriptFailed", message, retryable=retryable, traceback=written)
+
+
+def _error_of(failure: Any) -> str:
+    """What a script with torch's decorator `record` has left as the reason; "": nothing."""
+    try:
+        left: Mapping[str, Any] = json.loads(Path(failure.error_file).read_text("utf-8"))
+    except (OSError, ValueError):
+        return ""
+    message = left.get("message", "")
+    return str(message.get("message", "") if isinstance(message, Mapping) else message).partition("\n")[0]

@@ -1,0 +1,90 @@
+"""The events of a job: its attempts, its metrics and its checkpoints, in the order in which they came.
+
+They are in the job's folder and, as partial outputs, in the master. A master that was restarted has lost them: then the
+next attempt sends those of the folder again.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from multigpu._encoding import JSON
+from multigpu._kinds.training import Job, report_text
+
+from multigpu_worker.engines.base import Item, Reporter
+
+# Of an attempt, about this many metrics are kept in each e-fold of its duration: all at first, fewer later.
+SAMPLES = 2000
+# The master takes 16 MiB of partial outputs for a task.
+SENT_BYTES_MAX = 12 << 20
+OVERHEAD_BYTES = 128
+
+
+class Events:
+    def __init__(self, path: Path, item: Item, reporter: Reporter) -> None:
+        """OSError: the file can't be read or written."""
+        self._item = item
+        self._reporter = reporter
+        self._sent_bytes = 0
+        # By the script's clock: of its first report, and of the last one that was kept.
+        self._first_s = self._kept_s = 0.0
+        # The last metrics, with their step, and the last checkpoint.
+        self.last: dict[str, Any] = {}
+        known = _whole_lines(path)
+        self._file = path.open("ab", buffering=0)
+        for index, line in enumerate(known):
+            self._note(json.loads(line))
+            if index < item.partials_received:
+                self._sent_bytes += len(line) + OVERHEAD_BYTES
+            else:
+                self._send(line)
+
+    def begin(self, job: Job, world_size: int, logs: Path) -> None:
+        """An attempt begins."""
+        attempt = {"task": self._item.task_id, "attempt": self._item.attempt, "world_size": world_size}
+        self._add({"job": job.payload(), **attempt, "logs": str(logs), "time": time.time()})
+
+    def reported(self, line: str) -> None:
+        """Rank 0's script has reported this, by multigpu.train."""
+        event = json.loads(line)
+        self._note(event)
+        if "metrics" not in event:
+            self._add(event)
+            return
+        if event.get("fraction") is not None or event.get("step") is not None:
+            self._reporter.progress(self._item, event.get("fraction") or 0.0, report_text(event))
+        time_s = float(event["time"])
+        self._first_s = self._first_s or time_s
+        if time_s - self._kept_s >= (time_s - self._first_s) / SAMPLES:
+            self._kept_s = time_s
+            self._add(event)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        if "metrics" in event:
+            self.last |= {"step": event.get("step"), "metrics": event["metrics"]}
+        elif "checkpoint" in event:
+            self.last["checkpoint"] = event["checkpoint"]
+
+    def _add(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event, separators=(",", ":")).encode()
+        self._file.write(line + b"\n")
+        self._send(line)
+
+    def _send(self, line: bytes) -> None:
+        self._sent_bytes += len(line) + OVERHEAD_BYTES
+        if self._sent_bytes < SENT_BYTES_MAX:
+            self._reporter.partial(self._item, line, JSON)
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of the file; cuts off one that a killed engine has not finished."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return whole.splitlines()
