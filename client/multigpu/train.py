@@ -12,16 +12,15 @@ import importlib
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from multigpu._kinds.training import FOLDER_VARIABLE, REPORTS_VARIABLE
+from multigpu._checkpoints import Store, store_of
+from multigpu._kinds.training import CHECKPOINTS_VARIABLE, REPORTS_VARIABLE
 
-COMMITTED = "COMMITTED"
 # Metrics in a report, and the length of their names.
 METRICS_MAX, NAME_MAX = 64, 64
 
@@ -83,9 +82,9 @@ def checkpoint(state: Mapping[str, Any], step: int, *, keep: int = 2, wait: bool
         raise ValueError(f"step is {step}; it must not be negative")
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     savable = _savable(state)
-    folder = _shared(lambda: str(_new_folder(step)))
-    future = dcp.async_save(savable, checkpoint_id=folder, process_group=_cpu_group(), no_dist=not _ranks())
-    _saving = _Saving(future, Path(folder), step, keep)
+    place = _shared(lambda: _store().new(step))
+    future = dcp.async_save(savable, checkpoint_id=place, process_group=_cpu_group(), no_dist=not _ranks())
+    _saving = _Saving(future, place, step, keep)
     if wait:
         finish()
 
@@ -110,18 +109,18 @@ def restore(state: Mapping[str, Any]) -> int:
     found = _shared(_last_committed)
     if found is None:
         return 0
-    folder, step = found
+    step, place = found
     savable = _savable(state)
-    dcp.load(savable, checkpoint_id=folder, process_group=_cpu_group(), no_dist=not _ranks())
+    dcp.load(savable, checkpoint_id=place, process_group=_cpu_group(), no_dist=not _ranks())
     return int(step)
 
 
 class _Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, written: Future[Any], folder: Path, step: int, keep: int) -> None:
+    def __init__(self, written: Future[Any], place: str, step: int, keep: int) -> None:
         """`written`: done on each rank once all ranks have written and synced their files."""
-        self._folder = folder
+        self._place = place
         self._step = step
         self._keep = keep
         self._written = written
@@ -146,59 +145,24 @@ class _Saving:
             self._committed.set_result(None)
 
     def _commit(self) -> None:
-        _sync(self._folder / ".metadata")
-        _sync(self._folder)
-        commit = self._folder / COMMITTED
-        fresh = commit.with_name(f"{COMMITTED}.new")
-        fresh.write_text(json.dumps({"step": self._step, "time": time.time()}), "utf-8")
-        _sync(fresh)
-        fresh.replace(commit)
-        _sync(self._folder)
-        _sync(self._folder.parent)
-        _tell({"checkpoint": {"step": self._step, "folder": str(self._folder)}})
-        for _, old in _committed()[: -self._keep]:
-            (old / COMMITTED).unlink(missing_ok=True)
-            shutil.rmtree(old, ignore_errors=True)
+        store = _store()
+        store.commit(self._place, self._step)
+        _tell({"checkpoint": {"step": self._step, "folder": self._place}})
+        for _, old in store.committed()[: -self._keep]:
+            store.remove(old)
 
 
-def _job_folder() -> Path:
-    return Path(os.environ.get(FOLDER_VARIABLE) or "job").absolute()
+def _store() -> Store:
+    where = os.environ.get(CHECKPOINTS_VARIABLE)
+    return store_of(where or str(Path("job").absolute() / "checkpoints"))
 
 
-def _committed() -> list[tuple[int, Path]]:
-    """Step and folder of each whole checkpoint, by step."""
-    found = []
-    for marker in (_job_folder() / "checkpoints").glob(f"step-*/{COMMITTED}"):
-        try:
-            found.append((int(json.loads(marker.read_text("utf-8"))["step"]), marker.parent))
-        except (OSError, ValueError, KeyError, TypeError):  # it is being removed, or no checkpoint of ours
-            continue
-    return sorted(found, key=lambda each: (each[0], each[1].name))
-
-
-def _last_committed() -> tuple[str, int] | None:
+def _last_committed() -> tuple[int, str] | None:
     """On rank 0. Removes what earlier attempts have not finished."""
-    committed = _committed()
-    whole = {folder for _, folder in committed}
-    for folder in (_job_folder() / "checkpoints").glob("step-*"):
-        if folder not in whole:
-            shutil.rmtree(folder, ignore_errors=True)
-    return (str(committed[-1][1]), committed[-1][0]) if committed else None
-
-
-def _new_folder(step: int) -> Path:
-    """On rank 0."""
-    folder = _job_folder() / "checkpoints" / f"step-{step:010}-{os.urandom(4).hex()}"
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    store = _store()
+    store.remove_unfinished()
+    committed = store.committed()
+    return committed[-1] if committed else None
 
 
 def _ranks() -> int:

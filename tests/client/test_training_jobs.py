@@ -15,7 +15,9 @@ LINES = "".join(f"step {n}\n" for n in range(1000))
 def test_a_job_survives_its_payload(tmp_path: Path) -> None:
     script = tmp_path / "train it!.py"
     script.touch()
-    job = job_of(script, ["--epochs", "3"], "", 2, {"world_size": 4, "labels": {"zone": "a"}, "timeout": 3.0})
+    job = job_of(
+        script, ["--epochs", "3"], "", 2, "s3://b/c", {"world_size": 4, "labels": {"zone": "a"}, "timeout": 3.0}
+    )
     assert job.name.startswith("train-it-")
     assert job.script == str(script)
     assert job.options == {"world_size": 4, "labels": {"zone": "a"}}
@@ -24,7 +26,7 @@ def test_a_job_survives_its_payload(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_not_here_is_one_of_the_workers(tmp_path: Path) -> None:
-    assert job_of("there.py", [], "", 0, {}).script == "there.py"
+    assert job_of("there.py", [], "", 0, "", {}).script == "there.py"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,8 @@ def test_a_script_that_is_not_here_is_one_of_the_workers(tmp_path: Path) -> None
         ({"args": [1]}, "a job is"),
         ({"args": "abc"}, "a job is"),
         ({"options": None}, "a job is"),
+        ({"checkpoints": None}, "a job is"),
+        ({"retries": True}, "a job is"),
         ({"more": 1}, "a job is"),
     ],
 )
@@ -51,7 +55,7 @@ def test_what_is_no_job_is_rejected(changes: dict[str, Any], says: str) -> None:
 
 def test_the_arguments_of_a_script_are_a_list() -> None:
     with pytest.raises(TypeError, match="not a str"):
-        job_of("train.py", "--epochs 3", "", 0, {})
+        job_of("train.py", "--epochs 3", "", 0, "", {})
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ class AsyncClient(AsyncBaseClient):
         *,
         name: str = "",
         retries: int = 0,
+        checkpoints: str = "",
         **options: Unpack[SpecOptions],
     ) -> AsyncTaskHandle[dict[str, Any]]:
         """Starts a training job and returns its handle: `world_size` workers run the script as torchrun would.
@@ -120,10 +121,11 @@ class AsyncClient(AsyncBaseClient):
         `script`: a file in the workers' train_dir, by its path there or here. `name`: of the job and its folder;
         default: made from the script's. The same name continues a job that was stopped or has failed, from its last
         checkpoint. `retries`: how often the job runs again after the script has ended with an error; a rank that was
-        killed, or whose worker was lost, always does. The result has the last metrics and checkpoint that were
-        reported by multigpu.train. Raises RejectedError; ValueError, TypeError: this can't be a job.
+        killed, or whose worker was lost, always does. `checkpoints`: a folder of the workers' hosts, or a URL that
+        fsspec knows; default: in the job's folder. The result has the last metrics and checkpoint that were reported by
+        multigpu.train. Raises RejectedError; ValueError, TypeError: this can't be a job.
         """
-        job = job_of(script, args, name, retries, options)
+        job = job_of(script, args, name, retries, checkpoints, options)
         options["retry_failed"] = True
         return await self.submit(TRAIN, job.payload(), request_id=job.name, **options)
 

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from multigpu._encoding import JSON, decode
 KIND = "train"
 # The folder of jobs, in a worker's train_dir.
 JOBS = "jobs"
-# Variables that a rank's script gets: the job's folder, and the file for what it reports.
+# Variables that a rank's script gets: the job's folder, the file for what it reports, and where its checkpoints are.
 FOLDER_VARIABLE, REPORTS_VARIABLE = "MULTIGPU_JOB_FOLDER", "MULTIGPU_JOB_REPORTS"
+CHECKPOINTS_VARIABLE = "MULTIGPU_JOB_CHECKPOINTS"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -34,6 +35,8 @@ class Job:
     args: tuple[str, ...] = ()
     # How often the script is run again after it has ended with an error.
     retries: int = 0
+    # A folder of the workers' hosts, or a URL that fsspec knows. Empty: in the job's folder.
+    checkpoints: str = ""
     # The options of the task, so that it can be submitted again.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -43,13 +46,15 @@ class Job:
             "script": self.script,
             "args": [*self.args],
             "retries": self.retries,
+            "checkpoints": self.checkpoints,
             "options": {**self.options},
         }
 
 
 def job_of(
-    script: str | os.PathLike[str], args: Sequence[str], name: str, retries: int, options: Mapping[str, Any]
-) -> Job:
+    script: str | os.PathLike[str], args: Sequence[str], name: str, retries: int, checkpoints: str,
+    options: Mapping[str, Any],
+) -> Job:  # fmt: skip
     """A new job. ValueError, TypeError: it can't be one. Without a name, it gets one."""
     if isinstance(args, str):
         raise TypeError("args is a list of the script's arguments, not a str")
@@ -62,6 +67,7 @@ def job_of(
             script=str(path.absolute()) if path.exists() else str(script),
             args=tuple(map(str, args)),
             retries=retries,
+            checkpoints=checkpoints,
             options=kept,
         )
     )
@@ -69,13 +75,21 @@ def job_of(
 
 def read_job(value: Any) -> Job:
     """The job of a payload or of an event. ValueError: it is none."""
-    match value:
-        case {
-            "name": str(name), "script": str(script), "args": [*args], "retries": int(retries), "options": dict(kept)
-        }:  # fmt: skip
-            if len(value) == 5 and all(isinstance(each, str) for each in args):
-                return checked(Job(name=name, script=script, args=tuple(args), retries=retries, options=kept))
-    raise ValueError('a job is {"name": …, "script": …, "args": […], "retries": 0, "options": {…}}: see client.train')
+    names = {each.name for each in fields(Job)}
+    if isinstance(value, dict) and value.keys() == names and _has_types(value):
+        return checked(Job(**value | {"args": tuple(value["args"])}))
+    raise ValueError(f"a job is a JSON object with {', '.join(sorted(names))}: see Client.train")
+
+
+def _has_types(value: dict[str, Any]) -> bool:
+    texts = (value["name"], value["script"], value["checkpoints"])
+    return (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(value["args"], list)
+        and all(isinstance(each, str) for each in value["args"])
+        and type(value["retries"]) is int
+        and isinstance(value["options"], dict)
+    )
 
 
 def read_payload(payload: bytes, content_type: str) -> Job:
@@ -97,8 +111,8 @@ def checked(job: Job) -> Job:
         raise ValueError(
             f"{job.name!r} can't be the name of a job: it takes 1 to 64 letters, digits, dots, hyphens and underscores"
         )
-    if not job.script or any("\0" in each for each in (job.script, *job.args)):
-        raise ValueError("the script's path is empty, or it or an argument holds a NUL")
+    if not job.script or any("\0" in each for each in (job.script, job.checkpoints, *job.args)):
+        raise ValueError("the script's path is empty, or a path or an argument holds a NUL")
     if not 0 <= job.retries <= 1000:
         raise ValueError(f"retries is {job.retries}; it must be 0 to 1000")
     return job

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multigpu import train
+from multigpu import _checkpoints, train
 
+fsspec = pytest.importorskip("fsspec", reason="torch is not installed")
 torch = pytest.importorskip("torch", reason="the extra `worker` is not installed")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("MULTIGPU_JOB_FOLDER", str(tmp_path))
+    monkeypatch.setenv("MULTIGPU_JOB_CHECKPOINTS", str(tmp_path / "checkpoints"))
     monkeypatch.setenv("MULTIGPU_JOB_REPORTS", str(tmp_path / "reports"))
     yield tmp_path
     train.finish()
@@ -136,7 +137,7 @@ def test_a_commit_that_fails_is_raised_and_the_checkpoint_before_counts(
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "_sync", full)
+        patched.setattr(_checkpoints, "sync", full)
         train.checkpoint(state(2), 10)
         with pytest.raises(OSError, match="No space left"):
             train.finish()
@@ -153,3 +154,21 @@ def test_state_that_cannot_be_saved_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="step"):
         train.checkpoint(state(1), -1)
     assert not (folder / "checkpoints").exists()
+
+
+def test_a_url_holds_checkpoints_as_a_folder_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGPU_JOB_CHECKPOINTS", f"memory://{folder.name}/checkpoints")
+    assert train.restore(state(9)) == 0
+    for step in (5, 10, 15):
+        train.checkpoint(state(step), step, wait=True)
+    other = state(9)
+    assert train.restore(other) == 15
+    assert values(other) == values(state(15))
+    assert [step for step, _ in train._store().committed()] == [10, 15]
+    place = reports(folder)[-1]["checkpoint"]["folder"]
+    assert place.startswith("memory://")
+    fsspec.filesystem("memory").rm(f"{place.removeprefix('memory://')}/COMMITTED")
+    assert train.restore(other) == 10
+    assert [step for step, _ in train._store().committed()] == [10]
+    assert not fsspec.filesystem("memory").exists(place.removeprefix("memory://")), "what does not count is removed"
+    assert [*folder.glob("checkpoints/*")] == []

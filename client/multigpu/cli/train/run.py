@@ -14,6 +14,9 @@ from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.text import clean_lines
 from multigpu.cli.train.job import find, follow_log, history, name_argument, report_end
 
+# Options of Client.train that are no options of its task.
+OF_JOB = ("name", "retries", "checkpoints")
+
 
 @click.command(
     cls=Command,
@@ -32,6 +35,9 @@ from multigpu.cli.train.job import find, follow_log, history, name_argument, rep
 @click.option("--name", default="", metavar="NAME", help="The job and its folder.  [default: made from the script's]")
 @click.option(
     "--retries", type=click.IntRange(0, 1000), default=0, metavar="N", help="Runs again after an error of the script."
+)
+@click.option(
+    "--checkpoints", default="", metavar="DIR|URL", help="Where checkpoints are.  [default: in the job's folder]"
 )
 @queue_option
 @click.option("--priority", type=click.IntRange(1, 5), help="1 is served first.  [default: 3]")
@@ -57,15 +63,14 @@ def run(script: str, args: tuple[str, ...], address: str, detach: bool, **given:
         options["labels"] = key_values("--label", given["labels"])
     options["world_size"] = given["world_size"]
     with sdk_session(), Client(address) as client:
-        _start(client, script, args, given["name"], given["retries"], options, detach=detach)
+        _start(client, script, args, detach=detach, **{each: given[each] for each in OF_JOB}, **options)
 
 
 def _start(
-    client: Client, script: str, args: tuple[str, ...], name: str, retries: int, options: dict[str, Any], *,
-    detach: bool,
+    client: Client, script: str, args: tuple[str, ...], *, detach: bool, **options: Any
 ) -> None:  # fmt: skip
     try:
-        handle = client.train(script, args, name=name, retries=retries, **options)
+        handle = client.train(script, args, **options)
     except ValueError as error:
         raise WrongUsage(str(error)) from error
     except RejectedError as error:
@@ -132,4 +137,7 @@ def resume(name: str, address: str, detach: bool) -> None:
         elif job is None:
             raise Failure(f"{name} had not begun: `mgpuctl train run --name {name} …` starts it")
         else:
-            _start(client, job.script, job.args, job.name, job.retries, {**job.options}, detach=detach)
+            _start(
+                client, job.script, job.args, detach=detach, **{each: getattr(job, each) for each in OF_JOB},
+                **job.options,
+            )  # fmt: skip

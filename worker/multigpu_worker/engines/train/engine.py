@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from multigpu import _ranks
 from multigpu._encoding import JSON
-from multigpu._kinds.training import FOLDER_VARIABLE, JOBS, REPORTS_VARIABLE, Job, read_payload
+from multigpu._kinds.training import CHECKPOINTS_VARIABLE, FOLDER_VARIABLE, JOBS, REPORTS_VARIABLE, Job, read_payload
 from multigpu.config.values import split_address
 
 from multigpu_worker.engines.base import Batch, Item, Reporter
@@ -183,6 +183,7 @@ class Rank:
             "TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_MAX_RESTARTS": str(max(restarts, 3)),
             "TORCHELASTIC_RUN_ID": self._job.name, "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONFAULTHANDLER": "1",
+            CHECKPOINTS_VARIABLE: self._job.checkpoints or str(self._folder / "checkpoints"),
             FOLDER_VARIABLE: str(self._folder), REPORTS_VARIABLE: str(self._logs / "reports.jsonl"),
         }  # fmt: skip
         if "OMP_NUM_THREADS" not in os.environ:
