@@ -90,4 +90,5 @@ def last_lines(text: str) -> str:
     if len(text) <= LOG_CHARS_MAX:
         return text
     kept = text[len(CUT) - LOG_CHARS_MAX :]
-    return CUT + kept[kept.find("\n") + 1 :]
+    # A part that was cut before it was added begins with CUT.
+    return CUT + kept[kept.find("\n") + 1 :].removeprefix(CUT)

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+from multigpu._kinds.training import KIND as TRAIN
 from multigpu._times import instant
 from multigpu.fleet import Explanation, ModelState, Worker
 from multigpu.outcome import Outcome
@@ -57,7 +58,7 @@ async def show(connected: Connected, task_id: int) -> Page:
         "width": WIDTH,
         "start": await _start(connected, explanation), "follow": outcome is None and bool(found.request_id),
         "result": _text(outcome.result, outcome.content_type) if outcome is not None and outcome.succeeded else None,
-        "partials": _partials(outcome),
+        "partials": _partials(outcome), "job": found.kind == TRAIN, "reports": _reports(found),
     }  # fmt: skip
     return Page("task.html", values, live=outcome is None)
 
@@ -133,6 +134,13 @@ class Axis:
         seconds = max(0.0, (end - begin).total_seconds())
         at = WIDTH * max(0.0, (begin - self._begin).total_seconds()) / self._seconds
         return Bar(kind, stage, min(at, WIDTH - 1.0), max(1.0, WIDTH * seconds / self._seconds), seconds)
+
+
+def _reports(task: Task) -> str:
+    """What a training job that has ended has reported, as a JSON list; one that runs sends it."""
+    if task.kind != TRAIN or task.outcome is None:
+        return "[]"
+    return f"[{','.join(data.decode() for data in task.outcome.message.partials)}]"
 
 
 def _partials(outcome: Outcome | None) -> str:

@@ -25,6 +25,7 @@ from multigpu_master.core.workers.info import ModelState, Resident
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import UsageKey
 from multigpu_master.metrics.devices import DeviceSnapshot, device_metrics, snapshots
+from multigpu_master.metrics.jobs import job_metrics, running_jobs
 from multigpu_master.rpc.queries import oldest_submits, rss_bytes
 from multigpu_master.telemetry.latencies import Latencies
 
@@ -151,6 +152,7 @@ def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
     yield from _of_workers(workers)
     yield from _of_models([w for w in workers if w.residency.reported])
     yield from _of_caches(workers)
+    yield from job_metrics(running_jobs(workers))
 
 
 def _of_tasks(core: Core) -> Iterator[Metric]:

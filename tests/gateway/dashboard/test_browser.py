@@ -9,7 +9,7 @@ import multigpu
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from multigpu.outcome import OutcomeState
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from tests.fakes.gpus import SimulatedGpus
 from tests.fleet import Fleet, until
@@ -22,6 +22,19 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
+# A training script that reports three steps, waits for a file, and reports two of them again and one more.
+REPORTS = """
+import os, time
+from multigpu import train
+
+for step in (1, 2, 3):
+    train.report({"loss": 1 / step, "norm": float("nan")}, step=step)
+while not os.path.exists(os.path.join(os.environ["MULTIGPU_JOB_FOLDER"], "go")):
+    time.sleep(0.05)
+for step in (2, 3, 4):
+    train.report({"loss": 2 / step}, step=step)
+    time.sleep(0.1)
+"""
 # Updates come every two seconds.
 SOON_MS = 15_000
 
@@ -35,7 +48,10 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpus:
 def fleet(gpus: SimulatedGpus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two workers on simulated GPUs, and one on the CPU."""
     folder = tmp_path_factory.mktemp("fleet")
-    with Fleet(folder, workers=0, env=gpus.env(), handlers=["trial_handlers"]) as running:
+    (folder / "train").mkdir()
+    (folder / "train" / "reports.py").write_text(REPORTS)
+    flags = ["--train-dir", str(folder / "train")]
+    with Fleet(folder, workers=0, env=gpus.env(), handlers=["trial_handlers"], worker_flags=flags) as running:
         running.start_worker("gpu-0", "--device", "cuda:0")
         running.start_worker("gpu-1", "--device", "cuda:1")
         running.start_worker("cpu-0")
@@ -123,6 +139,30 @@ def test_partial_outputs_come_while_the_task_runs(page: Page, client: multigpu.C
     expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)
     assert page.locator("#stream").inner_text().split() == [f"part-{n}" for n in range(20)]
     expect(page.locator("svg rect.running")).to_have_count(1)
+
+
+def test_the_metrics_of_a_job_are_drawn_as_they_come(page: Page, fleet: Fleet, client: multigpu.Client) -> None:
+    pytest.importorskip("torch", reason="the extra `worker` is not installed")
+    handle = client.train("reports.py", name="drawn")
+    page.goto(f"/ui/tasks/{handle.id}")
+    chart = page.get_by_role("img", name="loss by step")
+    expect(chart.locator("canvas")).to_be_visible(timeout=60_000)
+
+    def steps() -> str:
+        try:
+            return str(page.evaluate("reports.metrics.get('loss').steps.join()"))
+        except Error:  # the page loads again, when the task ends
+            return ""
+
+    until(lambda: steps() == "1,2,3")
+    (fleet.folder / "train" / "jobs" / "drawn" / "go").touch()
+    assert handle.outcome(timeout=60).succeeded
+    until(lambda: steps() == "1,2,3,4")
+    page.goto("/ui/tasks")
+    page.goto(f"/ui/tasks/{handle.id}")
+    expect(chart.locator("canvas")).to_be_visible()
+    assert page.evaluate("reports.metrics.get('loss').values.join()") == "1,1,0.6666666666666666,0.5"
+    assert page.get_by_role("img", name="norm by step").count() == 0
 
 
 def test_a_person_runs_a_dead_letter_again(page: Page, client: multigpu.Client) -> None:

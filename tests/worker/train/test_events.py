@@ -51,6 +51,12 @@ def test_events_are_sent_and_kept(tmp_path: Path) -> None:
     assert events.last == {"step": 3, "metrics": {"loss": 0.25}, "checkpoint": {"step": 3, "folder": "x"}}
 
 
+def test_a_line_that_the_script_has_not_finished_is_left_out(tmp_path: Path) -> None:
+    events, recorder = attempt(tmp_path / "events")
+    events.reported(metrics(1, 1.0)[:-9])
+    assert [*recorder.sent[1:]] == []
+
+
 @pytest.mark.parametrize("received", [0, 2, 3, 9])
 def test_a_later_attempt_sends_what_the_master_has_lost(tmp_path: Path, received: int) -> None:
     before, first = attempt(tmp_path / "events")
@@ -79,6 +85,8 @@ def test_of_a_long_job_fewer_metrics_are_kept(tmp_path: Path) -> None:
     assert [event["step"] for event in recorder.sent[1:1000]] == [*range(999)], "the first ones are all kept"
     assert len(recorder.notes) == 100_000
     assert events.last["step"] == 99_999
+    events.end()
+    assert recorder.sent[-1]["step"] == 99_999, "the last one is kept"
 
 
 def test_more_than_the_master_takes_stays_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

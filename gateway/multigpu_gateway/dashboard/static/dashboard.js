@@ -1,4 +1,5 @@
-// Charts of the last hour, and partial outputs of a running task as they come. Everything else is HTML and htmx.
+// Charts of the last hour, reports of a training job, and partial outputs of a running task as they come. Everything
+// else is HTML and htmx.
 "use strict";
 
 const NAMES = {
@@ -14,6 +15,14 @@ function clock(seconds) {
   return new Date(1000 * seconds).toISOString().slice(11, seconds % 60 ? 19 : 16);
 }
 
+function options(element, x_axis) {
+  const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
+  return {
+    width: element.clientWidth, height: 140, axes: [{ ...axis, ...x_axis }, { ...axis, size: 70 }],
+    legend: { live: false }, cursor: { show: false },
+  };
+}
+
 function draw(element, history) {
   const names = element.dataset.series.split(" ");
   const data = [history.time, ...names.map((name) => history[name])];
@@ -26,13 +35,8 @@ function draw(element, history) {
     element.plot.setData(data);
     return;
   }
-  const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
   element.plot = new uPlot({
-    width: element.clientWidth,
-    height: 140,
-    axes: [{ ...axis, values: (_plot, times) => times.map(clock) }, { ...axis, size: 70 }],
-    legend: { live: false },
-    cursor: { show: false },
+    ...options(element, { values: (_plot, times) => times.map(clock) }),
     scales: { y: { range: (_plot, _low, high) => [0, high > 0 ? high * 1.1 : 1] } },
     series: [{}, ...names.map((name, index) => ({
       label: NAMES[name], stroke: color(`--series-${index + 1}`), width: 2, points: { show: history.time.length < 5 },
@@ -50,13 +54,58 @@ async function drawAll(charts) {
   } catch (_) { /* the master or the gateway is away: the page says so, and the next round tries again */ }
 }
 
-function follow(element) {
+// The reports of a training job: a chart for each metric, by step. A job that has lost steps reports them again.
+class Job {
+  constructor(element) {
+    this.element = element;
+    this.metrics = new Map();
+    for (const event of JSON.parse(element.dataset.reports)) this.add(event);
+  }
+
+  add(event) {
+    for (const [name, value] of Object.entries(event?.metrics ?? {})) {
+      if (typeof value !== "number") continue;
+      if (!this.metrics.has(name)) this.metrics.set(name, { steps: [], values: [] });
+      const metric = this.metrics.get(name);
+      const step = event.step ?? metric.steps.length;
+      while (metric.steps.length && metric.steps.at(-1) >= step) { metric.steps.pop(); metric.values.pop(); }
+      metric.steps.push(step);
+      metric.values.push(value);
+    }
+    if (!this.waits) {
+      this.waits = true;
+      setTimeout(() => { this.waits = false; this.draw(); }, 200);
+    }
+  }
+
+  draw() {
+    for (const [name, metric] of this.metrics) {
+      const data = [metric.steps, metric.values];
+      if (metric.plot) { metric.plot.setData(data); continue; }
+      const figure = document.createElement("figure"), caption = document.createElement("figcaption");
+      const chart = document.createElement("div");
+      caption.textContent = name;
+      chart.className = "chart";
+      chart.setAttribute("role", "img");
+      chart.setAttribute("aria-label", `${name} by step`);
+      figure.append(caption, chart);
+      this.element.append(figure);
+      metric.plot = new uPlot({
+        ...options(chart, {}), scales: { x: { time: false } },
+        series: [{ label: "step" }, { label: name, stroke: color("--series-1"), width: 2 }],
+      }, data, chart);
+    }
+  }
+}
+
+function follow(element, job) {
   const source = new EventSource(element.dataset.events);
   element.textContent = "";
   source.addEventListener("partial", (event) => {
     element.closest("section").hidden = false;
     const value = JSON.parse(event.data);
     const data = value.data ?? value.data_base64;
+    job?.add(data);
     element.textContent += typeof data === "string" ? data : JSON.stringify(data) + "\n";
     element.scrollTop = element.scrollHeight;
   });
@@ -77,4 +126,6 @@ if (charts) {
   });
 }
 const stream = document.querySelector("[data-events]");
-if (stream) follow(stream);
+const job = document.getElementById("job");
+const reports = job ? new Job(job) : null;
+if (stream) follow(stream, reports);

@@ -201,6 +201,8 @@ class Rank:
             self._reporter.beat()
             if self._events is not None:
                 self._events.reported(line)
+        if last and self._events is not None:
+            self._events.end()
 
     def _failed(self, failure: Any) -> None:
         """Raises the ScriptError of a process that has failed."""

@@ -29,6 +29,8 @@ class Events:
         self._sent_bytes = 0
         # By the script's clock: of its first report, and of the last one that was kept.
         self._first_s = self._kept_s = 0.0
+        # The last metrics, if they were not kept.
+        self._left_out: dict[str, Any] | None = None
         # The last metrics, with their step, and the last checkpoint.
         self.last: dict[str, Any] = {}
         known = _whole_lines(path)
@@ -47,7 +49,10 @@ class Events:
 
     def reported(self, line: str) -> None:
         """Rank 0's script has reported this, by multigpu.train."""
-        event = json.loads(line)
+        try:
+            event = json.loads(line)
+        except ValueError:  # the script was killed, or the disk was full, while it wrote the line
+            return
         self._note(event)
         if "metrics" not in event:
             self._add(event)
@@ -56,9 +61,16 @@ class Events:
             self._reporter.progress(self._item, event.get("fraction") or 0.0, report_text(event))
         time_s = float(event["time"])
         self._first_s = self._first_s or time_s
+        self._left_out = event
         if time_s - self._kept_s >= (time_s - self._first_s) / SAMPLES:
             self._kept_s = time_s
-            self._add(event)
+            self.end()
+
+    def end(self) -> None:
+        """Keeps the last metrics: the attempt ends."""
+        if self._left_out is not None:
+            self._add(self._left_out)
+            self._left_out = None
 
     def _note(self, event: dict[str, Any]) -> None:
         if "metrics" in event:

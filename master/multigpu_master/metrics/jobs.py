@@ -1,0 +1,51 @@
+"""Metrics of training jobs that run: `mgpu_job_*`, from what their scripts report (multigpu.train)."""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from multigpu._kinds.training import KIND
+from multigpu.daemon.metrics import Metric, metric, sample
+
+from multigpu_master.core.model import Lease, Task, Worker
+
+# Among the last events of a job there are few that are no reports.
+EVENTS_READ = 16
+
+
+def running_jobs(workers: Iterable[Worker]) -> list[Lease]:
+    """The leases of jobs, of several ranks that of rank 0. What runs is first among the leases of a worker."""
+    oldest = (lease for worker in workers for lease in islice(worker.leases.values(), worker.slots))
+    return [lease for lease in oldest if lease.task.spec.kind == KIND and lease.rank == 0]
+
+
+def job_metrics(leases: list[Lease]) -> Iterator[Metric]:
+    text = "Share of a training job that is done, as its script has reported it."
+    yield metric("mgpu_job_fraction_done", text, *[sample(x.fraction, job=x.task.request_id) for x in leases])
+    text = "Ranks of a training job that runs."
+    ranks = [sample(x.task.spec.world_size, job=x.task.request_id) for x in leases]
+    yield metric("mgpu_job_ranks", text, *ranks)
+    values = [
+        sample(value, job=lease.task.request_id, metric=name)
+        for lease in leases
+        for name, value in last_report(lease.task).items()
+    ]
+    yield metric("mgpu_job_metric", "Metrics of a training job, as its script has last reported them.", *values)
+
+
+def last_report(task: Task) -> dict[str, float]:
+    """The metrics that are numbers, with the step."""
+    partials = task.extra.partials if task.extra is not None else []
+    for data in islice(reversed(partials), EVENTS_READ):
+        match _event(data):
+            case {"metrics": dict(found), "step": step}:
+                return {name: float(v) for name, v in (found | {"step": step}).items() if isinstance(v, int | float)}
+    return {}
+
+
+def _event(data: bytes) -> object:
+    """None: the worker has sent something else."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
