@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -31,9 +33,9 @@ _group: Any = None  # of all ranks, on CPUs
 def report(metrics: Mapping[str, float], *, step: int | None = None, fraction: float | None = None) -> None:
     """Reports metrics of the job, such as {"loss": 2.31}. Of several ranks, rank 0's count.
 
-    `step`: to which they belong. `fraction`: how much of the job is done, 0 to 1. They are kept with the job, fewer of
-    a long one: `mgpuctl train metrics`. Never blocks. TypeError, ValueError: a metric is no number, or there are too
-    many.
+    `step`: to which they belong; reports of one step add to each other. `fraction`: how much of the job is done, 0 to
+    1. They are kept with the job, fewer of a long job: `mgpuctl train metrics`. Never blocks. TypeError, ValueError: a
+    metric is no number, or there are too many.
     """
     if not 0 < len(metrics) <= METRICS_MAX:
         raise ValueError(f"report takes 1 to {METRICS_MAX} metrics, not {len(metrics)}")
@@ -102,17 +104,22 @@ def finish() -> None:
 def restore(state: Mapping[str, Any]) -> int:
     """Loads the last committed checkpoint into the objects of `state`, and returns its step; 0: there is none.
 
-    Every rank calls it, as `checkpoint`, with the same names. The number of ranks may differ.
+    Every rank calls it, as `checkpoint`, with the same names. The number of ranks may differ, unless an object has a
+    name for each rank. TypeError: as `checkpoint`.
     """
     finish()
+    savable = _savable(state)
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     found = _shared(_last_committed)
     if found is None:
         return 0
     step, place = found
-    savable = _savable(state)
     dcp.load(savable, checkpoint_id=place, process_group=_cpu_group(), no_dist=not _ranks())
     return int(step)
+
+
+class UnfinishedError(RuntimeError):
+    """The process group ended before a checkpoint was written."""
 
 
 class _Saving:
@@ -120,6 +127,7 @@ class _Saving:
 
     def __init__(self, written: Future[Any], place: str, step: int, keep: int) -> None:
         """`written`: done on each rank once all ranks have written and synced their files."""
+        self._world = _world()
         self._place = place
         self._step = step
         self._keep = keep
@@ -140,11 +148,17 @@ class _Saving:
             if written.exception() is None:
                 self._commit()
         except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            logging.getLogger("multigpu").warning("%s", error)  # nobody may wait
             self._committed.set_exception(error)
         else:
             self._committed.set_result(None)
 
     def _commit(self) -> None:
+        if _world() is not self._world:  # each rank may have written alone
+            raise UnfinishedError(
+                f"the checkpoint of step {self._step} is not committed: the process group was destroyed before it was "
+                "written; call multigpu.train.finish() first, on every rank"
+            )
         store = _store()
         store.commit(self._place, self._step)
         _tell({"checkpoint": {"step": self._step, "folder": self._place}})
@@ -171,6 +185,12 @@ def _ranks() -> int:
     return int(distributed.get_world_size()) if distributed.is_available() and distributed.is_initialized() else 0
 
 
+def _world() -> Any:
+    """The process group of all ranks; None: there is none."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    return distributed.group.WORLD if _ranks() else None
+
+
 def _rank() -> int:
     distributed: Any = importlib.import_module("torch.distributed")
     return int(distributed.get_rank()) if _ranks() else 0
@@ -180,11 +200,12 @@ def _cpu_group() -> Any:
     """A process group of all ranks for what is written: a checkpoint must not use the GPUs' while they train."""
     global _group  # noqa: PLW0603  one for each process
     if not _ranks():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single rank is no mistake
         return None
     distributed: Any = importlib.import_module("torch.distributed")
-    default = distributed.group.WORLD
-    if _group is None or _group[0] is not default:
-        _group = default, distributed.new_group(backend="gloo")
+    world = _world()
+    if _group is None or _group[0] is not world:
+        _group = world, distributed.new_group(backend="gloo")
     return _group[1]
 
 
@@ -220,8 +241,8 @@ def _savable(state: Mapping[str, Any]) -> dict[str, Any]:
             savable[name] = value
         else:
             raise TypeError(
-                f"state[{name!r}] is a {type(value).__name__}; it must be a module, an optimizer, or have state_dict "
-                "and load_state_dict"
+                f"state[{name!r}] is of type {type(value).__name__}; it must be a module, an optimizer, or have "
+                "state_dict and load_state_dict"
             )
     return savable
 

@@ -20,13 +20,10 @@ def test_a_job_survives_its_payload(tmp_path: Path) -> None:
     )
     assert job.name.startswith("train-it-")
     assert job.script == str(script)
+    assert job_of("there.py", [], "", 0, "", {}).script == "there.py"
     assert job.options == {"world_size": 4, "labels": {"zone": "a"}}
     payload, content_type = encode(job.payload())
     assert read_payload(payload, content_type) == job
-
-
-def test_a_script_that_is_not_here_is_one_of_the_workers(tmp_path: Path) -> None:
-    assert job_of("there.py", [], "", 0, "", {}).script == "there.py"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +40,7 @@ def test_a_script_that_is_not_here_is_one_of_the_workers(tmp_path: Path) -> None
         ({"args": "abc"}, "a job is"),
         ({"options": None}, "a job is"),
         ({"checkpoints": None}, "a job is"),
+        ({"checkpoints": "relative/folder"}, "absolute"),
         ({"retries": True}, "a job is"),
         ({"more": 1}, "a job is"),
     ],
@@ -74,9 +72,14 @@ def test_new_lines_of_a_log_are_found_though_it_has_lost_its_beginning(known: st
 
 def test_of_a_step_that_ran_again_the_last_report_counts() -> None:
     past = History()
-    for step, loss in ((None, 9.0), (1, 3.0), (2, 2.0), (1, 2.5)):
+    for step, loss in ((None, 9.0), (1, 3.0), (2, 2.0)):
+        past.add({"metrics": {"loss": loss, "before": 0.0}, "step": step})
+    past.attempts.append({})
+    for step, loss in ((1, 2.5), (2, 2.0)):
         past.add({"metrics": {"loss": loss}, "step": step})
     past.add({"checkpoint": {"step": 1, "folder": "x"}})
     assert [(r["step"], r["metrics"]["loss"]) for r in by_step(past)] == [(None, 9.0), (1, 2.5), (2, 2.0)]
-    assert past.job is None
+    assert "before" not in by_step(past)[1]["metrics"]
+    past.add({"metrics": {"accuracy": 0.5}, "step": 2})
+    assert by_step(past)[-1]["metrics"] == {"loss": 2.0, "accuracy": 0.5}, "of one attempt both count"
     assert report_text({"metrics": {"loss": 2.0, "norm": "nan"}, "step": 4}) == "step 4, loss 2, norm nan"

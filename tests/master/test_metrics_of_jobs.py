@@ -28,7 +28,13 @@ def test_a_running_job_has_its_last_report(stage: Stage) -> None:
     (job,) = stage.submit(spec=replace(SPEC, kind="train", world_size=2), request="night")
     lease = lease_of(job)
     lease.fraction = 0.25
-    parts = [{"job": {}}, {"metrics": {"loss": 9.0}, "step": 6}, LOSS, {"checkpoint": {"step": 5}}]
+    parts = [
+        {"job": {}},
+        {"metrics": {"loss": 9.0}, "step": 6},
+        {"metrics": {"rate": 0.5}, "step": 7},
+        LOSS,
+        {"checkpoint": {"step": 5}},
+    ]
     partials = [ev.PartialOutput(lease.lease_id, i, json.dumps(part).encode(), JSON) for i, part in enumerate(parts)]
     stage.handle(ev.Partials(lease.worker.session, partials))
     found = {
@@ -40,6 +46,7 @@ def test_a_running_job_has_its_last_report(stage: Stage) -> None:
         ("mgpu_job_fraction_done", "night"): 0.25,
         ("mgpu_job_ranks", "night"): 2,
         ("mgpu_job_metric", "night", "loss"): 2.5,
+        ("mgpu_job_metric", "night", "rate"): 0.5,
         ("mgpu_job_metric", "night", "step"): 7,
     }
 

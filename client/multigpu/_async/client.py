@@ -118,12 +118,13 @@ class AsyncClient(AsyncBaseClient):
     ) -> AsyncTaskHandle[dict[str, Any]]:
         """Starts a training job and returns its handle: `world_size` workers run the script as torchrun would.
 
-        `script`: a file in the workers' train_dir, by its path there or here. `name`: of the job and its folder;
-        default: made from the script's. The same name continues a job that was stopped or has failed, from its last
-        checkpoint. `retries`: how often the job runs again after the script has ended with an error; a rank that was
-        killed, or whose worker was lost, always does. `checkpoints`: a folder of the workers' hosts, or a URL that
-        fsspec knows; default: in the job's folder. The result has the last metrics and checkpoint that were reported by
-        multigpu.train. Raises RejectedError; ValueError, TypeError: this can't be a job.
+        `script`: a file of the workers' train_dir, by its path in it, or an absolute one. `name`: of the job and its
+        folder; default: made from the script's. The same name continues a job that was stopped or has failed, from its
+        last checkpoint. `retries`: how often the job runs again after the script has ended with an error; a rank that
+        was killed, or whose worker was lost, always does. `checkpoints`: an absolute path of the workers' hosts, or a
+        URL that fsspec knows; default: in the job's folder. The result has `name`, `folder`, `seconds`, and the last
+        `step`, `metrics` and `checkpoint` that were reported by multigpu.train. Raises RejectedError; ValueError,
+        TypeError: this can't be a job.
         """
         job = job_of(script, args, name, retries, checkpoints, options)
         options["retry_failed"] = True

@@ -58,13 +58,13 @@ def job_of(
     """A new job. ValueError, TypeError: it can't be one. Without a name, it gets one."""
     if isinstance(args, str):
         raise TypeError("args is a list of the script's arguments, not a str")
-    path = Path(script)
-    name = name or f"{re.sub(r'[^A-Za-z0-9]+', '-', path.stem).strip('-')[:40] or 'job'}-{secrets.token_hex(4)}"
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(script).stem).strip("-")[:40] or "job"
+    name = name or f"{stem}-{secrets.token_hex(4)}"
     kept = {key: value for key, value in options.items() if key not in ("timeout", "deadline")}
     return checked(
         Job(
             name=name,
-            script=str(path.absolute()) if path.exists() else str(script),
+            script=str(script),
             args=tuple(map(str, args)),
             retries=retries,
             checkpoints=checkpoints,
@@ -113,6 +113,10 @@ def checked(job: Job) -> Job:
         )
     if not job.script or any("\0" in each for each in (job.script, job.checkpoints, *job.args)):
         raise ValueError("the script's path is empty, or a path or an argument holds a NUL")
+    if job.checkpoints and "://" not in job.checkpoints and not Path(job.checkpoints).is_absolute():
+        raise ValueError(
+            f"checkpoints is {job.checkpoints!r}; it must be an absolute path of the workers' hosts or a URL"
+        )
     if not 0 <= job.retries <= 1000:
         raise ValueError(f"retries is {job.retries}; it must be 0 to 1000")
     return job

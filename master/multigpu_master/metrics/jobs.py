@@ -34,13 +34,14 @@ def job_metrics(leases: list[Lease]) -> Iterator[Metric]:
 
 
 def last_report(task: Task) -> dict[str, float]:
-    """The metrics that are numbers, with the step."""
+    """The metrics of the last step that are numbers, with the step."""
     partials = task.extra.partials if task.extra is not None else []
+    found: dict[str, object] = {}
     for data in islice(reversed(partials), EVENTS_READ):
         match _event(data):
-            case {"metrics": dict(found), "step": step}:
-                return {name: float(v) for name, v in (found | {"step": step}).items() if isinstance(v, int | float)}
-    return {}
+            case {"metrics": dict(metrics), "step": step} if not found or found["step"] == step:
+                found = {**metrics, **found, "step": step}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _event(data: bytes) -> object:

@@ -1,8 +1,8 @@
 """Training jobs on a real fleet, with torch.distributed over Gloo."""
 
-import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -125,7 +125,7 @@ def test_a_killed_job_goes_on_from_its_last_checkpoint(fleet: Fleet, client: mul
     assert outcome.succeeded, outcome
     assert weights(fleet, name) == weights(fleet, undisturbed)
     ran = [int(step) for step in steps.read_text().split()]
-    (resumed,) = [step for before, step in itertools.pairwise(ran) if step <= before]
+    resumed = int(re.findall(r"rank 0 of 2 begins at step (\d+)", outcome.log)[-1])
     assert resumed >= 5, "it did not begin at a checkpoint"
     assert resumed % 5 == 0
     # The checkpoint of the last 5 steps may have been under way.
@@ -196,6 +196,42 @@ def test_a_script_that_fails_runs_again_if_asked_and_one_that_is_killed_always(
     assert outcome.succeeded == succeeds, outcome
 
 
+def test_a_checkpoint_that_ranks_wrote_alone_does_not_count(fleet: Fleet, client: multigpu.Client) -> None:
+    """The script destroys its process group while a checkpoint is under way: each rank may write as if it was alone."""
+    for _ in range(3):
+        client.train("mistakes.py", ["forgets finish"], name="forgets", world_size=2).outcome(timeout=240)
+        marks = [*(job_folder(fleet, "forgets") / "checkpoints").glob("step-*/COMMITTED")]
+        assert marks != []
+        for mark in marks:
+            assert len([*mark.parent.glob("*.distcp")]) == 2, "each rank has written its part"
+
+
+def test_an_error_whose_process_aborts_is_an_error(client: multigpu.Client) -> None:
+    outcome = failure(client, "aborts after an error")
+    assert (outcome.error_type, outcome.attempts) == ("ScriptFailed", 1)
+    assert "raised an error: OSError: no space" in outcome.error_message
+
+
+def test_a_progress_bar_is_seen_while_it_moves(client: multigpu.Client) -> None:
+    handle = client.train("mistakes.py", ["shows a bar"], name="bar")
+    until(lambda: re.search(r"^[1-9]\d* %$", client.get("bar").log, re.MULTILINE), 120)
+    assert not handle.done()
+    handle.cancel()
+
+
+def test_a_script_runs_in_its_own_folder(fleet: Fleet, client: multigpu.Client) -> None:
+    outcome = client.train("mistakes.py", ["where"]).outcome(timeout=120)
+    assert outcome.log.strip() == str((fleet.folder / "train").resolve())
+    assert outcome.value() == {
+        "folder": str(job_folder(fleet, outcome.request_id)),
+        "name": outcome.request_id,
+        "step": None,
+        "metrics": {},
+        "checkpoint": None,
+        "seconds": outcome.value()["seconds"],
+    }
+
+
 def test_a_script_that_ignores_sigterm_is_killed(fleet: Fleet, client: multigpu.Client) -> None:
     handle = client.train("mistakes.py", ["ignores SIGTERM"], name="deaf", world_size=2)
     pids = [pid_of(fleet, "deaf", rank) for rank in (0, 1)]
@@ -252,10 +288,14 @@ def test_the_command_line(
     again = mgpuctl("resume", "cli")
     assert again.returncode == 1
     assert "has succeeded" in again.stderr
+    other = mgpuctl("run", "--name", "cli", "steps.py", "--", "--steps", "13")
+    assert other.returncode == 1
+    assert "another script, arguments or options" in other.stderr
     failed = mgpuctl("run", "--name", "cli-failed", "mistakes.py", "once")
     assert failed.returncode == 5
-    assert "`mgpuctl train resume cli-failed`" in failed.stderr
+    assert "resume" not in failed.stderr, "there is no checkpoint"
     assert mgpuctl("resume", "cli-failed").returncode == 0
+    assert [line.split()[0] for line in mgpuctl("list").stdout.splitlines()].count("cli-failed") == 1
     detached = mgpuctl("run", "--name", "cli-long", "--detach", "steps.py", "--", "--steps", "5000", "--sleep", "0.1")
     assert detached.stdout == "cli-long\n"
     pid = pid_of(fleet, "cli-long", 0)

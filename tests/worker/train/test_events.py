@@ -89,6 +89,17 @@ def test_of_a_long_job_fewer_metrics_are_kept(tmp_path: Path) -> None:
     assert recorder.sent[-1]["step"] == 99_999, "the last one is kept"
 
 
+def test_metrics_that_are_rare_are_kept_among_frequent_ones(tmp_path: Path) -> None:
+    events, recorder = attempt(tmp_path / "events")
+    for step in range(100_000):
+        events.reported(metrics(step, 1000.0 + step / 100))
+        if step % 1000 == 0:
+            event = {"metrics": {"accuracy": 0.5}, "step": step, "time": 1000.0 + step / 100}
+            events.reported(json.dumps(event))
+            assert set(events.last["metrics"]) == {"loss", "accuracy"}, "those of one step add to each other"
+    assert sum("accuracy" in event.get("metrics", ()) for event in recorder.sent) == 100
+
+
 def test_more_than_the_master_takes_stays_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SENT_BYTES_MAX", 10_000)
     events, recorder = attempt(tmp_path / "events")

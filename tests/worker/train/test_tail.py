@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from multigpu_worker.engines.train import tail as module
 from multigpu_worker.engines.train.tail import Tail
 
 
@@ -48,3 +49,13 @@ def test_a_line_without_an_end_takes_little_memory(file: Path) -> None:
         log.write(b"\rdone\n")
     assert tail.lines() == ["done"]
     assert len(tail._rest) < 1 << 17
+
+
+def test_a_line_that_stays_open_is_shown_after_a_while(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_bytes(b"\r 10%\r 50%")
+    tail, whole = Tail(file, skips=True), Tail(file)
+    assert tail.lines() == []
+    monkeypatch.setattr(module, "OPEN_S", 0.0)
+    assert tail.lines() == [" 50%"]
+    assert tail.lines() == []
+    assert whole.lines() == [], "reports are lines"

@@ -145,7 +145,7 @@ def test_a_commit_that_fails_is_raised_and_the_checkpoint_before_counts(
 
 
 def test_state_that_cannot_be_saved_is_named(folder: Path) -> None:
-    with pytest.raises(TypeError, match=r"state\['step'\] is a int"):
+    with pytest.raises(TypeError, match=r"state\['step'\] is of type int"):
         train.checkpoint({"step": 3}, 5)
     with pytest.raises(TypeError, match="give its module too"):
         train.checkpoint({"optimizer": state(1)["optimizer"]}, 5)

@@ -1,13 +1,15 @@
 """`mgpuctl train list`, `show`, `logs` and `metrics`."""
 
 import itertools
+import shlex
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from multigpu import Client
+from multigpu import Client, Task
 from multigpu._kinds.training import KIND, report_text
 from multigpu.cli import show, tables
 from multigpu.cli.admin import newest
@@ -48,11 +50,20 @@ COLUMNS = (
 def list_(limit: int, address: str, as_json: bool) -> None:
     """Training jobs, the newest first."""
     with sdk_session(), Client(address) as client:
-        found = newest(client.list_tasks(kind=KIND), limit)
+        found = newest(newest_runs(client.list_tasks(kind=KIND)), limit)
     if as_json:
         show.value([_summary(task) for task in found])
     else:
         tables.show_rows(found, COLUMNS, empty="no training jobs; `mgpuctl train run` starts one")
+
+
+def newest_runs(tasks: Iterable[Task]) -> Iterator[Task]:
+    """Of the tasks of each job, which are several if it was resumed, the newest. The newest come first."""
+    names = set()
+    for task in tasks:
+        if task.request_id not in names:
+            names.add(task.request_id)
+            yield task
 
 
 def _summary(task: Any) -> dict[str, Any]:
@@ -91,7 +102,7 @@ def show_(name: str, address: str, as_json: bool) -> None:
     hidden = ("Payload", "Request", "Kind", "Log", "Result")
     facts = [("Job", task.request_id)]
     if job is not None:
-        facts += [("Script", " ".join((job.script, *job.args))), ("Ranks", str(past.attempts[-1]["world_size"]))]
+        facts += [("Script", shlex.join((job.script, *job.args))), ("Ranks", str(past.attempts[-1]["world_size"]))]
         facts += [("Logs", past.attempts[-1]["logs"])]
     if past.checkpoint is not None:
         facts.append(("Checkpoint", f"step {past.checkpoint['step']} in {past.checkpoint['folder']}"))
@@ -167,9 +178,14 @@ def _metric_column(metric: str) -> Column:
 
 
 def by_step(past: History) -> list[dict[str, Any]]:
-    """The reports; of those of one step the last, in the order of steps."""
+    """The reports in the order of steps. Those of one step are one; of a step that ran again, the last attempt's."""
     unnumbered = [report for report in past.metrics if report["step"] is None]
-    numbered = {report["step"]: report for report in past.metrics if report["step"] is not None}
+    numbered: dict[int, dict[str, Any]] = {}
+    for report in past.metrics:
+        if (step := report["step"]) is not None:
+            before = numbered.get(step)
+            earlier = before["metrics"] if before is not None and before["attempt"] == report["attempt"] else {}
+            numbered[step] = report | {"metrics": earlier | report["metrics"]}
     return unnumbered + [numbered[step] for step in sorted(numbered)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from multigpu import CallTimeoutError, Client, Outcome, Task
+from multigpu import CallTimeoutError, Client, NotFoundError, Outcome, Task
 from multigpu._kinds.training import KIND, Job, read_job
 from multigpu.cli import show
 from multigpu.cli.failures import NotFound, TasksFailed
@@ -26,7 +26,9 @@ name_argument = click.argument("name", metavar="JOB")
 
 @dataclass(slots=True)
 class History:
-    """What the events of a job say. `metrics`: as reported, in order; a step that ran again is there twice."""
+    """What the events of a job say. `metrics`: as reported, in order, with the number of the attempt as `attempt`; a
+    step that ran again is there twice.
+    """
 
     attempts: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -41,14 +43,17 @@ class History:
         if "job" in event:
             self.attempts.append(event)
         elif "metrics" in event:
-            self.metrics.append(event)
+            self.metrics.append(event | {"attempt": len(self.attempts)})
         elif "checkpoint" in event:
             self.checkpoint = event["checkpoint"]
 
 
 def find(client: Client, name: str, *, rank: int = 0) -> Task:
     """The job's task. NotFound: there is no such job."""
-    task = client.get(int(name) if name.isdecimal() else name, rank=rank)
+    try:
+        task = client.get(int(name) if name.isdecimal() else name, rank=rank)
+    except NotFoundError as error:
+        raise NotFound(f"there is no job {name}; `mgpuctl train list` shows those that are known") from error
     if task.kind != KIND:
         raise NotFound(f"{name} is a task of kind {task.kind}, not a training job; `mgpuctl train list` shows jobs")
     return task
@@ -98,14 +103,15 @@ def new_text(known: str, log: str) -> str:
     return log[at + len(end) :] if at >= 0 else log
 
 
-def report_end(task: Task) -> None:
+def report_end(client: Client, task: Task) -> None:
     """Says how a job ended. TasksFailed: it did not succeed."""
     outcome = task.outcome
     assert outcome is not None, "it has ended"
     name = task.request_id
-    if not outcome.succeeded:
-        error = f": {outcome.error_type}: {outcome.error_message}" if outcome.error_type else ""
-        resumable = outcome.error_type != "BadInput"
-        remedy = f"; `mgpuctl train resume {name}` continues from its last checkpoint" if resumable else ""
-        raise TasksFailed(f"job {name} ended {state_of(task)}{error}{remedy}")
-    show.note(f"job {name} succeeded")
+    if outcome.succeeded:
+        show.note(f"job {name} succeeded")
+        return
+    error = f": {outcome.error_type}: {outcome.error_message}" if outcome.error_type else ""
+    saved = history(client, task).checkpoint
+    remedy = f"; `mgpuctl train resume {name}` continues from step {saved['step']}" if saved is not None else ""
+    raise TasksFailed(f"job {name} ended {state_of(task)}{error}{remedy}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from multigpu import Client, RejectedError
+from multigpu import AlreadyExistsError, Client, RejectedError
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, WrongUsage
@@ -52,10 +52,10 @@ OF_JOB = ("name", "retries", "checkpoints")
 def run(script: str, args: tuple[str, ...], address: str, detach: bool, **given: Any) -> None:
     """Run SCRIPT on several workers, and show what rank 0 writes.
 
-    SCRIPT is a file in the workers' train_dir. Words after "--" are its arguments. It gets what torchrun would give it,
-    one process on each worker. The job goes on without this command: Ctrl-C leaves it running. It survives the end of
-    every process, and begins again from its last checkpoint (multigpu.train). The name of a job that was stopped or has
-    failed continues that job.
+    SCRIPT is a file in the workers' train_dir, by its path there. Words after "--" are its arguments. It gets what
+    torchrun would give it, one process on each worker. The job goes on without this command: Ctrl-C leaves it running.
+    It survives the end of every process, and begins again from its last checkpoint (multigpu.train). The name of a job
+    that was stopped or has failed continues that job.
     """
     names = ("queue", "priority", "device_memory_bytes", "attempts_max", "wait_for_worker")
     options: dict[str, Any] = {name: given[name] for name in names if given[name] not in (None, "", False)}
@@ -73,6 +73,9 @@ def _start(
         handle = client.train(script, args, **options)
     except ValueError as error:
         raise WrongUsage(str(error)) from error
+    except AlreadyExistsError as error:
+        remedy = f"choose another --name; `mgpuctl train show {options['name']}` shows that job"
+        raise Failure(f"there is a job of this name with another script, arguments or options: {remedy}") from error
     except RejectedError as error:
         if "kind" in str(error) and "train" in str(error):
             raise Failure(f"{error}; workers run training jobs with --train-dir (docs/training.md)") from error
@@ -86,16 +89,16 @@ def _start(
 def follow(client: Client, name: str, rank: int = 0) -> None:
     """Shows a rank's log until the job ends."""
     show.note(f"job {name}")
-    said = ""
+    said = False
     try:
         for text, task in follow_log(client, name, rank):
             if text:
                 sys.stdout.write(clean_lines(text))
                 sys.stdout.flush()
             if task.outcome is not None:
-                report_end(task)
-            elif not task.worker_id and said != "queued":
-                said = "queued"
+                report_end(client, task)
+            elif not task.worker_id and not task.attempts and not said:
+                said = True
                 show.note(f"it waits for workers: `mgpuctl tasks explain --request-id {name}` says why")
     except KeyboardInterrupt:
         show.note(f"the job goes on: `mgpuctl train logs -f {name}` follows it, `mgpuctl train stop {name}` ends it")

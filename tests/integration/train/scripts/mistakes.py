@@ -6,7 +6,9 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 how, rank = sys.argv[1], int(os.environ["RANK"])
 again = Path(os.environ["MULTIGPU_JOB_FOLDER"], "again")
@@ -30,6 +32,26 @@ if how in ("once", "killed once"):
     dist.init_process_group("gloo")
     dist.barrier()
     dist.destroy_process_group()
+if how == "forgets finish":
+    dist.init_process_group("gloo")
+    from multigpu import train
+
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model)
+    print("begins at", train.restore({"model": model}), flush=True)
+    train.checkpoint({"model": model}, 1, wait=True)
+    for step in range(2, 12):
+        train.checkpoint({"model": model}, step)
+    dist.destroy_process_group()
+if how == "aborts after an error":
+    print("Traceback (most recent call last):\n  File\nOSError: no space", file=sys.stderr)
+    os.abort()
+if how == "shows a bar":
+    for percent in range(100):
+        print(f"\r{percent} %", end="", file=sys.stderr, flush=True)
+        time.sleep(0.1)
+if how == "where":
+    print(Path.cwd())
 if how == "ignores SIGTERM":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(os.environ["MULTIGPU_JOB_FOLDER"], f"pid-{rank}").write_text(str(os.getpid()))

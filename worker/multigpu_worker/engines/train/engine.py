@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -107,7 +108,8 @@ class Rank:
         self._logs = folder / "logs" / run / f"rank-{place.rank}"
         self._stdout, self._stderr = Tail(Path(), skips=True), Tail(Path(), skips=True)
         self._reports = Tail(self._logs / "reports.jsonl")
-        self._written: list[str] = []  # the last lines of stderr
+        self._output: list[str] = []  # the last lines of stdout
+        self._errors: list[str] = []  # and of stderr
         self._events: Events | None = None
 
     def run(self) -> None:
@@ -154,10 +156,11 @@ class Rank:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # of what is reported here
         # Else it handles the signals that end this process.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT"
+        command = (sys.executable, "-u", self._script, *self._job.args)
         context = elastic.start_processes(
             name="rank",
             entrypoint=sys.executable,
-            args={0: ("-I", launch.__file__, os.getpid(), sys.executable, "-u", self._script, *self._job.args)},
+            args={0: ("-I", launch.__file__, os.getpid(), self._script.parent, *command)},
             envs={0: self._environment(address)},
             logs_specs=elastic.DefaultLogsSpecs(log_dir=str(self._logs), redirects=elastic.Std.ALL),
         )
@@ -194,7 +197,8 @@ class Rank:
         """Passes on what the script has written and reported since."""
         stdout, stderr = self._stdout.lines(last=last), self._stderr.lines(last=last)
         if stdout or stderr:
-            self._written = [*self._written, *stderr][-TRACEBACK_LINES:]
+            self._output = [*self._output, *stdout][-TRACEBACK_LINES:]
+            self._errors = [*self._errors, *stderr][-TRACEBACK_LINES:]
             self._reporter.log(self._item, "".join(f"{line}\n" for line in (*stdout, *stderr)))
             self._reporter.beat()
         for line in self._reports.lines(last=last):
@@ -207,19 +211,33 @@ class Rank:
     def _failed(self, failure: Any) -> None:
         """Raises the ScriptError of a process that has failed."""
         rank, code = self._place.rank, failure.exitcode
-        written = "\n".join(self._written)
-        if code < 0:
+        written = "\n".join(self._errors)
+        where = f"its log is in {self._stdout.path.parent}"
+        # Native threads that still run when an exception ends Python may abort the process.
+        raised = code == -signal.SIGABRT and "Traceback (most recent call last)" in written
+        if code < 0 and not raised:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             out_of_memory = ": perhaps by the kernel, out of memory" if -code == signal.SIGKILL else ""
-            message = f"rank {rank} was ended by {name}{out_of_memory}; its log is in {self._logs}"
+            message = f"rank {rank} was ended by {name}{out_of_memory}; {where}"
             raise ScriptError("ScriptKilled", message, retryable=True, traceback=written)
         if self._place.world_size > 1 and any(sign in written for sign in SIGNS_OF_A_LOST_RANK):
             _ranks.wait_for_cause(lambda: self._reporter.cancelled(self._item))
-        why = _error_of(failure) or next((line for line in reversed(self._written) if line.strip()), "")
-        why = why.removeprefix(f"[rank{rank}]: ")  # torch's, once there is a process group
-        message = f"rank {rank} ended with exit code {code}{': ' if why else ''}{why}; its log is in {self._logs}"
+        why = _error_of(failure) or cause_in(self._errors, self._output)
+        ended = "raised an error" if raised else f"ended with exit code {code}"
+        message = f"rank {rank} {ended}{': ' if why else ''}{why}; {where}"
         retryable = self._item.attempt <= self._job.retries
         raise ScriptError("ScriptFailed", message, retryable=retryable, traceback=written)
+
+
+def cause_in(errors: list[str], output: list[str]) -> str:
+    """The line that likely says why a script has ended: of its last traceback, else the last that is no warning."""
+    plain = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in errors]  # torch's, once there is a process group
+    begins = [index for index, line in enumerate(plain) if line.startswith("Traceback (most recent call last)")]
+    if begins:
+        after = [line for line in plain[begins[-1] + 1 :] if line.strip() and not line.startswith(" ")]
+        return after[0] if after else ""
+    told = [line for line in plain if line.strip() and not line.startswith(" ") and "Warning: " not in line]
+    return next(reversed(told or [line for line in output if line.strip()]), "")
 
 
 def _error_of(failure: Any) -> str:

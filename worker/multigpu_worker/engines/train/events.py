@@ -27,12 +27,13 @@ class Events:
         self._item = item
         self._reporter = reporter
         self._sent_bytes = 0
-        # By the script's clock: of its first report, and of the last one that was kept.
-        self._first_s = self._kept_s = 0.0
-        # The last metrics, if they were not kept.
-        self._left_out: dict[str, Any] | None = None
+        # By the script's clock: when it reported first; and by the names of metrics, when the last report was kept.
+        self._first_s = 0.0
+        self._kept_s: dict[tuple[str, ...], float] = {}
+        # By the names of metrics: the last ones that were not kept.
+        self._left_out: dict[tuple[str, ...], dict[str, Any]] = {}
         # The last metrics, with their step, and the last checkpoint.
-        self.last: dict[str, Any] = {}
+        self.last: dict[str, Any] = {"step": None, "metrics": {}, "checkpoint": None}
         known = _whole_lines(path)
         self._file = path.open("ab", buffering=0)
         for index, line in enumerate(known):
@@ -59,22 +60,23 @@ class Events:
             return
         if event.get("fraction") is not None or event.get("step") is not None:
             self._reporter.progress(self._item, event.get("fraction") or 0.0, report_text(event))
-        time_s = float(event["time"])
+        time_s, names = float(event["time"]), tuple(event["metrics"])
         self._first_s = self._first_s or time_s
-        self._left_out = event
-        if time_s - self._kept_s >= (time_s - self._first_s) / SAMPLES:
-            self._kept_s = time_s
-            self.end()
+        self._left_out[names] = event
+        if time_s - self._kept_s.get(names, 0.0) >= (time_s - self._first_s) / SAMPLES:
+            self._kept_s[names] = time_s
+            self._add(self._left_out.pop(names))
 
     def end(self) -> None:
         """Keeps the last metrics: the attempt ends."""
-        if self._left_out is not None:
-            self._add(self._left_out)
-            self._left_out = None
+        for event in self._left_out.values():
+            self._add(event)
+        self._left_out.clear()
 
     def _note(self, event: dict[str, Any]) -> None:
         if "metrics" in event:
-            self.last |= {"step": event.get("step"), "metrics": event["metrics"]}
+            before = self.last["metrics"] if event["step"] == self.last["step"] else {}
+            self.last |= {"step": event["step"], "metrics": before | event["metrics"]}
         elif "checkpoint" in event:
             self.last["checkpoint"] = event["checkpoint"]
 

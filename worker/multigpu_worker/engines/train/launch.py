@@ -11,8 +11,9 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 if __name__ == "__main__":
-    engine_pid, *command = sys.argv[1:]
+    engine_pid, folder, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # execv keeps it
     if os.getppid() != int(engine_pid):  # it died before the call
         sys.exit(1)
+    os.chdir(folder)
     os.execv(command[0], command)  # noqa: S606  as torchrun, which has no shell either
