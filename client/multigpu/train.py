@@ -220,6 +220,8 @@ def _shared(call: Any) -> Any:
             said[0] = call()
         except OSError as error:
             said[1] = error
+        except Exception as error:  # noqa: BLE001  the others wait; they may not be able to unpickle it
+            said[1] = RuntimeError(f"{type(error).__name__}: {error}")
     distributed.broadcast_object_list(said, 0, group=_cpu_group())
     if said[1] is not None:
         raise said[1]

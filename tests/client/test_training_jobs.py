@@ -16,11 +16,11 @@ def test_a_job_survives_its_payload(tmp_path: Path) -> None:
     script = tmp_path / "train it!.py"
     script.touch()
     job = job_of(
-        script, ["--epochs", "3"], "", 2, "s3://b/c", {"world_size": 4, "labels": {"zone": "a"}, "timeout": 3.0}
+        script, ["--epochs", "3"], "", 2, "s3://b/c", 60.0, {"world_size": 4, "labels": {"zone": "a"}, "timeout": 3.0}
     )
     assert job.name.startswith("train-it-")
     assert job.script == str(script)
-    assert job_of("there.py", [], "", 0, "", {}).script == "there.py"
+    assert job_of("there.py", [], "", 0, "", 0.0, {}).script == "there.py"
     assert job.options == {"world_size": 4, "labels": {"zone": "a"}}
     payload, content_type = encode(job.payload())
     assert read_payload(payload, content_type) == job
@@ -36,6 +36,9 @@ def test_a_job_survives_its_payload(tmp_path: Path) -> None:
         ({"script": ""}, "path is empty"),
         ({"args": ["a\0b"]}, "NUL"),
         ({"retries": -1}, "retries is -1"),
+        ({"hang_timeout_s": 0.5}, "hang_timeout_s is 0.5"),
+        ({"hang_timeout_s": 1e9}, "hang_timeout_s is 1000000000.0"),
+        ({"hang_timeout_s": "60"}, "a job is"),
         ({"args": [1]}, "a job is"),
         ({"args": "abc"}, "a job is"),
         ({"options": None}, "a job is"),
@@ -53,7 +56,7 @@ def test_what_is_no_job_is_rejected(changes: dict[str, Any], says: str) -> None:
 
 def test_the_arguments_of_a_script_are_a_list() -> None:
     with pytest.raises(TypeError, match="not a str"):
-        job_of("train.py", "--epochs 3", "", 0, "", {})
+        job_of("train.py", "--epochs 3", "", 0, "", 0.0, {})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ JOBS = "jobs"
 # Variables that a rank's script gets: the job's folder, the file for what it reports, and where its checkpoints are.
 FOLDER_VARIABLE, REPORTS_VARIABLE = "MULTIGPU_JOB_FOLDER", "MULTIGPU_JOB_REPORTS"
 CHECKPOINTS_VARIABLE = "MULTIGPU_JOB_CHECKPOINTS"
+HANG_TIMEOUT_MAX_S = 7 * 86_400
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -37,6 +38,8 @@ class Job:
     retries: int = 0
     # A folder of the workers' hosts, or a URL that fsspec knows. Empty: in the job's folder.
     checkpoints: str = ""
+    # Seconds without a sign of life of any rank, after which the job is ended. 0.0: never.
+    hang_timeout_s: float = 0.0
     # The options of the task, so that it can be submitted again.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -47,13 +50,14 @@ class Job:
             "args": [*self.args],
             "retries": self.retries,
             "checkpoints": self.checkpoints,
+            "hang_timeout_s": self.hang_timeout_s,
             "options": {**self.options},
         }
 
 
 def job_of(
     script: str | os.PathLike[str], args: Sequence[str], name: str, retries: int, checkpoints: str,
-    options: Mapping[str, Any],
+    hang_timeout_s: float, options: Mapping[str, Any],
 ) -> Job:  # fmt: skip
     """A new job. ValueError, TypeError: it can't be one. Without a name, it gets one."""
     if isinstance(args, str):
@@ -68,6 +72,7 @@ def job_of(
             args=tuple(map(str, args)),
             retries=retries,
             checkpoints=checkpoints,
+            hang_timeout_s=hang_timeout_s,
             options=kept,
         )
     )
@@ -88,6 +93,7 @@ def _has_types(value: dict[str, Any]) -> bool:
         and isinstance(value["args"], list)
         and all(isinstance(each, str) for each in value["args"])
         and type(value["retries"]) is int
+        and type(value["hang_timeout_s"]) in (int, float)
         and isinstance(value["options"], dict)
     )
 
@@ -119,4 +125,6 @@ def checked(job: Job) -> Job:
         )
     if not 0 <= job.retries <= 1000:
         raise ValueError(f"retries is {job.retries}; it must be 0 to 1000")
+    if not (job.hang_timeout_s == 0 or 1 <= job.hang_timeout_s <= HANG_TIMEOUT_MAX_S):
+        raise ValueError(f"hang_timeout_s is {job.hang_timeout_s}; it must be 1 to {HANG_TIMEOUT_MAX_S:,}, or 0: never")
     return job

@@ -114,6 +114,7 @@ class Client(BaseClient):
         name: str = "",
         retries: int = 0,
         checkpoints: str = "",
+        hang_timeout_s: float = 0.0,
         **options: Unpack[SpecOptions],
     ) -> TaskHandle[dict[str, Any]]:
         """Starts a training job and returns its handle: `world_size` workers run the script as torchrun would.
@@ -122,11 +123,12 @@ class Client(BaseClient):
         folder; default: made from the script's. The same name continues a job that was stopped or has failed, from its
         last checkpoint. `retries`: how often the job runs again after the script has ended with an error; a rank that
         was killed, or whose worker was lost, always does. `checkpoints`: an absolute path of the workers' hosts, or a
-        URL that fsspec knows; default: in the job's folder. The result has `name`, `folder`, `seconds`, and the last
-        `step`, `metrics` and `checkpoint` that were reported by multigpu.train. Raises RejectedError; ValueError,
-        TypeError: this can't be a job.
+        URL that fsspec knows; default: in the job's folder. `hang_timeout_s`: after so many seconds in which no rank
+        has written or reported anything, the attempt ends with an error that says where each rank is; default: never.
+        The result has `name`, `folder`, `seconds`, and the last `step`, `metrics` and `checkpoint` that were reported
+        by multigpu.train. Raises RejectedError; ValueError, TypeError: this can't be a job.
         """
-        job = job_of(script, args, name, retries, checkpoints, options)
+        job = job_of(script, args, name, retries, checkpoints, hang_timeout_s, options)
         options["retry_failed"] = True
         return self.submit(TRAIN, job.payload(), request_id=job.name, **options)
 

@@ -212,6 +212,29 @@ def test_an_error_whose_process_aborts_is_an_error(client: multigpu.Client) -> N
     assert "raised an error: OSError: no space" in outcome.error_message
 
 
+def test_a_url_that_cannot_be_used_fails_on_all_ranks(client: multigpu.Client) -> None:
+    """And leaves none of them waiting for rank 0."""
+    handle = client.train("steps.py", ["--steps", "5"], world_size=2, checkpoints="nosuch://bucket/checkpoints")
+    outcome = handle.outcome(timeout=120)
+    assert outcome.error_type == "ScriptFailed"
+    assert "nosuch" in outcome.error_message
+
+
+def test_a_job_that_hangs_ends_with_the_place_of_each_rank(client: multigpu.Client) -> None:
+    outcome = failure(client, "hangs", hang_timeout_s=8)
+    assert (outcome.state, outcome.error_type) == (multigpu.OutcomeState.FAILED, "Hang"), outcome
+    assert re.search(
+        r"no rank has written or reported anything for 8 s: "
+        r"rank 0 waits in all_reduce at mistakes.py line \d+ in work; rank 1 is at mistakes.py line \d+ in work$",
+        outcome.error_message,
+    ), outcome.error_message
+
+
+def test_a_job_that_reports_does_not_hang(client: multigpu.Client) -> None:
+    args = ["--steps", "24", "--sleep", "0.5"]
+    assert client.train("steps.py", args, world_size=2, hang_timeout_s=8).outcome(timeout=240).succeeded
+
+
 def test_a_progress_bar_is_seen_while_it_moves(client: multigpu.Client) -> None:
     handle = client.train("mistakes.py", ["shows a bar"], name="bar")
     until(lambda: re.search(r"^[1-9]\d* %$", client.get("bar").log, re.MULTILINE), 120)

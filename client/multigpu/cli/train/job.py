@@ -51,7 +51,7 @@ class History:
 def find(client: Client, name: str, *, rank: int = 0) -> Task:
     """The job's task. NotFound: there is no such job."""
     try:
-        task = client.get(int(name) if name.isdecimal() else name, rank=rank)
+        task = client.get(name, rank=rank)
     except NotFoundError as error:
         raise NotFound(f"there is no job {name}; `mgpuctl train list` shows those that are known") from error
     if task.kind != KIND:

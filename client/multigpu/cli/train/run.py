@@ -9,13 +9,13 @@ from multigpu import AlreadyExistsError, Client, RejectedError
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, WrongUsage
-from multigpu.cli.options import key_values, master_option, parse_size, queue_option
+from multigpu.cli.options import Number, key_values, master_option, parse_size, queue_option
 from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.text import clean_lines
 from multigpu.cli.train.job import find, follow_log, history, name_argument, report_end
 
 # Options of Client.train that are no options of its task.
-OF_JOB = ("name", "retries", "checkpoints")
+OF_JOB = ("name", "retries", "checkpoints", "hang_timeout_s")
 
 
 @click.command(
@@ -39,6 +39,10 @@ OF_JOB = ("name", "retries", "checkpoints")
 @click.option(
     "--checkpoints", default="", metavar="DIR|URL", help="Where checkpoints are.  [default: in the job's folder]"
 )
+@click.option(
+    "--hang-timeout", "hang_timeout_s", type=Number(min=0), default=0.0, metavar="SECONDS",
+    help="End an attempt in which no rank has written or reported anything for so long.  [default: never]",
+)  # fmt: skip
 @queue_option
 @click.option("--priority", type=click.IntRange(1, 5), help="1 is served first.  [default: 3]")
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Workers must have it. May be repeated.")
@@ -66,9 +70,7 @@ def run(script: str, args: tuple[str, ...], address: str, detach: bool, **given:
         _start(client, script, args, detach=detach, **{each: given[each] for each in OF_JOB}, **options)
 
 
-def _start(
-    client: Client, script: str, args: tuple[str, ...], *, detach: bool, **options: Any
-) -> None:  # fmt: skip
+def _start(client: Client, script: str, args: tuple[str, ...], *, detach: bool, **options: Any) -> None:
     try:
         handle = client.train(script, args, **options)
     except ValueError as error:

@@ -50,6 +50,16 @@ if how == "shows a bar":
     for percent in range(100):
         print(f"\r{percent} %", end="", file=sys.stderr, flush=True)
         time.sleep(0.1)
+if how == "hangs":
+    dist.init_process_group("gloo")
+    print("before", flush=True)
+
+    def work() -> None:
+        if rank == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(1))
+
+    work()
 if how == "where":
     print(Path.cwd())
 if how == "ignores SIGTERM":

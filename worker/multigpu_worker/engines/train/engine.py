@@ -25,6 +25,7 @@ from multigpu.config.values import split_address
 from multigpu_worker.engines.base import Batch, Item, Reporter
 from multigpu_worker.engines.train import launch
 from multigpu_worker.engines.train.events import Events
+from multigpu_worker.engines.train.hang import HangWatch, await_notice, place_of, places, tell_place
 from multigpu_worker.engines.train.tail import Tail
 
 POLL_S = 0.05
@@ -111,6 +112,7 @@ class Rank:
         self._output: list[str] = []  # the last lines of stdout
         self._errors: list[str] = []  # and of stderr
         self._events: Events | None = None
+        self._watch: HangWatch | None = None
 
     def run(self) -> None:
         try:
@@ -123,10 +125,13 @@ class Rank:
             raise ScriptError("FolderUnwritable", message, retryable=True) from error
         store, address = self._meet()
         begin_s = time.monotonic()
+        shared = importlib.import_module("torch.distributed").PrefixStore("multigpu", store)
+        if self._job.hang_timeout_s:
+            self._watch = HangWatch(shared, self._job.hang_timeout_s)
         try:
-            self._run(address)
+            self._run(address, shared)
         finally:
-            del store
+            del store, shared
         if self._reporter.cancelled(self._item):
             return
         result: dict[str, Any] = {"name": self._job.name, "folder": str(self._folder)}
@@ -137,10 +142,10 @@ class Rank:
     def _meet(self) -> tuple[Any, str]:
         """The store of this run, which rank 0 has, and its address."""
         try:
-            importlib.import_module("torch.distributed")
+            distributed: Any = importlib.import_module("torch.distributed")
         except ImportError as error:
             raise ScriptError("MissingPackage", f"torch can't be imported: {error}", retryable=False) from error
-        store, place = None, self._place
+        place = self._place
         if place.rank == 0:
             host = split_address(place.store)[0] if place.store else "127.0.0.1"
             store = _ranks.serve_store(host)
@@ -149,9 +154,10 @@ class Rank:
                 _ranks.meet(place, lambda shared: shared.set("address", address))
         else:
             address = _ranks.meet(place, lambda shared: shared.get("address")).decode()
+            store = distributed.TCPStore(*split_address(address), wait_for_workers=False)
         return store, address
 
-    def _run(self, address: str) -> None:
+    def _run(self, address: str, store: Any) -> None:
         elastic: Any = importlib.import_module("torch.distributed.elastic.multiprocessing")
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # of what is reported here
         # Else it handles the signals that end this process.
@@ -168,6 +174,11 @@ class Rank:
         try:
             while (result := context.wait(POLL_S, POLL_S)) is None and not self._reporter.cancelled(self._item):
                 self._forward()
+                if self._watch is not None and self._watch.hangs():
+                    await_notice(store, self._place.rank, self._place.world_size)
+                    context.close(signal.SIGABRT, END_S)  # Python's faulthandler then writes its stack
+                    self._forward(last=True)
+                    self._hangs(store)
         finally:
             context.close(signal.SIGTERM, END_S)
             self._forward(last=True)
@@ -200,13 +211,29 @@ class Rank:
             self._output = [*self._output, *stdout][-TRACEBACK_LINES:]
             self._errors = [*self._errors, *stderr][-TRACEBACK_LINES:]
             self._reporter.log(self._item, "".join(f"{line}\n" for line in (*stdout, *stderr)))
-            self._reporter.beat()
+            self._progress()
         for line in self._reports.lines(last=last):
-            self._reporter.beat()
+            self._progress()
             if self._events is not None:
                 self._events.reported(line)
         if last and self._events is not None:
             self._events.end()
+
+    def _progress(self) -> None:
+        self._reporter.beat()
+        if self._watch is not None:
+            self._watch.progress()
+
+    def _hangs(self, store: Any) -> None:
+        """Raises the ScriptError of a job without progress. That of rank 0 counts, which hears of all ranks."""
+        place = self._place
+        tell_place(store, place.rank, place_of(self._errors))
+        if place.rank:
+            _ranks.wait_for_cause(lambda: self._reporter.cancelled(self._item))
+        found = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(places(store, place.world_size)))
+        message = f"no rank has written or reported anything for {self._job.hang_timeout_s:g} s: {found}"
+        retryable = self._item.attempt <= self._job.retries
+        raise ScriptError("Hang", message, retryable=retryable, traceback="\n".join(self._errors))
 
     def _failed(self, failure: Any) -> None:
         """Raises the ScriptError of a process that has failed."""
