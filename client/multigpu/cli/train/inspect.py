@@ -1,5 +1,6 @@
 """`mgpuctl train list`, `show`, `logs` and `metrics`."""
 
+import importlib.util
 import itertools
 import shlex
 from collections.abc import Iterable, Iterator
@@ -14,13 +15,15 @@ from multigpu._kinds.training import KIND, report_text
 from multigpu.cli import show, tables
 from multigpu.cli.admin import newest
 from multigpu.cli.commands import Command
-from multigpu.cli.failures import Failure
+from multigpu.cli.failures import Failure, WrongUsage
+from multigpu.cli.kinds.vectors import File
 from multigpu.cli.options import json_option, limit_option, master_option
 from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks.tasks import state_of, task_facts
 from multigpu.cli.text import clean_lines, since
 from multigpu.cli.train.job import History, find, history, name_argument
+from multigpu.cli.train.plot import plot
 from multigpu.cli.train.run import follow
 
 COLUMNS = (
@@ -153,10 +156,13 @@ def logs(name: str, follows: bool, rank: int, address: str) -> None:
 @json_option
 def metrics(name: str, plot_file: str | None, address: str, as_json: bool) -> None:
     """What a job has reported, by step; of steps that ran again, the last."""
+    if plot_file and importlib.util.find_spec("matplotlib") is None:
+        raise WrongUsage("--plot needs matplotlib: pip install 'multigpu[plot]'")
     with sdk_session(), Client(address) as client:
         reports = by_step(history(client, find(client, name)))
     if plot_file is not None:
-        _write(plot_file, plot(name, reports))
+        with File(Path(plot_file)) as picture:
+            picture.write(plot(name, reports))
     elif as_json:
         show.value(reports)
     else:
@@ -187,32 +193,3 @@ def by_step(past: History) -> list[dict[str, Any]]:
             earlier = before["metrics"] if before is not None and before["attempt"] == report["attempt"] else {}
             numbered[step] = report | {"metrics": earlier | report["metrics"]}
     return unnumbered + [numbered[step] for step in sorted(numbered)]
-
-
-def plot(name: str, reports: list[dict[str, Any]]) -> bytes:
-    """A PNG with a diagram for each metric."""
-    import io  # noqa: PLC0415
-
-    from matplotlib.figure import Figure  # noqa: PLC0415  (an extra, and slow to import)
-
-    names = list(dict.fromkeys(itertools.chain.from_iterable(report["metrics"] for report in reports)))
-    if not names:
-        raise Failure(f"{name} has reported no metrics: there is nothing to draw")
-    figure = Figure(figsize=(8, 3 * len(names)), layout="constrained")
-    for axes, metric in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
-        points = [(index if r["step"] is None else r["step"], r["metrics"][metric]) for index, r in enumerate(reports)
-                  if isinstance(r["metrics"].get(metric), float)]  # fmt: skip
-        axes.plot([x for x, _ in points], [y for _, y in points])
-        axes.set(xlabel="step", title=metric)
-        axes.grid(visible=True, alpha=0.3)
-    figure.suptitle(name)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=120)
-    return out.getvalue()
-
-
-def _write(path: str, data: bytes) -> None:
-    try:
-        Path(path).write_bytes(data)
-    except OSError as error:
-        raise Failure(f"can't write {path}: {error.strerror}") from error
