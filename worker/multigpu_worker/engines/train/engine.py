@@ -28,7 +28,8 @@ from multigpu_worker.engines.train.events import Events
 from multigpu_worker.engines.train.hang import HangWatch, await_notice, place_of, places, tell_place
 from multigpu_worker.engines.train.tail import Tail
 
-POLL_S = 0.05
+# Each poll takes time on a core that the ranks may need.
+POLL_S = 0.25
 # How long a script may take to end after SIGTERM, before SIGKILL.
 END_S = 3
 TRACEBACK_LINES = 60
