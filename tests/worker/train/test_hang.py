@@ -95,3 +95,18 @@ def test_the_place_of_a_rank_is_read_from_its_stack(frames: list[str], place: st
 
 def test_a_process_without_a_stack_has_no_place() -> None:
     assert place_of(["before"]) == "has left no stack"
+
+
+def test_of_a_rank_that_was_ending_already_the_traceback_counts() -> None:
+    ending = STACK.format(frames='  File "/venv/lib/python3.11/site-packages/torch/library.py", line 5 in _del_library')
+    text = f"""[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/a/train.py", line 50, in <module>
+[rank0]:     work()
+[rank0]:     ~~~~^^
+[rank0]:   File "/home/a/train.py", line 33, in work
+[rank0]:     dist.all_reduce(x)
+[rank0]:   File "{TORCH}/c10d_logger.py", line 83, in wrapper
+[rank0]:   File "{TORCH}/distributed_c10d.py", line 2991, in all_reduce
+[rank0]: RuntimeError: [gloo] Connection closed by peer
+{ending}"""
+    assert place_of(text.splitlines()) == "waits in all_reduce at train.py line 33 in work"

@@ -5,6 +5,7 @@ something. So no clocks are compared, and all engines see the end of progress wi
 """
 
 import itertools
+import re
 import time
 from pathlib import PurePath
 from typing import Any
@@ -73,10 +74,14 @@ def _await(store: Any, keys: list[str], end_s: float) -> bool:
 
 
 def place_of(errors: list[str]) -> str:
-    """Where a script is, by the stack that Python's faulthandler has written for the signal that ended it."""
-    begins = [index for index, line in enumerate(errors) if line.startswith("Current thread ")]
-    stack = itertools.takewhile(lambda line: line.startswith("  File "), errors[begins[-1] + 1 :] if begins else ())
-    frames = [_frame(line) for line in stack]
+    """Where a script is, by the stack that Python's faulthandler has written for the signal that ended it; or, if it
+    was ending because of another rank's end, by its traceback.
+    """
+    frames = _frames(errors, "Current thread ")
+    if all(library for _, _, library in frames):
+        frames = (
+            _frames([_PREFIX.sub("", line) for line in errors], "Traceback (most recent call last)")[::-1] or frames
+        )
     if not frames:
         return "has left no stack"
     own = next((f"at {where} in {function}" for where, function, library in frames if not library), "")
@@ -86,13 +91,24 @@ def place_of(errors: list[str]) -> str:
     return f"waits in {inner} {own}".rstrip()
 
 
+# What torch puts before the lines of a traceback.
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # Functions of torch that only call another one.
 _WRAPPERS = frozenset({"wrapper", "_wrapped_call_impl", "_call_impl", "wait"})
 
 
+def _frames(lines: list[str], begin: str) -> list[tuple[str, str, bool]]:
+    """The frames of the last stack that begins with such a line."""
+    begins = [index for index, line in enumerate(lines) if line.startswith(begin)]
+    after = itertools.takewhile(lambda line: line.startswith(" "), lines[begins[-1] + 1 :] if begins else ())
+    return [_frame(line) for line in after if line.startswith('  File "')]
+
+
 def _frame(line: str) -> tuple[str, str, bool]:
-    """Of `File "/x/train.py", line 3 in main`: "train.py line 3", "main", and whether it is of a library."""
+    """Of `File "/x/train.py", line 3 in main`: "train.py line 3", "main", and whether it is of a library. A traceback
+    has a comma after the number.
+    """
     file, _, rest = line.removeprefix('  File "').partition('", line ')
-    number, _, function = rest.partition(" in ")
+    number, _, function = rest.replace(", in ", " in ").partition(" in ")
     library = "/site-packages/" in file or "/dist-packages/" in file or file.startswith("<") or "/lib/python" in file
     return f"{PurePath(file).name} line {number}", function, library
