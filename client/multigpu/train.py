@@ -93,7 +93,7 @@ def checkpoint(state: Mapping[str, Any], step: int, *, keep: int = 2, wait: bool
 
 def finish() -> None:
     """Waits until the checkpoint under way is committed. Every rank calls it before the process group is destroyed:
-    else the last checkpoint may be missing. Raises as `checkpoint`.
+    else that checkpoint is not committed, and this raises UnfinishedError. Raises also as `checkpoint`.
     """
     global _saving
     saving, _saving = _saving, None

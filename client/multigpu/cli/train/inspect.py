@@ -110,7 +110,7 @@ def show_(name: str, address: str, as_json: bool) -> None:
     if past.checkpoint is not None:
         facts.append(("Checkpoint", f"step {past.checkpoint['step']} in {past.checkpoint['folder']}"))
     if past.metrics:
-        facts.append(("Last report", report_text(past.metrics[-1])))
+        facts.append(("Last report", report_text(by_step(past)[-1])))
     facts += [(label, text) for label, text in task_facts(task) if label not in hidden and "Output" not in label]
     show.facts(facts)
 

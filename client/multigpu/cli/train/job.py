@@ -16,7 +16,7 @@ from multigpu.cli.failures import NotFound, TasksFailed
 from multigpu.cli.tasks.tasks import state_of
 
 POLL_S = 0.5
-# A running job that has sent nothing for so long has sent all that there is.
+# The events of a running job are complete once none has come for this time, in seconds.
 SILENCE_S = 0.3
 # How much of the log's end is searched for again in the next log, whose beginning may be cut off.
 OVERLAP_CHARS = 512

@@ -41,7 +41,7 @@ OF_JOB = ("name", "retries", "checkpoints", "hang_timeout_s")
 )
 @click.option(
     "--hang-timeout", "hang_timeout_s", type=Number(min=0), default=0.0, metavar="SECONDS",
-    help="End an attempt in which no rank has written or reported anything for so long.  [default: never]",
+    help="End an attempt in which no rank writes or reports anything for this time.  [default: never]",
 )  # fmt: skip
 @queue_option
 @click.option("--priority", type=click.IntRange(1, 5), help="1 is served first.  [default: 3]")

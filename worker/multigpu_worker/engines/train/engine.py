@@ -83,7 +83,7 @@ def _job_of(item: Item, batch: Batch) -> Job:
 
 
 def script_of(folder: Path, job: Job) -> Path:
-    """The script's path. Raises ScriptError if it is not a file in train_dir: other files are nobody's to run."""
+    """The script's path. Raises ScriptError if it is not a file in train_dir."""
     path = (folder / job.script).resolve()
     if not path.is_relative_to(folder.resolve()):
         message = f"the script {job.script} is not in the worker's train_dir, {folder}: put it there"

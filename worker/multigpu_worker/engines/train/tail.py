@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 _READ_BYTES = 1 << 16
-# A line whose end is not written for so long is shown without it: a progress bar, a prompt.
+# Seconds after which the beginning of a line is shown although its end is not written: a progress bar, a prompt.
 OPEN_S = 5.0
 
 
