@@ -83,7 +83,8 @@ class Outcome:
         self.frame_bytes = frame_bytes
 
     def __repr__(self) -> str:
-        return f"<Outcome of task {self.task_id}: {self.state.name}>"
+        error = f", {self.error_type}: {self.error_message}" if self.error_type else ""
+        return f"<Outcome of task {self.task_id}: {self.state.name}{error}>"
 
     @property
     def task_id(self) -> int:

@@ -157,6 +157,7 @@ def test_the_metrics_of_a_job_are_drawn_as_they_come(page: Page, fleet: Fleet, c
     until(lambda: steps() == "1,2,3")
     (fleet.folder / "train" / "jobs" / "drawn" / "go").touch()
     assert handle.outcome(timeout=60).succeeded
+    expect(page.get_by_role("heading", name="Result")).to_be_visible(timeout=SOON_MS)  # the page has loaded again
     until(lambda: steps() == "1,2,3,4")
     page.goto("/ui/tasks")
     page.goto(f"/ui/tasks/{handle.id}")

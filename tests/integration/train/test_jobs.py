@@ -238,6 +238,12 @@ def test_a_job_that_reports_does_not_hang(client: multigpu.Client) -> None:
     assert outcome.succeeded, outcome
 
 
+def test_rank_0_waits_for_ranks_that_end_later(client: multigpu.Client) -> None:
+    """Its engine has the store that theirs use."""
+    outcome = failure(client, "one ends later", hang_timeout_s=HANG_S)
+    assert (outcome.succeeded, outcome.attempts) == (True, 1), outcome
+
+
 def test_a_progress_bar_is_seen_while_it_moves(client: multigpu.Client) -> None:
     handle = client.train("mistakes.py", ["shows a bar"], name="bar")
     until(lambda: re.search(r"^[1-9]\d* %$", client.get("bar").log, re.MULTILINE), 120)

@@ -60,6 +60,8 @@ if how == "hangs":
         dist.all_reduce(torch.ones(1))
 
     work()
+if how == "one ends later" and rank == 1:
+    time.sleep(3)
 if how == "where":
     print(Path.cwd())
 if how == "ignores SIGTERM":

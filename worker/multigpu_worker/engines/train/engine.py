@@ -25,7 +25,7 @@ from multigpu.config.values import split_address
 from multigpu_worker.engines.base import Batch, Item, Reporter
 from multigpu_worker.engines.train import launch
 from multigpu_worker.engines.train.events import Events
-from multigpu_worker.engines.train.hang import HangWatch, await_notice, place_of, places, tell_place
+from multigpu_worker.engines.train.hang import HangWatch, await_notice, have_places, place_of, places, tell_place
 from multigpu_worker.engines.train.tail import Tail
 
 # Each poll takes time on a core that the ranks may need.
@@ -114,6 +114,7 @@ class Rank:
         self._errors: list[str] = []  # and of stderr
         self._events: Events | None = None
         self._watch: HangWatch | None = None
+        self._ended = False  # by itself
 
     def run(self) -> None:
         try:
@@ -172,8 +173,12 @@ class Rank:
             logs_specs=elastic.DefaultLogsSpecs(log_dir=str(self._logs), redirects=elastic.Std.ALL),
         )
         self._stdout, self._stderr = (Tail(Path(files[0]), skips=True) for files in (context.stdouts, context.stderrs))
+        result = None
         try:
-            while (result := context.wait(POLL_S, POLL_S)) is None and not self._reporter.cancelled(self._item):
+            while not self._reporter.cancelled(self._item):
+                result = context.wait(POLL_S, POLL_S)
+                if result is not None and (result.is_failed() or self._all_have_ended(store)):
+                    break
                 self._forward()
                 if self._watch is not None and self._watch.hangs():
                     await_notice(store, self._place.rank, self._place.world_size)
@@ -185,6 +190,17 @@ class Rank:
             self._forward(last=True)
         if result is not None and result.is_failed():
             self._failed(result.failures[0])
+
+    def _all_have_ended(self, store: Any) -> bool:
+        """Whether this rank's engine may end, as its script has: that of rank 0 has the store, which the others use."""
+        place = self._place
+        if not self._ended:
+            self._ended = True
+            tell_place(store, place.rank, "has ended")
+        if place.rank or have_places(store, place.world_size):
+            return True
+        time.sleep(POLL_S)
+        return False
 
     def _environment(self, address: str) -> dict[str, str]:
         """As torchrun sets it for a node with one process: this worker's device is the only one that it sees."""
@@ -228,7 +244,8 @@ class Rank:
     def _hangs(self, store: Any) -> None:
         """Raises the ScriptError of a job without progress. That of rank 0 counts, which hears of all ranks."""
         place = self._place
-        tell_place(store, place.rank, place_of(self._errors))
+        if not self._ended:
+            tell_place(store, place.rank, place_of(self._errors))
         if place.rank:
             _ranks.wait_for_cause(lambda: self._reporter.cancelled(self._item))
         found = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(places(store, place.world_size)))

@@ -51,8 +51,13 @@ def await_notice(store: Any, rank: int, world_size: int) -> None:
 
 
 def tell_place(store: Any, rank: int, place: str) -> None:
-    """Tells rank 0 where this rank is."""
+    """Tells rank 0 where this rank is: when it hangs, and when it has ended."""
     store.set(f"place/{rank}", place)
+
+
+def have_places(store: Any, world_size: int) -> bool:
+    """Whether all ranks have told where they are."""
+    return bool(store.check([f"place/{rank}" for rank in range(world_size)]))
 
 
 def places(store: Any, world_size: int) -> list[str]:
