@@ -9,11 +9,9 @@ nothing is reported.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import math
 import os
-import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu._checkpoints import Store, store_of
-from multigpu._kinds.training import CHECKPOINTS_VARIABLE, REPORTS_VARIABLE
+from multigpu._kinds.training import CHECKPOINTS_VARIABLE, tell
 
 # Metrics in a report, and the length of their names.
 METRICS_MAX, NAME_MAX = 64, 64
@@ -46,7 +44,7 @@ def report(metrics: Mapping[str, float], *, step: int | None = None, fraction: f
             raise ValueError(f"fraction is {fraction}; it must be 0 to 1")
     finite = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
     event = {"metrics": finite, "step": None if step is None else int(step), "fraction": fraction}
-    _tell(event)
+    tell(event)
 
 
 def _name(name: str) -> str:
@@ -55,14 +53,6 @@ def _name(name: str) -> str:
     if not name or len(name) > NAME_MAX:
         raise ValueError(f"the name of a metric has 1 to {NAME_MAX} characters, not {name[: NAME_MAX + 1]!r}")
     return name
-
-
-def _tell(event: dict[str, Any]) -> None:
-    path = os.environ.get(REPORTS_VARIABLE)
-    if path:
-        line = json.dumps(event | {"time": time.time()}, allow_nan=False) + "\n"
-        with open(path, "ab", buffering=0) as file:  # noqa: PTH123  it is fast
-            file.write(line.encode())
 
 
 def checkpoint(state: Mapping[str, Any], step: int, *, keep: int = 2, wait: bool = False) -> None:
@@ -161,7 +151,7 @@ class _Saving:
             )
         store = _store()
         store.commit(self._place, self._step)
-        _tell({"checkpoint": {"step": self._step, "folder": self._place}})
+        tell({"checkpoint": {"step": self._step, "folder": self._place}})
         for _, old in store.committed()[: -self._keep]:
             store.remove(old)
 

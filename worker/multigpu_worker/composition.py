@@ -151,6 +151,7 @@ def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> Engi
         threads=config.threads,
         handlers=config.handlers,
         train_dir=config.train_dir and str(Path(config.train_dir).expanduser().absolute()),
+        repository=config.model_repository and str(Path(config.model_repository).expanduser().absolute()),
         allow_pickle=config.allow_pickle,
         models=dict(catalog.models),
         engine=config.engine,

@@ -5,8 +5,10 @@ import re
 from typing import Any, TypeVar
 
 from multigpu import options
+from multigpu._kinds.finetuning import FinetuneOptions
 from multigpu._kinds.generation import GenerateOptions
 
+_OF_KINDS = {"GenerateOptions": GenerateOptions, "FinetuneOptions": FinetuneOptions}
 C = TypeVar("C", bound=type)
 # An option in the docstring of a TypedDict, and its text.
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}\S.*)*)", re.MULTILINE)
@@ -22,14 +24,15 @@ def document_options(cls: C) -> C:
     for method in vars(cls).values():
         found = re.fullmatch(r"Unpack\[(\w+)\]", str(getattr(method, "__annotations__", {}).get("options", "")))
         if found is not None:
-            typed: Any = {**vars(options), "GenerateOptions": GenerateOptions}[found[1]]
+            typed: Any = (vars(options) | _OF_KINDS)[found[1]]
             signature = inspect.signature(method)
             own = {name: p for name, p in signature.parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
             shown = own | {name: _parameter(name, typed) for name in typed.__annotations__ if name not in own}
             method.__signature__ = signature.replace(parameters=list(shown.values()))
             text = inspect.cleandoc(method.__doc__ or "")
-            rest = [name for name in shown if name in _TEXTS and f"`{name}`" not in text]
-            method.__doc__ = "\n".join([text, "", "Options:", *(f"    {name}: {_TEXTS[name]}" for name in rest), ""])
+            texts = _TEXTS | _texts(typed)
+            rest = [name for name in shown if name in texts and f"`{name}`" not in text]
+            method.__doc__ = "\n".join([text, "", "Options:", *(f"    {name}: {texts[name]}" for name in rest), ""])
     return cls
 
 

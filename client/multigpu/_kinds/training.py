@@ -9,12 +9,14 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from multigpu._encoding import JSON, decode
+from multigpu._kinds.finetuning import Finetune, read_finetune
 
 KIND = "train"
 # The folder of jobs, in a worker's train_dir.
@@ -31,7 +33,7 @@ class Job:
     """What a training job runs."""
 
     name: str
-    # A path of the workers' hosts, absolute or relative to their train_dir.
+    # A path of the workers' hosts, absolute or relative to their train_dir. Empty: multigpu's own, which fine-tunes.
     script: str
     args: tuple[str, ...] = ()
     # How often the script is run again after it has ended with an error.
@@ -42,6 +44,8 @@ class Job:
     hang_timeout_s: float = 0.0
     # The options of the task, so that it can be submitted again.
     options: Mapping[str, Any] = field(default_factory=dict)
+    # What multigpu's own script needs.
+    finetune: Finetune | None = None
 
     def payload(self) -> dict[str, Any]:
         return {
@@ -52,17 +56,22 @@ class Job:
             "checkpoints": self.checkpoints,
             "hang_timeout_s": self.hang_timeout_s,
             "options": {**self.options},
+            "finetune": self.finetune and self.finetune.plain(),
         }
+
+    def without_texts(self) -> Job:
+        """For its events. The texts are in the job's folder."""
+        return self if self.finetune is None else replace(self, finetune=replace(self.finetune, texts=""))
 
 
 def job_of(
     script: str | os.PathLike[str], args: Sequence[str], name: str, retries: int, checkpoints: str,
-    hang_timeout_s: float, options: Mapping[str, Any],
+    hang_timeout_s: float, options: Mapping[str, Any], finetune: Finetune | None = None,
 ) -> Job:  # fmt: skip
     """A new job. ValueError, TypeError: it can't be one. Without a name, it gets one."""
     if isinstance(args, str):
         raise TypeError("args is a list of the script's arguments, not a str")
-    stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(script).stem).strip("-")[:40] or "job"
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", finetune.model if finetune else Path(script).stem).strip("-")[:40] or "job"
     name = name or f"{stem}-{secrets.token_hex(4)}"
     kept = {key: value for key, value in options.items() if key not in ("timeout", "deadline")}
     return checked(
@@ -74,6 +83,7 @@ def job_of(
             checkpoints=checkpoints,
             hang_timeout_s=hang_timeout_s,
             options=kept,
+            finetune=finetune,
         )
     )
 
@@ -82,7 +92,9 @@ def read_job(value: Any) -> Job:
     """The job of a payload or of an event. ValueError: it is none."""
     names = {each.name for each in fields(Job)}
     if isinstance(value, dict) and value.keys() == names and _has_types(value):
-        return checked(Job(**value | {"args": tuple(value["args"])}))
+        given = value["finetune"]
+        finetune = None if given is None else read_finetune(given, value["options"].get("world_size") or 1)
+        return checked(Job(**value | {"args": tuple(value["args"]), "finetune": finetune}))
     raise ValueError(f"a job is a JSON object with {', '.join(sorted(names))}: see Client.train")
 
 
@@ -103,6 +115,15 @@ def read_payload(payload: bytes, content_type: str) -> Job:
     return read_job(decode(payload, content_type) if content_type == JSON else json.loads(payload))
 
 
+def tell(event: dict[str, Any]) -> None:
+    """Of a script: tells its engine of an event, if it has one."""
+    path = os.environ.get(REPORTS_VARIABLE)
+    if path:
+        line = json.dumps(event | {"time": time.time()}, allow_nan=False) + "\n"
+        with open(path, "ab", buffering=0) as file:  # noqa: PTH123  it is fast
+            file.write(line.encode())
+
+
 def report_text(event: Mapping[str, Any]) -> str:
     """What a script has reported, in one line: "step 20, loss 2.31"."""
     parts = [f"step {event['step']}"] if event.get("step") is not None else []
@@ -117,8 +138,10 @@ def checked(job: Job) -> Job:
         raise ValueError(
             f"{job.name!r} can't be the name of a job: it takes 1 to 64 letters, digits, dots, hyphens and underscores"
         )
-    if not job.script or any("\0" in each for each in (job.script, job.checkpoints, *job.args)):
+    if bool(job.script) == bool(job.finetune) or any("\0" in each for each in (job.script, job.checkpoints, *job.args)):
         raise ValueError("the script's path is empty, or a path or an argument holds a NUL")
+    if job.finetune and job.checkpoints:
+        raise ValueError("checkpoints of a job that fine-tunes are in its folder")
     if job.checkpoints and "://" not in job.checkpoints and not Path(job.checkpoints).is_absolute():
         raise ValueError(
             f"checkpoints is {job.checkpoints!r}; it must be an absolute path of the workers' hosts or a URL"

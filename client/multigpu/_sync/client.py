@@ -20,6 +20,7 @@ from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.documentation import document_options
 from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks, Stack, check_texts
+from multigpu._kinds.finetuning import finetune_of
 from multigpu._kinds.training import KIND as TRAIN
 from multigpu._kinds.training import job_of
 from multigpu._sync.base import BaseClient
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from multigpu._calls.calls import Encode
     from multigpu._kinds.classification import Label, Subject
     from multigpu._kinds.embedding import Vectors
+    from multigpu._kinds.finetuning import FinetuneOptions
     from multigpu._kinds.generation import GenerateOptions, Prompt
     from multigpu._kinds.inference import Arrays
     from multigpu.errors import RejectedError
@@ -131,6 +133,28 @@ class Client(BaseClient):
         job = job_of(script, args, name, retries, checkpoints, hang_timeout_s, options)
         options["retry_failed"] = True
         return self.submit(TRAIN, job.payload(), request_id=job.name, **options)
+
+    def finetune(
+        self,
+        model: str,
+        texts: Iterable[str] = (),
+        *,
+        file: str = "",
+        name: str = "",
+        hang_timeout_s: float = 0.0,
+        **options: Unpack[FinetuneOptions],
+    ) -> TaskHandle[dict[str, Any]]:
+        """Starts a training job that fine-tunes a language model on texts, and returns its handle.
+
+        `model`: of the workers' model repository, NAME or NAME:VERSION. The result is a new version there, which is
+        served at once. `file`: in place of texts, a file of the workers' hosts with a JSON object {"text": "…"} on
+        each line, by its path in their train_dir. `name`, `hang_timeout_s` and the rest as `train`. The result has
+        also `finetuned`: what was trained, how well, and what to change. Raises RejectedError; ValueError, TypeError.
+        """
+        tuning, rest = finetune_of(model, texts, file, options)
+        job = job_of("", (), name, 0, "", hang_timeout_s, rest, tuning)
+        rest["retry_failed"] = True
+        return self.submit(TRAIN, job.payload(), request_id=job.name, **rest)
 
     # Running: these calls wait for the outcomes.
 

@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("transformers", reason="the extra `worker` is not installed")
 
+import torch
 import transformers
-from multigpu_worker.engines.generate import model as under_test
+from multigpu_worker.engines.generate import weights as under_test
 from multigpu_worker.engines.generate.engine import GenerateEngine
 from multigpu_worker.repository.folders import ModelFolderError
 
@@ -73,5 +74,5 @@ def test_folders_of_other_settings_share_no_dequantised_file(tmp_path: Path, mon
     for name in ("one", "two"):
         settings = settings_of(tmp_path / name, artifacts=str(tmp_path / "kept"), source="gguf", file="m.gguf")
         spec = next(iter(settings.models.values()))
-        templates.append(under_test.load_model(spec, settings, "fp32").tokenizer.chat_template)
+        templates.append(under_test.read_weights(spec, settings.artifacts, 1 << 30, torch.float32)[1].chat_template)
     assert templates == [CHAT_TEMPLATE, "another"]

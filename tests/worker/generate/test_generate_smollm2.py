@@ -109,7 +109,7 @@ def test_a_gguf_file_is_converted_once(
     kept = {path: path.stat().st_mtime_ns for path in artifacts.rglob("*.safetensors")}
     assert len(kept) == 1
     monkeypatch.setattr(
-        "multigpu_worker.engines.generate.model._from_gguf", lambda *_: pytest.fail("it was dequantised again")
+        "multigpu_worker.engines.generate.weights._from_gguf", lambda *_: pytest.fail("it was dequantised again")
     )
     settings = settings_of(FOLDER, artifacts=str(artifacts), name="other", source="gguf", file=FILE)
     again = GenerateEngine(settings)

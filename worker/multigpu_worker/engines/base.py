@@ -103,6 +103,8 @@ class EngineSettings:
     handlers: tuple[str, ...] = ()
     # Folder of training scripts and jobs. Empty: no such tasks.
     train_dir: str = ""
+    # The model repository, where fine-tuned models go. Empty: none.
+    repository: str = ""
     allow_pickle: bool = False
     # By id. An engine process for a model has only that one.
     models: dict[str, ModelSpec] = field(default_factory=dict)

@@ -102,7 +102,7 @@ def build(kind: str, settings: EngineSettings) -> Engine:
     """Create the engine of a kind that needs no model."""
     if kind == TRAIN:
         train = importlib.import_module("multigpu_worker.engines.train.engine")
-        return cast(Engine, train.TrainEngine(settings.train_dir))
+        return cast(Engine, train.TrainEngine(settings))
     if kind in {"echo", "sleep", "fail"}:
         module = importlib.import_module("multigpu_worker.engines.diagnostic")
         return cast(Engine, module.ENGINES[kind]())

@@ -3,15 +3,11 @@
 Any decoder that uses transformers' attention interface works: the model keeps its own code except for attention, which
 reads the paged cache (cache.py). At load, a trial text goes through the unchanged model and in pieces through the
 cache, and the logits must agree.
-
-transformers dequantises GGUF files. That takes long, so the result is kept in the artifact cache.
 """
 
-import importlib.metadata
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -20,8 +16,8 @@ from multigpu.config.values import from_text
 from torch import Tensor
 
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.common.artifacts import Artifact, Artifacts
-from multigpu_worker.engines.common.pretrained import LOCAL, load_weights, loading, transformers
+from multigpu_worker.engines.common.artifacts import Artifact
+from multigpu_worker.engines.common.pretrained import loading, transformers
 from multigpu_worker.engines.common.torch_runtime import dtype_of
 from multigpu_worker.engines.generate.cache import (
     ATTENTION,
@@ -34,8 +30,8 @@ from multigpu_worker.engines.generate.cache import (
 )
 from multigpu_worker.engines.generate.json_schema import Schemas
 from multigpu_worker.engines.generate.token_bytes import TokenBytes
-from multigpu_worker.repository.files import digest
-from multigpu_worker.repository.folders import ModelFolderError, check_model_folder
+from multigpu_worker.engines.generate.weights import read_weights
+from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
 # Context of models that name no limit.
@@ -103,21 +99,15 @@ def load_model(spec: ModelSpec, settings: EngineSettings, precision: str) -> Gen
     disable_progress_bar()
     if unknown := sorted(set(spec.parameters) - set(PARAMETERS)):
         raise ModelFolderError(f"model.toml has parameters.{unknown[0]}: generate knows {' and '.join(PARAMETERS)}")
-    dtype, artifact = dtype_of(precision), None
-    if spec.source == "gguf" and settings.artifacts:
-        artifact = _dequantised(spec, settings, dtype)
+    dtype = dtype_of(precision)
+    model, tokenizer, artifact = read_weights(spec, settings.artifacts, settings.artifacts_bytes_max, dtype)
     with loading(spec.folder, "AutoModelForCausalLM"):
-        return _load(spec, settings, dtype, artifact)
+        return _load(spec, settings, dtype, model, tokenizer, artifact)
 
 
-def _load(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, artifact: Artifact | None) -> GenerateModel:
-    if artifact is not None:
-        model, tokenizer = _from_folder(artifact.folder, dtype)
-    elif spec.source == "gguf":
-        model, tokenizer = _from_gguf(spec, dtype)
-    else:
-        check_model_folder(spec.folder)
-        model, tokenizer = _from_folder(spec.folder, dtype)
+def _load(
+    spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, model: Any, tokenizer: Any, artifact: Artifact | None
+) -> GenerateModel:
     config = model.config.get_text_config()
     _check_layers(spec, config)
     device = torch.device(settings.device)
@@ -149,45 +139,6 @@ def _load(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, artifac
         "cache": f"{blocks} blocks of {BLOCK_TOKENS} tokens, {cache_mib:.1f} MiB",
     }
     return loaded
-
-
-def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    model = load_weights(transformers.AutoModelForCausalLM, folder, dtype=dtype, attn_implementation="sdpa")
-    return model, transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
-
-
-def _from_gguf(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Any]:
-    model = load_weights(
-        transformers.AutoModelForCausalLM,
-        spec.folder,
-        pickled=True,  # the file is no safetensors file
-        dtype=dtype,
-        attn_implementation="sdpa",
-        gguf_file=spec.file,
-    )
-    return model, transformers.AutoTokenizer.from_pretrained(spec.folder, gguf_file=spec.file, **LOCAL)
-
-
-def _dequantised(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> Artifact:
-    """The content of a GGUF file as a model folder of transformers, from the artifact cache."""
-    path = spec.folder / spec.file
-    versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
-    key = {"sha256": digest(spec), "dtype": str(dtype), **versions}
-
-    def build(folder: Path) -> dict[str, str]:
-        log.info("dequantising a GGUF file, which is done once", file=str(path))
-        with loading(spec.folder, "AutoModelForCausalLM"):
-            model, tokenizer = _from_gguf(spec, dtype)
-        # transformers refuses to save a model that is marked as quantised.
-        model.is_quantized = False
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return {"file": spec.file}
-
-    return Artifacts(Path(settings.artifacts), settings.artifacts_bytes_max).get("dequantised", key, build)
 
 
 def _check_layers(spec: ModelSpec, config: Any) -> None:

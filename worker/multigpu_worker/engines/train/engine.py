@@ -22,11 +22,14 @@ from multigpu._encoding import JSON
 from multigpu._kinds.training import CHECKPOINTS_VARIABLE, FOLDER_VARIABLE, JOBS, REPORTS_VARIABLE, Job, read_payload
 from multigpu.config.values import split_address
 
-from multigpu_worker.engines.base import Batch, Item, Reporter
+from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.train import launch
+from multigpu_worker.engines.train.errors import ScriptError
 from multigpu_worker.engines.train.events import Events
 from multigpu_worker.engines.train.hang import HangWatch, await_notice, have_places, place_of, places, tell_place
 from multigpu_worker.engines.train.tail import Tail
+from multigpu_worker.engines.train.tuning import command_of
+from multigpu_worker.finetune.settings import OUT_OF_MEMORY
 
 # Each poll takes time on a core that the ranks may need.
 POLL_S = 0.25
@@ -37,23 +40,11 @@ TRACEBACK_LINES = 60
 SIGNS_OF_A_LOST_RANK = ("gloo", "DistBackendError", "DistNetworkError", "NCCL", "Connection reset by peer")
 
 
-class ScriptError(Exception):
-    """A script can't be run, or has failed. `retryable`: whether another attempt may succeed."""
-
-    def __init__(self, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
-        super().__init__(message)
-        self.error_type = error_type
-        self.retryable = retryable
-        self.traceback = traceback
-
-
 class TrainEngine:
-    """`folder`: the worker's train_dir."""
-
     one_by_one: ClassVar[bool] = True
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
 
     def prepare(self, batch: Batch) -> object:
         return batch.items
@@ -67,8 +58,7 @@ class TrainEngine:
             reporter.begin(item)
             try:
                 job = _job_of(item, batch)
-                script = script_of(self._folder, job)
-                Rank(job, script, self._folder / JOBS / job.name, place, item, reporter).run()
+                Rank(job, self._settings, place, item, reporter).run()
             except ScriptError as error:
                 reporter.fail(
                     item, error.error_type, str(error), retryable=error.retryable, traceback=error.traceback
@@ -98,11 +88,11 @@ class Rank:
     """One attempt of one rank."""
 
     def __init__(
-        self, job: Job, script: Path, folder: Path, place: _ranks.Place, item: Item, reporter: Reporter
+        self, job: Job, settings: EngineSettings, place: _ranks.Place, item: Item, reporter: Reporter
     ) -> None:  # fmt: skip
         self._job = job
-        self._script = script
-        self._folder = folder
+        self._settings = settings
+        self._folder = folder = Path(settings.train_dir) / JOBS / job.name
         self._place = place
         self._item = item
         self._reporter = reporter
@@ -119,9 +109,10 @@ class Rank:
     def run(self) -> None:
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
+            command, folder = self._command()
             if self._place.rank == 0:
                 self._events = Events(self._folder / "events.jsonl", self._item, self._reporter)
-                self._events.begin(self._job, self._place.world_size, self._logs.parent)
+                self._events.begin(self._job.without_texts(), self._place.world_size, self._logs.parent)
         except OSError as error:
             message = f"the job's folder can't be written: {error.strerror}: {error.filename}"
             raise ScriptError("FolderUnwritable", message, retryable=True) from error
@@ -131,7 +122,7 @@ class Rank:
         if self._job.hang_timeout_s:
             self._watch = HangWatch(shared, self._job.hang_timeout_s)
         try:
-            self._run(address, shared)
+            self._run(address, shared, command, folder)
         finally:
             del store, shared
         if self._reporter.cancelled(self._item):
@@ -140,6 +131,14 @@ class Rank:
         if self._events is not None:
             result |= self._events.last | {"seconds": round(time.monotonic() - begin_s, 3)}
         self._reporter.succeed(self._item, json.dumps(result).encode(), JSON)
+
+    def _command(self) -> tuple[list[str], Path]:
+        """The command that is this rank, and its working directory. OSError, ScriptError."""
+        if self._job.finetune is not None:
+            own = command_of(self._job, self._job.finetune, self._settings, self._item, self._folder, self._logs)
+            return own, self._folder
+        script = script_of(Path(self._settings.train_dir), self._job)
+        return [sys.executable, "-u", str(script), *self._job.args], script.parent
 
     def _meet(self) -> tuple[Any, str]:
         """The store of this run, which rank 0 has, and its address."""
@@ -159,16 +158,16 @@ class Rank:
             store = distributed.TCPStore(*split_address(address), wait_for_workers=False)
         return store, address
 
-    def _run(self, address: str, store: Any) -> None:
+    def _run(self, address: str, store: Any, command: list[str], folder: Path) -> None:
+        """Runs the command in the folder."""
         elastic: Any = importlib.import_module("torch.distributed.elastic.multiprocessing")
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # of what is reported here
         # Else it handles the signals that end this process.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT"
-        command = (sys.executable, "-u", self._script, *self._job.args)
         context = elastic.start_processes(
             name="rank",
             entrypoint=sys.executable,
-            args={0: ("-I", launch.__file__, os.getpid(), self._script.parent, *command)},
+            args={0: ("-I", launch.__file__, os.getpid(), folder, *command)},
             envs={0: self._environment(address)},
             logs_specs=elastic.DefaultLogsSpecs(log_dir=str(self._logs), redirects=elastic.Std.ALL),
         )
@@ -271,6 +270,8 @@ class Rank:
         ended = "raised an error" if raised else f"ended with exit code {code}"
         message = f"rank {rank} {ended}{': ' if why else ''}{why}; {where}"
         retryable = self._item.attempt <= self._job.retries
+        if self._job.finetune is not None and code == OUT_OF_MEMORY:
+            raise ScriptError("OutOfMemory", f"rank {rank}: {self._errors[-1]}", retryable=True)
         raise ScriptError("ScriptFailed", message, retryable=retryable, traceback=written)
 
 

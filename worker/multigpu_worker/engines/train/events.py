@@ -79,6 +79,8 @@ class Events:
             self.last |= {"step": event["step"], "metrics": before | event["metrics"]}
         elif "checkpoint" in event:
             self.last["checkpoint"] = event["checkpoint"]
+        elif "finetuned" in event:
+            self.last["finetuned"] = event["finetuned"]
 
     def _add(self, event: dict[str, Any]) -> None:
         line = json.dumps(event, separators=(",", ":")).encode()
