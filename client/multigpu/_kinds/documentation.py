@@ -30,7 +30,7 @@ def document_options(cls: C) -> C:
             shown = own | {name: _parameter(name, typed) for name in typed.__annotations__ if name not in own}
             method.__signature__ = signature.replace(parameters=list(shown.values()))
             text = inspect.cleandoc(method.__doc__ or "")
-            texts = _TEXTS | _texts(typed)
+            texts = _TEXTS | texts_of(typed)
             rest = [name for name in shown if name in texts and f"`{name}`" not in text]
             method.__doc__ = "\n".join([text, "", "Options:", *(f"    {name}: {texts[name]}" for name in rest), ""])
     return cls
@@ -42,12 +42,12 @@ def _parameter(name: str, typed: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_Default(), annotation=annotation)
 
 
-def _texts(*classes: Any) -> dict[str, str]:
-    """The text of every option."""
+def texts_of(*classes: Any) -> dict[str, str]:
+    """The text of every option of these TypedDicts."""
     return {name: text for cls in classes for name, text in _ATTRIBUTE.findall(inspect.cleandoc(cls.__doc__ or ""))}
 
 
-_TEXTS = _texts(
+_TEXTS = texts_of(
     options.EmbedOptions,
     options.SpecOptions,
     options.CallOptions,

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from multigpu.options import EmbedOptions
@@ -107,7 +108,7 @@ _NUMBERS = {
     "seed": (0, 2**32 - 1),
 }
 _FLOATS = frozenset({"epochs", "learning_rate", "memory_fraction", "evaluation_fraction"})
-_CHOICES = {"method": METHODS, "strategy": STRATEGIES, "precision": PRECISIONS}
+CHOICES = {"method": METHODS, "strategy": STRATEGIES, "precision": PRECISIONS}
 
 
 def finetune_of(
@@ -126,6 +127,29 @@ def finetune_of(
     return tuning, rest
 
 
+class TextsError(ValueError):
+    """The texts can't be trained with."""
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a file of JSON lines: each a string, or an object with `text`. TextsError, OSError."""
+    texts = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+                text = value if isinstance(value, str) else value["text"]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                shown = line.strip()[:60]
+                raise TextsError(f'{path.name} line {number} is neither {{"text": "…"}} nor a string: {shown}')
+            texts.append(text)
+    return texts
+
+
 def _line(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a text is a str, not {type(text).__name__}")
@@ -137,7 +161,10 @@ def read_finetune(value: Any, world_size: int) -> Finetune:
     known = {each.name for each in fields(Finetune)}
     if not isinstance(value, dict) or value.keys() != known:
         raise ValueError(f"finetune is a JSON object with {', '.join(sorted(known))}: see Client.finetune")
-    return checked(Finetune(**value), world_size)
+    try:
+        return checked(Finetune(**value), world_size)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def checked(tuning: Finetune, world_size: int) -> Finetune:
@@ -152,7 +179,7 @@ def checked(tuning: Finetune, world_size: int) -> Finetune:
             raise TypeError(f"{name} must be {'an int' if whole else 'a number'}, not {value!r}")
         if not low <= value <= high:
             raise ValueError(f"{name} is {value}; it must be {low} to {high}")
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         if getattr(tuning, name) not in choices:
             raise ValueError(f"{name} is {getattr(tuning, name)!r}; it must be {', '.join(choices)}")
     if tuning.strategy == "dp" and world_size > 1:

@@ -4,8 +4,9 @@ import os
 import sys
 from pathlib import Path
 
+from multigpu._kinds.finetuning import TextsError
+
 from multigpu_worker.engines.common.torch_runtime import memory_errors
-from multigpu_worker.finetune.examples import TextsError
 from multigpu_worker.finetune.settings import MICRO_BATCH, OUT_OF_MEMORY, Settings
 from multigpu_worker.finetune.training import Plan, finetune
 from multigpu_worker.repository.model import ModelFolderError

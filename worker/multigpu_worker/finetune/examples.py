@@ -1,9 +1,7 @@
 """Texts as examples to train with."""
 
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,29 +11,6 @@ Example = dict[str, list[int]]
 IGNORED = -100
 # Of texts, tokenized at a time.
 CHUNK = 1000
-
-
-class TextsError(ValueError):
-    """The texts can't be trained with."""
-
-
-def read_texts(path: Path) -> list[str]:
-    """The texts of a file of JSON lines: each a string, or an object with `text`. TextsError, OSError."""
-    texts = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-                text = value if isinstance(value, str) else value["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                shown = line.strip()[:60]
-                raise TextsError(f'{path.name} line {number} is no JSON object {{"text": "…"}} and no string: {shown}')
-            texts.append(text)
-    return texts
 
 
 def split(texts: Sequence[str], fraction: float, seed: int) -> tuple[list[str], list[str]]:

@@ -13,14 +13,14 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from multigpu import train
-from multigpu._kinds.finetuning import Finetune
+from multigpu._kinds.finetuning import Finetune, TextsError, read_texts
 from multigpu._kinds.training import tell
 
 from multigpu_worker.engines.common.pretrained import transformers
 from multigpu_worker.engines.generate.weights import read_weights
 from multigpu_worker.finetune.advice import advice
 from multigpu_worker.finetune.checkpoints import commit, last_committed
-from multigpu_worker.finetune.examples import Example, TextsError, collate, examples_of, read_texts, split
+from multigpu_worker.finetune.examples import Example, collate, examples_of, split
 from multigpu_worker.finetune.memory import (
     Need,
     begin_peak,

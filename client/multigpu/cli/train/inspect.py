@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from multigpu import Client, Task
+from multigpu._kinds.finetuning import Finetune
 from multigpu._kinds.training import KIND, report_text
 from multigpu.cli import show, tables
 from multigpu.cli.admin import newest
@@ -22,7 +23,7 @@ from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks.tasks import state_of, task_facts
 from multigpu.cli.text import clean_lines, since
-from multigpu.cli.train.job import History, find, history, name_argument
+from multigpu.cli.train.job import History, find, finetuned_lines, history, name_argument
 from multigpu.cli.train.plot import plot
 from multigpu.cli.train.run import follow
 
@@ -69,6 +70,12 @@ def newest_runs(tasks: Iterable[Task]) -> Iterator[Task]:
             yield task
 
 
+def _joules(task: Task) -> float | None:
+    """Of the last attempt."""
+    outcome = task.outcome
+    return outcome.energy.joules if outcome is not None and outcome.energy is not None else None
+
+
 def _summary(task: Any) -> dict[str, Any]:
     return {
         "job": task.request_id,
@@ -98,6 +105,7 @@ def show_(name: str, address: str, as_json: bool) -> None:
         show.value(
             _summary(task)
             | {"description": job.payload() if job is not None else None}
+            | {"device_hours": past.device_hours, "energy_joules": _joules(task)}
             | {"runs": past.attempts, "checkpoint": past.checkpoint, "metrics": past.metrics[-1:]}
             | {"error": task.outcome.error_message if task.outcome is not None else ""}
         )
@@ -105,14 +113,26 @@ def show_(name: str, address: str, as_json: bool) -> None:
     hidden = ("Payload", "Request", "Kind", "Log", "Result")
     facts = [("Job", task.request_id)]
     if job is not None:
-        facts += [("Script", shlex.join((job.script, *job.args))), ("Ranks", str(past.attempts[-1]["world_size"]))]
+        if job.finetune is None:
+            facts.append(("Script", shlex.join((job.script, *job.args))))
+        else:
+            facts += [("Model", job.finetune.model), ("Settings", settings_text(job.finetune))]
+        facts += [("Ranks", str(past.attempts[-1]["world_size"])), ("Device hours", f"{past.device_hours:.3g}")]
         facts += [("Logs", past.attempts[-1]["logs"])]
     if past.checkpoint is not None:
         facts.append(("Checkpoint", f"step {past.checkpoint['step']} in {past.checkpoint['folder']}"))
     if past.metrics:
         facts.append(("Last report", report_text(by_step(past)[-1])))
     facts += [(label, text) for label, text in task_facts(task) if label not in hidden and "Output" not in label]
+    if task.outcome is not None and task.outcome.succeeded and "finetuned" in (result := task.outcome.value()):
+        facts += [("Result", line) for line in finetuned_lines(result["finetuned"])]
     show.facts(facts)
+
+
+def settings_text(tuning: Finetune) -> str:
+    """The settings that are not their defaults."""
+    plain, usual = tuning.plain(), Finetune(model=tuning.model).plain()
+    return ", ".join(f"{name} {value}" for name, value in plain.items() if value != usual[name]) or "the defaults"
 
 
 @click.command(

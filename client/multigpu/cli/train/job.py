@@ -1,8 +1,9 @@
 """A training job as the master knows it: its task, its events and its log."""
 
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,8 +40,17 @@ class History:
         """None: the job has not begun."""
         return read_job(self.attempts[-1]["job"]) if self.attempts else None
 
+    @property
+    def device_hours(self) -> float:
+        """Of all attempts and ranks, until the last event."""
+        seconds: float = sum(attempt["world_size"] * (attempt["end"] - attempt["time"]) for attempt in self.attempts)
+        return seconds / 3600
+
     def add(self, event: dict[str, Any]) -> None:
+        if self.attempts:
+            self.attempts[-1]["end"] = max(self.attempts[-1]["end"], event.get("time", 0.0))
         if "job" in event:
+            event = event | {"end": event["time"]}
             self.attempts.append(event)
         elif "metrics" in event:
             self.metrics.append(event | {"attempt": len(self.attempts)})
@@ -103,6 +113,16 @@ def new_text(known: str, log: str) -> str:
     return log[at + len(end) :] if at >= 0 else log
 
 
+def finetuned_lines(found: Mapping[str, Any]) -> list[str]:
+    """What a job that fine-tuned has made, and what to change in the next."""
+    losses = [loss for _, loss in found["evaluations"]]
+    perplexity = f"; perplexity {math.exp(losses[0]):.4g}, then {math.exp(min(losses)):.4g}" if losses else ""
+    return [
+        f"{found['model']} is in the model repository{perplexity}",
+        *(f"advice: {text}" for text in found["advice"]),
+    ]
+
+
 def report_end(client: Client, task: Task) -> None:
     """Says how a job ended. TasksFailed: it did not succeed."""
     outcome = task.outcome
@@ -110,6 +130,9 @@ def report_end(client: Client, task: Task) -> None:
     name = task.request_id
     if outcome.succeeded:
         show.note(f"job {name} succeeded")
+        if (finetuned := outcome.value().get("finetuned")) is not None:
+            for line in finetuned_lines(finetuned):
+                show.note(line)
         return
     error = f": {outcome.error_type}: {outcome.error_message}" if outcome.error_type else ""
     saved = history(client, task).checkpoint

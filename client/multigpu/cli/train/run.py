@@ -1,11 +1,13 @@
 """`mgpuctl train run`, `stop` and `resume`."""
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
-from multigpu import AlreadyExistsError, Client, RejectedError
+from multigpu import AlreadyExistsError, Client, RejectedError, TaskHandle
+from multigpu._kinds.training import KIND
 from multigpu.cli import show
 from multigpu.cli.commands import Command
 from multigpu.cli.failures import EXIT_CODES, Failure, WrongUsage
@@ -16,6 +18,30 @@ from multigpu.cli.train.job import find, follow_log, history, name_argument, rep
 
 # Options of Client.train that are no options of its task.
 OF_JOB = ("name", "retries", "checkpoints", "hang_timeout_s")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def task_options(command: F) -> F:
+    """Gives a command the options of a job's task, `--detach` and `--master`."""
+    options = (
+        queue_option,
+        click.option("--priority", type=click.IntRange(1, 5), help="1 is served first.  [default: 3]"),
+        click.option(
+            "--label", "labels", multiple=True, metavar="KEY=VALUE", help="Workers must have it. May be repeated."
+        ),
+        click.option(
+            "--device-memory", "device_memory_bytes", type=parse_size, metavar="SIZE",
+            help="Device memory that must be free.",
+        ),
+        click.option(
+            "--wait-for-worker", is_flag=True, help="Queue the job even if no known workers could ever run it."
+        ),
+        click.option("--detach", is_flag=True, help="Print the job's name once it is queued, and end."),
+        master_option,
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.command(
@@ -43,16 +69,8 @@ OF_JOB = ("name", "retries", "checkpoints", "hang_timeout_s")
     "--hang-timeout", "hang_timeout_s", type=Number(min=0), default=0.0, metavar="SECONDS",
     help="End an attempt in which no rank writes or reports anything for this time.  [default: never]",
 )  # fmt: skip
-@queue_option
-@click.option("--priority", type=click.IntRange(1, 5), help="1 is served first.  [default: 3]")
-@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Workers must have it. May be repeated.")
-@click.option(
-    "--device-memory", "device_memory_bytes", type=parse_size, metavar="SIZE", help="Device memory that must be free."
-)
 @click.option("--attempts-max", type=click.IntRange(1, 100), metavar="N", help="How often it may begin.  [default: 3]")
-@click.option("--wait-for-worker", is_flag=True, help="Queue the job even if no known workers could ever run it.")
-@click.option("--detach", is_flag=True, help="Print the job's name once it is queued, and end.")
-@master_option
+@task_options
 def run(script: str, args: tuple[str, ...], address: str, detach: bool, **given: Any) -> None:
     """Run SCRIPT on several workers, and show what rank 0 writes.
 
@@ -61,22 +79,26 @@ def run(script: str, args: tuple[str, ...], address: str, detach: bool, **given:
     It survives the end of every process, and begins again from its last checkpoint (multigpu.train). The name of a job
     that was stopped or has failed continues that job.
     """
-    names = ("queue", "priority", "device_memory_bytes", "attempts_max", "wait_for_worker")
-    options: dict[str, Any] = {name: given[name] for name in names if given[name] not in (None, "", False)}
-    if given["labels"]:
-        options["labels"] = key_values("--label", given["labels"])
-    options["world_size"] = given["world_size"]
+    options = {each: given.pop(each) for each in OF_JOB} | given_options(given)
     with sdk_session(), Client(address) as client:
-        _start(client, script, args, detach=detach, **{each: given[each] for each in OF_JOB}, **options)
+        start(client, lambda: client.train(script, args, **options), options["name"], detach=detach)
 
 
-def _start(client: Client, script: str, args: tuple[str, ...], *, detach: bool, **options: Any) -> None:
+def given_options(given: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given. Labels come as a tuple."""
+    if labels := given.pop("labels"):
+        given["labels"] = key_values("--label", labels)
+    return {name: value for name, value in given.items() if value is not None and value is not False and value != ""}
+
+
+def start(client: Client, submit: Callable[[], TaskHandle[Any]], name: str, *, detach: bool) -> None:
+    """Submits a job and, unless `detach`, follows it."""
     try:
-        handle = client.train(script, args, **options)
-    except ValueError as error:
+        handle = submit()
+    except (ValueError, TypeError) as error:
         raise WrongUsage(str(error)) from error
     except AlreadyExistsError as error:
-        remedy = f"choose another --name; `mgpuctl train show {options['name']}` shows that job"
+        remedy = f"choose another --name; `mgpuctl train show {name}` shows that job"
         raise Failure(f"there is a job of this name with another script, arguments or options: {remedy}") from error
     except RejectedError as error:
         if "kind" in str(error) and "train" in str(error):
@@ -142,7 +164,5 @@ def resume(name: str, address: str, detach: bool) -> None:
         elif job is None:
             raise Failure(f"{name} had not begun: `mgpuctl train run --name {name} …` starts it")
         else:
-            _start(
-                client, job.script, job.args, detach=detach, **{each: getattr(job, each) for each in OF_JOB},
-                **job.options,
-            )  # fmt: skip
+            payload, options = job.payload(), {**job.options, "retry_failed": True}
+            start(client, lambda: client.submit(KIND, payload, request_id=name, **options), name, detach=detach)
