@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from multigpu._encoding import JSON, encode
+from multigpu._kinds.job_history import History, by_step
 from multigpu._kinds.training import Job, job_of, read_payload, report_text
-from multigpu.cli.train.inspect import by_step
-from multigpu.cli.train.job import History, new_text
+from multigpu.cli.train.job import new_text
 
 LINES = "".join(f"step {n}\n" for n in range(1000))
 
@@ -77,7 +77,7 @@ def test_of_a_step_that_ran_again_the_last_report_counts() -> None:
     past = History()
     for step, loss in ((None, 9.0), (1, 3.0), (2, 2.0)):
         past.add({"metrics": {"loss": loss, "before": 0.0}, "step": step})
-    past.attempts.append({})
+    past.attempts.append({"world_size": 1})
     for step, loss in ((1, 2.5), (2, 2.0)):
         past.add({"metrics": {"loss": loss}, "step": step})
     past.add({"checkpoint": {"step": 1, "folder": "x"}})
@@ -86,3 +86,15 @@ def test_of_a_step_that_ran_again_the_last_report_counts() -> None:
     past.add({"metrics": {"accuracy": 0.5}, "step": 2})
     assert by_step(past)[-1]["metrics"] == {"loss": 2.0, "accuracy": 0.5}, "of one attempt both count"
     assert report_text({"metrics": {"loss": 2.0, "norm": "nan"}, "step": 4}) == "step 4, loss 2, norm nan"
+
+
+def test_device_hours_are_of_all_ranks_and_attempts_without_the_waits_between() -> None:
+    past = History()
+    for event in (
+        {"job": {}, "world_size": 2, "time": 1000.0},
+        {"metrics": {"loss": 1.0}, "step": 1, "time": 1900.0},
+        {"job": {}, "world_size": 4, "time": 9000.0},
+        {"checkpoint": {"step": 2}, "time": 9900.0},
+    ):
+        past.add(event)
+    assert past.device_hours == pytest.approx(2 * 0.25 + 4 * 0.25)

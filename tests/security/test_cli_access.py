@@ -45,6 +45,7 @@ CALLS: dict[str, str] = {
     "classify": "letters --text {}/lines.txt",
     "bench": "hashes --batch-size 2 --items 4 --rounds 1 --concurrency 2",
     "train run": "job.py --name job",
+    "train finetune": "--model none --data {}/lines.txt",
     "train list": "",
     "train show": "first",
     "train logs": "first",

@@ -12,6 +12,7 @@ import click
 
 from multigpu import Client, Task
 from multigpu._kinds.finetuning import Finetune
+from multigpu._kinds.job_history import by_step
 from multigpu._kinds.training import KIND, report_text
 from multigpu.cli import show, tables
 from multigpu.cli.admin import newest
@@ -23,7 +24,7 @@ from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks.tasks import state_of, task_facts
 from multigpu.cli.text import clean_lines, since
-from multigpu.cli.train.job import History, find, finetuned_lines, history, name_argument
+from multigpu.cli.train.job import find, finetuned_lines, history, name_argument
 from multigpu.cli.train.plot import plot
 from multigpu.cli.train.run import follow
 
@@ -201,15 +202,3 @@ def _metric_column(metric: str) -> Column:
         return value if isinstance(value, str) else f"{value:.6g}"
 
     return Column(metric.upper(), number, right=True)
-
-
-def by_step(past: History) -> list[dict[str, Any]]:
-    """The reports in the order of steps. Those of one step are one; of a step that ran again, the last attempt's."""
-    unnumbered = [report for report in past.metrics if report["step"] is None]
-    numbered: dict[int, dict[str, Any]] = {}
-    for report in past.metrics:
-        if (step := report["step"]) is not None:
-            before = numbered.get(step)
-            earlier = before["metrics"] if before is not None and before["attempt"] == report["attempt"] else {}
-            numbered[step] = report | {"metrics": earlier | report["metrics"]}
-    return unnumbered + [numbered[step] for step in sorted(numbered)]

@@ -5,13 +5,13 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
 from multigpu import CallTimeoutError, Client, NotFoundError, Outcome, Task
-from multigpu._kinds.training import KIND, Job, read_job
+from multigpu._kinds.job_history import History
+from multigpu._kinds.training import KIND
 from multigpu.cli import show
 from multigpu.cli.failures import NotFound, TasksFailed
 from multigpu.cli.tasks.tasks import state_of
@@ -23,39 +23,6 @@ SILENCE_S = 0.3
 OVERLAP_CHARS = 512
 
 name_argument = click.argument("name", metavar="JOB")
-
-
-@dataclass(slots=True)
-class History:
-    """What the events of a job say. `metrics`: as reported, in order, with the number of the attempt as `attempt`; a
-    step that ran again is there twice.
-    """
-
-    attempts: list[dict[str, Any]] = field(default_factory=list)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    checkpoint: dict[str, Any] | None = None
-
-    @property
-    def job(self) -> Job | None:
-        """None: the job has not begun."""
-        return read_job(self.attempts[-1]["job"]) if self.attempts else None
-
-    @property
-    def device_hours(self) -> float:
-        """Of all attempts and ranks, until the last event."""
-        seconds: float = sum(attempt["world_size"] * (attempt["end"] - attempt["time"]) for attempt in self.attempts)
-        return seconds / 3600
-
-    def add(self, event: dict[str, Any]) -> None:
-        if self.attempts:
-            self.attempts[-1]["end"] = max(self.attempts[-1]["end"], event.get("time", 0.0))
-        if "job" in event:
-            event = event | {"end": event["time"]}
-            self.attempts.append(event)
-        elif "metrics" in event:
-            self.metrics.append(event | {"attempt": len(self.attempts)})
-        elif "checkpoint" in event:
-            self.checkpoint = event["checkpoint"]
 
 
 def find(client: Client, name: str, *, rank: int = 0) -> Task:
@@ -71,11 +38,9 @@ def find(client: Client, name: str, *, rank: int = 0) -> Task:
 
 def history(client: Client, task: Task) -> History:
     """The events until now."""
-    found = History()
     if task.outcome is not None:
-        for data in task.outcome.message.partials:
-            found.add(json.loads(data))
-        return found
+        return History.of(task.outcome.message.partials)
+    found = History()
     now = time.time()
     with closing(client.handle(task.task_id).follow(timeout=SILENCE_S)) as parts:
         try:
