@@ -19,6 +19,8 @@ class History:
     attempts: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     checkpoint: dict[str, Any] | None = None
+    # What a job that fine-tunes has made.
+    finetuned: dict[str, Any] | None = None
     device_seconds: float = 0.0
     _last_s: float = 0.0  # of the attempt's events
 
@@ -50,6 +52,8 @@ class History:
                 self.metrics.append(event | {"attempt": len(self.attempts)})
             elif "checkpoint" in event:
                 self.checkpoint = event["checkpoint"]
+            elif "finetuned" in event:
+                self.finetuned = event["finetuned"]
         self._last_s = time_s
 
 

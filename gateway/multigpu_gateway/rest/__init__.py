@@ -3,7 +3,7 @@
 from multigpu.v1 import admin_service_pb2
 
 from multigpu_gateway.http import EVENT_STREAM
-from multigpu_gateway.rest import earlier
+from multigpu_gateway.rest import earlier, training
 from multigpu_gateway.rest.errors import GONE, error_body
 from multigpu_gateway.rest.fleet import queues, stats, usage, workers
 from multigpu_gateway.rest.requests import NoQuery, OutcomesQuery, UsageQuery
@@ -32,5 +32,7 @@ ROUTES = {
     "/multigpu/stats": Route({"GET": earlier.onyx_stats}, error_body),
     earlier.GPU: Route({"GET": earlier.gpu_stats}, error_body, tree=True, paths=earlier.GPU_PATHS),
     "/multigpu/resources/status": Route({"GET": earlier.resources}, error_body),
+    "/multigpu/resources/manage": Route({"POST": Operation(earlier.manage, body=earlier.ManageRequest)}, error_body),
     "/multigpu/performance/metrics": Route({"GET": earlier.performance}, error_body),
+    **{path: Route(methods, error_body) for path, methods in training.METHODS.items()},
 }

@@ -5,7 +5,7 @@ A GPU is a worker, numbered from 0 by host, device and worker_id. What its devic
 """
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from multigpu import OutcomeState
@@ -20,7 +20,7 @@ from multigpu_gateway.routes import Operation, Paths
 MIB = 1 << 20
 GPU, GPU_STATS, RECOMMENDATIONS = "/multigpu/gpu", "/stats", "/multigpu/gpu/recommendations"
 GPU_TEST = "/multigpu/gpu/test"
-# Fields of Onyx' GPUConfig for training, which a fleet does not do.
+# Fields of Onyx' GPUConfig for training, which each job has its own of.
 _TRAINING = (
     "distributed_training", "backend", "batch_size_per_gpu", "gradient_accumulation_steps", "sync_batch_norm",
     "mixed_precision", "memory_fraction",
@@ -33,6 +33,14 @@ class TestRequest(msgspec.Struct, forbid_unknown_fields=True):
     gpu_ids: list[int] | None = None
 
 
+class ManageRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """`gpu_ids` None: all."""
+
+    action: Literal["cleanup", "cordon", "uncordon"]
+    gpu_ids: list[int] | None = None
+
+
+_manage = msgspec.json.Decoder(ManageRequest)
 _test = msgspec.json.Decoder(TestRequest)
 # Newest tasks from which the time of a batch is averaged.
 SAMPLE_TASKS = 100
@@ -69,17 +77,17 @@ async def langchain_stats(request: Request, connected: Connected) -> None:
 async def health(request: Request, connected: Connected) -> None:
     """How many GPUs take tasks: 503 if none does."""
     workers, _ = await _fleet(connected)
-    available = sum(map(_available, workers))
-    status = "unhealthy" if not available else "healthy" if available == len(workers) else "degraded"
-    answer = {"status": status, "total_gpus": len(workers), "available_gpus": available}
-    await request.respond(200 if available else UNAVAILABLE, msgspec.json.encode(answer))
+    usable = sum(map(available, workers))
+    status = "unhealthy" if not usable else "healthy" if usable == len(workers) else "degraded"
+    answer = {"status": status, "total_gpus": len(workers), "available_gpus": usable}
+    await request.respond(200 if usable else UNAVAILABLE, msgspec.json.encode(answer))
 
 
 async def onyx_stats(request: Request, connected: Connected) -> None:
     """Every GPU, in the form of Onyx."""
     workers, _ = await _fleet(connected)
     answer = {
-        "available_gpus": [index for index, worker in enumerate(workers) if _available(worker)],
+        "available_gpus": [index for index, worker in enumerate(workers) if available(worker)],
         "gpu_info": [_gpu(index, worker) for index, worker in enumerate(workers)],
     }
     await request.respond(200, msgspec.json.encode(answer))
@@ -88,7 +96,7 @@ async def onyx_stats(request: Request, connected: Connected) -> None:
 async def onyx_config(request: Request, connected: Connected) -> None:
     """Which GPUs take tasks, in the form of Onyx."""
     workers, _ = await _fleet(connected)
-    ids = [index for index, worker in enumerate(workers) if _available(worker)]
+    ids = [index for index, worker in enumerate(workers) if available(worker)]
     answer = {"use_multi_gpu": len(ids) > 1, "gpu_ids": ids} | dict.fromkeys(_TRAINING)
     await request.respond(200, msgspec.json.encode(answer))
 
@@ -107,14 +115,11 @@ async def recommendations(request: Request, connected: Connected) -> None:
 async def gpu_test(request: Request, connected: Connected) -> None:
     """Has GPUs check themselves, one after the other: `gpu_ids` of the body, or all. One that is lost fails."""
     asked = decode(_test, await request.body() or b"{}")
-    workers, _ = await _fleet(connected)
-    found = range(len(workers))
-    if unknown := [index for index in asked.gpu_ids or () if index not in found]:
-        raise wrong("gpu_ids", f"{unknown[0]} is no number of a GPU; /multigpu/stats lists them")
+    chosen = _chosen(await numbered_workers(connected), asked.gpu_ids)
     tests = []
     async with request.while_connected():
-        for index in dict.fromkeys(found if asked.gpu_ids is None else asked.gpu_ids):
-            worker = workers[index]
+        for index, chosen_worker in chosen.items():
+            worker = chosen_worker
             if worker.state is not WorkerState.LOST:
                 worker = await connected.admin.check_worker(worker.worker_id)
             tests.append({"gpu_id": index, "worker_id": worker.worker_id, **_test_result(worker)})
@@ -122,6 +127,30 @@ async def gpu_test(request: Request, connected: Connected) -> None:
         raise HttpError(UNAVAILABLE, "there is no GPU to test: no worker has connected, or gpu_ids is empty")
     answer = {"passed": all(test["passed"] for test in tests), "tests": tests}
     await request.respond(200, msgspec.json.encode(answer))
+
+
+async def manage(request: Request, connected: Connected) -> None:
+    """Unloads the models of GPUs (`cleanup`), or has GPUs take no more tasks (`cordon`) and again some (`uncordon`)."""
+    asked = decode(_manage, await request.body())
+    chosen = _chosen(await numbered_workers(connected), asked.gpu_ids)
+    done = []
+    for index, worker in chosen.items():
+        models = worker.resident_models if asked.action == "cleanup" else ()
+        for model in models:
+            await connected.admin.unload_model(model, [worker.worker_id])
+        if asked.action == "cordon":
+            await connected.admin.cordon_worker(worker.worker_id, reason="POST /multigpu/resources/manage")
+        elif asked.action == "uncordon":
+            await connected.admin.uncordon_worker(worker.worker_id)
+        done.append({"gpu_id": index, "worker_id": worker.worker_id, "unloaded_models": list(models)})
+    await request.respond(200, msgspec.json.encode({"action": asked.action, "gpus": done}))
+
+
+def _chosen(workers: list[Worker], gpu_ids: list[int] | None) -> dict[int, Worker]:
+    """The workers of these numbers, or all. HttpError: there is no such number."""
+    if unknown := [index for index in gpu_ids or () if not 0 <= index < len(workers)]:
+        raise wrong("gpu_ids", f"{unknown[0]} is no number of a GPU; /multigpu/stats lists them")
+    return {index: workers[index] for index in (range(len(workers)) if gpu_ids is None else gpu_ids)}
 
 
 def _test_result(worker: Worker) -> dict[str, Any]:
@@ -177,10 +206,15 @@ async def performance(request: Request, connected: Connected) -> None:
 GPU_PATHS: Paths = {f"{GPU}/{{gpu_id}}{GPU_STATS}": {"GET": Operation(gpu_stats)}}
 
 
-async def _fleet(connected: Connected) -> tuple[list[Worker], Stats]:
+async def numbered_workers(connected: Connected) -> list[Worker]:
+    """The workers; a GPU's number is its index."""
     workers = await connected.admin.list_workers()
     workers.sort(key=lambda each: (each.host, each.device.pci_bus_id, each.device.name, each.worker_id))
-    return workers, await connected.admin.stats()
+    return workers
+
+
+async def _fleet(connected: Connected) -> tuple[list[Worker], Stats]:
+    return await numbered_workers(connected), await connected.admin.stats()
 
 
 async def _batch_ms(connected: Connected) -> float | None:
@@ -199,7 +233,7 @@ def _gpu(index: int, worker: Worker) -> dict[str, Any]:
         "gpu_id": index,
         "name": worker.device.product or worker.device.name,
         "worker_id": worker.worker_id,
-        "available": _available(worker),
+        "available": available(worker),
         "memory_total_bytes": _memory(worker)[0],
         "memory_used_bytes": _memory(worker)[1],
         "memory_utilization": _memory_percent(worker),
@@ -211,7 +245,7 @@ def _gpu(index: int, worker: Worker) -> dict[str, Any]:
     }
 
 
-def _available(worker: Worker) -> bool:
+def available(worker: Worker) -> bool:
     """Whether it takes tasks."""
     unusable = worker.health is not None and worker.health.unusable
     return worker.state is WorkerState.ACTIVE and not (worker.cordoned or worker.quarantined or unusable)

@@ -64,7 +64,6 @@ def test_onyx_config_says_which_gpus_take_tasks(gateway: GatewayProcess, fleet: 
         admin.cordon_worker("w0")
         assert get(gateway, "/multigpu/config")["gpu_ids"] == [1]
         admin.uncordon_worker("w0")
-    get(gateway, "/multigpu/training/history", 404)
     assert gateway.call("POST", "/multigpu/config", {"use_multi_gpu": True})[0].status == 405
 
 

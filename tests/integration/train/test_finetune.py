@@ -84,21 +84,23 @@ def tuned(client: multigpu.Client, **options: Any) -> tuple[dict[str, Any], list
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(fleet: Fleet) -> dict[str, list[float]]:
+def of_one_rank(fleet: Fleet) -> dict[str, tuple[dict[str, Any], list[float]]]:
     with fleet.client() as client:
-        return {method: tuned(client, method=method, output=f"one-{method}")[1] for method in ("full", "lora")}
+        return {method: tuned(client, method=method, output=f"one-{method}") for method in ("full", "lora")}
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_train_as_one_does(
-    client: multigpu.Client, of_one_rank: dict[str, list[float]], strategy: str, method: str
+    client: multigpu.Client, of_one_rank: dict[str, tuple[dict[str, Any], list[float]]], strategy: str, method: str
 ) -> None:
     name = f"two-{strategy}-{method}"
     found, curve = tuned(client, world_size=2, strategy=strategy, method=method, output=name)
     assert len(curve) == STEPS
-    assert curve == pytest.approx(of_one_rank[method], abs=1e-4)
+    of_one, wanted = of_one_rank[method]
+    assert curve == pytest.approx(wanted, abs=1e-4)
     evaluations = [loss for _, loss in found["evaluations"]]
+    assert evaluations == pytest.approx([loss for _, loss in of_one["evaluations"]], abs=1e-4)
     assert len(evaluations) == 3
     assert evaluations == sorted(evaluations, reverse=True), "the perplexity falls"
     assert found["model"] == f"{name}:1"

@@ -20,7 +20,7 @@ from multigpu_worker.engines.common.pretrained import transformers
 from multigpu_worker.engines.generate.weights import read_weights
 from multigpu_worker.finetune.advice import advice
 from multigpu_worker.finetune.checkpoints import commit, last_committed
-from multigpu_worker.finetune.examples import Example, collate, examples_of, split
+from multigpu_worker.finetune.examples import IGNORED, Example, collate, examples_of, split
 from multigpu_worker.finetune.memory import (
     Need,
     begin_peak,
@@ -72,12 +72,12 @@ def plan_of(tuning: Finetune, examples: int, ranks: int, limit: int | None) -> P
 def finetune(settings: Settings, use_plan: Callable[[Plan], None]) -> None:
     """Trains and publishes. `use_plan`: is told of the plan before any memory is used for it."""
     tuning = settings.tuning
-    if tuning.strategy == "dp":
+    on_cpu, alone = settings.device == "cpu", tuning.strategy == "dp"
+    if alone:
         for name in OF_RANKS:
             os.environ.pop(name, None)
-    on_cpu = settings.device == "cpu"
-    state: Any = PartialState(cpu=True, backend="gloo") if on_cpu else PartialState()
-    ranks = torch.cuda.device_count() if tuning.strategy == "dp" and not on_cpu else state.num_processes
+    state: Any = PartialState(cpu=on_cpu, backend="gloo" if on_cpu and not alone else None)
+    ranks = torch.cuda.device_count() if alone and not on_cpu else state.num_processes
     parent = settings.repository / settings.output
     (version,) = broadcast_object_list([published(parent, settings.task) if state.is_main_process else None])
     if version is not None:
@@ -116,11 +116,13 @@ def finetune(settings: Settings, use_plan: Callable[[Plan], None]) -> None:
     say(f"each rank makes {plan.accumulation} passes of {plan.micro_batch} a step", flush=True)
 
     reports = Reports(plan, say)
-    trainer: Any = transformers.Trainer(
+    # Examples that predict nothing make all batches of evaluations full: else accelerate repeats some.
+    filled = evaluated + [{"input_ids": [0]}] * (-len(evaluated) % (ranks * plan.micro_batch))
+    trainer: Any = Trainer(
         model=model,
         args=_arguments(settings, plan, strategy, precision, evaluates=bool(evaluated)),
         train_dataset=examples,
-        eval_dataset=evaluated or None,
+        eval_dataset=filled or None,
         data_collator=collate,
         callbacks=[reports, *([transformers.EarlyStoppingCallback(tuning.patience)] if tuning.patience else [])],
     )
@@ -141,6 +143,19 @@ def finetune(settings: Settings, use_plan: Callable[[Plan], None]) -> None:
             shutil.rmtree(done, ignore_errors=True)
     state.wait_for_everyone()
     state.destroy_process_group()
+
+
+class Trainer(transformers.Trainer):
+    def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, None, None]:
+        """So that an evaluation has the mean loss of its tokens: Trainer averages what this returns by example."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs["labels"]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = model(**inputs).loss
+        predicted: Any = self.eval_dataset
+        mean_tokens = sum(len(each["input_ids"]) - 1 for each in predicted) / len(predicted)
+        tokens = (labels[:, 1:] != IGNORED).sum()
+        return loss.float().nan_to_num() * tokens / (len(labels) * mean_tokens), None, None
 
 
 @dataclass
@@ -235,7 +250,7 @@ def _arguments(settings: Settings, plan: Plan, strategy: str, precision: str, *,
         max_steps=plan.steps,
         seed=tuning.seed,
         use_cpu=on_cpu,
-        ddp_backend="gloo" if on_cpu else None,
+        ddp_backend="gloo" if on_cpu and strategy != "dp" else None,
         ddp_find_unused_parameters=False,
         bf16=precision == "bf16",
         fp16=precision == "fp16",

@@ -125,8 +125,7 @@ def show_(name: str, address: str, as_json: bool) -> None:
     if past.metrics:
         facts.append(("Last report", report_text(by_step(past)[-1])))
     facts += [(label, text) for label, text in task_facts(task) if label not in hidden and "Output" not in label]
-    if task.outcome is not None and task.outcome.succeeded and "finetuned" in (result := task.outcome.value()):
-        facts += [("Result", line) for line in finetuned_lines(result["finetuned"])]
+    facts += [("Result", line) for line in finetuned_lines(past)]
     show.facts(facts)
 
 

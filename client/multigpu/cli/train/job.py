@@ -3,9 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 import click
 
@@ -78,8 +77,10 @@ def new_text(known: str, log: str) -> str:
     return log[at + len(end) :] if at >= 0 else log
 
 
-def finetuned_lines(found: Mapping[str, Any]) -> list[str]:
-    """What a job that fine-tuned has made, and what to change in the next."""
+def finetuned_lines(past: History) -> list[str]:
+    """What a job that fine-tuned has made, and what to change in the next. Empty: it has made nothing."""
+    if (found := past.finetuned) is None:
+        return []
     losses = [loss for _, loss in found["evaluations"]]
     perplexity = f"; perplexity {math.exp(losses[0]):.4g}, then {math.exp(min(losses)):.4g}" if losses else ""
     return [
@@ -95,9 +96,8 @@ def report_end(client: Client, task: Task) -> None:
     name = task.request_id
     if outcome.succeeded:
         show.note(f"job {name} succeeded")
-        if (finetuned := outcome.value().get("finetuned")) is not None:
-            for line in finetuned_lines(finetuned):
-                show.note(line)
+        for line in finetuned_lines(history(client, task)):
+            show.note(line)
         return
     error = f": {outcome.error_type}: {outcome.error_message}" if outcome.error_type else ""
     saved = history(client, task).checkpoint
