@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from multigpu import train
 from multigpu._kinds.finetuning import Finetune, TextsError, read_texts
 from multigpu._kinds.training import tell
+from torch.distributed.tensor import DTensor
 
 from multigpu_worker.engines.common.pretrained import transformers
 from multigpu_worker.engines.generate.weights import read_weights
@@ -115,12 +116,17 @@ def finetune(settings: Settings, use_plan: Callable[[Plan], None]) -> None:
     say(f"{len(examples)} examples, {len(evaluated)} held out; {plan.steps} steps of {plan.batch}")
     say(f"each rank makes {plan.accumulation} passes of {plan.micro_batch} a step", flush=True)
 
-    reports = Reports(plan, say)
+    arguments = _arguments(settings, plan, strategy, precision, evaluates=bool(evaluated))
+    if strategy == "fsdp2":
+        # accelerate shares weights out on accelerators alone, and would train as DDP does on CPUs without a word.
+        assert arguments.device == state.device, "it has made a new PartialState"
+        PartialState().distributed_type = DistributedType.MULTI_GPU
+    reports = Reports(plan, say, shards=strategy == "fsdp2")
     # Examples that predict nothing make all batches of evaluations full: else accelerate repeats some.
     filled = evaluated + [{"input_ids": [0]}] * (-len(evaluated) % (ranks * plan.micro_batch))
     trainer: Any = Trainer(
         model=model,
-        args=_arguments(settings, plan, strategy, precision, evaluates=bool(evaluated)),
+        args=arguments,
         train_dataset=examples,
         eval_dataset=filled or None,
         data_collator=collate,
@@ -164,6 +170,7 @@ class Reports(transformers.TrainerCallback):
 
     plan: Plan
     say: Callable[..., None]
+    shards: bool
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     pauses_s: float = 0.0
     begin_s: float = field(default_factory=time.monotonic)
@@ -171,7 +178,9 @@ class Reports(transformers.TrainerCallback):
     _paused_s: float = 0.0
     _said_s: float = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.shards and not all(isinstance(each, DTensor) for each in given["model"].parameters()):
+            raise RuntimeError("accelerate has not shared the weights out: FSDP2 needs accelerate 1.10 or newer")
         self.begin_s, self.begin_step = time.monotonic(), state.global_step
         for entry in state.log_history:  # of an earlier attempt
             if "eval_loss" in entry:
