@@ -45,7 +45,7 @@ CALLS: dict[str, str] = {
     "classify": "letters --text {}/lines.txt",
     "bench": "hashes --batch-size 2 --items 4 --rounds 1 --concurrency 2",
     "train run": "job.py --name job",
-    "train finetune": "--model none --data {}/lines.txt",
+    "train finetune": "--model none --data-on-workers lines.jsonl --name job",
     "train list": "",
     "train show": "first",
     "train logs": "first",
@@ -93,6 +93,7 @@ CALLS: dict[str, str] = {
 # connected; no worker has training scripts, and "first" is no job; this host is not fit for everything.
 ANSWERED = {
     "train run": "--train-dir",
+    "train finetune": "--train-dir",
     **dict.fromkeys(
         (f"train {command}" for command in ("show", "logs", "metrics", "stop", "resume")), "not a training"
     ),

@@ -70,7 +70,7 @@ def processes(word: str) -> list[int]:
             command = (folder / "cmdline").read_bytes().decode()
         except OSError:
             continue
-        if word in command and "multigpu_worker.finetune" in command:
+        if word in command and "multigpu_worker.engines.finetune" in command:
             found.append(int(folder.name))
     return found
 

@@ -23,13 +23,13 @@ from multigpu._kinds.training import CHECKPOINTS_VARIABLE, FOLDER_VARIABLE, JOBS
 from multigpu.config.values import split_address
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
+from multigpu_worker.engines.finetune.settings import OUT_OF_MEMORY
 from multigpu_worker.engines.train import launch
 from multigpu_worker.engines.train.errors import ScriptError
 from multigpu_worker.engines.train.events import Events
 from multigpu_worker.engines.train.hang import HangWatch, await_notice, have_places, place_of, places, tell_place
 from multigpu_worker.engines.train.tail import Tail
 from multigpu_worker.engines.train.tuning import command_of
-from multigpu_worker.finetune.settings import OUT_OF_MEMORY
 
 # Each poll takes time on a core that the ranks may need.
 POLL_S = 0.25

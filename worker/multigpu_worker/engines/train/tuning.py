@@ -1,4 +1,4 @@
-"""Prepares jobs that fine-tune: what their script, multigpu_worker.finetune, needs on this host."""
+"""Prepares jobs that fine-tune: what their script, multigpu_worker.engines.finetune, needs on this host."""
 
 import importlib.util
 import os
@@ -9,8 +9,8 @@ from multigpu._kinds.finetuning import Finetune
 from multigpu._kinds.training import Job
 
 from multigpu_worker.engines.base import EngineSettings, Item
+from multigpu_worker.engines.finetune.settings import TEXTS, Settings
 from multigpu_worker.engines.train.errors import ScriptError
-from multigpu_worker.finetune.settings import TEXTS, Settings
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 from multigpu_worker.repository.scan import VERSION, scan
 
@@ -41,7 +41,7 @@ def command_of(job: Job, tuning: Finetune, settings: EngineSettings, item: Item,
         artifacts_bytes_max=settings.artifacts_bytes_max,
         device=settings.device,
     ).write(path)
-    return [sys.executable, "-u", "-P", "-m", "multigpu_worker.finetune", str(path)]
+    return [sys.executable, "-u", "-P", "-m", "multigpu_worker.engines.finetune", str(path)]
 
 
 def _model_of(tuning: Finetune, settings: EngineSettings) -> tuple[ModelSpec, str]:

@@ -18,11 +18,10 @@ from multigpu._kinds.training import tell
 from torch.distributed.tensor import DTensor
 
 from multigpu_worker.engines.common.pretrained import transformers
-from multigpu_worker.engines.generate.weights import read_weights
-from multigpu_worker.finetune.advice import advice
-from multigpu_worker.finetune.checkpoints import commit, last_committed
-from multigpu_worker.finetune.examples import IGNORED, Example, collate, examples_of, split
-from multigpu_worker.finetune.memory import (
+from multigpu_worker.engines.finetune.advice import advice
+from multigpu_worker.engines.finetune.checkpoints import commit, last_committed
+from multigpu_worker.engines.finetune.examples import IGNORED, Example, collate, examples_of, split
+from multigpu_worker.engines.finetune.memory import (
     Need,
     begin_peak,
     choose,
@@ -32,8 +31,9 @@ from multigpu_worker.finetune.memory import (
     peak_bytes,
     ranks_beside,
 )
-from multigpu_worker.finetune.publish import origin_of, publish, published
-from multigpu_worker.finetune.settings import CHECKPOINTS, FINAL, MICRO_BATCH, Settings
+from multigpu_worker.engines.finetune.publish import origin_of, publish, published
+from multigpu_worker.engines.finetune.settings import CHECKPOINTS, FINAL, MICRO_BATCH, Settings
+from multigpu_worker.engines.generate.weights import read_weights
 
 # What torchrun's variables make a distributed job of, which DataParallel is not.
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -1,4 +1,4 @@
-"""Runs as a rank of a job: `python -m multigpu_worker.finetune SETTINGS.json`."""
+"""Runs as a rank of a job: `python -m multigpu_worker.engines.finetune SETTINGS.json`."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 from multigpu._kinds.finetuning import TextsError
 
 from multigpu_worker.engines.common.torch_runtime import memory_errors
-from multigpu_worker.finetune.settings import MICRO_BATCH, OUT_OF_MEMORY, Settings
-from multigpu_worker.finetune.training import Plan, finetune
+from multigpu_worker.engines.finetune.settings import MICRO_BATCH, OUT_OF_MEMORY, Settings
+from multigpu_worker.engines.finetune.training import Plan, finetune
 from multigpu_worker.repository.model import ModelFolderError
 
 

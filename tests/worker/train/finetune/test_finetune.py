@@ -13,13 +13,13 @@ pytest.importorskip("transformers", reason="the extra `finetune` is not installe
 pytest.importorskip("accelerate", reason="the extra `finetune` is not installed")
 
 from multigpu._kinds.finetuning import Finetune, TextsError
-from multigpu_worker.finetune.advice import advice
-from multigpu_worker.finetune.checkpoints import commit, last_committed
-from multigpu_worker.finetune.examples import IGNORED, collate, examples_of, split
-from multigpu_worker.finetune.memory import GIB, Need, choose
-from multigpu_worker.finetune.publish import origin_of, publish, published
-from multigpu_worker.finetune.settings import Settings
-from multigpu_worker.finetune.training import Plan, plan_of
+from multigpu_worker.engines.finetune.advice import advice
+from multigpu_worker.engines.finetune.checkpoints import commit, last_committed
+from multigpu_worker.engines.finetune.examples import IGNORED, collate, examples_of, split
+from multigpu_worker.engines.finetune.memory import GIB, Need, choose
+from multigpu_worker.engines.finetune.publish import origin_of, publish, published
+from multigpu_worker.engines.finetune.settings import Settings
+from multigpu_worker.engines.finetune.training import Plan, plan_of
 from multigpu_worker.repository.model import ModelSpec
 
 
