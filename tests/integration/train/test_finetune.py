@@ -153,6 +153,19 @@ def test_a_killed_job_ends_as_the_undisturbed_one(fleet: Fleet, client: multigpu
     assert not (folder / "checkpoints").exists(), "the result replaces them"
 
 
+def test_a_result_that_cannot_be_written_is_not_trained_again(fleet: Fleet, client: multigpu.Client) -> None:
+    (fleet.folder / "models" / "taken").write_text("a file")
+    given: dict[str, Any] = {"name": "taken", "output": "taken", "steps_max": 20, "every": 5, "length": 64}
+    outcome = client.finetune("tiny", texts(100), **given).outcome(timeout=120)
+    assert outcome.error_type == "ScriptFailed", outcome
+    assert "FileExistsError" in outcome.error_message
+    (fleet.folder / "models" / "taken").unlink()
+    outcome = client.finetune("tiny", texts(100), **given).outcome(timeout=120)
+    assert outcome.succeeded, outcome
+    assert outcome.value()["finetuned"]["model"] == "taken:1"
+    assert [event["step"] for event in events(outcome) if "loss" in event.get("metrics", {})] == [*range(1, 21)]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -17,9 +17,9 @@ from multigpu_worker.engines.finetune.advice import advice
 from multigpu_worker.engines.finetune.checkpoints import commit, last_committed
 from multigpu_worker.engines.finetune.examples import IGNORED, collate, examples_of, split
 from multigpu_worker.engines.finetune.memory import GIB, Need, choose
+from multigpu_worker.engines.finetune.plan import Plan, plan_of
 from multigpu_worker.engines.finetune.publish import origin_of, publish, published
 from multigpu_worker.engines.finetune.settings import Settings
-from multigpu_worker.engines.finetune.training import Plan, plan_of
 from multigpu_worker.repository.model import ModelSpec
 
 

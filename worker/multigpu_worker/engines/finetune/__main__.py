@@ -7,8 +7,9 @@ from pathlib import Path
 from multigpu._kinds.finetuning import TextsError
 
 from multigpu_worker.engines.common.torch_runtime import memory_errors
+from multigpu_worker.engines.finetune.plan import Plan
 from multigpu_worker.engines.finetune.settings import MICRO_BATCH, OUT_OF_MEMORY, Settings
-from multigpu_worker.engines.finetune.training import Plan, finetune
+from multigpu_worker.engines.finetune.training import finetune
 from multigpu_worker.repository.model import ModelFolderError
 
 

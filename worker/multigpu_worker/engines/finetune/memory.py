@@ -64,7 +64,7 @@ def measure(model: Any, batch: dict[str, torch.Tensor], device: torch.device, ra
     try:
         with memory_errors():
             begin_peak(device)
-            model.to(device)
+            model.to(device).train()
             model(**{name: each.to(device) for name, each in batch.items()}).loss.backward()
             peak = peak_bytes(device)
     except MemoryError:
