@@ -73,15 +73,18 @@ class EmbedOptions(TypedDict, total=False):
 
 
 class SpecOptions(EmbedOptions, total=False):
-    """Options that all tasks of a call share: those of EmbedOptions, and two more.
+    """Options that all tasks of a call share: those of EmbedOptions, and three more.
 
     Attributes:
         model: the model, for kinds that have models; default: the worker's own.
         world_size: so many workers run the task at the same time, each as one rank; default 1.
+        world_size_min: so many are enough: it begins with those that are idle, at most world_size, and begins again
+            with more when it has saved a checkpoint; default: world_size.
     """
 
     model: str
     world_size: int
+    world_size_min: int
 
 
 class CallOptions(EmbedOptions, total=False):
@@ -132,6 +135,7 @@ class SpecMapOptions(MapOptions, total=False):
 
     model: str
     world_size: int
+    world_size_min: int
 
 
 class TaskFilter(TypedDict, total=False):
@@ -190,6 +194,7 @@ _PLAIN = {
     "wait_for_worker": "wait_for_worker",
     "retry_failed": "retry_failed",
     "world_size": "world_size",
+    "world_size_min": "world_size_min",
 }
 _MAPS = {"parameters": "parameters", "labels": "required_labels"}
 _DURATIONS = {

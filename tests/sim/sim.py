@@ -27,6 +27,7 @@ from tests.sim.world import ViolationError, World
 REST_S = 900.0
 # Some worlds have tasks that several workers run at the same time: this share, and every one from this seed on.
 GANGS, ALL_GANGS = 0.06, 10**12
+ELASTIC = 0.4  # of those: they take from some to more workers
 EVENTS_MAX = 90_000  # in which no task ends
 # The faults of worlds in which tasks make devices sick: the master learns of each run, and why it ended.
 GENTLE = frozenset({
@@ -122,6 +123,10 @@ class Simulation:
                 self.specs[at], kind="sim", model="", labels=(), memory_bytes=0, world_size=2,
                 wire=self.specs[at].wire + b" gang",
             )  # fmt: skip
+            elastic = Random(f"elastic {seed}")
+            if elastic.random() < ELASTIC:
+                sizes = elastic.choice(((2, 1), (3, 1), (3, 2), (4, 2)))
+                self.specs[at] = replace(self.specs[at], world_size=sizes[0], world_size_min=sizes[1])
         self.master.specs = {s.wire: s for spec in self.specs for s in (spec, repaired(spec))}
         # Whether every worker must be back in the end, which takes longer.
         self._thorough = world.chance(0.1)

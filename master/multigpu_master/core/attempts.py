@@ -33,6 +33,7 @@ SICK_RETURNS_MAX = 2
 REASON_CHARS_MAX = 200
 # The reason for revoking a lease that its worker did not begin within the run_timeout.
 NOT_BEGUN = "it was not begun in time"
+MORE_WORKERS = "it begins again with more workers, which are idle"
 
 
 class Attempts:
@@ -114,6 +115,13 @@ class Attempts:
             lease.task.ensure_extra().avoids = lease.worker.worker_id
         self._requeue(lease.task, now, after_s)
         self.overdue(lease.task, now)
+
+    def regroup(self, lease: Lease, now: float) -> None:
+        """Ends an attempt of a gang, uncharged, so that it begins again with more workers."""
+        self._ledger.counters.requeued += 1
+        self._withdraw(lease, MORE_WORKERS)
+        self._record(lease, lease.run_s, now, MORE_WORKERS)
+        self.requeue_uncharged(lease, now, 0.0)
 
     @staticmethod
     def _record(lease: Lease, start_s: float, end_s: float, reason: str) -> None:

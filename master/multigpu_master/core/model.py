@@ -50,6 +50,7 @@ class Shape(NamedTuple):
     # The partition of the task's partition_key, -1 if it has none.
     partition: int = -1
     world_size: int = 1
+    world_size_min: int = 1
 
 
 def partition_of(key: str) -> int:
@@ -60,7 +61,8 @@ def partition_of(key: str) -> int:
 
 
 def shape_of(spec: Spec, partition: int = -1) -> Shape:
-    return Shape(spec.kind, spec.model, spec.labels, spec.memory_bytes, partition, spec.world_size)
+    ranks = spec.world_size, spec.world_size_min or spec.world_size
+    return Shape(spec.kind, spec.model, spec.labels, spec.memory_bytes, partition, *ranks)
 
 
 @dataclass(frozen=True, slots=True)

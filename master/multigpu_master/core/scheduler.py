@@ -67,7 +67,17 @@ class Core:
             ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.gangs, self.grants
         )
         sessions = Sessions(
-            ledger, fleet, timers, commands, hold, attempts, self.quarantine, reservations, recalls, self.usage
+            ledger,
+            fleet,
+            timers,
+            commands,
+            hold,
+            attempts,
+            self.quarantine,
+            reservations,
+            recalls,
+            self.gangs,
+            self.usage,
         )
         operators = Operators(ledger, fleet, timers, commands, hold, attempts)
         self._handlers: dict[type, Callable[..., None]] = {

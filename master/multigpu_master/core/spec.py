@@ -23,7 +23,8 @@ class Spec:
     result_ttl_s: float = 86_400.0
     wait_for_worker: bool = False
     retry_failed: bool = False
-    world_size: int = 1  # the workers that run the task at the same time
+    world_size: int = 1  # the workers that run the task at the same time, at most
+    world_size_min: int = 0  # and at least; 0: as many
     submitter: str = ""  # name of the token; "": the master runs without tokens
     identity: int = 0  # 31 bits of a CRC of kind, model, content type and parameters; see identity.py
     wire: bytes = b""  # the serialized TaskSpec, for the journal and the workers

@@ -23,7 +23,7 @@ def job_metrics(leases: list[Lease]) -> Iterator[Metric]:
     text = "Share of a training job that is done, as its script has reported it."
     yield metric("mgpu_job_fraction_done", text, *[sample(x.fraction, job=x.task.request_id) for x in leases])
     text = "Ranks of a training job that runs."
-    ranks = [sample(x.task.spec.world_size, job=x.task.request_id) for x in leases]
+    ranks = [sample(len(x.gang.leases) if x.gang is not None else 1, job=x.task.request_id) for x in leases]
     yield metric("mgpu_job_ranks", text, *ranks)
     values = [
         sample(value, job=lease.task.request_id, metric=name)

@@ -126,6 +126,8 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         raise InvalidMessageError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")
     if not 0 <= m.world_size <= WORLD_SIZE_MAX:
         raise InvalidMessageError(f"world_size {m.world_size} is out of range; use 1 to {WORLD_SIZE_MAX}")
+    if not 0 <= m.world_size_min <= (m.world_size or 1):
+        raise InvalidMessageError(f"world_size_min {m.world_size_min} is out of range; use 1 to world_size")
     durable = m.durability != task_pb2.DURABILITY_EPHEMERAL
     initial_s = _timeout(m, "backoff_initial") or BACKOFF_INITIAL_S
     same = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
@@ -147,6 +149,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         wait_for_worker=m.wait_for_worker,
         retry_failed=m.retry_failed,
         world_size=m.world_size or 1,
+        world_size_min=m.world_size_min or m.world_size or 1,
         submitter=m.submitter,
         identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
         wire=wire,

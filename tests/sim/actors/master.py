@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from multigpu_master import ids, settings
 from multigpu_master.core import events as ev
 from multigpu_master.core import identity
+from multigpu_master.core.attempts import MORE_WORKERS
 from multigpu_master.core.model import EPOCH_IDS, OutcomeState, Task
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.spec import Spec
@@ -191,6 +192,8 @@ class Master:
             coverage["core: classes left for the next event"] += 1
         for command in commands:
             coverage[type(command).__name__] += 1
+            if isinstance(command, ev.Revoke) and command.reason == MORE_WORKERS:
+                coverage["core: a gang began again with more workers"] += 1
             if world.tracing:
                 world.trace("    %s", command, brief=True)
         self.invariants.after(event, commands)

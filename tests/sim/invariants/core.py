@@ -9,12 +9,13 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.attempts import NOT_BEGUN
+from multigpu_master.core.attempts import MORE_WORKERS, NOT_BEGUN
 from multigpu_master.core.ephemeral import outcome_bytes
 from multigpu_master.core.ledger import RANK_ENDED, RUN_GRACE_S
 from multigpu_master.core.model import SLOT, Lease, OutcomeState, Task, Worker, shape_of
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import HEALTHY, Health
 from multigpu_master.core.workers.sessions import PARTIAL_OVERHEAD_BYTES
 
@@ -260,7 +261,11 @@ class Invariants:
             limit = self._core.ledger.limits.bytes_max
             full = isinstance(event, ev.Partials) and self._bytes_before + self._bytes_told > limit
             with_gang = command.reason.startswith(WITH_RANK) and lease_id not in worker.leases
-            excused = drained or overdue or gone or full or with_gang
+            saved = isinstance(event, ev.Heartbeat) and any(
+                h.checkpoint for h in event.leases if h.lease_id == lease_id
+            )
+            grew = command.reason == MORE_WORKERS and saved and task.spec.world_size_min != task.spec.world_size
+            excused = drained or overdue or gone or full or with_gang or grew
             check(excused, "lease %s was revoked for no reason: %s", lease_id, command.reason)
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -294,7 +299,7 @@ class Invariants:
                     raise ViolationError(f"task {task.task_id} has the lease of another task or rank")
                 all_ranks, succeeded = ([lease], 0) if lease.gang is None else (lease.gang.leases, lease.gang.succeeded)
                 held = [x for x in all_ranks if x.worker.leases.get(x.lease_id) is x]
-                if len(held) != len(all_ranks) - succeeded or len(all_ranks) != task.spec.world_size:
+                if len(held) != len(all_ranks) - succeeded or not _fits(task.spec, len(all_ranks)):
                     raise ViolationError(f"the leases of task {task.task_id} are not its workers'")
                 continue
             tally[0] += 1
@@ -386,6 +391,11 @@ class Invariants:
         for session, worker in fleet.sessions.items():
             if worker.session != session:
                 raise ViolationError(f"session {session} is not its worker's")
+
+
+def _fits(spec: Spec, ranks: int) -> bool:
+    """Whether a task may run on so many workers."""
+    return (spec.world_size_min or spec.world_size) <= ranks <= spec.world_size
 
 
 def _is_lease_of(task: Task, lease: Lease) -> bool:

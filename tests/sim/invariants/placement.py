@@ -70,7 +70,7 @@ class Placement:
         free = [w for w in able if w in mine or w.leases_limit is None]
         free = [w for w in free if w.accepting and not obstructed(core.fleet, strategy, shape, w)]
         idle = [w for w in free if not (w.leases or w.occupied)]
-        check(len(idle) < shape.world_size, "task %s waits, though %s workers are idle", task.task_id, len(idle))
+        check(len(idle) < shape.world_size_min, "task %s waits, though %s workers are idle", task.task_id, len(idle))
         reserved = [w for w in core.fleet.workers.values() if w.leases_limit is not None]
         for worker in reserved:
             ranks = [x for x in worker.leases.values() if x.gang is not None]

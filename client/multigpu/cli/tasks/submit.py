@@ -26,7 +26,7 @@ BATCH_TASKS = 1_000
 # Flags that are options of the SDK under the same name.
 SDK_OPTIONS = (
     *("model", "queue", "priority", "device_memory_bytes", "queue_timeout_s", "run_timeout_s", "result_ttl_s"),
-    *("attempts_max", "world_size", "ephemeral", "wait_for_worker", "retry_failed"),
+    *("attempts_max", "world_size", "world_size_min", "ephemeral", "wait_for_worker", "retry_failed"),
 )
 
 

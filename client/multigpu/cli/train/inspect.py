@@ -28,10 +28,16 @@ from multigpu.cli.train.job import find, finetuned_lines, history, name_argument
 from multigpu.cli.train.plot import plot
 from multigpu.cli.train.run import follow
 
+
+def _sizes(task: Task) -> str:
+    spec = task.message.spec
+    return f"{spec.world_size_min}:{spec.world_size}" if spec.world_size_min else str(spec.world_size or "-")
+
+
 COLUMNS = (
     Column("JOB", lambda task: task.request_id),
     Column("STATE", lambda task: "running" if task.worker_id and task.outcome is None else state_of(task).lower()),
-    Column("RANKS", lambda task: str(task.message.spec.world_size or "-"), right=True),
+    Column("RANKS", _sizes, right=True),
     Column("TRIES", lambda task: str(task.attempts), right=True),
     Column("AGE", lambda task: since(task.submit_time)),
     Column(
@@ -83,6 +89,7 @@ def _summary(task: Any) -> dict[str, Any]:
         "task_id": task.task_id,
         "state": state_of(task),
         "world_size": task.message.spec.world_size or None,
+        "world_size_min": task.message.spec.world_size_min or None,
         "attempts": task.attempts,
         "submit_time": task.submit_time.isoformat() if task.submit_time else None,
         "fraction": task.message.progress.fraction,

@@ -18,7 +18,20 @@ from multigpu.cli.train.job import find, follow_log, history, name_argument, rep
 
 # Options of Client.train that are no options of its task.
 OF_JOB = ("name", "retries", "checkpoints", "hang_timeout_s")
+WORLD_SIZE_MAX = 1024
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Range(click.ParamType[tuple[int, int]]):
+    """MIN:MAX, two numbers of workers."""
+
+    name = "range"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        low, mark, high = str(value).partition(":")
+        if not (mark and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= WORLD_SIZE_MAX):
+            self.fail(f"{value!r} is not of the form MIN:MAX, such as 2:8.", param, ctx)
+        return int(low), int(high)
 
 
 def task_options(command: F) -> F:
@@ -48,6 +61,7 @@ def task_options(command: F) -> F:
     cls=Command,
     examples=(
         ("mgpuctl train run --world-size 4 train.py -- --epochs 3", "On four workers, as torchrun would."),
+        ("mgpuctl train run --elastic 2:8 train.py", "On as many of 2 to 8 workers as are idle."),
         ("mgpuctl train run --name night --detach train.py", "Prints the job's name; the job runs on."),
         ("mgpuctl train run --name night train.py", "Again: joins the job, or continues it."),
     ),
@@ -56,8 +70,19 @@ def task_options(command: F) -> F:
 @click.argument("script")
 @click.argument("args", nargs=-1)
 @click.option(
-    "--world-size", type=click.IntRange(1, 1024), default=1, show_default=True, metavar="N", help="Workers to run on."
-)
+    "--world-size",
+    type=click.IntRange(1, WORLD_SIZE_MAX),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Workers to run on.",
+)  # fmt: skip
+@click.option(
+    "--elastic",
+    type=Range(),
+    metavar="MIN:MAX",
+    help="In place of --world-size: begin with those of MIN to MAX workers that are idle, and grow at a checkpoint.",
+)  # fmt: skip
 @click.option("--name", default="", metavar="NAME", help="The job and its folder.  [default: made from the script's]")
 @click.option(
     "--retries", type=click.IntRange(0, 1000), default=0, metavar="N", help="Runs again after an error of the script."
@@ -79,6 +104,10 @@ def run(script: str, args: tuple[str, ...], address: str, detach: bool, **given:
     It survives the end of every process, and begins again from its last checkpoint (multigpu.train). The name of a job
     that was stopped or has failed continues that job.
     """
+    if (sizes := given.pop("elastic")) is not None:
+        if given["world_size"] != 1:
+            raise WrongUsage("give --world-size or --elastic, not both")
+        given["world_size_min"], given["world_size"] = sizes
     options = {each: given.pop(each) for each in OF_JOB} | given_options(given)
     with sdk_session(), Client(address) as client:
         start(client, lambda: client.train(script, args, **options), options["name"], detach=detach)

@@ -126,14 +126,14 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
     if core.ledger.clogged():
         size = core.ledger.uncommitted_bytes
         return f"outcomes of {size} bytes wait for the journal, which can't be written; free disk space"
-    if len(core.fleet.eligible(shape_of(task.spec))) < task.spec.world_size:
+    shape = shape_of(task.spec)
+    if len(core.fleet.eligible(shape)) < shape.world_size_min:
         return unplaceable(core.fleet, task.spec, queued=True)
-    if task.spec.world_size > 1:
-        shape = shape_of(task.spec)
+    if shape.world_size > 1:
         idle = sum(not (w.leases or w.occupied) for w in core.fleet.eligible(shape) if w.accepting)
         reserved = len(core.gangs.reserved_for(core.ledger.strategy_of(core.ledger.queue(task.spec.queue)), shape))
         held = f", {reserved} are reserved for such tasks" if reserved else ""
-        return f"waits for {task.spec.world_size} idle workers: {idle} are idle{held}; {before}"
+        return f"waits for {shape.world_size_min} idle workers: {idle} are idle{held}; {before}"
     if pin is not None and pin.full:
         pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
         return f"{pinned}; {before}"

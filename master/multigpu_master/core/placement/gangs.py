@@ -6,17 +6,21 @@ are granted there only as back-fill, see below. One backlog at a time has a rese
 half of what they need; a gang that finds enough idle workers beside them begins without one. A reservation that has
 not sufficed after RESERVED_S ends, and the gang that is first then pauses for as long, in which other tasks run.
 
+A gang may have a range of sizes (world_size_min). It begins with as many workers as are idle, at most world_size, and a
+reservation is for world_size_min. When it has saved a checkpoint and other workers are idle, it ends and begins again
+with them, uncharged; what it lost since the checkpoint is little.
+
 Back-fill: while a reserved worker still runs a lease that it held when it was reserved, the others may begin tasks in
 their slots. So the gang is delayed by at most one task that another worker began meanwhile.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker
+from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker, shape_of
 from multigpu_master.core.placement.obstacles import barred, is_one_of, short_of_memory
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.strategy import Strategy
@@ -68,33 +72,44 @@ class Gangs:
 
     def choose(self, backlog: Backlog, task: Task, now: float) -> list[Worker] | None:
         """The workers of the ranks, in their order. None: too few are idle; they are reserved, if there are enough."""
-        fleet, shape = self._fleet, backlog.shape
-        avoided = task.extra.broke if task.extra is not None else ()
+        shape = backlog.shape
         mine = self._reserved if self._key == backlog.key else {}
-        able = [
-            worker
-            for worker in fleet.eligible(shape)
-            if worker.accepting
-            and (worker.leases_limit is None or worker in mine)
-            and not barred(fleet, backlog.strategy, shape, worker)
-        ]
+        able = self._able(backlog.strategy, shape, mine)
+        avoided = task.extra.broke if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
-        empty = [worker for worker in able if not (worker.leases or worker.occupied)]
-        short = [worker for worker in empty if short_of_memory(worker, shape) is not None]
-        idle = [worker for worker in empty if worker not in short]
-        if len(idle) >= shape.world_size:
+        idle = [worker for worker in able if _is_idle(worker, shape)]
+        if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
-            return packed(idle, shape.world_size)
+            return packed(idle, min(len(idle), shape.world_size))
         # What takes the memory of a worker without leases is unknown. If it is reserved, it may be its last task.
-        able = [worker for worker in able if worker not in short or worker in mine]
-        if len(able) >= shape.world_size and self._key in (None, backlog.key):
+        able = [worker for worker in able if worker.leases or worker.occupied or worker in idle or worker in mine]
+        if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
             self._reserve(backlog, sorted(able, key=lambda worker: worker.backlog_s), now)
         return None
 
+    def _able(self, strategy: Strategy, shape: Shape, mine: Container[Worker]) -> list[Worker]:
+        """The workers that could run ranks once they are idle. `mine`: those that are reserved for this."""
+        return [
+            worker
+            for worker in self._fleet.eligible(shape)
+            if worker.accepting
+            and (worker.leases_limit is None or worker in mine)
+            and not barred(self._fleet, strategy, shape, worker)
+        ]
+
+    def saved(self, lease: Lease, now: float) -> None:
+        """A rank 0 has saved a checkpoint: its gang begins again if idle workers make it larger."""
+        task, gang = lease.task, lease.gang
+        if gang is None or gang.succeeded or len(gang.leases) == task.spec.world_size:
+            return
+        shape, strategy = shape_of(task.spec), self._ledger.strategy_of(self._ledger.queues[task.spec.queue])
+        if any(_is_idle(worker, shape) for worker in self._able(strategy, shape, ())):
+            self._attempts.regroup(lease, now)
+
     def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
         """Reserves workers for a backlog, those that it has first."""
-        size = backlog.shape.world_size
+        size = backlog.shape.world_size_min
         kept = [worker for worker in able if worker in self._reserved]
         others = [worker for worker in able if worker not in self._reserved]
         wanted = dict.fromkeys(kept + packed(others, size - len(kept)))
@@ -142,6 +157,10 @@ class Gangs:
     def reserved_for(self, strategy: Strategy, shape: Shape) -> list[Worker]:
         """The workers that are reserved for gangs of this shape."""
         return [*self._reserved] if self._key == (strategy.name, shape, None) else []
+
+
+def _is_idle(worker: Worker, shape: Shape) -> bool:
+    return not (worker.leases or worker.occupied) and short_of_memory(worker, shape) is None
 
 
 def packed(workers: list[Worker], n: int) -> list[Worker]:

@@ -12,6 +12,7 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Outcome, OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.placement.gangs import Gangs
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.restart import RecoveryHold
 from multigpu_master.core.timers import Timers
@@ -37,7 +38,7 @@ STALE = "the lease no longer counts"
 class Sessions:
     def __init__(
         self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, hold: RecoveryHold, attempts: Attempts,
-        quarantine: Quarantine, reservations: LoadReservations, recalls: Recalls, usage: Usage,
+        quarantine: Quarantine, reservations: LoadReservations, recalls: Recalls, gangs: Gangs, usage: Usage,
     ) -> None:  # fmt: skip
         self._ledger, self._fleet, self._timers, self._commands = ledger, fleet, timers, commands
         self._hold = hold
@@ -45,6 +46,7 @@ class Sessions:
         self._quarantine = quarantine
         self._reservations = reservations
         self._recalls = recalls
+        self._gangs = gangs
         self._usage = usage
         timeout_s = ledger.limits.session_timeout_s
         self._grace_s = min(TIMER_LATE_S, timeout_s / 4)
@@ -159,7 +161,7 @@ class Sessions:
     def _reconcile_leases(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
         """Revokes the leases in a heartbeat that the worker should not hold, and takes back those that it has lost."""
         held: dict[int, None] = {}
-        unknown = []
+        unknown, saved = [], list[Lease]()
         for h in event.leases:
             lease = worker.leases.get(h.lease_id)
             if lease is None:
@@ -167,11 +169,16 @@ class Sessions:
             else:
                 held[h.lease_id] = None
                 self._observe(lease, h, now)
+                if h.checkpoint and not lease.rank:
+                    saved.append(lease)
         self._commands.revoke(event.session, unknown, STALE)
         if len(worker.leases) > len(held):
             gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
             for lease in reversed(gone):  # each task is put at the front of its class, so the oldest lease comes last
                 self._attempts.take_back(lease, None, now)
+        for lease in saved:
+            if lease.task.lease is lease:
+                self._gangs.saved(lease, now)
 
     def _replace_catalog(self, worker: Worker, catalog: ev.Catalog) -> None:
         """Replaces the capabilities and models that the worker offers, if they changed."""

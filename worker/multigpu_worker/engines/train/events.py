@@ -57,6 +57,8 @@ class Events:
         self._note(event)
         if "metrics" not in event:
             self._add(event)
+            if "checkpoint" in event:  # the master may begin again with more workers
+                self._reporter.checkpoint(self._item, str(event["checkpoint"]["step"]).encode())
             return
         if event.get("fraction") is not None or event.get("step") is not None:
             self._reporter.progress(self._item, event.get("fraction") or 0.0, report_text(event))
