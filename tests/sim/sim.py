@@ -127,6 +127,8 @@ class Simulation:
             if elastic.random() < ELASTIC:
                 sizes = elastic.choice(((2, 1), (3, 1), (3, 2), (4, 2)))
                 self.specs[at] = replace(self.specs[at], world_size=sizes[0], world_size_min=sizes[1])
+                # Its leases have ids of one range, of which the next one is requested half-way.
+                self.master.ids_left = max(self.master.ids_left, 2 * sizes[0])
         self.master.specs = {s.wire: s for spec in self.specs for s in (spec, repaired(spec))}
         # Whether every worker must be back in the end, which takes longer.
         self._thorough = world.chance(0.1)

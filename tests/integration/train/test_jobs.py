@@ -162,6 +162,30 @@ def test_a_stopped_job_goes_on_with_another_number_of_ranks(fleet: Fleet, client
     assert weights(fleet, "resized") == pytest.approx(weights(fleet, "whole"), abs=1e-5)
 
 
+def test_an_elastic_job_shrinks_and_grows(fleet: Fleet, client: multigpu.Client) -> None:
+    """A worker is killed, and comes back: the job goes on with the other two, and grows at the next checkpoint."""
+    args = ["--steps", "60", "--shard"]
+    client.train("steps.py", args, name="fixed", world_size=3).result(timeout=240)
+    slower = [*args, "--sleep", "0.25"]
+    handle = client.train("steps.py", slower, name="elastic", world_size=3, world_size_min=1)
+    folder = job_folder(fleet, "elastic") / "checkpoints"
+    until(lambda: [*folder.glob("step-*/COMMITTED")] != [], 120)
+    name = worker_of(fleet, pid_of(fleet, "elastic", 1))
+    fleet.workers[name].kill()
+    file = job_folder(fleet, "elastic") / "events.jsonl"
+
+    def sizes() -> list[int]:
+        return [event["world_size"] for event in map(json.loads, file.read_text().splitlines()) if "job" in event]
+
+    until(lambda: sizes() == [3, 2], 60)
+    fleet.start_worker(name)
+    outcome = handle.outcome(timeout=240)
+    assert outcome.succeeded, outcome
+    assert [event["world_size"] for event in events(outcome) if "job" in event] == [3, 2, 3]
+    assert outcome.attempts == 1, "neither is charged"
+    assert weights(fleet, "elastic") == pytest.approx(weights(fleet, "fixed"), abs=1e-5)
+
+
 def test_the_log_of_each_rank_can_be_read(fleet: Fleet, client: multigpu.Client) -> None:
     handle = client.train("steps.py", ["--steps", "1000", "--sleep", "0.1"], name="logs", world_size=2)
     for rank in (0, 1):

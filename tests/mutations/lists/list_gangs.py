@@ -22,11 +22,13 @@ admission = partial(Mutation, module=f"{CORE}.admission", checker="gangs")
 GANGS = (
     gangs(
         "a gang begins beside other tasks of its workers",
-        "empty = [worker for worker in able if not (worker.leases or worker.occupied)]",
-        "empty = able",
+        "return not (worker.leases or worker.occupied) and short",
+        "return short",
     ),
     gangs(
-        "a gang begins with a rank less", "if len(idle) >= shape.world_size:", "if len(idle) >= shape.world_size - 1:"
+        "a gang begins with a rank less",
+        "if len(idle) >= shape.world_size_min:",
+        "if len(idle) >= shape.world_size_min - 1:",
     ),
     gangs(
         "two gangs reserve the same workers",
@@ -37,10 +39,50 @@ GANGS = (
     gangs("two gangs have a reservation", "and self._key in (None, backlog.key):", "and True:"),
     gangs(
         "a gang begins without the memory that it needs",
-        "for worker in empty if worker not in short]",
-        "for worker in empty]",
+        " and short_of_memory(worker, shape) is None",
+        "",
     ),
-    gangs("workers without memory are reserved", " if worker not in short or worker in mine]", "]"),
+    gangs(
+        "workers without memory are reserved",
+        " if worker.leases or worker.occupied or worker in idle or worker in mine]",
+        "]",
+    ),
+    gangs(
+        "an elastic gang waits for all", "if len(idle) >= shape.world_size_min:", "if len(idle) >= shape.world_size:"
+    ),
+    gangs(
+        "an elastic gang begins with the fewest",
+        "packed(idle, min(len(idle), shape.world_size))",
+        "packed(idle, shape.world_size_min)",
+    ),
+    gangs(
+        "an elastic gang takes more than it may", "packed(idle, min(len(idle), shape.world_size))", "packed(idle, 99)"
+    ),
+    gangs(
+        "an elastic gang reserves the most that it may",
+        "        size = backlog.shape.world_size_min\n",
+        "        size = backlog.shape.world_size\n",
+    ),
+    gangs("a gang begins again though no worker is idle", "if any(_is_idle(", "if True or any(_is_idle("),
+    gangs(
+        "a gang begins again though a rank has ended", "gang is None or gang.succeeded or len", "gang is None or len"
+    ),
+    gangs(
+        "a gang that has all its ranks begins again",
+        " or len(gang.leases) == task.spec.world_size:",
+        ":",
+    ),
+    gangs("an elastic gang never grows", "            self._attempts.regroup(lease, now)", "            pass"),
+    attempts(
+        "growing is charged",
+        "        self.requeue_uncharged(lease, now, 0.0)\n\n    @static",
+        "        self._requeue(lease.task, now, 0.0)\n\n    @static",
+    ),
+    sessions(
+        "a gang grows without a checkpoint",
+        "if h.checkpoint and not lease.rank:\n                    saved",
+        "if not lease.rank:\n                    saved",
+    ),
     obstacles(
         "models that will be unloaded take memory from a gang",
         "    if shape.world_size > 1:  # a rank",
@@ -181,13 +223,13 @@ GANGS = (
     ),
     model(
         "gangs share a class with single tasks",
-        "spec.memory_bytes, partition, spec.world_size)",
+        "spec.memory_bytes, partition, *ranks)",
         "spec.memory_bytes, partition)",
     ),
     attempts("a lost host is charged to a gang", "if lease.running and lease.gang is None:", "if lease.running:"),
     admission(
         "a gang for which there are too few workers waits",
-        ">= spec.world_size:\n        return None",
+        ">= shape.world_size_min:\n        return None",
         ">= 1:\n        return None",
     ),
     worker("a rank begins beside other models", "first.exclusive and not self._loader.alone(model)", "False"),
