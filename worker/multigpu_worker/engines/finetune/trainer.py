@@ -26,7 +26,7 @@ class Trainer(transformers.Trainer):
         """Trains no step more, if the checkpoint is that of the last one: Trainer looks only after a step."""
         if self.state.global_step < self.state.max_steps:
             base: Any = super()
-            base._run_epoch(*args, **given)
+            base._run_epoch(*args, **given)  # noqa: SLF001  there is no public place for this
         else:
             self.control.should_training_stop = True
 
