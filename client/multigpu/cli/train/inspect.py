@@ -127,7 +127,7 @@ def show_(name: str, address: str, as_json: bool) -> None:
             facts += [("Model", job.finetune.model), ("Settings", settings_text(job.finetune))]
         facts += [("Ranks", str(past.attempts[-1]["world_size"])), ("Device hours", f"{past.device_hours:.3g}")]
         facts += [("Logs", past.attempts[-1]["logs"])]
-    if past.checkpoint is not None:
+    if past.checkpoint is not None and past.finetuned is None:
         facts.append(("Checkpoint", f"step {past.checkpoint['step']} in {past.checkpoint['folder']}"))
     if past.metrics:
         facts.append(("Last report", report_text(by_step(past)[-1])))

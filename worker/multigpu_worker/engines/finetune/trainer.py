@@ -22,6 +22,14 @@ LOG_S = 1.0
 
 
 class Trainer(transformers.Trainer):
+    def _run_epoch(self, *args: Any, **given: Any) -> None:
+        """Trains no step more, if the checkpoint is that of the last one: Trainer looks only after a step."""
+        if self.state.global_step < self.state.max_steps:
+            base: Any = super()
+            base._run_epoch(*args, **given)  # noqa: SLF001  there is no public place for this
+        else:
+            self.control.should_training_stop = True
+
     def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, None, None]:
         """So that an evaluation has the mean loss of its tokens: Trainer averages what this returns by example."""
         inputs = self._prepare_inputs(inputs)
