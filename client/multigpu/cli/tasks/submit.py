@@ -66,6 +66,12 @@ SDK_OPTIONS = (
     metavar="N",
     help="Run on N workers at the same time.  [default: 1]",
 )
+@click.option(
+    "--world-size-min",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    help="Begin when N of them are idle, and grow at a checkpoint.  [default: --world-size]",
+)
 @click.option("--attempts-max", type=click.IntRange(1, 100), metavar="N", help="Attempts at most.  [default: 3]")
 @click.option("--ephemeral", is_flag=True, help="Keep the task off the master's disk; it is lost if the master ends.")
 @click.option("--wait-for-worker", is_flag=True, help="Queue the task even if no known worker could ever take it.")
