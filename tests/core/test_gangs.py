@@ -428,6 +428,17 @@ def test_an_elastic_gang_grows_at_a_checkpoint_uncharged() -> None:
     assert lease_of(gang) is largest, "it has all that it may"
 
 
+def test_a_gang_of_a_paused_queue_does_not_grow() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    (gang,) = stage.submit(spec=ELASTIC)
+    first = lease_of(gang)
+    host(stage, "c")
+    stage.handle(ev.ConfigureQueue("default", paused=True))
+    save(stage, first)
+    assert lease_of(gang) is first, "it could not begin again"
+
+
 def test_a_gang_does_not_grow_by_workers_that_have_other_work_or_once_a_rank_has_ended() -> None:
     stage = Stage()
     host(stage, "a", "b")

@@ -67,18 +67,9 @@ class Core:
             ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.gangs, self.grants
         )
         sessions = Sessions(
-            ledger,
-            fleet,
-            timers,
-            commands,
-            hold,
-            attempts,
-            self.quarantine,
-            reservations,
-            recalls,
-            self.gangs,
+            ledger, fleet, timers, commands, hold, attempts, self.quarantine, reservations, recalls, self.gangs,
             self.usage,
-        )
+        )  # fmt: skip
         operators = Operators(ledger, fleet, timers, commands, hold, attempts)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.StreamOpened: self._stream_opened, ev.StreamClosed: self._stream_closed,

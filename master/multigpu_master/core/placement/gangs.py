@@ -103,7 +103,10 @@ class Gangs:
         task, gang = lease.task, lease.gang
         if gang is None or gang.succeeded or len(gang.leases) == task.spec.world_size:
             return
-        shape, strategy = shape_of(task.spec), self._ledger.strategy_of(self._ledger.queues[task.spec.queue])
+        queue = self._ledger.queues[task.spec.queue]
+        if queue.paused or self._ledger.clogged():  # it could not begin
+            return
+        shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
         if any(_is_idle(worker, shape) for worker in self._able(strategy, shape, ())):
             self._attempts.regroup(lease, now)
 
