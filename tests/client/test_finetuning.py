@@ -47,6 +47,8 @@ def test_each_halving_is_an_attempt() -> None:
         (["x"], "", {"learning_rate": "1e-3"}, TypeError, "learning_rate must be a number"),
         (["x"], "", {"learning_rate": -1}, ValueError, "learning_rate is -1"),
         (["x"], "", {"memory_fraction": 1.5}, ValueError, "memory_fraction is 1.5"),
+        (["x"], "", {"epoch": 3}, TypeError, "no option 'epoch'; did you mean 'epochs'"),
+        (["x"], "", {"max_in_flight": 3}, TypeError, "there are queue, priority"),
         (["x"], "", {"output": 3}, TypeError, "output must be a str"),
         (["x"], "", {"strategy": "dp", "world_size": 2}, ValueError, "one process"),
         (["x"], "", {"batch": 8, "world_size": 3}, ValueError, "8 can't be divided among 3 ranks"),
@@ -86,6 +88,13 @@ def test_texts_are_strings_or_objects_with_text(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text('"one"\n\n{"text": "two", "more": 1}\n')
     assert read_texts(file) == ["one", "two"]
+
+
+def test_a_file_that_is_not_utf_8_is_an_error_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(b'"one"\n"\xff"\n')
+    with pytest.raises(TextsError, match=r"t\.jsonl line 2 is not UTF-8"):
+        read_texts(file)
 
 
 @pytest.mark.parametrize("line", ["plain", '{"txt": "x"}', '{"text": 3}', "[1]", "3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -120,6 +121,11 @@ def finetune_of(
     lines = [_line(text) for text in texts]
     if bool(lines) == bool(file):
         raise ValueError("give texts, or a file of the workers' hosts" + (", not both" if file else ""))
+    for name in options:
+        if name not in FinetuneOptions.__annotations__:
+            near = difflib.get_close_matches(name, FinetuneOptions.__annotations__, 1)
+            known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FinetuneOptions.__annotations__)}"
+            raise TypeError(f"finetune has no option {name!r}; {known}")
     rest = dict(options)
     own = {each.name: rest.pop(each.name) for each in fields(Finetune) if each.name in rest}
     rest.setdefault("attempts_max", ATTEMPTS_MAX)
@@ -134,8 +140,10 @@ class TextsError(ValueError):
 def read_texts(path: Path) -> list[str]:
     """The texts of a file of JSON lines: each a string, or an object with `text`. TextsError, OSError."""
     texts = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
+            if any("\udc80" <= character <= "\udcff" for character in line):
+                raise TextsError(f"{path.name} line {number} is not UTF-8")
             if not line.strip():
                 continue
             try:

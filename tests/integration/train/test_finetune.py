@@ -12,6 +12,7 @@ from typing import Any
 
 import multigpu
 import pytest
+from multigpu._kinds.job_history import History, by_step
 
 from tests.fleet import Fleet, until
 from tests.worker.generate.tiny_llama import save_tiny_llama
@@ -151,6 +152,10 @@ def test_a_killed_job_ends_as_the_undisturbed_one(fleet: Fleet, client: multigpu
     steps = [event["step"] for event in events(outcome) if "loss" in event.get("metrics", {})]
     assert len(steps) < 40 + 40, "it began at a checkpoint"
     assert not (folder / "checkpoints").exists(), "the result replaces them"
+    assert outcome.value()["checkpoint"] is None
+    assert "goes on from the checkpoint of step" in outcome.log
+    reports = by_step(History.of(outcome.message.partials))
+    assert all("loss" in each["metrics"] for each in reports if each["step"]), "an evaluation hides no loss"
 
 
 def test_a_result_that_cannot_be_written_is_not_trained_again(fleet: Fleet, client: multigpu.Client) -> None:
@@ -159,6 +164,8 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(fleet: Fleet, clie
     outcome = client.finetune("tiny", texts(100), **given).outcome(timeout=120)
     assert outcome.error_type == "ScriptFailed", outcome
     assert "FileExistsError" in outcome.error_message
+    shown = ctl(fleet, "train", "logs", "--rank", "1", "taken")
+    assert "taken has no rank 1" in shown.stderr
     (fleet.folder / "models" / "taken").unlink()
     outcome = client.finetune("tiny", texts(100), **given).outcome(timeout=120)
     assert outcome.succeeded, outcome
@@ -172,8 +179,12 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(fleet: Fleet, clie
         ({"model": "missing"}, "has no model 'missing'; it has these that can be fine-tuned: "),
         ({"output": "../out"}, "can't be the name of a model"),
         ({"output": "tiny"}, "has files beside versions"),
-        ({"texts": ["x"], "world_size": 2}, "make 1 examples of at least two tokens: 2 ranks need one each"),
+        (
+            {"texts": ["x"], "world_size": 2},
+            "make 1 example of at least two tokens",
+        ),
         ({"texts": [""]}, "make 0 examples"),
+        ({"length": 513}, "length is 513, and the context of tiny 512 tokens"),
         ({"texts": [], "file": "../outside.jsonl"}, "there is no file ../outside.jsonl in train_dir"),
         ({"texts": [], "file": "broken.jsonl"}, "broken.jsonl line 2 is neither"),
     ],
@@ -186,8 +197,19 @@ def test_what_cannot_be_fine_tuned_is_a_final_error(
     model, lines = given.pop("model"), given.pop("texts")
     outcome = client.finetune(model, lines, **given).outcome(timeout=120)
     assert outcome.state is multigpu.OutcomeState.FAILED, outcome
-    assert outcome.attempts == 1
+    assert (outcome.attempts, outcome.error_type) == (1, "BadInput")
     assert says in outcome.error_message
+
+
+def test_a_job_whose_settings_were_wrong_says_so_and_can_go_on(fleet: Fleet, client: multigpu.Client) -> None:
+    outcome = client.finetune("later", texts(20), name="early", steps_max=1, length=32).outcome(timeout=60)
+    assert outcome.error_type == "BadInput", outcome
+    shown = ctl(fleet, "train", "logs", "early")
+    assert "has no model 'later'" in shown.stderr
+    save_tiny_llama(fleet.folder / "models" / "later")
+    ran = ctl(fleet, "train", "resume", "early")
+    assert ran.returncode == 0, ran.stderr
+    assert "later-tuned:1 is in the model repository" in ran.stderr
 
 
 def test_the_command_line_says_what_it_has_made(fleet: Fleet, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ class Recorder:
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.notes: list[tuple[float, str]] = []
+        self.saved: list[bytes] = []
 
     def partial(self, item: Item, data: bytes, content_type: str = "") -> None:
         assert content_type == JSON
@@ -27,6 +28,9 @@ class Recorder:
 
     def progress(self, item: Item, fraction: float, note: str = "") -> None:
         self.notes.append((fraction, note))
+
+    def checkpoint(self, item: Item, data: bytes) -> None:
+        self.saved.append(data)
 
 
 def attempt(path: Path, received: int = 0, number: int = 1) -> tuple[Events, Recorder]:
@@ -49,6 +53,7 @@ def test_events_are_sent_and_kept(tmp_path: Path) -> None:
     assert (recorder.sent[0]["attempt"], recorder.sent[0]["world_size"], recorder.sent[0]["task"]) == (1, 2, 7)
     assert recorder.notes == [(0.5, "step 3, loss 0.25")]
     assert events.last == {"step": 3, "metrics": {"loss": 0.25}, "checkpoint": {"step": 3, "folder": "x"}}
+    assert recorder.saved == [b"3"], "the master may begin again with more workers"
 
 
 def test_a_line_that_the_script_has_not_finished_is_left_out(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def finetune(model: str, data: Path | None, file: str, name: str, address: str, 
     process, and goes on without this command. Options that are not given have the defaults that their texts say.
     """
     if (data is None) == (not file):
-        raise WrongUsage("give the texts, as --data FILE or, if the workers have them, --data-on-workers FILE")
+        both = ", not both" if file else ""
+        raise WrongUsage(f"give the texts, as --data FILE or, if the workers have them, --data-on-workers FILE{both}")
     texts = []
     if data is not None:
         try:

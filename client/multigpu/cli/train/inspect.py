@@ -24,7 +24,7 @@ from multigpu.cli.sdk_errors import sdk_session
 from multigpu.cli.tables import Column
 from multigpu.cli.tasks.tasks import state_of, task_facts
 from multigpu.cli.text import clean_lines, since
-from multigpu.cli.train.job import find, finetuned_lines, history, name_argument
+from multigpu.cli.train.job import find, finetuned_lines, history, name_argument, report_end
 from multigpu.cli.train.plot import plot
 from multigpu.cli.train.run import follow
 
@@ -139,7 +139,8 @@ def show_(name: str, address: str, as_json: bool) -> None:
 def settings_text(tuning: Finetune) -> str:
     """The settings that are not their defaults."""
     plain, usual = tuning.plain(), Finetune(model=tuning.model).plain()
-    return ", ".join(f"{name} {value}" for name, value in plain.items() if value != usual[name]) or "the defaults"
+    shown = [f"{name} {value}" for name, value in plain.items() if value != usual[name] and name != "method"]
+    return ", ".join([f"method {tuning.method}", *shown])
 
 
 @click.command(
@@ -159,12 +160,16 @@ def logs(name: str, follows: bool, rank: int, address: str) -> None:
         task = find(client, name, rank=rank)
         if rank and task.outcome is not None:
             attempts = history(client, task).attempts
+            if attempts and rank >= (size := attempts[-1]["world_size"]):
+                raise Failure(f"{name} has no rank {rank}: its last attempt had ranks 0 to {size - 1}")
             where = f": its log is in {attempts[-1]['logs']}/rank-{rank} on its host" if attempts else ""
             raise Failure(f"{name} has ended, and the master keeps the log of rank 0 alone{where}")
         if follows and task.outcome is None:
             follow(client, name, rank)
         elif task.log:
             show.line(clean_lines(task.log.removesuffix("\n")))
+        elif task.outcome is not None:
+            report_end(client, task)
         else:
             show.note(f"rank {rank} of {name} has written nothing yet")
 

@@ -142,9 +142,12 @@ def start(client: Client, submit: Callable[[], TaskHandle[Any]], name: str, *, d
 def follow(client: Client, name: str, rank: int = 0) -> None:
     """Shows a rank's log until the job ends."""
     show.note(f"job {name}")
-    said = False
+    said, first = False, True
     try:
         for text, task in follow_log(client, name, rank):
+            if first and task.outcome is not None:
+                show.note("it has ended before")
+            first = False
             if text:
                 sys.stdout.write(clean_lines(text))
                 sys.stdout.flush()

@@ -78,7 +78,7 @@ def test_the_plan(settings: dict[str, Any], examples: int, ranks: int, limit: in
 
 
 def test_each_rank_needs_an_example() -> None:
-    with pytest.raises(TextsError, match="1 examples of at least two tokens: 2 ranks need one each"):
+    with pytest.raises(TextsError, match="make 1 example of at least two tokens: each rank needs one"):
         plan_of(Finetune(model="m"), 1, 2, None)
 
 
@@ -98,7 +98,7 @@ def test_a_model_that_does_not_fit_a_rank_is_shared_out(needs: list[Need], strat
 
 CALM = {
     "micro_batch": 8, "accumulation": 1, "accumulation_asked": 1, "memory_peak": 0.7, "pauses": 0.1, "padding": 0.1,
-    "evaluations": [],
+    "evaluations": [(0, 3.0), (5, 2.0)],
 }  # fmt: skip
 
 
@@ -109,6 +109,9 @@ CALM = {
         ({"accumulation": 4}, ["accumulation 4: 1 ran out of memory"]),
         ({"accumulation": 4, "accumulation_asked": 4, "memory_peak": 0.2}, ["accumulation 2: passes of 8 took 20%"]),
         ({"accumulation": 4, "accumulation_asked": 4}, []),
+        ({"evaluations": []}, ["more texts: none were held out"]),
+        ({"evaluations": [], "pauses": 0.5}, ["more texts", "a larger every: checkpoints took 50%"]),
+        ({"evaluations": [(0, 3.0), (5, 4.0)]}, ["a lower learning_rate"]),
         ({"evaluations": [(0, 3.0), (5, 2.0), (10, 1.0)]}, ["more epochs"]),
         ({"evaluations": [(0, 3.0), (5, 1.0), (10, 2.0), (15, 3.0)]}, ["lowest at step 5 of 15"]),
         ({"evaluations": [(0, 3.0), (5, 2.0), (10, 1.0), (15, 1.1)]}, []),

@@ -2,25 +2,27 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from multigpu._kinds.finetuning import TextsError
 
 from multigpu_worker.engines.common.torch_runtime import memory_errors
 from multigpu_worker.engines.finetune.plan import Plan
-from multigpu_worker.engines.finetune.settings import MICRO_BATCH, OUT_OF_MEMORY, Settings
+from multigpu_worker.engines.finetune.settings import BAD_INPUT, MICRO_BATCH, OUT_OF_MEMORY, Settings
 from multigpu_worker.engines.finetune.training import finetune
 from multigpu_worker.repository.model import ModelFolderError
 
 
 def main(path: Path) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # of libraries, to their callers
     settings = Settings.read(path)
     plans: list[Plan] = []
     try:
         with memory_errors():
             finetune(settings, plans.append)
     except (TextsError, ModelFolderError) as error:
-        _end(str(error), 1)
+        _end(str(error), BAD_INPUT)
     except MemoryError as error:
         why = str(error).partition("\n")[0]
         if not plans or plans[0].micro_batch == 1:

@@ -17,14 +17,19 @@ def advice(found: Mapping[str, Any]) -> list[str]:
     elif passes > 1 and found["memory_peak"] < MEMORY_LOW:
         said.append(f"accumulation {passes // 2}: passes of {micro} took {found['memory_peak']:.0%} of the memory")
     losses = found["evaluations"]
-    if len(losses) > 2:
+    if not losses:
+        said.append("more texts: none were held out, so nothing says whether the model is better")
+    elif min(losses, key=lambda each: each[1])[0] == losses[0][0]:
+        said.append("a lower learning_rate: no evaluation was better than that of the model before")
+    elif len(losses) > 2:
         best, last = min(losses, key=lambda each: each[1])[0], losses[-1][0]
         if best == last:
             said.append(f"more epochs: the loss of the evaluations still fell at the last step, {last}")
         elif best < losses[-2][0]:
             said.append(f"fewer steps: the loss of the evaluations was lowest at step {best} of {last}, which was kept")
     if found["pauses"] > PAUSES_MAX:
-        said.append(f"a larger every: evaluations and checkpoints took {found['pauses']:.0%} of the time")
+        what = "evaluations and checkpoints" if losses else "checkpoints"
+        said.append(f"a larger every: {what} took {found['pauses']:.0%} of the time")
     if found["padding"] > PADDING_MAX:
         said.append(f"texts of like lengths, or joined: {found['padding']:.0%} of what was computed was padding")
     return said

@@ -22,7 +22,8 @@ def plan_of(tuning: Finetune, examples: int, ranks: int, limit: int | None) -> P
     if examples < batch:
         batch, accumulation = examples // ranks * ranks, 1
     if not batch:
-        raise TextsError(f"the texts make {examples} examples of at least two tokens: {ranks} ranks need one each")
+        made = f"{examples} example{'s' * (examples != 1)}"
+        raise TextsError(f"the texts make {made} of at least two tokens: each rank needs one, and there are {ranks}")
     of_rank = batch // ranks
     micro = of_rank // accumulation
     if limit is not None:

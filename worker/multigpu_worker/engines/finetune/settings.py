@@ -10,8 +10,9 @@ from multigpu._kinds.finetuning import Finetune
 
 from multigpu_worker.repository.model import ModelSpec
 
-# The script's exit code when it ran out of memory, and should run again: with smaller passes, it may not.
-OUT_OF_MEMORY = 75
+# The script's exit codes: when it ran out of memory, and should run again, as with smaller passes it may not; and when
+# the texts or the settings are wrong.
+OUT_OF_MEMORY, BAD_INPUT = 75, 65
 # In the job's folder.
 TEXTS, MICRO_BATCH, CHECKPOINTS, FINAL = "texts.jsonl", "micro-batch", "checkpoints", "final"
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from multigpu._kinds.finetuning import Finetune, read_texts
+from multigpu._kinds.finetuning import Finetune, TextsError, read_texts
 from multigpu._kinds.training import tell
 
 from multigpu_worker.engines.common.pretrained import transformers
 from multigpu_worker.engines.finetune.advice import advice
-from multigpu_worker.engines.finetune.checkpoints import last_committed
+from multigpu_worker.engines.finetune.checkpoints import last_committed, step_of
 from multigpu_worker.engines.finetune.examples import Example, collate, examples_of, split
 from multigpu_worker.engines.finetune.memory import (
     Need,
@@ -61,6 +61,9 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
     tuning = settings.tuning
     precision = _precision(tuning, state.device)
     model, tokenizer = _model(settings, precision)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context and tuning.length > context:
+        raise TextsError(f"length is {tuning.length}, and the context of {tuning.model} {context} tokens: choose less")
     texts, held_out = split(read_texts(settings.texts), tuning.evaluation_fraction, tuning.seed)
     examples = examples_of(texts, tokenizer, tuning.length)
     evaluated = examples_of(held_out, tokenizer, tuning.length)
@@ -73,9 +76,17 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
     say = print if state.is_main_process else lambda *_, **__: None
     say(f"strategy {strategy}: {why}")
     say(f"{len(examples)} examples, {len(evaluated)} held out; {plan.steps} steps of {plan.batch}")
-    say(f"each rank makes {plan.accumulation} passes of {plan.micro_batch} a step", flush=True)
+    if plan.batch < tuning.batch:
+        say(f"a step takes {plan.batch} examples, as there are fewer than the batch of {tuning.batch}")
+    passes = "one pass" if plan.accumulation == 1 else f"{plan.accumulation} passes"
+    say(f"each rank makes {passes} of {plan.micro_batch} a step", flush=True)
 
+    last = last_committed(settings.folder / CHECKPOINTS) if state.is_main_process else None
+    (checkpoint,) = broadcast_object_list([last])
+    if checkpoint is not None:
+        say(f"goes on from the checkpoint of step {step_of(checkpoint)}", flush=True)
     arguments = _arguments(settings, plan, strategy, precision, evaluates=bool(evaluated))
+    arguments.eval_on_start = bool(evaluated) and checkpoint is None
     if strategy == "fsdp2":
         model.float()  # it wants one type
         # accelerate shares weights out on accelerators alone, and would train as DDP does on CPUs without a word.
@@ -93,13 +104,17 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
     )
     trainer.remove_callback(transformers.PrinterCallback)
     begin_peak(state.device)
-    last = last_committed(settings.folder / CHECKPOINTS) if state.is_main_process else None
-    (checkpoint,) = broadcast_object_list([last])
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model(str(settings.folder / FINAL))  # a collective
     if state.is_main_process:
-        found = {"base": settings.spec.id, "method": tuning.method, "strategy": strategy, "strategy_reason": why}
-        found |= _measured(tuning, plan, examples, evaluated, reports, state.device)
+        found: dict[str, Any] = {
+            "base": settings.spec.id,
+            "method": tuning.method,
+            "strategy": strategy,
+            "strategy_reason": why,
+        }
+        found |= {"precision": precision, "learning_rate": arguments.learning_rate, "steps": plan.steps}
+        found |= {"every": plan.every} | _measured(tuning, plan, examples, evaluated, reports, state.device)
         _publish(settings, tokenizer, found | {"advice": advice(found)})
     state.wait_for_everyone()
     state.destroy_process_group()
@@ -172,7 +187,6 @@ def _arguments(settings: Settings, plan: Plan, strategy: str, precision: str, *,
         logging_steps=1,
         eval_strategy="steps" if evaluates else "no",
         eval_steps=plan.every,
-        eval_on_start=evaluates,
         save_strategy="steps",
         save_steps=plan.every,
         save_total_limit=KEPT,

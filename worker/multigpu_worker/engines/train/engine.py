@@ -23,7 +23,7 @@ from multigpu._kinds.training import CHECKPOINTS_VARIABLE, FOLDER_VARIABLE, JOBS
 from multigpu.config.values import split_address
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
-from multigpu_worker.engines.finetune.settings import OUT_OF_MEMORY
+from multigpu_worker.engines.finetune.settings import BAD_INPUT, OUT_OF_MEMORY
 from multigpu_worker.engines.train import launch
 from multigpu_worker.engines.train.errors import ScriptError
 from multigpu_worker.engines.train.events import Events
@@ -109,10 +109,10 @@ class Rank:
     def run(self) -> None:
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
-            command, folder = self._command()
             if self._place.rank == 0:
                 self._events = Events(self._folder / "events.jsonl", self._item, self._reporter)
                 self._events.begin(self._job.without_texts(), self._place.world_size, self._logs.parent)
+            command, folder = self._command()
         except OSError as error:
             message = f"the job's folder can't be written: {error.strerror}: {error.filename}"
             raise ScriptError("FolderUnwritable", message, retryable=True) from error
@@ -272,6 +272,8 @@ class Rank:
         retryable = self._item.attempt <= self._job.retries
         if self._job.finetune is not None and code == OUT_OF_MEMORY:
             raise ScriptError("OutOfMemory", f"rank {rank}: {self._errors[-1]}", retryable=True)
+        if self._job.finetune is not None and code == BAD_INPUT:
+            raise ScriptError("BadInput", self._errors[-1], retryable=False)
         raise ScriptError("ScriptFailed", message, retryable=retryable, traceback=written)
 
 

@@ -82,7 +82,7 @@ class Events:
         elif "checkpoint" in event:
             self.last["checkpoint"] = event["checkpoint"]
         elif "finetuned" in event:
-            self.last["finetuned"] = event["finetuned"]
+            self.last |= {"finetuned": event["finetuned"], "checkpoint": None}  # which it has replaced
 
     def _add(self, event: dict[str, Any]) -> None:
         line = json.dumps(event, separators=(",", ":")).encode()

@@ -19,6 +19,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft")
 
 def command_of(job: Job, tuning: Finetune, settings: EngineSettings, item: Item, folder: Path, logs: Path) -> list[str]:
     """The command of a rank, whose files are ready. `folder`: the job's. OSError, ScriptError."""
+    texts = _texts_of(tuning, Path(settings.train_dir), folder)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         message = f"fine-tuning needs {' and '.join(missing)}: pip install 'multigpu[finetune]' on the workers' hosts"
@@ -33,7 +34,7 @@ def command_of(job: Job, tuning: Finetune, settings: EngineSettings, item: Item,
         task=item.task_id,
         name=job.name,
         folder=folder,
-        texts=_texts_of(tuning, Path(settings.train_dir), folder),
+        texts=texts,
         spec=spec,
         repository=Path(settings.repository),
         output=output,
