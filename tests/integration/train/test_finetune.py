@@ -137,12 +137,14 @@ def test_a_pass_that_runs_out_of_memory_is_halved(fleet: Fleet, client: multigpu
 
 
 def test_a_killed_job_ends_as_the_undisturbed_one(fleet: Fleet, client: multigpu.Client) -> None:
-    settings: dict[str, Any] = {"world_size": 2, "every": 10, "learning_rate": 1e-3, "length": 64, "steps_max": 40}
+    settings: dict[str, Any] = {"world_size": 2, "every": 20, "learning_rate": 1e-3, "length": 64, "steps_max": 300}
     whole = losses(client.finetune("tiny", texts(100), output="whole", **settings).outcome(timeout=240))
     handle = client.finetune("tiny", texts(100), name="killed", output="killed", **settings)
     folder = fleet.folder / "train" / "jobs" / "killed"
     until(lambda: [*folder.glob("checkpoints/checkpoint-*/COMMITTED")], 120)
-    for pid in processes(str(folder)):
+    ranks = processes(str(folder))
+    assert ranks != [], "it still runs"
+    for pid in ranks:
         os.kill(pid, signal.SIGKILL)
     outcome = handle.outcome(timeout=240)
     assert outcome.succeeded, outcome
@@ -150,7 +152,7 @@ def test_a_killed_job_ends_as_the_undisturbed_one(fleet: Fleet, client: multigpu
     curve = {event["step"]: event["metrics"]["loss"] for event in events(outcome) if "loss" in event.get("metrics", {})}
     assert [curve[step] for step in sorted(curve)] == pytest.approx(whole, abs=1e-6)
     steps = [event["step"] for event in events(outcome) if "loss" in event.get("metrics", {})]
-    assert len(steps) < 40 + 40, "it began at a checkpoint"
+    assert len(steps) <= 300 + 280, "it began at a checkpoint"
     assert not (folder / "checkpoints").exists(), "the result replaces them"
     assert outcome.value()["checkpoint"] is None
     assert "goes on from the checkpoint of step" in outcome.log
