@@ -140,10 +140,12 @@ class TextsError(ValueError):
 def read_texts(path: Path) -> list[str]:
     """The texts of a file of JSON lines: each a string, or an object with `text`. TextsError, OSError."""
     texts = []
-    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
-        for number, line in enumerate(lines, 1):
-            if any("\udc80" <= character <= "\udcff" for character in line):
-                raise TextsError(f"{path.name} line {number} is not UTF-8")
+    with path.open("rb") as lines:
+        for number, data in enumerate(lines, 1):
+            try:
+                line = data.decode()
+            except UnicodeDecodeError:
+                raise TextsError(f"{path.name} line {number} is not UTF-8: convert the file") from None
             if not line.strip():
                 continue
             try:

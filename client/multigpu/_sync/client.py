@@ -146,10 +146,11 @@ class Client(BaseClient):
     ) -> TaskHandle[dict[str, Any]]:
         """Starts a training job that fine-tunes a language model on texts, and returns its handle.
 
-        `model`: of the workers' model repository, NAME or NAME:VERSION. The result is a new version there, which is
-        served at once. `file`: in place of texts, a file of the workers' hosts with a JSON object {"text": "…"} on
-        each line, by its path in their train_dir. `name`, `hang_timeout_s` and the rest as `train`. The result has
-        also `finetuned`: what was trained, how well, and what to change. Raises RejectedError; ValueError, TypeError.
+        `model`: of the workers' model repository, NAME or NAME:VERSION. The result is a new version there, which
+        workers serve after their next scan. `file`: in place of texts, a file of the workers' hosts with a JSON object
+        {"text": "…"} on each line, by its path in their train_dir. `name`, `hang_timeout_s` and the rest as `train`.
+        The result has also `finetuned`: what was trained, how well, and what to change. Raises RejectedError;
+        ValueError, TypeError.
         """
         tuning, rest = finetune_of(model, texts, file, options)
         job = job_of("", (), name, 0, "", hang_timeout_s, rest, tuning)

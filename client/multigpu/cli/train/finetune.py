@@ -56,8 +56,9 @@ def finetune(model: str, data: Path | None, file: str, name: str, address: str, 
     """Fine-tune a language model on given texts, and serve the result.
 
     Each line of FILE is a JSON object {"text": "…"}. The result is a new version in the workers' model repository,
-    which they serve at once; the folder must be the same for all hosts. As other jobs, it survives the end of every
-    process, and goes on without this command. Options that are not given have the defaults that their texts say.
+    which they serve after their next scan; the folder must be the same for all hosts. As other jobs, it survives the
+    end of every process, and goes on without this command. Options that are not given have the defaults that their
+    texts say.
     """
     if (data is None) == (not file):
         both = ", not both" if file else ""

@@ -1,5 +1,6 @@
 """transformers.Trainer with our evaluations, checkpoints and reports."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from multigpu_worker.engines.finetune.checkpoints import commit
 from multigpu_worker.engines.finetune.examples import IGNORED
 from multigpu_worker.engines.finetune.plan import Plan
 
-# A line of the log comes at most so often.
+# Seconds between lines of the log, at least.
 LOG_S = 1.0
 
 
@@ -36,10 +37,14 @@ class Trainer(transformers.Trainer):
         labels = inputs["labels"]
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = model(**inputs).loss
-        predicted: Any = self.eval_dataset
-        mean_tokens = sum(len(each["input_ids"]) - 1 for each in predicted) / len(predicted)
         tokens = (labels[:, 1:] != IGNORED).sum()
-        return loss.float().nan_to_num() * tokens / (len(labels) * mean_tokens), None, None
+        return loss.float().nan_to_num() * tokens / (len(labels) * self._mean_tokens), None, None
+
+    @functools.cached_property
+    def _mean_tokens(self) -> float:
+        """Predicted tokens of an example that is held out."""
+        examples: Any = self.eval_dataset
+        return sum(len(each["input_ids"]) - 1 for each in examples) / len(examples)
 
 
 @dataclass

@@ -40,7 +40,7 @@ LEARNING_RATES = {"full": 5e-5, "lora": 2e-4}
 
 
 def finetune(settings: Settings, use_plan: Callable[[Plan], None]) -> None:
-    """Trains and publishes. `use_plan`: is told of the plan before any memory is used for it."""
+    """Trains and publishes. `use_plan` is called with the plan before the first pass."""
     tuning = settings.tuning
     on_cpu, alone = settings.device == "cpu", tuning.strategy == "dp"
     if alone:
@@ -70,7 +70,7 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
     limit = settings.folder / MICRO_BATCH
     plan = plan_of(tuning, len(examples), ranks, int(limit.read_text()) if limit.exists() else None)
     use_plan(plan)
-    # So each epoch has the same steps on any number of ranks.
+    # Whole batches only: so an epoch has the same steps on any number of ranks.
     examples = examples[: len(examples) // plan.batch * plan.batch]
     strategy, why = _strategy(tuning, model, examples, plan, ranks, state.device)
     say = print if state.is_main_process else lambda *_, **__: None
