@@ -121,7 +121,6 @@ def test_modules_are_short() -> None:
     assert {path: count for path, count in lines.items() if count > FILE_LINES_MAX} == {}
 
 
-@pytest.mark.slow
 def test_functions_are_short() -> None:
     lines = {
         f"{relative(path)}: {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1

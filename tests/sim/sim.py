@@ -118,17 +118,7 @@ class Simulation:
         self._gang_dice = Random(f"gangs {seed}")
         self.ganging = (seed >= ALL_GANGS or self._gang_dice.random() < GANGS) and not self.sickening
         if self.ganging:
-            at = self._gang_dice.randrange(len(self.specs))
-            self.specs[at] = replace(
-                self.specs[at], kind="sim", model="", labels=(), memory_bytes=0, world_size=2,
-                wire=self.specs[at].wire + b" gang",
-            )  # fmt: skip
-            elastic = Random(f"elastic {seed}")
-            if elastic.random() < ELASTIC:
-                sizes = elastic.choice(((2, 1), (3, 1), (3, 2), (4, 2)))
-                self.specs[at] = replace(self.specs[at], world_size=sizes[0], world_size_min=sizes[1])
-                # Its leases have ids of one range, of which the next one is requested half-way.
-                self.master.ids_left = max(self.master.ids_left, 2 * sizes[0])
+            self._add_gang(seed)
         self.master.specs = {s.wire: s for spec in self.specs for s in (spec, repaired(spec))}
         # Whether every worker must be back in the end, which takes longer.
         self._thorough = world.chance(0.1)
@@ -138,6 +128,20 @@ class Simulation:
         self._submitted = 0
         self._settled = 0  # how often tasks have ended, as the coverage counts
         self._settled_at = 0  # the number of the event in which tasks ended last
+
+    def _add_gang(self, seed: int) -> None:
+        """Tasks of one kind run on several workers at the same time; some of them accept fewer workers."""
+        at = self._gang_dice.randrange(len(self.specs))
+        self.specs[at] = replace(
+            self.specs[at], kind="sim", model="", labels=(), memory_bytes=0, world_size=2,
+            wire=self.specs[at].wire + b" gang",
+        )  # fmt: skip
+        elastic = Random(f"elastic {seed}")
+        if elastic.random() < ELASTIC:
+            sizes = elastic.choice(((2, 1), (3, 1), (3, 2), (4, 2)))
+            self.specs[at] = replace(self.specs[at], world_size=sizes[0], world_size_min=sizes[1])
+            # Its leases have ids of one range, of which the next one is requested half-way.
+            self.master.ids_left = max(self.master.ids_left, 2 * sizes[0])
 
     def _info(self, i: int) -> WorkerInfo:
         random = self.world.random

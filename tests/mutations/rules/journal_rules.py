@@ -22,6 +22,7 @@ from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.room import frees
+from multigpu_master.journal.sqlite.schema import PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
 from tests.waiting import until
@@ -32,10 +33,15 @@ TRANSACTION_BYTES = 16 << 10  # that any transaction takes
 
 
 class SmallDisk(SqliteJournal):
-    """The journal on a simulated disk: its transactions fail where SQLite would say that the disk is full."""
+    """The journal on a simulated disk: its transactions fail where SQLite would say that the disk is full.
+
+    A transaction that is let through must not fill more than the disk, from which nothing could be deleted then. So
+    each record counts as a page, in the log and in the database.
+    """
 
     def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
-        if journal_room.free_bytes(self._data_dir) < 2 * bytes_total + TRANSACTION_BYTES:
+        records = sum(len(entry.submits) + len(entry.settles) for entry in batch)
+        if journal_room.free_bytes(self._data_dir) < 2 * (bytes_total + records * PAGE_BYTES) + TRANSACTION_BYTES:
             self._writer.execute("BEGIN IMMEDIATE")  # it fails in the middle
             raise failures.full(self._path)
         super()._commit(batch, bytes_total)

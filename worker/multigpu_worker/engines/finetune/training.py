@@ -76,10 +76,7 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
     say = print if state.is_main_process else lambda *_, **__: None
     say(f"strategy {strategy}: {why}")
     say(f"{len(examples)} examples, {len(evaluated)} held out; {plan.steps} steps of {plan.batch}")
-    if plan.batch < tuning.batch:
-        say(f"a step takes {plan.batch} examples, as there are fewer than the batch of {tuning.batch}")
-    passes = "one pass" if plan.accumulation == 1 else f"{plan.accumulation} passes"
-    say(f"each rank makes {passes} of {plan.micro_batch} a step", flush=True)
+    _say_plan(say, plan, tuning)
 
     last = last_committed(settings.folder / CHECKPOINTS) if state.is_main_process else None
     (checkpoint,) = broadcast_object_list([last])
@@ -118,6 +115,13 @@ def _train(settings: Settings, state: Any, ranks: int, use_plan: Callable[[Plan]
         _publish(settings, tokenizer, found | {"advice": advice(found)})
     state.wait_for_everyone()
     state.destroy_process_group()
+
+
+def _say_plan(say: Callable[..., object], plan: Plan, tuning: Finetune) -> None:
+    if plan.batch < tuning.batch:
+        say(f"a step takes {plan.batch} examples, as there are fewer than the batch of {tuning.batch}")
+    passes = "one pass" if plan.accumulation == 1 else f"{plan.accumulation} passes"
+    say(f"each rank makes {passes} of {plan.micro_batch} a step", flush=True)
 
 
 def _model(settings: Settings, precision: str) -> tuple[Any, Any]:
