@@ -73,18 +73,20 @@ class EmbedOptions(TypedDict, total=False):
 
 
 class SpecOptions(EmbedOptions, total=False):
-    """Options that all tasks of a call share: those of EmbedOptions, and three more.
+    """Options that all tasks of a call share: those of EmbedOptions, and four more.
 
     Attributes:
         model: the model, for kinds that have models; default: the worker's own.
         world_size: so many workers run the task at the same time, each as one rank; default 1.
         world_size_min: so many are enough: it begins with those that are idle, at most world_size, and begins again
             with more when it has saved a checkpoint; default: world_size.
+        spread_ranks: put the ranks on as many hosts as possible; default: on as few.
     """
 
     model: str
     world_size: int
     world_size_min: int
+    spread_ranks: bool
 
 
 class CallOptions(EmbedOptions, total=False):
@@ -136,6 +138,7 @@ class SpecMapOptions(MapOptions, total=False):
     model: str
     world_size: int
     world_size_min: int
+    spread_ranks: bool
 
 
 class TaskFilter(TypedDict, total=False):
@@ -195,6 +198,7 @@ _PLAIN = {
     "retry_failed": "retry_failed",
     "world_size": "world_size",
     "world_size_min": "world_size_min",
+    "spread_ranks": "spread_ranks",
 }
 _MAPS = {"parameters": "parameters", "labels": "required_labels"}
 _DURATIONS = {

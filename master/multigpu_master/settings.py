@@ -18,7 +18,7 @@ from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
 
 STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
 # Workers list their models again when they reconnect.
-_INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name != "models")
+_INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name not in ("models", "nvlink_peers"))
 # Exceptions that a damaged setting raises.
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 COUNT_END = 1 << 64

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Lease, OutcomeState, Task, Worker
+from multigpu_master.core.model import Energy, Lease, OutcomeState, Task, Worker
+from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.placement.gangs import RESERVED_S, packed
 from multigpu_master.core.workers.info import Capability, Resident, Telemetry, WorkerInfo
 
@@ -13,12 +14,15 @@ from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, outcom
 PAIR = replace(SPEC, world_size=2)
 
 
-def host(stage: Stage, *names: str, host: str = "h", slots: int = 1) -> list[Worker]:
+def host(
+    stage: Stage, *names: str, host: str = "h", slots: int = 1, device: str = "cpu", peers: tuple[str, ...] = ()
+) -> list[Worker]:
+    """Workers of a host, each of its own device, or all of one. `device` "": a GPU with the worker's name."""
     for name in names:
         stage.join(
             WorkerInfo(
                 worker_id=name, host=host, capabilities=(Capability(kind="run"),), slots=slots,
-                store_address=f"{host}:1", memory_total_bytes=100,
+                store_address=f"{host}:1", memory_total_bytes=100, device_id=device or name, nvlink_peers=peers,
             )
         )  # fmt: skip
     return [stage.core.fleet.workers[name] for name in names]
@@ -46,17 +50,28 @@ def test_all_ranks_begin_at_once_and_alone() -> None:
     assert (stage.core.ledger.leased, stage.core.ledger.queues["default"].leased) == (3, 3)
 
 
-def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded() -> None:
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded(measured: bool) -> None:
     stage = Stage()
     host(stage, "a", "b")
     (gang,) = stage.submit(spec=PAIR)
     first, second = ranks(gang)
-    stage.handle(ev.Reports(first.worker.session, [first.lease_id], [b"of 0"], device_s=2.0, finish_s=stage.now))
+    energy = [Energy(30.0, 1, 0.1)]
+    stage.handle(
+        ev.Reports(first.worker.session, [first.lease_id], [b"of 0"], device_s=2.0, finish_s=stage.now, energy=energy)
+    )
     assert gang.outcome is None
     assert first.worker.leases_limit is None, "its worker is free again"
     first.log, second.log = "of 0", "of 1"
-    stage.handle(ev.Reports(second.worker.session, [second.lease_id], [b"of 1"], device_s=3.0, finish_s=stage.now), 5.0)
+    energy = [Energy(10.0, 2, 0.5)] if measured else []
+    stage.handle(
+        ev.Reports(
+            second.worker.session, [second.lease_id], [b"of 1"], device_s=3.0, finish_s=stage.now, energy=energy
+        ),
+        5.0,
+    )
     outcome = outcome_of(gang)
+    assert outcome.energy == (Energy(40.0, 2, 0.2) if measured else None), "of all ranks, or none"
     assert gang.log == "of 0"
     assert (outcome.state, outcome.result, outcome.worker_id) == (OutcomeState.SUCCEEDED, b"of 0", "a")
     assert outcome.finish_s == 1000.0
@@ -65,6 +80,9 @@ def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded() -> None:
     assert (counters.succeeded, counters.stale_reports) == (1, 0)
     (used,) = stage.core.usage.take().values()
     assert (used.succeeded, used.device_s) == (1, 5.0)
+    assert (used.measured_s, used.joules, used.uncertainty_joules) == (
+        (5.0, 40.0, 8.0) if measured else (0.0, 0.0, 0.0)
+    )
     assert not any(w.leases or w.leased_bytes or w.leases_limit is not None for w in stage.core.fleet.workers.values())
 
 
@@ -305,7 +323,42 @@ def test_workers_without_an_address_take_no_rank() -> None:
     stage.worker("old")
     (answer,) = stage.submitted([Task(replace(PAIR, wait_for_worker=False), "", b"")]).results
     assert isinstance(answer, ev.Rejection)
-    assert "2 workers have to run this task at the same time, and 1 could" in answer.message
+    assert "have to run this task at the same time, and 1 could" in answer.message
+
+
+def test_no_two_ranks_share_a_device() -> None:
+    stage = Stage()
+    host(stage, "a", "b", device="GPU-1")
+    (answer,) = stage.submitted([Task(replace(PAIR, wait_for_worker=False), "", b"")]).results
+    assert isinstance(answer, ev.Rejection)
+    assert "2 workers, each on its own device" in answer.message
+    (gang,) = stage.submit(spec=replace(PAIR, wait_for_worker=True))
+    assert gang.lease is None
+    assert "and 1 could" in explain(stage.core, gang, stage.now).summary
+    host(stage, "c", device="GPU-2")
+    assert sorted(lease.worker.device_key for lease in ranks(gang)) == ["GPU-1", "GPU-2"]
+
+
+def test_a_reservation_is_of_different_devices() -> None:
+    stage = Stage()
+    first, second = host(stage, "a", "b", device="GPU-1")
+    (other,) = host(stage, "c", device="GPU-2")
+    stage.submit(3)
+    for name in "abc":
+        stage.beat(name, running=True)
+    (gang,) = stage.submit(spec=PAIR)
+    assert [w.leases_limit for w in (first, second, other)].count(0) == 2
+    assert other.leases_limit == 0
+    assert "2 are reserved" in explain(stage.core, gang, stage.now).summary
+
+
+def test_an_elastic_gang_does_not_grow_by_another_worker_of_its_device() -> None:
+    stage = Stage()
+    host(stage, "a", "b", device="GPU-1")
+    (gang,) = stage.submit(spec=replace(PAIR, world_size_min=1))
+    (lease,) = ranks(gang)
+    save(stage, lease)
+    assert gang.lease is lease
 
 
 def test_ranks_are_packed_by_host() -> None:
@@ -318,6 +371,49 @@ def test_ranks_are_packed_by_host() -> None:
     names = [w.worker_id for w in packed(workers, 2)]
     assert names == ["b1", "b2"]
     assert [w.worker_id for w in packed(workers, 4)] == ["a1", "a2", "a3", "b1"]
+
+
+def test_ranks_of_a_host_are_on_devices_that_nvlink_connects() -> None:
+    stage = Stage()
+    names = ("d0", "d1", "d2", "d3", "d4")
+    linked = {"d0": "d3", "d3": "d0", "d1": "d2", "d2": "d1"}
+    workers = [
+        each for name in names for each in host(stage, name, device="", peers=(linked[name],) if name in linked else ())
+    ]
+    assert [w.worker_id for w in packed(workers, 2)] == ["d0", "d3"]
+    assert [w.worker_id for w in packed(workers[1:], 2)] == ["d1", "d2"]
+    assert [w.worker_id for w in packed(workers, 4)] == ["d0", "d3", "d1", "d2"]
+    assert [w.worker_id for w in packed(workers, 1)] == ["d4"], "pairs stay whole"
+
+
+def test_ranks_are_spread_over_hosts_on_request() -> None:
+    stage = Stage()
+    host(stage, "a1", "a2", "a3", host="a")
+    host(stage, "b1", "b2", host="b")
+    (gang,) = stage.submit(spec=replace(PAIR, world_size=3, spread_ranks=True))
+    assert [lease.worker.worker_id for lease in ranks(gang)] == ["a1", "a2", "b1"]
+    (second,) = stage.submit(spec=replace(PAIR, spread_ranks=True))
+    assert [lease.worker.worker_id for lease in ranks(second)] == ["a3", "b2"]
+
+
+def test_explain_estimates_when_a_gang_begins() -> None:
+    stage = Stage()
+    host(stage, "a", "b")
+    for _ in range(20):  # such tasks take 8 s
+        for task in stage.submit(2):
+            lease = lease_of(task)
+            reports = ev.Reports(lease.worker.session, [lease.lease_id], [b""])
+            reports.start_s, reports.finish_s = stage.now, stage.now + 8.0
+            stage.handle(reports, 8.0)
+    stage.submit(2)
+    for name in "ab":
+        stage.beat(name, running=True)
+    (gang,) = stage.submit(spec=PAIR)
+    assert (
+        "0 task(s) go before it; by what tasks took before, 2 may be idle in 8 s"
+        in explain(stage.core, gang, stage.now).summary
+    )
+    assert "may be idle in 3 s" in explain(stage.core, gang, stage.now + 5.0).summary
 
 
 def test_a_run_timeout_ends_the_attempt_everywhere() -> None:

@@ -28,6 +28,7 @@ REST_S = 900.0
 # Some worlds have tasks that several workers run at the same time: this share, and every one from this seed on.
 GANGS, ALL_GANGS = 0.06, 10**12
 ELASTIC = 0.4  # of those: they take from some to more workers
+SHARED_DEVICES = 0.2  # share of the worlds in which workers share devices
 EVENTS_MAX = 90_000  # in which no task ends
 # The faults of worlds in which tasks make devices sick: the master learns of each run, and why it ended.
 GENTLE = frozenset({
@@ -139,7 +140,9 @@ class Simulation:
         elastic = Random(f"elastic {seed}")
         if elastic.random() < ELASTIC:
             sizes = elastic.choice(((2, 1), (3, 1), (3, 2), (4, 2)))
-            self.specs[at] = replace(self.specs[at], world_size=sizes[0], world_size_min=sizes[1])
+            self.specs[at] = replace(
+                self.specs[at], world_size=sizes[0], world_size_min=sizes[1], spread_ranks=elastic.random() < 0.5
+            )
             # Its leases have ids of one range, of which the next one is requested half-way.
             self.master.ids_left = max(self.master.ids_left, 2 * sizes[0])
 
@@ -148,8 +151,11 @@ class Simulation:
         kinds = ("sim", "other") if random.random() < 0.7 or i == 0 else ("sim",)
         models = random.choice(((), (), ("m1", "m2"), ("m1",)))
         offered = tuple(Model(name=m, memory_bytes=300) for m in models) if i and self.planned else ()
+        # Workers of two share a device in some worlds, in which gangs must not have two ranks there.
+        shared = Random(f"devices {self.world.seed}").random() < SHARED_DEVICES
         return WorkerInfo(
             worker_id=f"w{i}", memory_total_bytes=1000, store_address="sim:1",
+            host=f"h{i // 3}", device_id=f"GPU-{i // 2}" if shared else "cpu", nvlink_peers=(f"GPU-{i // 2 ^ 1}",),
             capabilities=tuple(
                 Capability(kind=k, models=models if i else (), concurrency=self.batch_dice.choice((1, 1, 1, 4)))
                 for k in kinds

@@ -58,7 +58,7 @@ ENERGY_METHOD_COUNTER: EnergyMethod
 ENERGY_METHOD_SAMPLED_POWER: EnergyMethod
 
 class TaskSpec(_message.Message):
-    __slots__ = ("kind", "model", "parameters", "content_type", "queue", "priority", "required_labels", "required_device_memory_bytes", "deadline", "queue_timeout", "run_timeout", "attempts_max", "backoff_initial", "backoff_max", "durability", "result_ttl", "wait_for_worker", "retry_failed", "submitter", "world_size", "world_size_min")
+    __slots__ = ("kind", "model", "parameters", "content_type", "queue", "priority", "required_labels", "required_device_memory_bytes", "deadline", "queue_timeout", "run_timeout", "attempts_max", "backoff_initial", "backoff_max", "durability", "result_ttl", "wait_for_worker", "retry_failed", "submitter", "world_size", "world_size_min", "spread_ranks")
     class ParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class TaskSpec(_message.Message):
     SUBMITTER_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_MIN_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_RANKS_FIELD_NUMBER: _ClassVar[int]
     kind: str
     model: str
     parameters: _containers.ScalarMap[str, str]
@@ -115,7 +116,8 @@ class TaskSpec(_message.Message):
     submitter: str
     world_size: int
     world_size_min: int
-    def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ..., content_type: _Optional[str] = ..., queue: _Optional[str] = ..., priority: _Optional[int] = ..., required_labels: _Optional[_Mapping[str, str]] = ..., required_device_memory_bytes: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attempts_max: _Optional[int] = ..., backoff_initial: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backoff_max: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., result_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_for_worker: bool = ..., retry_failed: bool = ..., submitter: _Optional[str] = ..., world_size: _Optional[int] = ..., world_size_min: _Optional[int] = ...) -> None: ...
+    spread_ranks: bool
+    def __init__(self, kind: _Optional[str] = ..., model: _Optional[str] = ..., parameters: _Optional[_Mapping[str, str]] = ..., content_type: _Optional[str] = ..., queue: _Optional[str] = ..., priority: _Optional[int] = ..., required_labels: _Optional[_Mapping[str, str]] = ..., required_device_memory_bytes: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., run_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attempts_max: _Optional[int] = ..., backoff_initial: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., backoff_max: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., result_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_for_worker: bool = ..., retry_failed: bool = ..., submitter: _Optional[str] = ..., world_size: _Optional[int] = ..., world_size_min: _Optional[int] = ..., spread_ranks: bool = ...) -> None: ...
 
 class TaskInput(_message.Message):
     __slots__ = ("payload", "request_id", "partition_key", "units", "traceparent", "partials_received", "payload_place", "payload_crc32")

@@ -23,6 +23,7 @@ Instant = Annotated[datetime, Meta(tz=True)]
 _OPTIONS = (
     "model", "queue", "priority", "parameters", "labels", "deadline", "queue_timeout_s", "run_timeout_s",
     "result_ttl_s", "attempts_max", "ephemeral", "wait_for_worker", "world_size", "world_size_min",
+    "spread_ranks",
 )  # fmt: skip
 
 
@@ -44,6 +45,7 @@ class TaskRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     attempts_max: Annotated[int, Meta(ge=1, le=100)] | UnsetType = UNSET
     world_size: Annotated[int, Meta(ge=1, le=1024)] | UnsetType = UNSET
     world_size_min: Annotated[int, Meta(ge=1, le=1024)] | UnsetType = UNSET
+    spread_ranks: bool | UnsetType = UNSET
     ephemeral: bool | UnsetType = UNSET
     wait_for_worker: bool | UnsetType = UNSET
     request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None

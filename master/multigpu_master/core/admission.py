@@ -34,7 +34,7 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
         return ev.Rejection(RESOURCE_EXHAUSTED, what, ledger.limits.retry_delay_s)
     # Without a connected worker it is unknown what the fleet will run.
     shape = shape_of(spec)
-    if spec.wait_for_worker or not fleet.sessions or len(fleet.eligible(shape)) >= shape.world_size_min:
+    if spec.wait_for_worker or not fleet.sessions or fleet.placeable(shape):
         return None
     return ev.Rejection(FAILED_PRECONDITION, unplaceable(fleet, spec, queued=False))
 
@@ -76,8 +76,9 @@ def unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
         there = f"{_near(spec.model, models)} (the fleet has {_listed(models)})"
         return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {wait}"
     shape = shape_of(spec)
-    if able := fleet.eligible(shape):
-        return f"{shape.world_size_min} workers have to run this task at the same time, and {len(able)} could; {wait}"
+    if able := fleet.places(shape):
+        what = f"{shape.world_size_min} workers, each on its own device, have to run this task at the same time"
+        return f"{what}, and {able} could; {wait}"
     why = "; ".join(f"{w.worker_id}: {fleet.unfit(w, shape)}" for w in workers[:5])
     return f"no worker could ever take this task ({why}); {wait}"
 

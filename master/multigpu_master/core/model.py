@@ -5,6 +5,7 @@ with a session is connected, else it is lost. A million tasks may be queued at o
 tasks need are in `Extra`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
@@ -51,6 +52,7 @@ class Shape(NamedTuple):
     partition: int = -1
     world_size: int = 1
     world_size_min: int = 1
+    spread_ranks: bool = False
 
 
 def partition_of(key: str) -> int:
@@ -61,7 +63,7 @@ def partition_of(key: str) -> int:
 
 
 def shape_of(spec: Spec, partition: int = -1) -> Shape:
-    ranks = spec.world_size, spec.world_size_min or spec.world_size
+    ranks = spec.world_size, spec.world_size_min or spec.world_size, spec.spread_ranks
     return Shape(spec.kind, spec.model, spec.labels, spec.memory_bytes, partition, *ranks)
 
 
@@ -116,6 +118,13 @@ class Energy(NamedTuple):
     joules: float
     method: int
     uncertainty: float
+
+
+def total(parts: Sequence[Energy]) -> Energy:
+    """The sum of several devices' energy; its method is the least exact of theirs."""
+    joules = sum([part.joules for part in parts])
+    uncertain = sum([part.joules * part.uncertainty for part in parts])
+    return Energy(joules, max(part.method for part in parts), uncertain / joules if joules else 0.0)
 
 
 # The error type of a task that its client withdrew.
@@ -233,6 +242,8 @@ class Gang:
     leases: list[Lease]
     succeeded: int = 0  # ranks
     outcome: Outcome | None = None  # that of rank 0, which is the task's
+    energy: list[Energy] = field(default_factory=list)  # of ranks that have succeeded and were measured
+    device_s: float = 0.0  # of ranks that have succeeded before the last
 
 
 @dataclass(frozen=True, slots=True)

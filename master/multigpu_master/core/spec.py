@@ -25,6 +25,7 @@ class Spec:
     retry_failed: bool = False
     world_size: int = 1  # the workers that run the task at the same time, at most
     world_size_min: int = 0  # and at least; 0: as many
+    spread_ranks: bool = False  # these are on as many hosts as possible, not on as few
     submitter: str = ""  # name of the token; "": the master runs without tokens
     identity: int = 0  # 31 bits of a CRC of kind, model, content type and parameters; see identity.py
     wire: bytes = b""  # the serialized TaskSpec, for the journal and the workers

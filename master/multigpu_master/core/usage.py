@@ -52,6 +52,10 @@ class Usage:
         """Adds the device time of a rank of a gang whose other ranks go on."""
         self._of(task.spec).device_s += device_s
 
+    def measured(self, task: Task, device_s: float) -> None:
+        """Notes that energy was measured in this device time, which `ran` has added."""
+        self._of(task.spec).measured_s += device_s
+
     def failed(self, tasks: Sequence[Task], device_s: float) -> None:
         """Adds failed attempts that ran together."""
         unit_s = device_s / max(1, sum([task.units for task in tasks]))

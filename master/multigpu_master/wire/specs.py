@@ -150,6 +150,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         retry_failed=m.retry_failed,
         world_size=m.world_size or 1,
         world_size_min=m.world_size_min or m.world_size or 1,
+        spread_ranks=m.spread_ranks and m.world_size > 1,
         submitter=m.submitter,
         identity=zlib.crc32(same.SerializeToString(deterministic=True)) >> 1,
         wire=wire,

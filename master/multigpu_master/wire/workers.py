@@ -33,6 +33,7 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
         **{name: getattr(m, name) for name in _SAME_FIELDS},
         store_address=m.store_address,
         device_id=m.device.device_id or "cpu",
+        nvlink_peers=tuple(peer.device_id for peer in m.device.peers if peer.nvlinks),
         device_wire=devices.device_wire(m.device),
         memory_total_bytes=m.device.memory_total_bytes,
         capabilities=capabilities,

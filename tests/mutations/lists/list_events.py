@@ -61,7 +61,7 @@ EVENTS = (
     admission("a passed deadline is taken", "None and spec.deadline_s <= now", "None and spec.deadline_s < now - 1.0"),
     admission(
         "wait_for_worker ignored",
-        "or not fleet.sessions or len(fleet.eligible(shape)) >= shape.world_size_min:",
+        "or not fleet.sessions or fleet.placeable(shape):",
         "or True:",
     ),
     admission(

@@ -52,11 +52,13 @@ GANGS = (
     ),
     gangs(
         "an elastic gang begins with the fewest",
-        "packed(idle, min(len(idle), shape.world_size))",
-        "packed(idle, shape.world_size_min)",
+        "chosen(idle, min(len(idle), shape.world_size), shape)",
+        "chosen(idle, shape.world_size_min, shape)",
     ),
     gangs(
-        "an elastic gang takes more than it may", "packed(idle, min(len(idle), shape.world_size))", "packed(idle, 99)"
+        "an elastic gang takes more than it may",
+        "chosen(idle, min(len(idle), shape.world_size), shape)",
+        "chosen(idle, 99, shape)",
     ),
     gangs(
         "an elastic gang reserves the most that it may",
@@ -72,6 +74,14 @@ GANGS = (
         " or len(gang.leases) == task.spec.world_size:",
         ":",
     ),
+    gangs(
+        "two ranks share a device",
+        "first.setdefault(worker.device_key, worker)",
+        "first.setdefault(worker.worker_id, worker)",
+    ),
+    gangs("ranks are never spread", "if shape.spread_ranks:", "if False:"),
+    gangs("NVLink does not matter", "for place in (host, group):", "for place in (host,):"),
+    gangs("an elastic gang grows by a worker of its device", "if worker.device_key not in devices]", "]"),
     gangs("an elastic gang never grows", "            self._attempts.regroup(lease, now)", "            pass"),
     attempts(
         "growing is charged",
@@ -89,7 +99,7 @@ GANGS = (
         "    if False:  # a rank",
     ),
     obstacles("a gang's own model is unloaded for it", " if model.model != own]", "]"),
-    gangs("busy workers are not reserved", "            self._reserve(backlog, sorted", "            list(sorted"),
+    gangs("busy workers are not reserved", "            self._reserve(backlog, able, now)", "            pass"),
     gangs("waiting leases of reserved workers are not recalled", "            self._commands.recall(worker, waiting)"),
     gangs(
         "leases that run are recalled",
@@ -125,8 +135,8 @@ GANGS = (
     gangs("the workers of a gang get other tasks", "        lease.worker.leases_limit = 0\n"),
     gangs(
         "ranks are spread over hosts",
-        "        return [worker for worker in workers if worker.info.host == best][:n]",
-        "        return workers[:n]",
+        "    return [worker for worker in workers if place(worker) == best]",
+        "    return workers",
     ),
     gangs("a gang takes the host with the most workers", "best = min(fits", "best = max(fits"),
     gangs(
@@ -229,8 +239,8 @@ GANGS = (
     attempts("a lost host is charged to a gang", "if lease.running and lease.gang is None:", "if lease.running:"),
     admission(
         "a gang for which there are too few workers waits",
-        ">= shape.world_size_min:\n        return None",
-        ">= 1:\n        return None",
+        "fleet.placeable(shape):\n        return None",
+        "fleet.places(shape):\n        return None",
     ),
     worker("a rank begins beside other models", "first.exclusive and not self._loader.alone(model)", "False"),
     loader("models stay beside a rank", " or (self._exclusive and not resident.leases)\n", "\n"),

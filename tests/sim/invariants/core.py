@@ -301,6 +301,8 @@ class Invariants:
                 held = [x for x in all_ranks if x.worker.leases.get(x.lease_id) is x]
                 if len(held) != len(all_ranks) - succeeded or not _fits(task.spec, len(all_ranks)):
                     raise ViolationError(f"the leases of task {task.task_id} are not its workers'")
+                if len({x.worker.device_key for x in all_ranks}) < len(all_ranks):
+                    raise ViolationError(f"ranks of task {task.task_id} share a device")
                 continue
             tally[0] += 1
             tally[1] += bytes_

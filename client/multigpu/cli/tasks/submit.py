@@ -26,7 +26,7 @@ BATCH_TASKS = 1_000
 # Flags that are options of the SDK under the same name.
 SDK_OPTIONS = (
     *("model", "queue", "priority", "device_memory_bytes", "queue_timeout_s", "run_timeout_s", "result_ttl_s"),
-    *("attempts_max", "world_size", "world_size_min", "ephemeral", "wait_for_worker", "retry_failed"),
+    *("attempts_max", "world_size", "world_size_min", "spread_ranks", "ephemeral", "wait_for_worker", "retry_failed"),
 )
 
 
@@ -72,6 +72,7 @@ SDK_OPTIONS = (
     metavar="N",
     help="Begin when N of them are idle, and grow at a checkpoint.  [default: --world-size]",
 )
+@click.option("--spread-ranks", is_flag=True, help="With --world-size: on as many hosts as possible, not as few.")
 @click.option("--attempts-max", type=click.IntRange(1, 100), metavar="N", help="Attempts at most.  [default: 3]")
 @click.option("--ephemeral", is_flag=True, help="Keep the task off the master's disk; it is lost if the master ends.")
 @click.option("--wait-for-worker", is_flag=True, help="Queue the task even if no known worker could ever take it.")

@@ -49,6 +49,7 @@ def task_options(command: F) -> F:
         click.option(
             "--wait-for-worker", is_flag=True, help="Queue the job even if no known workers could ever run it."
         ),
+        click.option("--spread-ranks", is_flag=True, help="Use as many hosts as possible.  [default: as few]"),
         click.option("--detach", is_flag=True, help="Print the job's name once it is queued, and end."),
         master_option,
     )  # fmt: skip

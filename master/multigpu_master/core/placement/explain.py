@@ -6,7 +6,8 @@ from itertools import islice
 from operator import attrgetter
 
 from multigpu_master.core.admission import unplaceable
-from multigpu_master.core.model import OutcomeState, Task, Worker, partition_of, shape_of
+from multigpu_master.core.model import OutcomeState, Shape, Task, Worker, partition_of, shape_of
+from multigpu_master.core.placement.gangs import one_per_device
 from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.scheduler import Core
@@ -127,16 +128,35 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         size = core.ledger.uncommitted_bytes
         return f"outcomes of {size} bytes wait for the journal, which can't be written; free disk space"
     shape = shape_of(task.spec)
-    if len(core.fleet.eligible(shape)) < shape.world_size_min:
+    if not core.fleet.placeable(shape):
         return unplaceable(core.fleet, task.spec, queued=True)
     if shape.world_size > 1:
         idle = sum(not (w.leases or w.occupied) for w in core.fleet.eligible(shape) if w.accepting)
         reserved = len(core.gangs.reserved_for(core.ledger.strategy_of(core.ledger.queue(task.spec.queue)), shape))
         held = f", {reserved} are reserved for such tasks" if reserved else ""
-        return f"waits for {shape.world_size_min} idle workers: {idle} are idle{held}; {before}"
+        start = _gang_start(core, shape, now)
+        return f"waits for {shape.world_size_min} idle workers: {idle} are idle{held}; {before}{start}"
     if pin is not None and pin.full:
         pinned = f"waits for {pin.worker_id}, to which its key belongs and whose window is full"
         return f"{pinned}; {before}"
     if not free:
         return f"every worker that could take it is busy or excluded; {before}"
     return f"about to be dispatched to {free[0].worker.worker_id}; {before}"
+
+
+def _gang_start(core: Core, shape: Shape, now: float) -> str:
+    """When enough workers may be idle, by what tasks took before; empty if too few of them accept tasks."""
+    able = one_per_device(sorted(
+        (worker for worker in core.fleet.eligible(shape) if worker.accepting),
+        key=lambda worker: _left_s(worker, now),
+    ))  # fmt: skip
+    if len(able) < shape.world_size_min:
+        return ""
+    left_s = _left_s(able[shape.world_size_min - 1], now)
+    return f"; by what tasks took before, {shape.world_size_min} may be idle in {left_s:.0f} s"
+
+
+def _left_s(worker: Worker, now: float) -> float:
+    """How long a worker's leases are expected to take yet."""
+    left = [lease.cost_s - (now - lease.run_s if lease.running else 0.0) for lease in worker.leases.values()]
+    return sum(max(0.0, seconds) for seconds in left) / max(1, worker.slots)

@@ -12,10 +12,12 @@ with them, uncharged; what it lost since the checkpoint is little.
 
 Back-fill: while a reserved worker still runs a lease that it held when it was reserved, the others may begin tasks in
 their slots. So the gang is delayed by at most one task that another worker began meanwhile.
+
+Each rank has a device of its own: NCCL takes no two on one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
@@ -77,15 +79,16 @@ class Gangs:
         able = self._able(backlog.strategy, shape, mine)
         avoided = task.extra.broke if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
-        idle = [worker for worker in able if _is_idle(worker, shape)]
+        idle = one_per_device(worker for worker in able if _is_idle(worker, shape))
         if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
-            return packed(idle, min(len(idle), shape.world_size))
+            return chosen(idle, min(len(idle), shape.world_size), shape)
         # What takes the memory of a worker without leases is unknown. If it is reserved, it may be its last task.
         able = [worker for worker in able if worker.leases or worker.occupied or worker in idle or worker in mine]
+        able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
-            self._reserve(backlog, sorted(able, key=lambda worker: worker.backlog_s), now)
+            self._reserve(backlog, able, now)
         return None
 
     def _able(self, strategy: Strategy, shape: Shape, mine: Container[Worker]) -> list[Worker]:
@@ -107,7 +110,9 @@ class Gangs:
         if queue.paused or self._ledger.clogged():  # it could not begin
             return
         shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
-        if any(_is_idle(worker, shape) for worker in self._able(strategy, shape, ())):
+        devices = {rank.worker.device_key for rank in gang.leases}
+        able = [worker for worker in self._able(strategy, shape, ()) if worker.device_key not in devices]
+        if any(_is_idle(worker, shape) for worker in able):
             self._attempts.regroup(lease, now)
 
     def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
@@ -115,7 +120,7 @@ class Gangs:
         size = backlog.shape.world_size_min
         kept = [worker for worker in able if worker in self._reserved]
         others = [worker for worker in able if worker not in self._reserved]
-        wanted = dict.fromkeys(kept + packed(others, size - len(kept)))
+        wanted = dict.fromkeys(kept + chosen(others, size - len(kept), backlog.shape))
         if self._key is None:
             self._key = backlog.key
             self._first_id = self._next_id()
@@ -166,15 +171,58 @@ def _is_idle(worker: Worker, shape: Shape) -> bool:
     return not (worker.leases or worker.occupied) and short_of_memory(worker, shape) is None
 
 
+def one_per_device(workers: Iterable[Worker]) -> list[Worker]:
+    """The first worker of each device."""
+    first: dict[str, Worker] = {}
+    for worker in workers:
+        first.setdefault(worker.device_key, worker)
+    return list(first.values())
+
+
+def chosen(workers: list[Worker], n: int, shape: Shape) -> list[Worker]:
+    """Of these workers n for ranks of the shape, in the order of the ranks; the first of them where nothing else
+    decides.
+    """
+    if shape.spread_ranks:
+        ranks, nth = Counter[str](), dict[Worker, int]()  # a worker's place among those of its host
+        for worker in workers:
+            nth[worker] = ranks[worker.info.host]
+            ranks[worker.info.host] += 1
+        workers = sorted(workers, key=lambda worker: nth[worker])[:n]
+    return packed(workers, n)
+
+
 def packed(workers: list[Worker], n: int) -> list[Worker]:
-    """The first n workers, on as few hosts as possible, those of a host one after the other."""
-    hosts = Counter(worker.info.host for worker in workers)
-    fits = [host for host, count in hosts.items() if count >= n]
-    if fits:  # the host with the fewest workers to spare
-        best = min(fits, key=lambda host: hosts[host])
-        return [worker for worker in workers if worker.info.host == best][:n]
-    order = {host: place for place, (host, _) in enumerate(hosts.most_common())}
-    return sorted(workers, key=lambda worker: order[worker.info.host])[:n]
+    """So many workers, on as few hosts as possible and there on as few groups of devices that NVLink connects. Those of
+    a host, and of a group, are one after the other.
+    """
+
+    def host(worker: Worker) -> str:
+        return worker.info.host
+
+    def group(worker: Worker) -> tuple[str, str]:
+        return worker.info.host, min((worker.device_key, *worker.info.nvlink_peers))
+
+    for place in (host, group):
+        workers = _narrowed(workers, n, place)
+    groups = _by_size(workers, group)
+    hosts = _by_size(workers, host)
+    return sorted(workers, key=lambda worker: (hosts[host(worker)], groups[group(worker)]))[:n]
+
+
+def _narrowed(workers: list[Worker], n: int, place: Callable[[Worker], Hashable]) -> list[Worker]:
+    """Those of the smallest place with n of them; all, if no place has as many."""
+    sizes = Counter(map(place, workers))
+    fits = [each for each, size in sizes.items() if size >= n]
+    if not fits:
+        return workers
+    best = min(fits, key=lambda each: sizes[each])
+    return [worker for worker in workers if place(worker) == best]
+
+
+def _by_size(workers: list[Worker], place: Callable[[Worker], Hashable]) -> dict[Hashable, int]:
+    """The places' order, those with most workers first."""
+    return {each: order for order, (each, _) in enumerate(Counter(map(place, workers)).most_common())}
 
 
 def form(leases: list[Lease]) -> None:

@@ -198,6 +198,14 @@ class Fleet:
             found = self._eligible[shape] = self._groups.setdefault(tuple(found), found)
         return found
 
+    def places(self, shape: Shape) -> int:
+        """On how many workers the ranks of such a task could run: no two share a device. Lost workers count, too."""
+        return len({worker.device_key for worker in self.eligible(shape)})
+
+    def placeable(self, shape: Shape) -> bool:
+        """Whether there are enough workers for such a task, lost ones included."""
+        return bool(self.eligible(shape)) and (shape.world_size_min == 1 or self.places(shape) >= shape.world_size_min)
+
     # --- models ------------------------------------------------------------------------------------------------------
 
     def model_of(self, worker: Worker, shape: Shape) -> str:

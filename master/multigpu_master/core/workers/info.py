@@ -125,6 +125,7 @@ class WorkerInfo:
     models: tuple[Model, ...] = ()
     model_memory_bytes: int = 0  # limit for all loaded models together; 0: unknown
     labels: Mapping[str, str] = field(default_factory=dict)
+    nvlink_peers: tuple[str, ...] = ()  # ids of devices that are connected to its own by NVLink
     store_address: str = ""  # where its engine, as rank 0 of a gang, meets the others; "": it takes no ranks
     slots: int = 1
     window_tasks: int = 1024

@@ -11,7 +11,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Gang, Lease, Outcome, OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.model import Energy, Gang, Lease, Outcome, OutcomeState, Task, TaskError, Worker, total
 from multigpu_master.core.placement.gangs import Gangs
 from multigpu_master.core.placement.recall import Recalls
 from multigpu_master.core.restart import RecoveryHold
@@ -225,6 +225,7 @@ class Sessions:
         leases = []
         stale = 0
         pop = worker.leases.pop
+        energy = dict(zip(event.succeeded, event.energy, strict=True)) if event.energy else {}
         for lease_id, result in zip(event.succeeded, event.results, strict=True):
             lease = pop(lease_id, None)
             if lease is None:
@@ -241,21 +242,24 @@ class Sessions:
                 )  # fmt: skip
                 if lease.gang is None:
                     lease.task.outcome = outcome
-                elif not self._rank_succeeded(lease, lease.gang, outcome, event.device_s):
+                elif not self._rank_succeeded(lease, lease.gang, outcome, event.device_s, energy.get(lease_id)):
                     leases.pop()
-        if event.energy:
-            energy = dict(zip(event.succeeded, event.energy, strict=True))
+        if energy:
             for lease in leases:
-                if lease.gang is None:  # of one rank only, it would be wrong
+                if lease.gang is None:
                     lease.task.outcome.energy = energy[lease.lease_id]  # type: ignore[union-attr]  # it was set above
         self._ledger.counters.stale_reports += stale
         return self._ledger.succeed(worker, leases)
 
-    def _rank_succeeded(self, lease: Lease, gang: Gang, outcome: Outcome, device_s: float) -> bool:
+    def _rank_succeeded(
+        self, lease: Lease, gang: Gang, outcome: Outcome, device_s: float, energy: Energy | None
+    ) -> bool:
         """Notes the success of a rank, whose lease is off its worker's dict. Returns whether it was the last one: then
-        the task has the outcome of rank 0, and this lease.
+        the task has the outcome of rank 0, with the energy of all if all were measured, and this lease.
         """
         gang.succeeded += 1
+        if energy is not None:
+            gang.energy.append(energy)
         if lease.rank == 0:
             gang.outcome = outcome
             if not lease.running:  # no heartbeat has said so, but the attempt has begun
@@ -263,10 +267,14 @@ class Sessions:
         if gang.succeeded < len(gang.leases):
             self._ledger.rank_succeeded(lease)
             self._usage.ran(lease.task, device_s)
+            gang.device_s += device_s
             return False
         task, first = lease.task, gang.outcome
         assert first is not None, "rank 0 has succeeded"
         first.finish_s = max(first.finish_s, outcome.finish_s)
+        if len(gang.energy) == gang.succeeded:
+            first.energy = total(gang.energy)
+            self._usage.measured(task, gang.device_s)
         lease.log = gang.leases[0].log
         task.outcome, task.lease = first, lease
         return True
