@@ -26,6 +26,7 @@ from multigpu.errors import InvalidRequestError as InvalidRequestError
 from multigpu.errors import InvalidTaskError as InvalidTaskError
 from multigpu.errors import MultigpuError as MultigpuError
 from multigpu.errors import NotFoundError as NotFoundError
+from multigpu.errors import PlanError as PlanError
 from multigpu.errors import RejectedError as RejectedError
 from multigpu.errors import ResourceExhaustedError as ResourceExhaustedError
 from multigpu.errors import TransportError as TransportError
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from multigpu._sync.client import Client as Client
     from multigpu._sync.handles import TaskHandle as TaskHandle
     from multigpu.options import Input as Input
+    from multigpu.planning import Plan as Plan
+    from multigpu.planning import plan as plan
 
 _LAZY = {
     "AdminClient": "multigpu._sync.admin",
@@ -73,7 +76,9 @@ _LAZY = {
     "AsyncTaskHandle": "multigpu._async.handles",
     "Client": "multigpu._sync.client",
     "Input": "multigpu.options",
+    "Plan": "multigpu.planning",
     "TaskHandle": "multigpu._sync.handles",
+    "plan": "multigpu.planning",
 }
 
 

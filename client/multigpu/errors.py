@@ -19,6 +19,7 @@
     ├── NotFoundError               the master does not know the task, worker, model or token, or no longer does
     ├── InvalidRequestError         an AdminClient's call makes no sense, or not in this state; also a ValueError
     ├── ConfigError                 a setting is unknown or wrong; also a ValueError
+    ├── PlanError                   a model does not fit on the devices that `multigpu.plan` is asked about
     ├── CursorExpiredError          the outcomes after the cursor are no longer available
     └── ClientClosedError           the client was closed, or belongs to another process or event loop
 
@@ -139,6 +140,10 @@ class InvalidRequestError(MultigpuError, ValueError):
 
 class ConfigError(MultigpuError, ValueError):
     """A setting is unknown, of the wrong type or out of range. The message says where it is and what to do."""
+
+
+class PlanError(MultigpuError):
+    """The model does not fit on the devices, or can't be divided so. The message says what would do."""
 
 
 class CursorExpiredError(MultigpuError):

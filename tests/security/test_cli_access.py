@@ -32,7 +32,7 @@ class Hashes(Base):
         return embed_pb2.EmbedResult(dimension=2, values=values.tobytes()).SerializeToString()
 """
 # Commands that ask no master.
-OFFLINE = {"up", "certs issue", "certs renew", "config show"} | {
+OFFLINE = {"up", "certs issue", "certs renew", "config show", "models plan"} | {
     *(f"containers {command}" for command in ("deploy", "list", "logs", "stop", "detect")),
     *(f"energy {command}" for command in ("run", "check", "info", "recommend", "compare", "report")),
 }

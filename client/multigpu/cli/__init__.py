@@ -36,7 +36,7 @@ COMMANDS = {
     "check": ("multigpu.cli.fleet.workers:check", "Have workers check their devices."),
     "forget": ("multigpu.cli.fleet.workers:forget", "Remove lost workers from the master's list."),
     "breaker": ("multigpu.cli.fleet.breaker:breaker", "See and reset the circuit breaker of sick devices."),
-    "models": ("multigpu.cli.models.models:models", "See, load and unload models: what is loaded where."),
+    "models": ("multigpu.cli.models.models:models", "See, plan, load and unload models: what is loaded where."),
     "handlers": ("multigpu.cli.fleet.handlers:handlers", "Have workers reload your handlers, one after the other."),
     "submit": ("multigpu.cli.tasks.submit:submit", "Submit tasks, and optionally wait for their results."),
     "embed": ("multigpu.cli.kinds.embed:embed", "Embed lines of text: one vector for each line, in order."),

@@ -1,4 +1,4 @@
-"""The memory of a model's weights and cache, computed from the headers of its files without a model library.
+"""A model's tensors, and the memory of its weights and cache, from the headers of its files without a model library.
 
 The formats: https://github.com/huggingface/safetensors#format,
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -9,7 +9,8 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ _GGUF_DIMENSIONS_MAX = 8
 # A GGUF header has the vocabulary: at most 300,000 tokens and 600,000 merges in the models of 2026.
 _GGUF_HEADER_BYTES_MAX, _GGUF_VALUES_MAX = 64 << 20, 4_000_000
 # Exceptions that a damaged, truncated or absurd header may cause.
-_UNREADABLE = (
+UNREADABLE = (
     ModelFolderError,
     OSError,
     ValueError,
@@ -45,21 +46,42 @@ _UNREADABLE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file. `numbers`: how many are converted to the precision in use; 0: it is kept as it is."""
+
+    name: str
+    numbers: int
+    stored_bytes: int
+
+    def bytes_at(self, number_bytes: int) -> int:
+        return self.numbers * number_bytes or self.stored_bytes
+
+
+def read_tensors(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a GGUF file or of safetensors files, each with the folder of its part ("" for the whole model). A
+    pickle counts as one tensor without a name. Raises one of UNREADABLE; ValueError for other formats.
+    """
+    if spec.source == "gguf":
+        yield from (("", tensor) for tensor in _read_gguf(spec.folder / spec.file, spec.changed_ns)[0])
+        return
+    if spec.source not in LAYOUT_SOURCES:
+        raise ValueError(f"tensors of {spec.source} files are not listed")
+    for part in module_folders(spec.folder):
+        for name in weight_files(spec.folder, part, spec.allow_pickle):
+            path = spec.folder / part / name
+            if path.suffix == ".safetensors":
+                yield from ((part, tensor) for tensor in _read_safetensors(path))
+            else:
+                yield part, StoredTensor("", 0, path.stat().st_size)
+
+
 def weights_bytes(spec: ModelSpec, number_bytes: int) -> int:
     """Memory of the weights at `number_bytes` per number. Other formats and unreadable files: their size on disk."""
     try:
-        if spec.source == "gguf":
-            numbers, _ = _read_gguf(spec.folder / spec.file, spec.changed_ns)
-            return numbers * number_bytes
-        if spec.source in LAYOUT_SOURCES:
-            return sum(
-                _safetensors_bytes(spec.folder / part / name, number_bytes)
-                for part in module_folders(spec.folder)
-                for name in weight_files(spec.folder, part, spec.allow_pickle)
-            )
-    except _UNREADABLE:
-        pass
-    return spec.files_bytes
+        return sum(tensor.bytes_at(number_bytes) for _, tensor in read_tensors(spec))
+    except UNREADABLE:
+        return spec.files_bytes
 
 
 def context_bytes(spec: ModelSpec, number_bytes: int) -> int:
@@ -79,22 +101,19 @@ def context_bytes(spec: ModelSpec, number_bytes: int) -> int:
             all_heads = int(config["num_attention_heads"])
             heads = int(config.get("num_key_value_heads") or all_heads)
             head_size = int(config.get("head_dim") or config["hidden_size"] // all_heads)
-    except _UNREADABLE:
+    except UNREADABLE:
         return 0
     if "context" in spec.parameters and spec.parameters["context"].isdecimal():
         context = min(context, int(spec.parameters["context"]))
     return max(0, 2 * layers * heads * head_size * context * number_bytes)
 
 
-def _safetensors_bytes(path: Path, number_bytes: int) -> int:
-    if path.suffix != ".safetensors":
-        return path.stat().st_size
+def _read_safetensors(path: Path) -> Iterator[StoredTensor]:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > SAFETENSORS_HEADER_BYTES_MAX:
             raise ValueError(f"{path} has no sane header")
         header: dict[str, Any] = json.loads(file.read(header_bytes))
-    size_bytes = 0
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
@@ -102,13 +121,12 @@ def _safetensors_bytes(path: Path, number_bytes: int) -> int:
         numbers = math.prod(map(int, tensor["shape"])) if tensor["dtype"] in _FLOATING else 0
         if not 0 <= numbers <= end - begin <= path.stat().st_size:
             raise ValueError(f"{path} is too small for the tensor {name[:100]}")
-        size_bytes += numbers * number_bytes or end - begin
-    return size_bytes
+        yield StoredTensor(name, numbers, end - begin)
 
 
 @functools.lru_cache(maxsize=8)  # skipping the vocabulary takes long
-def _read_gguf(path: Path, _changed_ns: int) -> tuple[int, Mapping[str, Any]]:
-    """The count of numbers in all tensors, and the metadata; lists are given as their length."""
+def _read_gguf(path: Path, _changed_ns: int) -> tuple[tuple[StoredTensor, ...], Mapping[str, Any]]:
+    """The tensors, which are all dequantised, and the metadata; lists are given as their length."""
     size_bytes = path.stat().st_size
     header_bytes = min(size_bytes, _GGUF_HEADER_BYTES_MAX)
     with path.open("rb") as file, mmap.mmap(file.fileno(), header_bytes, access=mmap.ACCESS_READ) as data:
@@ -117,17 +135,17 @@ def _read_gguf(path: Path, _changed_ns: int) -> tuple[int, Mapping[str, Any]]:
         if magic != b"GGUF" or version not in _GGUF_VERSIONS:
             raise ValueError(f"{path} is no GGUF file of version {_GGUF_VERSIONS}")
         facts = {reader.string(): reader.value(*reader.take("I")) for _ in range(facts_count)}
-        numbers = 0
+        found = []
         for _ in range(tensors):
-            reader.string()
+            name = reader.string()
             (dimensions,) = reader.take("I")
             if dimensions > _GGUF_DIMENSIONS_MAX:
                 raise ValueError(f"{path} has a tensor of {dimensions} dimensions")
-            numbers += math.prod(reader.take(f"{dimensions}Q"))
+            found.append(StoredTensor(name, math.prod(reader.take(f"{dimensions}Q")), 0))
             reader.take("IQ")  # type and offset
-        if numbers > 8 * size_bytes:  # less than a bit for each
+        if sum(tensor.numbers for tensor in found) > 8 * size_bytes:  # less than a bit for each
             raise ValueError(f"{path} is too small for its tensors")
-        return numbers, facts
+        return tuple(found), facts
 
 
 class _Reader:

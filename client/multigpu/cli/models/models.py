@@ -12,6 +12,7 @@ from multigpu.cli import messages, show, tables
 from multigpu.cli.admin import connected, find_worker_id
 from multigpu.cli.commands import Group, list_by_default
 from multigpu.cli.failures import Failure, NotFound
+from multigpu.cli.models.plan import plan
 from multigpu.cli.options import F, Number, json_option
 from multigpu.cli.presence import suggestion
 from multigpu.cli.progress import Progress
@@ -36,7 +37,7 @@ PLACES = (
 @json_option
 @click.pass_context
 def models(context: click.Context, as_json: bool) -> None:
-    """See, load and unload models: what is loaded where. Without a command, lists them.
+    """See, plan, load and unload models: what is loaded where. Without a command, lists them.
 
     The first task for a model loads it. A model that is loaded with `load` is pinned: it stays until `unload`.
     """
@@ -74,6 +75,9 @@ def show_(model: str, admin: AdminClient, as_json: bool) -> None:
             show.line()
         show.facts(_detail_rows(entry))
         tables.show_rows(entry.places, PLACES, empty="it is loaded nowhere")
+
+
+models.add_command(plan)
 
 
 def _place_options(command: F, *, wait_help: str) -> F:

@@ -1,0 +1,80 @@
+"""Plans of ranks: a process for each device, all at the same time. Tensor parallelism within groups of devices, and a
+pipeline of such groups.
+"""
+
+from typing import Any
+
+from multigpu_worker.planning.costs import Costs, heads_of
+from multigpu_worker.planning.placement import NoRoomError, divide
+from multigpu_worker.planning.structure import Part, Structure
+from multigpu_worker.planning.wish import DevicePlan, PlanError, Wish, gib
+
+
+def plan_ranks(structure: Structure, costs: Costs, devices: list[DevicePlan], wish: Wish) -> dict[str, Any]:
+    """The stage of each part. Fills in the devices. Raises PlanError."""
+    ranks, stages = wish.tensor_parallel, wish.pipeline
+    if len(devices) < ranks * stages:
+        what = f"{ranks} x {stages} ranks" if ranks > 1 < stages else f"{ranks * stages} ranks"
+        raise PlanError(f"{what} need {ranks * stages} devices, and there are {len(devices)}")
+    if ranks > 1:
+        check_tensor_parallel(structure, ranks)
+    parts, copied = structure.own, 0
+    if stages > 1:  # a part that uses the weights of an earlier one has a copy of them on its stage
+        by_name = {part.name: part for part in parts}
+        for part in structure.parts:
+            if part.tied:
+                copied += _rank_bytes(by_name[part.tied], ranks)
+    sizes = [_rank_bytes(part, ranks) + part.layer * costs.layer_cache_bytes // ranks for part in parts]
+    sizes[-1] += copied
+    groups = [devices[stage * ranks : (stage + 1) * ranks] for stage in range(stages)]
+    rooms = [min(device.left_bytes for device in group) for group in groups]
+    try:
+        placed = divide(sizes, rooms, "balanced")
+    except NoRoomError:
+        raise PlanError(
+            f"the model takes {gib(sum(sizes))} on each of {ranks} ranks, and {stages} stage(s) have room for "
+            f"{gib(sum(rooms))}"
+        ) from None
+    for part, size, stage in zip(parts, sizes, placed, strict=True):
+        for device in groups[stage]:
+            cache_bytes = part.layer * costs.layer_cache_bytes // ranks
+            device.weights_bytes += size - cache_bytes
+            device.cache_bytes += cache_bytes
+            device.modules.append(part.name)
+    for device in devices:
+        if not device.modules:
+            device.activation_bytes = device.process_bytes = 0
+    stage_of = {part.name: stage for part, stage in zip(parts, placed, strict=True)}
+    for part in structure.parts:
+        if part.tied:
+            stage_of[part.name] = placed[-1]
+    notes = []
+    if ranks > 1:
+        layers = sum(part.layer for part in parts)
+        notes.append(
+            f"each token's {costs.hidden_bytes:,} bytes are summed over {ranks} devices {2 * layers} times a step: "
+            "slow without NVLink"
+        )
+    if stages > 1:
+        notes.append(f"{stages} stages: a single sequence uses one at a time, as many as stages use all")
+    return {"device_map": {part.name: stage_of[part.name] for part in structure.parts}, "notes": notes}
+
+
+def check_tensor_parallel(structure: Structure, ranks: int) -> None:
+    """PlanError: the model's layers can't be divided among so many ranks."""
+    config = structure.config
+    if not structure.tensor_plan:
+        raise PlanError(f"transformers has no tensor-parallel plan for {structure.architecture}: use --pipeline")
+    heads, kv_heads, _ = heads_of(config)
+    inner = int(getattr(config, "intermediate_size", None) or 0)
+    counts = {"attention heads": heads, "key and value heads": kv_heads, "numbers of the inner layer": inner}
+    if wrong := [f"{count} {what}" for what, count in counts.items() if count % ranks]:
+        possible = [n for n in range(2, kv_heads + 1) if not any(count % n for count in counts.values())]
+        others = f"possible are {', '.join(map(str, possible))}" if possible else "it can't be divided so at all"
+        raise PlanError(f"{ranks} ranks can't share {' and '.join(wrong)} of {structure.architecture}: {others}")
+
+
+def _rank_bytes(part: Part, ranks: int) -> int:
+    """Of a part's weights on each rank."""
+    divided = int(part.weights_bytes * part.divided)
+    return part.weights_bytes - divided + -(-divided // ranks)
