@@ -193,7 +193,7 @@ def main() -> None:
 
 def profile(engine: GenerateEngine, make: Round, tokens: int) -> None:
     """Where a round's time goes, in the thread that makes the steps."""
-    scheduler = engine._scheduler
+    scheduler = engine._runner
     assert scheduler is not None
     watched = cProfile.Profile(time.thread_time)
     step = scheduler._step

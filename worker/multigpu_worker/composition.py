@@ -139,9 +139,10 @@ def _loader(
     )
 
 
-def catalog_of(config: WorkerConfig) -> Scan:
+def catalog_of(config: WorkerConfig, device: Device) -> Scan:
     """The models that are there now. ValueError, ModelFolderError."""
-    return installed(find_models(config), config.engine)
+    on_gpu = device.engine_name.startswith("cuda")
+    return installed(find_models(config), config.engine, vllm=bool(config.vllm_python), on_gpu=on_gpu)
 
 
 def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> EngineSettings:
@@ -150,6 +151,7 @@ def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> Engi
         slots=config.slots,
         threads=config.threads,
         handlers=config.handlers,
+        vllm_python=config.vllm_python and str(Path(config.vllm_python).expanduser().absolute()),
         train_dir=config.train_dir and str(Path(config.train_dir).expanduser().absolute()),
         repository=config.model_repository and str(Path(config.model_repository).expanduser().absolute()),
         allow_pickle=config.allow_pickle,

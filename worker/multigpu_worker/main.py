@@ -77,7 +77,7 @@ def main(config_file: str | None, **flags: Any) -> None:
             log.warning(remark)
         _check_files(config)
         device = open_device(config.device)
-        settings = engine_settings(config, device, _first_catalog(config))
+        settings = engine_settings(config, device, _first_catalog(config, device))
         configure_tracing(telemetry, {"service.name": "mgpu-worker"})
     except (DeviceError, ModelFolderError) as error:  # may be temporary, unlike a wrong setting
         _exit(EXIT_ENGINE, error)
@@ -109,9 +109,9 @@ def _check_files(config: WorkerConfig) -> None:
         raise ConfigError(f"train_dir {config.train_dir} is no folder: make it, and put the training scripts there")
 
 
-def _first_catalog(config: WorkerConfig) -> Scan:
+def _first_catalog(config: WorkerConfig, device: Device) -> Scan:
     """The models at the start. ModelFolderError: a model that the configuration names is broken."""
-    catalog = catalog_of(config)
+    catalog = catalog_of(config, device)
     named = {entry.partition("=")[0].strip() for entry in config.models}
     for model, error in catalog.errors.items():
         if model.partition(":")[0] in named:
@@ -139,7 +139,7 @@ async def _run(
     if device.info.simulated:
         log.warning("the driver is a simulation: the engine computes on the processor", device=device.info.product)
     mps, mps_off = await open_mps(config, device)
-    agent = compose(config, identity, device, settings, lambda: catalog_of(config), mps=mps, mps_off=mps_off)
+    agent = compose(config, identity, device, settings, lambda: catalog_of(config, device), mps=mps, mps_off=mps_off)
     leases = agent.dispatcher.session.leases
     draining: asyncio.Task[None] | None = None
 

@@ -172,6 +172,10 @@ class WorkerConfig(Checked):
     engine: str = setting(
         "auto", "The engine of models whose model.toml names none.", choices=("auto", "torch", "onnx", "tensorrt")
     )
+    vllm_python: str = setting(
+        "",
+        "The Python of an environment with vLLM, for the engine vllm (docs/generate.md). Empty: none.",
+    )
     precision: str = setting(
         "auto",
         "The precision of models whose model.toml names none.",

@@ -94,13 +94,13 @@ class Worker:
 
     async def _report(self, config: WorkerConfig) -> tuple[set[str], dict[str, str]]:
         device = CpuDevice()
-        found = catalog_of(config)
+        found = catalog_of(config, device)
         settings = EngineSettings(device="cpu", slots=1, threads=1, handlers=(), models=dict(found.models))
-        agent: Agent = compose(config, identity_of(device), device, settings, lambda: catalog_of(config))
+        agent: Agent = compose(config, identity_of(device), device, settings, lambda: catalog_of(config, device))
         agent.pool.default.kinds = {"echo": KindInfo(kind="echo", one_by_one=True)}
         hello = pb.SessionRequest.FromString(agent.stream.hello().SerializeToString()).hello
         info = workers.worker_info(hello)
-        await agent.loader.put(catalog_of(config))
+        await agent.loader.put(catalog_of(config, device))
         agent.loader.changed = True
         frame = agent.stream.next_frame() if agent.dispatcher.session.heartbeat_due else agent.stream._heartbeat()
         assert frame is not None

@@ -47,9 +47,9 @@ def loaded(folder: Path) -> Iterator[GenerateEngine]:
 @pytest.fixture
 def engine(loaded: GenerateEngine) -> Iterator[GenerateEngine]:
     yield loaded
-    assert loaded._scheduler is not None
-    assert loaded._scheduler._pool.used == 0, "blocks were lost"
-    assert not loaded._scheduler._running and not loaded._scheduler._waiting
+    assert loaded._runner is not None
+    assert loaded._runner._pool.used == 0, "blocks were lost"
+    assert not loaded._runner._running and not loaded._runner._waiting
 
 
 def check(recorder: Recorder, plain: Plain, tokens: list[int]) -> None:
@@ -244,7 +244,7 @@ def test_last_sequence_waits_if_blocks_run_out(folder: Path, plain: Plain, monke
     settings = settings_of(folder, slots=6, parameters={"cache_bytes": str(20 * 16 * 256)})
     engine = GenerateEngine(settings)
     assert engine.load()["context"] == "320 tokens"
-    scheduler = engine._scheduler
+    scheduler = engine._runner
     assert scheduler is not None
     interrupted = []
     interrupt = scheduler._interrupt
@@ -267,7 +267,7 @@ def test_last_sequence_waits_if_blocks_run_out(folder: Path, plain: Plain, monke
 def test_out_of_memory_shrinks_steps_not_answers(folder: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = GenerateEngine(settings_of(folder))
     engine.load()
-    model, scheduler = engine._model, engine._scheduler
+    model, scheduler = engine._model, engine._runner
     assert model is not None and scheduler is not None
     forward = type(model).forward
     room = {"tokens": 20, "sequences": 2}

@@ -157,7 +157,7 @@ def test_interrupted_answers_match_too(folder: Path) -> None:
     engine = GenerateEngine(settings_of(folder, slots=6, parameters={"cache_bytes": str(9 * 16 * 256)}))
     engine.load()
     interrupted = []
-    scheduler = engine._scheduler
+    scheduler = engine._runner
     assert scheduler is not None
     interrupt = scheduler._interrupt
 

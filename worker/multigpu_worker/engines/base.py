@@ -101,6 +101,8 @@ class EngineSettings:
     threads: int
     # Modules with the user's handlers.
     handlers: tuple[str, ...] = ()
+    # The Python of vLLM's environment. Empty: there is no engine vllm.
+    vllm_python: str = ""
     # Folder of training scripts and jobs. Empty: no such tasks.
     train_dir: str = ""
     # The model repository, where fine-tuned models go. Empty: none.

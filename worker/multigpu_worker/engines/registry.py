@@ -20,7 +20,7 @@ from multigpu.handlers import registered_handlers
 
 from multigpu_worker.engines.base import Engine, EngineSettings, ModelEngine
 from multigpu_worker.engines.handlers.sources import SourceFinder, Sources
-from multigpu_worker.repository.model import REMOTE, ModelFolderError, ModelSpec
+from multigpu_worker.repository.model import REMOTE, VLLM, ModelFolderError, ModelSpec
 
 # Engines of kinds that need a model, as module:class. model.toml may name another one.
 MODEL_ENGINES = {
@@ -115,6 +115,9 @@ def build_model_engine(spec: ModelSpec, settings: EngineSettings) -> ModelEngine
     if spec.engine == REMOTE:
         remote = importlib.import_module("multigpu_worker.engines.remote.engine")
         return cast(ModelEngine, remote.RemoteEngine(settings))
+    if spec.engine == VLLM:
+        vllm = importlib.import_module("multigpu_worker.engines.vllm.engine")
+        return cast(ModelEngine, vllm.VllmEngine(settings))
     if ":" not in spec.engine:
         module, _, name = MODEL_ENGINES[spec.kind].partition(":")
         return cast(ModelEngine, getattr(importlib.import_module(module), name)(settings))

@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 from collections.abc import Iterable
 
-from multigpu_worker.repository.model import REMOTE, ModelSpec, Scan
+from multigpu_worker.repository.model import REMOTE, VLLM, ModelSpec, Scan
 
 # By engine: the modules of which it needs one, and how to install it.
 _LIBRARIES = {
@@ -17,7 +17,14 @@ _LIBRARIES = {
     "onnx": (("onnxruntime",), "install multigpu[onnx]"),
     "tensorrt": (("tensorrt", "tensorrt_rtx"), "install multigpu[gpu] or multigpu[rtx]"),
     REMOTE: (("httpx2",), "install multigpu[remote]"),
+    VLLM: (("httpx2",), "install multigpu[remote]"),
 }
+
+
+NO_VLLM = (
+    "the engine vllm needs vllm_python, and the worker has none: install vLLM into an environment of its own, and name "
+    "its Python there (docs/generate.md)"
+)
 
 
 def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
@@ -33,11 +40,18 @@ def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
     return found
 
 
-def installed(found: Scan, engine: str) -> Scan:
-    """The scan with an error for each model whose library is not installed. `engine`: the worker's setting."""
+def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool) -> Scan:
+    """The scan with an error for each model whose library is not installed. `engine`: the worker's setting. `vllm`: it
+    has vLLM, which is what "auto" means on a GPU for models that it runs.
+    """
     models: dict[str, ModelSpec] = {}
     errors = dict(found.errors)
     for model, spec in found.models.items():
+        if vllm and on_gpu and (spec.engine, engine) == ("auto", "auto") and _runs_on_vllm(spec):
+            spec = dataclasses.replace(spec, engine=VLLM)  # noqa: PLW2901
+        if spec.engine == VLLM and not vllm:
+            errors[model] = NO_VLLM
+            continue
         runs_on = engine_of(spec, engine)
         modules, remedy = _LIBRARIES.get(runs_on, ((), ""))
         if modules and not any(importlib.util.find_spec(module) for module in modules):
@@ -47,9 +61,14 @@ def installed(found: Scan, engine: str) -> Scan:
     return dataclasses.replace(found, models=models, errors=errors)
 
 
+def _runs_on_vllm(spec: ModelSpec) -> bool:
+    known = spec.precision in ("auto", "fp32", "bf16", "fp16") and set(spec.parameters) <= {"cache_bytes", "context"}
+    return (spec.source, spec.kind) == ("huggingface", "generate") and known
+
+
 def engine_of(spec: ModelSpec, engine: str) -> str:
     """The engine of a model as far as it is known before loading: a key of _LIBRARIES, or "module:class"."""
-    if ":" in spec.engine or spec.engine == REMOTE:
+    if ":" in spec.engine or spec.engine in (REMOTE, VLLM):
         return spec.engine
     if spec.source == "tensorrt-plan":
         return "tensorrt"

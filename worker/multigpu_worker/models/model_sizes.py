@@ -18,11 +18,11 @@ from multigpu_worker.models.residency import Resident
 from multigpu_worker.models.routes import ModelRoutes
 from multigpu_worker.processes.model_process import MODEL_SLOTS_MAX
 from multigpu_worker.repository.files import digest
-from multigpu_worker.repository.model import REMOTE, ModelFolderError, ModelSpec
+from multigpu_worker.repository.model import REMOTE, VLLM, ModelFolderError, ModelSpec
 from multigpu_worker.supervision import supervised
 
 # Concurrent tasks of a generation model that does not set `concurrency`.
-CONCURRENCY = 8
+CONCURRENCY, VLLM_CONCURRENCY = 8, 64
 # A later measurement replaces an earlier one only if it is larger by more than this share.
 GROWTH = 0.05
 _SAMPLE_TIMEOUT_S = 5.0
@@ -31,7 +31,8 @@ _SAMPLE_TIMEOUT_S = 5.0
 def slots_of(spec: ModelSpec) -> int:
     """How many tasks one instance of a model runs at the same time."""
     several = spec.kind == "generate" or spec.engine == REMOTE
-    return min(spec.concurrency or CONCURRENCY, MODEL_SLOTS_MAX) if several else 1
+    default = VLLM_CONCURRENCY if spec.engine == VLLM else CONCURRENCY
+    return min(spec.concurrency or default, MODEL_SLOTS_MAX) if several else 1
 
 
 def slots_max(routes: ModelRoutes) -> int:

@@ -30,6 +30,7 @@ SOURCES = (
     "remote",
 )
 REMOTE = "remote"
+VLLM = "vllm"
 BATCH_TASKS_MAX = 65_536
 
 
@@ -56,8 +57,8 @@ def _check_all_inside(names: Iterable[str]) -> None:
 def _check_engine(value: str) -> None:
     module, colon, name = value.partition(":")
     own = colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    if value not in (*ENGINES, REMOTE) and not own:
-        raise ValueError(f'none of {", ".join((*ENGINES, REMOTE))}, nor a class of your own: "module:Class"')
+    if value not in (*ENGINES, REMOTE, VLLM) and not own:
+        raise ValueError(f'none of {", ".join((*ENGINES, REMOTE, VLLM))}, nor a class of your own: "module:Class"')
 
 
 def _check_sizes(sizes: Iterable[int]) -> None:

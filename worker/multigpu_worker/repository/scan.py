@@ -24,7 +24,7 @@ from multigpu_worker.repository.files import (
     reject_outside,
     weight_files,
 )
-from multigpu_worker.repository.model import REMOTE, ModelFolderError, ModelSpec, Scan
+from multigpu_worker.repository.model import REMOTE, VLLM, ModelFolderError, ModelSpec, Scan
 from multigpu_worker.repository.model_toml import FILE_NAME, read_toml
 
 VERSION = re.compile(r"[1-9][0-9]{0,17}")
@@ -195,6 +195,10 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         raise ModelFolderError(
             f'{folder}: {source} serves the kind {only}, not {kind}: say kind = "{only}" in {FILE_NAME} or leave it '
             'out, or name an engine of your own: engine = "module:Class"'
+        )
+    if engine == VLLM and (source, kind) != ("huggingface", "generate"):
+        raise ModelFolderError(
+            f"{folder}: the engine {VLLM} runs Hugging Face folders of kind generate, not {source} of {kind}"
         )
     read = {"source": source, "file": file, "kind": kind}
     spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))

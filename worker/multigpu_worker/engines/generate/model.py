@@ -28,7 +28,7 @@ from multigpu_worker.engines.generate.cache import (
     blocks_for,
     make_step,
 )
-from multigpu_worker.engines.generate.json_schema import Schemas
+from multigpu_worker.engines.generate.json_schema import Matcher, Schemas
 from multigpu_worker.engines.generate.token_bytes import TokenBytes
 from multigpu_worker.engines.generate.weights import read_weights
 from multigpu_worker.repository.folders import ModelFolderError
@@ -72,6 +72,9 @@ class GenerateModel:
     # The files of a dequantised model.
     artifact: Artifact | None = None
     facts: dict[str, str] = field(default_factory=dict)
+
+    def matcher(self, json_schema: str) -> Matcher:
+        return self.schemas.matcher(json_schema)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of tokens, without special tokens."""

@@ -112,6 +112,12 @@ class Sequence:
             if self.text.stopped:
                 self.finish_reason = pb.FINISH_REASON_STOP
 
+    def end(self, reason: "pb.FinishReason") -> None:
+        """End it for another reason than its tokens, and send the rest of its text."""
+        self.finish_reason = reason
+        self.text.finish()
+        self._send(self.text.take(ended=True))
+
     def _match(self, matcher: Matcher, token: int) -> None:
         if not matcher.accept(token):
             count = len(self.ids) - len(self.request.prompt_ids)

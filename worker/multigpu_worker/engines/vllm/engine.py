@@ -1,0 +1,121 @@
+"""The engine `vllm`: vLLM runs a language model of kind "generate", in a server of its own (server.py).
+
+The rest of a task is as in the engine `torch` (generate/engine.py): only the scheduler is another one.
+"""
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from multigpu.config.values import from_text
+
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.generate.text_engine import TextEngine
+from multigpu_worker.repository.model import VLLM, ModelFolderError, ModelSpec
+
+if TYPE_CHECKING:
+    from multigpu_worker.engines.generate.token_bytes import TokenBytes
+
+DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PARAMETERS = ("arguments", "cache_bytes", "context")
+# For keys and values on a CPU, where vLLM would take most of the host's memory.
+CPU_CACHE_BYTES = 512 << 20
+# Arguments of vLLM that are set here, or let it run code of the model's folder.
+OURS = (
+    "--model", "--served-model-name", "--uds", "--host", "--port", "--api-key", "--dtype", "--generation-config",
+    "--max-num-seqs", "--max-model-len", "--kv-cache-memory-bytes", "--trust-remote-code", "--tokenizer",
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class VllmModel:
+    """What the engine knows of its model. See TextModel."""
+
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    vocabulary: int
+    token_bytes: "TokenBytes"
+    context: int = 0
+
+    def decode(self, token_ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def matcher(self, json_schema: str) -> None:
+        """The server limits the tokens."""
+
+
+class VllmEngine(TextEngine):
+    """Generates text with one model on vLLM."""
+
+    def load(self) -> dict[str, str]:
+        """Starts vLLM, and waits until it has loaded the model."""
+        from multigpu_worker.engines.vllm.server import VllmServer  # noqa: PLC0415 (with the libraries)
+        from multigpu_worker.engines.vllm.streams import Streams  # noqa: PLC0415 (as above)
+
+        self._server = VllmServer(self._settings.vllm_python, arguments_of(self._spec, self._settings), _died)
+        model = self._model = _read_model(self._spec)  # meanwhile
+        facts = self._server.wait_ready()
+        model.context = int(facts.pop("context"))
+        self._runner = Streams(self._server, self._spec.name, model.eos_ids, self._settings.slots)
+        return {"engine": VLLM, "precision": self._spec.precision, "context": f"{model.context} tokens", **facts}
+
+    def close(self) -> None:
+        super().close()
+        self._server.close()
+
+
+def arguments_of(spec: ModelSpec, settings: EngineSettings) -> list[str]:
+    """The arguments of vLLM's server, but for those of its socket. Raises ModelFolderError."""
+    if unknown := sorted(set(spec.parameters) - set(PARAMETERS)):
+        raise ModelFolderError(f"model.toml has parameters.{unknown[0]}: vllm knows {', '.join(PARAMETERS)}")
+    if spec.precision not in DTYPES:
+        raise ModelFolderError(
+            f"vllm takes precision {', '.join(DTYPES)}, not {spec.precision}: weights that are stored quantised are "
+            "served so with auto"
+        )
+    own = shlex.split(spec.parameters.get("arguments", ""))
+    if taken := [each for each in own if each.partition("=")[0] in OURS]:
+        raise ModelFolderError(f"parameters.arguments has {taken[0]}, which may not be set there")
+    cache_bytes = CPU_CACHE_BYTES if settings.device == "cpu" else 0
+    try:
+        if "cache_bytes" in spec.parameters:
+            cache_bytes = int(from_text(spec.parameters["cache_bytes"], int, "cache_bytes"))
+        context = int(spec.parameters.get("context", "0"))
+    except ValueError as error:
+        raise ModelFolderError(f"model.toml's parameters: {error}") from error
+    arguments = ["--model", str(spec.folder), "--served-model-name", spec.name, "--generation-config", "vllm"]
+    arguments += ["--dtype", DTYPES[spec.precision], "--max-num-seqs", str(settings.slots)]
+    arguments += ["--max-model-len", str(context)] if context else []
+    arguments += ["--kv-cache-memory-bytes", str(cache_bytes)] if cache_bytes else []
+    return arguments + own
+
+
+def _read_model(spec: ModelSpec) -> VllmModel:
+    """Raises ModelFolderError."""
+    from multigpu_worker.engines.common.pretrained import LOCAL, loading, transformers  # noqa: PLC0415 (as above)
+    from multigpu_worker.engines.generate.token_bytes import TokenBytes  # noqa: PLC0415 (as above)
+
+    with loading(spec.folder, "AutoTokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(spec.folder, **LOCAL)
+        config = transformers.AutoConfig.from_pretrained(spec.folder, **LOCAL)
+        ids = None
+        if (spec.folder / "generation_config.json").is_file():
+            ids = transformers.GenerationConfig.from_pretrained(spec.folder, **LOCAL).eos_token_id
+        if ids is None:
+            ids = tokenizer.eos_token_id
+        return VllmModel(
+            tokenizer=tokenizer,
+            eos_ids=frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids),
+            vocabulary=int(config.get_text_config().vocab_size),
+            token_bytes=TokenBytes(tokenizer),
+        )
+
+
+def _died(output: str) -> None:
+    """VLLM has ended by itself."""
+    sys.stderr.write(f"vLLM has ended; its last lines:\n{output}\n")
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,114 @@
+"""vLLM's own server as a child of the engine process, on a socket that only this user can open.
+
+It runs in an environment of its own (`vllm_python`), since it pins other versions of torch and transformers. It is in
+the engine's process group and ends with the engine. If it ends by itself, the engine ends too: the agent then knows
+which tasks ran, starts both again, and runs these tasks again.
+"""
+
+import collections
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx2 as httpx
+import structlog
+
+from multigpu_worker.engines.common import launch
+from multigpu_worker.repository.model import ModelFolderError
+
+log = structlog.get_logger(__name__)
+
+LINES_KEPT = 40
+READY_POLL_S = 0.2
+END_TIMEOUT_S = 10.0
+# How long vLLM's server takes to end after its engine.
+GONE_TIMEOUT_S = 30.0
+NO_MEMORY = ("out of memory", "No available memory for the cache blocks", "is less than desired GPU memory utilization")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    "PYTHONUNBUFFERED": "1",
+}  # fmt: skip
+
+
+class VllmServer:
+    """`died`: called by another thread with the last lines of output, if it ends before `close`."""
+
+    def __init__(self, python: str, arguments: list[str], died: Callable[[str], None]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="mgpu-vllm-")
+        self.socket = str(Path(self._folder.name) / "socket")
+        self._died = died
+        self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+        self._closing = False
+        module = ("-m", "vllm.entrypoints.openai.api_server")
+        command = [python, *module, "--uds", self.socket, "--disable-uvicorn-access-log", *arguments]
+        log.info("vLLM is being started", command=shlex.join(command))
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", launch.__file__, str(os.getpid()), "/", *command],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment | ENVIRONMENT,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
+        self._reader.start()
+
+    def wait_ready(self) -> dict[str, str]:
+        """Returns when it answers, with its version and the model's context. Raises ModelFolderError, MemoryError: it
+        has ended, with the reason.
+        """
+        with httpx.Client(transport=httpx.HTTPTransport(uds=self.socket), base_url="http://vllm") as client:
+            while self._process.poll() is None:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get("/health").status_code == httpx.codes.OK:
+                        threading.Thread(target=self._watch, name="vllm-watch", daemon=True).start()
+                        model = client.get("/v1/models").json()["data"][0]
+                        return {
+                            "vllm": str(client.get("/version").json()["version"]),
+                            "context": str(model["max_model_len"]),
+                        }
+                time.sleep(READY_POLL_S)
+        self._reader.join(END_TIMEOUT_S)
+        text = "\n".join(self._lines)
+        reason = next(
+            (line for line in reversed(self._lines) if "Error" in line), self._lines[-1] if self._lines else ""
+        )
+        what = f"vLLM has ended while it loaded the model, with exit code {self._process.returncode}: {reason.strip()}"
+        if any(words in text for words in NO_MEMORY):
+            raise MemoryError(what)
+        raise ModelFolderError(f"{what}; its output is in the worker's log")
+
+    def wait_gone(self) -> None:
+        """Returns if it goes on after a call to it has failed: else the engine process ends meanwhile."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GONE_TIMEOUT_S)
+            time.sleep(END_TIMEOUT_S)  # `died` ends this process
+
+    def close(self) -> None:
+        self._closing = True
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode("utf-8", "replace").rstrip()
+            self._lines.append(text)
+            if "ERROR" in text or "WARNING" in text:
+                log.warning("vLLM says", line=text)
+
+    def _watch(self) -> None:
+        self._process.wait()
+        if not self._closing:
+            self._reader.join(END_TIMEOUT_S)
+            self._died("\n".join(self._lines))
