@@ -105,6 +105,8 @@ def _check_files(config: WorkerConfig) -> None:
             append(Path(name).expanduser(), b"", BYTES_MAX)
     except OSError as error:
         raise ConfigError(f"{name} can't be used ({error}): name another artifacts_dir or stats_file") from error
+    if config.vllm_python and not os.access(Path(config.vllm_python).expanduser(), os.X_OK):
+        raise ConfigError(f"vllm_python {config.vllm_python} is no program: name the Python of vLLM's environment")
     if config.train_dir and not Path(config.train_dir).expanduser().is_dir():
         raise ConfigError(f"train_dir {config.train_dir} is no folder: make it, and put the training scripts there")
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -19,6 +20,20 @@ def members(*groups: int) -> list[tuple[int, str]]:
             fields = stat.rpartition(") ")[2].split()
             if int(fields[2]) in groups:
                 found.append((int(entry.name), fields[0]))
+    return found
+
+
+def with_descendants(pids: Iterable[int]) -> list[int]:
+    """These processes, and all that descend from them."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
+                children.setdefault(int(stat.rpartition(") ")[2].split()[1]), []).append(int(entry.name))
+    found = list(pids)
+    for pid in found:  # it grows
+        found += children.get(pid, ())
     return found
 
 

@@ -16,7 +16,13 @@ CHAT_TEMPLATE = (
 
 
 def save_tiny_llama(
-    folder: Path, *, context: int = 512, sliding_window: int | None = None, endless: bool = False
+    folder: Path,
+    *,
+    context: int = 512,
+    sliding_window: int | None = None,
+    endless: bool = False,
+    head_size: int = 8,
+    layers: int = 2,
 ) -> None:
     """Write the model as a Hugging Face folder. A sliding window makes it a Mistral. Endless: it has no end token."""
     import torch
@@ -35,10 +41,10 @@ def save_tiny_llama(
         chat_template=CHAT_TEMPLATE,
     )
     tokenizer.save_pretrained(folder)
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": context}
     shape |= {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    shape |= {"pad_token_id": 0, "initializer_range": 0.3}
+    shape |= {"pad_token_id": 0, "initializer_range": 0.3, "head_dim": head_size}
     torch.manual_seed(1)
     model: transformers.PreTrainedModel
     if sliding_window is None:

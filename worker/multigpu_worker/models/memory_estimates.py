@@ -13,7 +13,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.precision import auto_precision
 from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.models.weight_files import context_bytes, weights_bytes
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.model import VLLM, ModelSpec
 
 # Model memory over weights, and the memory of a process with its imports but without a model. CPU: measured with torch
 # 2.13, transformers 5.23 and ONNX Runtime 1.31. GPU: a CUDA context with the libraries' workspaces, a guess.
@@ -23,6 +23,8 @@ TORCH_BYTES = 300 << 20
 ONNX_BYTES = 70 << 20
 GPU_PROCESS_BYTES = 500 << 20
 NUMBER_BYTES = {"bf16": 2, "fp16": 2}
+# vLLM's processes on a CPU, and the share of a GPU that it takes if its cache has no limit.
+VLLM_BYTES, VLLM_GPU_SHARE = 1500 << 20, 0.9
 # Limits of the cache in engines/generate/model.py, for models that do not set cache_bytes.
 CPU_CACHE_BYTES, CPU_CACHE_SHARE = 512 << 20, 0.25
 GPU_CACHE_SHARE = 0.5
@@ -51,6 +53,10 @@ def estimate_bytes(
     model_bytes = int(weights_bytes(spec, number_bytes) * WEIGHTS_FACTOR)
     if engine == "tensorrt" and spec.source != "tensorrt-plan":  # ONNX serves until the plan is built
         model_bytes *= 2
+    if engine == VLLM and on_gpu and "cache_bytes" not in spec.parameters:
+        return min(int(device.memory_total_bytes * VLLM_GPU_SHARE), ESTIMATE_BYTES_MAX)
+    if engine == VLLM and not on_gpu:
+        process_bytes += VLLM_BYTES
     if spec.kind == "generate":
         cache_bytes_max = int(device.memory_total_bytes * (GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE))
         if not on_gpu:

@@ -16,6 +16,7 @@ from multigpu_worker.models.measured_sizes import MeasuredSizes, ModelSize
 from multigpu_worker.models.memory_estimates import estimate_bytes
 from multigpu_worker.models.residency import Resident
 from multigpu_worker.models.routes import ModelRoutes
+from multigpu_worker.process_group import with_descendants
 from multigpu_worker.processes.model_process import MODEL_SLOTS_MAX
 from multigpu_worker.repository.files import digest
 from multigpu_worker.repository.model import REMOTE, VLLM, ModelFolderError, ModelSpec
@@ -97,6 +98,8 @@ class ModelSizes:
         task.add_done_callback(self._tasks.discard)
 
     async def _measure(self, resident: Resident, pids: Sequence[int], device_bytes: int, *, again: bool) -> None:
+        if resident.spec.engine == VLLM:
+            pids = await asyncio.to_thread(with_descendants, pids)
         found_bytes = await self._memory_of(pids) or device_bytes * len(pids)
         if found_bytes > (resident.memory_bytes * (1 + GROWTH) if again else 0):
             resident.memory_bytes, resident.measured = found_bytes, True

@@ -23,8 +23,8 @@ from multigpu._kinds.training import CHECKPOINTS_VARIABLE, FOLDER_VARIABLE, JOBS
 from multigpu.config.values import split_address
 
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
-from multigpu_worker.engines.common import launch
 from multigpu_worker.engines.finetune.settings import BAD_INPUT, OUT_OF_MEMORY
+from multigpu_worker.engines.train import launch
 from multigpu_worker.engines.train.errors import ScriptError
 from multigpu_worker.engines.train.events import Events
 from multigpu_worker.engines.train.hang import HangWatch, await_notice, have_places, place_of, places, tell_place

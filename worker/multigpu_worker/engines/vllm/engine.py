@@ -76,17 +76,18 @@ def arguments_of(spec: ModelSpec, settings: EngineSettings) -> list[str]:
             f"vllm takes precision {', '.join(DTYPES)}, not {spec.precision}: weights that are stored quantised are "
             "served so with auto"
         )
-    own = shlex.split(spec.parameters.get("arguments", ""))
-    if taken := [each for each in own if each.partition("=")[0] in OURS]:
-        raise ModelFolderError(f"parameters.arguments has {taken[0]}, which may not be set there")
     cache_bytes = CPU_CACHE_BYTES if settings.device == "cpu" else 0
     try:
+        own = shlex.split(spec.parameters.get("arguments", ""))
         if "cache_bytes" in spec.parameters:
             cache_bytes = int(from_text(spec.parameters["cache_bytes"], int, "cache_bytes"))
         context = int(spec.parameters.get("context", "0"))
     except ValueError as error:
         raise ModelFolderError(f"model.toml's parameters: {error}") from error
+    if taken := [each for each in own if each.partition("=")[0] in OURS]:
+        raise ModelFolderError(f"parameters.arguments has {taken[0]}, which may not be set there")
     arguments = ["--model", str(spec.folder), "--served-model-name", spec.name, "--generation-config", "vllm"]
+    arguments += ["--structured-outputs-config.backend", "guidance"]  # as our own engine
     arguments += ["--dtype", DTYPES[spec.precision], "--max-num-seqs", str(settings.slots)]
     arguments += ["--max-model-len", str(context)] if context else []
     arguments += ["--kv-cache-memory-bytes", str(cache_bytes)] if cache_bytes else []

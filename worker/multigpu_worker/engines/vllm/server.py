@@ -1,8 +1,8 @@
 """vLLM's own server as a child of the engine process, on a socket that only this user can open.
 
-It runs in an environment of its own (`vllm_python`), since it pins other versions of torch and transformers. It is in
-the engine's process group and ends with the engine. If it ends by itself, the engine ends too: the agent then knows
-which tasks ran, starts both again, and runs these tasks again.
+It runs in an environment of its own (`vllm_python`), since it pins other versions of torch and transformers. Its
+processes end with the engine's (keeper.py). If it ends by itself, the engine ends too: the agent then knows which tasks
+ran, starts both again, and runs these tasks again.
 """
 
 import collections
@@ -21,12 +21,13 @@ from pathlib import Path
 import httpx2 as httpx
 import structlog
 
-from multigpu_worker.engines.common import launch
+from multigpu_worker.engines.vllm import keeper
 from multigpu_worker.repository.model import ModelFolderError
 
 log = structlog.get_logger(__name__)
 
 LINES_KEPT = 40
+REASON_CHARS_MAX = 500
 READY_POLL_S = 0.2
 END_TIMEOUT_S = 10.0
 # How long vLLM's server takes to end after its engine.
@@ -52,7 +53,7 @@ class VllmServer:
         log.info("vLLM is being started", command=shlex.join(command))
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", launch.__file__, str(os.getpid()), "/", *command],
+            [sys.executable, "-I", keeper.__file__, str(os.getpid()), *command], start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment | ENVIRONMENT,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
@@ -75,10 +76,10 @@ class VllmServer:
                 time.sleep(READY_POLL_S)
         self._reader.join(END_TIMEOUT_S)
         text = "\n".join(self._lines)
-        reason = next(
-            (line for line in reversed(self._lines) if "Error" in line), self._lines[-1] if self._lines else ""
-        )
-        what = f"vLLM has ended while it loaded the model, with exit code {self._process.returncode}: {reason.strip()}"
+        lines = text.splitlines()
+        first = max((at for at, line in enumerate(lines) if "Error" in line), default=max(0, len(lines) - 1))
+        reason = " ".join(line.strip() for line in lines[first:])[:REASON_CHARS_MAX]
+        what = f"vLLM has ended while it loaded the model: {reason}"
         if any(words in text for words in NO_MEMORY):
             raise MemoryError(what)
         raise ModelFolderError(f"{what}; its output is in the worker's log")
@@ -91,12 +92,8 @@ class VllmServer:
 
     def close(self) -> None:
         self._closing = True
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.send_signal(signal.SIGTERM)  # the keeper kills all; nothing of theirs is worth waiting for
+        self._process.wait(END_TIMEOUT_S)
         self._folder.cleanup()
 
     def _read(self) -> None:
@@ -104,8 +101,8 @@ class VllmServer:
         for line in self._process.stdout:
             text = line.decode("utf-8", "replace").rstrip()
             self._lines.append(text)
-            if "ERROR" in text or "WARNING" in text:
-                log.warning("vLLM says", line=text)
+            if "ERROR" in text:
+                log.error("vLLM reports an error", line=text)
 
     def _watch(self) -> None:
         self._process.wait()

@@ -60,6 +60,7 @@ class Streams:
         known = list(sequence.generated) if sequence.request.json_schema else []
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         running = asyncio.run_coroutine_threadsafe(self._pass_on(self._body(sequence, known), events), self._loop)
+        ended = False  # by vLLM
         try:
             while sequence.finish_reason is None:
                 try:
@@ -72,9 +73,10 @@ class Streams:
                     raise self._explained(event)
                 if event:
                     reporter.beat()
-                    self._take(sequence, event, known)
+                    ended = _take(sequence, event, known)
         finally:
-            running.cancel()  # closes the connection, and vLLM frees the sequence
+            if not ended:
+                running.cancel()  # closes the connection, and vLLM frees the sequence
         sequence.succeed()
 
     def _body(self, sequence: Sequence, known: list[int]) -> dict[str, Any]:
@@ -96,22 +98,6 @@ class Streams:
             schema = {"name": "answer", "schema": json.loads(request.json_schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
-
-    def _take(self, sequence: Sequence, event: dict[str, Any], known: list[int]) -> None:
-        if "error" in event:
-            raise VllmError(str(event["error"])[:ERROR_CHARS_MAX])
-        for choice in event["choices"]:
-            logprobs = choice.get("logprobs")
-            for at, token in enumerate(choice["token_ids"]):
-                if sequence.finish_reason is not None:
-                    return
-                if known:
-                    if known.pop(0) != token:
-                        raise VllmError("vLLM gave another answer than before the interruption")
-                    continue
-                sequence.take(Choice(token, _logprobs(sequence, logprobs, at, token)))
-            if choice["finish_reason"] and sequence.finish_reason is None:
-                sequence.end(FINISHED.get(choice["finish_reason"], pb.FINISH_REASON_STOP))
 
     def _explained(self, event: BaseException | None) -> Exception:
         if isinstance(event, BadInputError):
@@ -140,6 +126,26 @@ class Streams:
                 data = line.removeprefix("data:").strip()
                 if line.startswith("data:") and data != "[DONE]":
                     yield json.loads(data)
+
+
+def _take(sequence: Sequence, event: dict[str, Any], known: list[int]) -> bool:
+    """Takes the tokens of an event. Returns whether it is the last one. Raises VllmError, BadInputError."""
+    if "error" in event:
+        raise VllmError(str(event["error"])[:ERROR_CHARS_MAX])
+    reason = None
+    for choice in event["choices"]:
+        reason = choice["finish_reason"]
+        for at, token in enumerate(choice["token_ids"]):
+            if sequence.finish_reason is not None:
+                break
+            if known:
+                if known.pop(0) != token:
+                    raise VllmError("vLLM gave another answer than before the interruption")
+                continue
+            sequence.take(Choice(token, _logprobs(sequence, choice.get("logprobs"), at, token)))
+        if reason and sequence.finish_reason is None:
+            sequence.end(FINISHED.get(reason, pb.FINISH_REASON_STOP))
+    return reason is not None
 
 
 def _logprobs(sequence: Sequence, found: dict[str, Any] | None, at: int, token: int) -> tuple[tuple[int, float], ...]:

@@ -1,7 +1,6 @@
-"""Becomes another program, which the kernel kills when its engine dies: python launch.py ENGINE_PID FOLDER COMMAND...
+"""Becomes the process of a training script, which the kernel kills when its engine dies.
 
-torch.distributed.elastic puts training scripts into a session of their own, so killing the engine's process group does
-not end them; and whoever kills an engine may kill its process alone.
+torch.distributed.elastic puts it into a session of its own, so killing the engine's process group does not end it.
 """
 
 import ctypes
