@@ -245,10 +245,11 @@ def test_an_unloaded_model_leaves_no_process(fleet: VllmFleet) -> None:
     until(lambda: gone(processes), 40, "vLLM to end")
 
 
-def test_a_model_that_vllm_rejects_says_why(fleet: VllmFleet, repository: Path) -> None:
-    save_tiny_llama(repository / "wrong", head_size=64)
-    (repository / "wrong" / "model.toml").write_text(TOML.replace("--enforce-eager", "--max-loras 0 --enable-lora"))
-    with multigpu.AdminClient(fleet.address) as admin:
-        until(lambda: any(entry.model.name == "wrong" for entry in admin.list_models()), 20, "the model to be found")
-    with pytest.raises(multigpu.TaskFailed, match=r"vLLM has ended while it loaded the model: .*max_loras"):
-        generate(fleet, model="wrong", attempts_max=1)
+def test_a_model_that_vllm_rejects_says_why(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "wrong", head_size=64)
+    (tmp_path / "wrong" / "model.toml").write_text(TOML.replace("--enforce-eager", "--max-loras 0 --enable-lora"))
+    flags = ["--models", f"wrong={tmp_path / 'wrong'}", "--vllm-python", PYTHON]
+    with Fleet(tmp_path / "fleet", workers=1, worker_flags=flags) as fleet:
+        expected = r"vLLM has ended while it loaded the model: .*max_loras"
+        with pytest.raises(multigpu.TaskFailed, match=expected):
+            generate(fleet, model="wrong", attempts_max=1)

@@ -80,6 +80,7 @@ class VllmServer:
         first = max((at for at, line in enumerate(lines) if "Error" in line), default=max(0, len(lines) - 1))
         reason = " ".join(line.strip() for line in lines[first:])[:REASON_CHARS_MAX]
         what = f"vLLM has ended while it loaded the model: {reason}"
+        log.error("vLLM has ended while it loaded the model", output=text)
         if any(words in text for words in NO_MEMORY):
             raise MemoryError(what)
         raise ModelFolderError(f"{what}; its output is in the worker's log")
