@@ -262,6 +262,11 @@ def test_maps_are_checked(device_map: dict[str, Any], error: str, tmp_path: Path
         assert set(make_plan(spec, wish)["device_map"].values()) <= {0, 1}
 
 
+def test_a_map_may_name_the_cpu_as_its_device(tmp_path: Path) -> None:
+    plan = make_plan(small(tmp_path), Wish(devices=[("cpu", GIB)], device_map={"": "cpu"}))
+    assert set(plan["device_map"].values()) == {0}
+
+
 def test_a_map_keeps_the_limits_and_tied_weights_together(tmp_path: Path) -> None:
     spec = small(tmp_path, tie_word_embeddings=True)
     two = [("a", GIB), ("b", 501 << 20)]

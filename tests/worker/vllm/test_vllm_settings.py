@@ -111,7 +111,7 @@ def test_wrong_settings_are_errors(values: dict[str, Any], error: str) -> None:
 
 def test_a_python_without_vllm_is_an_error_and_leaves_no_process() -> None:
     died: list[str] = []
-    server = VllmServer(sys.executable, [], died.append)
+    server = VllmServer(sys.executable, [], "", died.append)
     with pytest.raises(ModelFolderError, match=r"vLLM has ended while it loaded the model: .*vllm.* exit code 1"):
         server.wait_ready()
     server.close()

@@ -39,12 +39,12 @@ def read_map(parts: Sequence[Part], given: Mapping[str, Any], devices: Sequence[
 
 
 def _place(key: str, value: Any, devices: Sequence[str]) -> int | str:
+    if value in devices:  # "cpu", too, if that is the device
+        return devices.index(value)
     if value in PLACES:
         return str(value)
     if type(value) is int and 0 <= value < len(devices):
         return value
-    if value in devices:
-        return devices.index(value)
     there = ", ".join([*(f"{index} ({name})" for index, name in enumerate(devices)), *PLACES])
     raise MapError(f"the device map places {key!r} on {value!r}; there are {there}")
 

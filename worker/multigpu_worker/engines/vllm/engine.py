@@ -55,11 +55,13 @@ class VllmEngine(TextEngine):
         from multigpu_worker.engines.vllm.server import VllmServer  # noqa: PLC0415 (with the libraries)
         from multigpu_worker.engines.vllm.streams import Streams  # noqa: PLC0415 (as above)
 
-        self._server = VllmServer(self._settings.vllm_python, arguments_of(self._spec, self._settings), _died)
+        settings = self._settings
+        cache = f"{settings.artifacts}/vllm" if settings.artifacts else ""  # a service may not write in its home
+        self._server = VllmServer(settings.vllm_python, arguments_of(self._spec, settings), cache, _died)
         model = self._model = _read_model(self._spec)  # meanwhile
         facts = self._server.wait_ready()
         model.context = int(facts.pop("context"))
-        self._runner = Streams(self._server, self._spec.name, model.eos_ids, self._settings.slots)
+        self._runner = Streams(self._server, self._spec.name, model.eos_ids, settings.slots)
         return {"engine": VLLM, "precision": self._spec.precision, "context": f"{model.context} tokens", **facts}
 
     def close(self) -> None:

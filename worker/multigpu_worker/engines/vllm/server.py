@@ -40,9 +40,11 @@ ENVIRONMENT = {
 
 
 class VllmServer:
-    """`died`: called by another thread with the last lines of output, if it ends before `close`."""
+    """`cache`: folder for what vLLM compiles; empty: its own choice. `died`: called by another thread with the last lines
+    of output, if it ends before `close`.
+    """
 
-    def __init__(self, python: str, arguments: list[str], died: Callable[[str], None]) -> None:
+    def __init__(self, python: str, arguments: list[str], cache: str, died: Callable[[str], None]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mgpu-vllm-")
         self.socket = str(Path(self._folder.name) / "socket")
         self._died = died
@@ -52,9 +54,10 @@ class VllmServer:
         command = [python, *module, "--uds", self.socket, "--disable-uvicorn-access-log", *arguments]
         log.info("vLLM is being started", command=shlex.join(command))
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        environment |= ENVIRONMENT | ({"VLLM_CACHE_ROOT": cache} if cache else {})
         self._process = subprocess.Popen(
             [sys.executable, "-I", keeper.__file__, str(os.getpid()), *command], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment | ENVIRONMENT,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
         self._reader.start()
