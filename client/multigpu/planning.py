@@ -137,7 +137,7 @@ def plan(
         "cache_tokens": None if cache_tokens is None else _at_least(0, "cache_tokens", cache_tokens),
         "device_map": None if device_map is None else dict(device_map),
     }
-    argv = [sys.executable, "-m", "multigpu_worker.planning.main", json.dumps(request)]
+    argv = [sys.executable, "-m", "multigpu_worker.planning", json.dumps(request)]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:

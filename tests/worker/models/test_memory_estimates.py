@@ -13,9 +13,10 @@ from multigpu_worker.composition import model_memory_bytes
 from multigpu_worker.device.cpu import host_memory_bytes
 from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.planning.costs import GPU_PROCESS_BYTES
 from multigpu_worker.models import memory_estimates as memory
-from multigpu_worker.models.weight_files import context_bytes, weights_bytes
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.weight_files import context_bytes, weights_bytes
 
 MIB = 1 << 20
 CPU = DeviceInfo(device_id="cpu", name="cpu", product="a cpu", memory_total_bytes=64 << 30)
@@ -61,7 +62,7 @@ def test_weights_count_at_the_precision_they_are_served_at(tmp_path: Path) -> No
     assert on_cpu == memory.TORCH_BYTES + int((4 * MIB + 4096) * 1.1)
     assert on_cpu - estimate_bytes(spec, settings(precision="bf16"), CPU, 1) == pytest.approx(2.2 * MIB, abs=1)
     on_gpu = estimate_bytes(spec, settings("cuda:0"), GPU, 1)
-    assert on_gpu == memory.GPU_PROCESS_BYTES + int((2 * MIB + 4096) * 1.1), "auto is bf16 there"
+    assert on_gpu == GPU_PROCESS_BYTES + int((2 * MIB + 4096) * 1.1), "auto is bf16 there"
 
 
 def test_all_shards_and_instances_count_and_other_sources_with_their_files_size(tmp_path: Path) -> None:
@@ -78,9 +79,7 @@ def test_all_shards_and_instances_count_and_other_sources_with_their_files_size(
     own = ModelSpec(name="m", folder=tmp_path, kind="infer", source="python", engine="a:B", files_bytes=0)
     assert estimate_bytes(own, settings(), CPU, 1) == memory.PROCESS_BYTES
     plan = ModelSpec(name="m", folder=tmp_path, kind="infer", source="onnx", engine="tensorrt", files_bytes=10 * MIB)
-    assert estimate_bytes(plan, settings("cuda:0"), GPU, 1) == memory.GPU_PROCESS_BYTES + 22 * MIB, (
-        "ONNX serves meanwhile"
-    )
+    assert estimate_bytes(plan, settings("cuda:0"), GPU, 1) == GPU_PROCESS_BYTES + 22 * MIB, "ONNX serves meanwhile"
 
 
 def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
@@ -96,13 +95,22 @@ def test_a_language_model_needs_a_cache(tmp_path: Path) -> None:
     assert estimate_bytes(spec, settings(), CPU, 1000, plain + MIB) == plain + MIB, "the cache shrinks to the limit"
     assert estimate_bytes(spec, settings(), CPU, 1000, plain - MIB) == plain, "the weights must fit"
     half = GPU.memory_total_bytes // 2
-    assert estimate_bytes(spec, settings("cuda:0"), GPU, 1000) == memory.GPU_PROCESS_BYTES + int(2 * MIB * 1.1) + half
+    assert estimate_bytes(spec, settings("cuda:0"), GPU, 1000) == GPU_PROCESS_BYTES + int(2 * MIB * 1.1) + half
     short = folder_spec(tmp_path, kind="generate", parameters={"context": "256"})
     assert context_bytes(short, 4) == MIB
     configured = folder_spec(tmp_path, kind="generate", parameters={"cache_bytes": "1MiB"})
     assert estimate_bytes(configured, settings(), CPU, 8) == plain + MIB
     (tmp_path / "config.json").write_text('{"num_hidden_layers": "x"}')
     assert context_bytes(spec, 4) == 0
+
+
+def test_a_divided_model_takes_its_limit(tmp_path: Path) -> None:
+    put_safetensors(tmp_path / "model.safetensors", w=("F32", [1024, 1024], 4))
+    spec = folder_spec(tmp_path, device_map="auto", max_memory={"0": "1MiB", "cpu": "2MiB"})
+    assert estimate_bytes(spec, settings(), CPU, 1) == memory.TORCH_BYTES + 2 * MIB
+    assert estimate_bytes(spec, settings("cuda:0"), GPU, 1) == GPU_PROCESS_BYTES + MIB
+    open_ended = folder_spec(tmp_path, device_map="auto", max_memory={"disk": "1MiB"})
+    assert estimate_bytes(open_ended, settings(), CPU, 1) == memory.TORCH_BYTES + int(4 * MIB * 1.1)
 
 
 def test_workers_of_one_device_share_its_memory() -> None:

@@ -5,7 +5,8 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from multigpu_worker.planning.placement import STRATEGIES, NoRoomError, divide, fewest, fill
+from multigpu_worker.engines.planning.placement import NoRoomError, divide, fewest, fill
+from multigpu_worker.repository.model import STRATEGIES
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 ROOMS = st.lists(st.integers(0, 120), min_size=1, max_size=4)

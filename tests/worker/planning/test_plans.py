@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from multigpu_worker.engines.common.pretrained import transformers
-from multigpu_worker.planning.plan import make_plan
-from multigpu_worker.planning.structure import read_structure
-from multigpu_worker.planning.wish import PlanError, Wish
+from multigpu_worker.engines.planning.plan import make_plan
+from multigpu_worker.engines.planning.structure import read_structure
+from multigpu_worker.engines.planning.wish import PlanError, Wish
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 from multigpu_worker.repository.scan import read_model
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.engines.planning.costs import GPU_PROCESS_BYTES
 from multigpu_worker.models import memory_estimates
 from multigpu_worker.models.catalog import installed
 from multigpu_worker.models.model_sizes import slots_of
@@ -126,4 +127,4 @@ def test_its_memory_is_estimated_as_it_takes_it() -> None:
     whole = memory_estimates.estimate_bytes(spec_of(engine="vllm"), settings(), gpu, slots=64, limit_bytes=0)
     assert whole == 900
     part = memory_estimates.estimate_bytes(limited, settings(), gpu, slots=64, limit_bytes=0)
-    assert part == memory_estimates.GPU_PROCESS_BYTES + 11 * MIB
+    assert part == GPU_PROCESS_BYTES + 11 * MIB

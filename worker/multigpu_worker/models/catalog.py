@@ -63,7 +63,7 @@ def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool) -> Scan:
 
 def _runs_on_vllm(spec: ModelSpec) -> bool:
     known = spec.precision in ("auto", "fp32", "bf16", "fp16") and set(spec.parameters) <= {"cache_bytes", "context"}
-    return (spec.source, spec.kind) == ("huggingface", "generate") and known
+    return (spec.source, spec.kind) == ("huggingface", "generate") and known and not spec.device_map
 
 
 def engine_of(spec: ModelSpec, engine: str) -> str:

@@ -10,10 +10,11 @@ from multigpu.config.values import from_text
 
 from multigpu_worker.device.interface import DeviceInfo
 from multigpu_worker.engines.base import EngineSettings
-from multigpu_worker.engines.common.precision import auto_precision
+from multigpu_worker.engines.common.precision import NUMBER_BYTES, auto_precision
+from multigpu_worker.engines.planning.costs import GPU_PROCESS_BYTES
 from multigpu_worker.models import catalog as catalogs
-from multigpu_worker.models.weight_files import context_bytes, weights_bytes
 from multigpu_worker.repository.model import VLLM, ModelSpec
+from multigpu_worker.repository.weight_files import context_bytes, weights_bytes
 
 # Model memory over weights, and the memory of a process with its imports but without a model. CPU: measured with torch
 # 2.13, transformers 5.23 and ONNX Runtime 1.31. GPU: a CUDA context with the libraries' workspaces, a guess.
@@ -21,8 +22,6 @@ WEIGHTS_FACTOR = 1.1
 PROCESS_BYTES = 24 << 20
 TORCH_BYTES = 300 << 20
 ONNX_BYTES = 70 << 20
-GPU_PROCESS_BYTES = 500 << 20
-NUMBER_BYTES = {"bf16": 2, "fp16": 2}
 # vLLM's processes on a CPU, and the share of a GPU that it takes if its cache has no limit.
 VLLM_BYTES, VLLM_GPU_SHARE = 1500 << 20, 0.9
 # Limits of the cache in engines/generate/model.py, for models that do not set cache_bytes.
@@ -51,6 +50,8 @@ def estimate_bytes(
         precision = auto_precision(_capability(device) if on_gpu else None, engine)
     number_bytes = NUMBER_BYTES.get(precision, 4)
     model_bytes = int(weights_bytes(spec, number_bytes) * WEIGHTS_FACTOR)
+    if limit := spec.max_memory.get("0" if on_gpu else "cpu", "") if spec.device_map else "":
+        model_bytes = min(model_bytes, from_text(limit, int, "size_bytes"))  # the rest is on the host or its disk
     if engine == "tensorrt" and spec.source != "tensorrt-plan":  # ONNX serves until the plan is built
         model_bytes *= 2
     if engine == VLLM and on_gpu and "cache_bytes" not in spec.parameters:

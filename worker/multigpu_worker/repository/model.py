@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu.config.fields import setting
+from multigpu.config.values import from_text
 
 KINDS = ("embed", "infer", "generate", "classify", "rerank")
 ENGINES = ("auto", "torch", "onnx", "tensorrt")
@@ -29,6 +30,10 @@ SOURCES = (
     "python",
     "remote",
 )
+# How a model larger than its device is divided (docs/large-models.md).
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+# Where parts of a model may be beside its devices.
+HOST_PLACES = ("cpu", "disk")
 REMOTE = "remote"
 VLLM = "vllm"
 BATCH_TASKS_MAX = 65_536
@@ -59,6 +64,13 @@ def _check_engine(value: str) -> None:
     own = colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
     if value not in (*ENGINES, REMOTE, VLLM) and not own:
         raise ValueError(f'none of {", ".join((*ENGINES, REMOTE, VLLM))}, nor a class of your own: "module:Class"')
+
+
+def _check_limits(limits: dict[str, str]) -> None:
+    for place, size in limits.items():
+        if not (place.isdecimal() or place in HOST_PLACES):
+            raise ValueError(f"{place!r} is neither the index of a device nor {' or '.join(HOST_PLACES)}")
+        from_text(size, int, "size_bytes")
 
 
 def _check_sizes(sizes: Iterable[int]) -> None:
@@ -140,6 +152,11 @@ class ModelSpec:
     # Tasks that one copy works on at the same time, for kinds that join running ones (generate) and for the engine
     # `remote`. 0: its own choice.
     concurrency: int = setting(0, minimum=0, maximum=1024)
+    # One of STRATEGIES, or a JSON file in the folder with a device map: parts that do not fit on the device are on the
+    # host or its disk. Empty: the device has all of the model.
+    device_map: str = setting("")
+    # Limits of devices, by index, and of "cpu" and "disk", as "20GiB".
+    max_memory: dict[str, str] = setting(dict, check=_check_limits)
     labels: dict[str, str] = setting(dict)
     # The engine's own settings.
     parameters: dict[str, str] = setting(dict)

@@ -200,6 +200,10 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         raise ModelFolderError(
             f"{folder}: the engine {VLLM} runs Hugging Face folders of kind generate, not {source} of {kind}"
         )
+    if values.get("device_map") and (kind != "generate" or engine not in ("auto", "torch")):
+        raise ModelFolderError(f"{folder / FILE_NAME}: device_map is for kind generate on the engine torch")
+    if values.get("max_memory") and not values.get("device_map"):
+        raise ModelFolderError(f'{folder / FILE_NAME}: max_memory limits a device_map: set device_map = "auto"')
     read = {"source": source, "file": file, "kind": kind}
     spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))
     size_bytes, changed_ns = check_files(spec)

@@ -18,6 +18,7 @@ from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 # Engines by source. All other sources are run by torch.
 ENGINE_BY_SOURCE = {"onnx": "onnx", "tensorrt-plan": "tensorrt"}
+NUMBER_BYTES = {"bf16": 2, "fp16": 2}  # of a precision; of others 4
 # Lowest compute capabilities whose tensor cores take a type (CUDA C++ Programming Guide).
 BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (7, 0)
 TF32_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common.artifacts import Artifact
+from multigpu_worker.engines.common.placed import placement
 from multigpu_worker.engines.common.pretrained import loading, transformers
 from multigpu_worker.engines.common.torch_runtime import dtype_of
 from multigpu_worker.engines.generate.cache import (
@@ -103,7 +104,9 @@ def load_model(spec: ModelSpec, settings: EngineSettings, precision: str) -> Gen
     if unknown := sorted(set(spec.parameters) - set(PARAMETERS)):
         raise ModelFolderError(f"model.toml has parameters.{unknown[0]}: generate knows {' and '.join(PARAMETERS)}")
     dtype = dtype_of(precision)
-    model, tokenizer, artifact = read_weights(spec, settings.artifacts, settings.artifacts_bytes_max, dtype)
+    placed = placement(spec, settings) if spec.device_map else {}
+    artifacts = settings.artifacts, settings.artifacts_bytes_max
+    model, tokenizer, artifact = read_weights(spec, *artifacts, dtype, **placed)
     with loading(spec.folder, "AutoModelForCausalLM"):
         return _load(spec, settings, dtype, model, tokenizer, artifact)
 
@@ -114,7 +117,7 @@ def _load(
     config = model.config.get_text_config()
     _check_layers(spec, config)
     device = torch.device(settings.device)
-    model = model.to(device).eval()
+    model = (model if spec.device_map else model.to(device)).eval()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = CacheShape(layers=config.num_hidden_layers, heads=heads, head_size=head_size, dtype=dtype)

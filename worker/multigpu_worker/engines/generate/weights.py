@@ -20,29 +20,31 @@ log = structlog.get_logger(__name__)
 
 
 def read_weights(
-    spec: ModelSpec, artifacts: str, artifacts_bytes_max: int, dtype: torch.dtype
+    spec: ModelSpec, artifacts: str, artifacts_bytes_max: int, dtype: torch.dtype, **placed: Any
 ) -> tuple[Any, Any, Artifact | None]:
     """The model on the CPU, its tokenizer, and the files of a dequantised model. `artifacts`: folder of the artifact
-    cache; empty: none. Raises ModelFolderError, MemoryError; ArtifactError while dequantising.
+    cache; empty: none. `placed`: where its parts are, if it is divided. Raises ModelFolderError, MemoryError;
+    ArtifactError while dequantising.
     """
     artifact = None
     if spec.source == "gguf" and artifacts:
         artifact = _dequantised(spec, Artifacts(Path(artifacts), artifacts_bytes_max), dtype)
     with loading(spec.folder, "AutoModelForCausalLM"):
         if artifact is not None:
-            return *_from_folder(artifact.folder, dtype), artifact
+            return *_from_folder(artifact.folder, dtype, **placed), artifact
         if spec.source == "gguf":
-            return *_from_gguf(spec, dtype), None
+            return *_from_gguf(spec, dtype, **placed), None
         check_model_folder(spec.folder)
-        return *_from_folder(spec.folder, dtype), None
+        return *_from_folder(spec.folder, dtype, **placed), None
 
 
-def _from_folder(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    model = load_weights(transformers.AutoModelForCausalLM, folder, dtype=dtype, attn_implementation="sdpa")
+def _from_folder(folder: Path, dtype: torch.dtype, **placed: Any) -> tuple[Any, Any]:
+    kind = transformers.AutoModelForCausalLM
+    model = load_weights(kind, folder, dtype=dtype, attn_implementation="sdpa", **placed)
     return model, transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
 
 
-def _from_gguf(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_gguf(spec: ModelSpec, dtype: torch.dtype, **placed: Any) -> tuple[Any, Any]:
     model = load_weights(
         transformers.AutoModelForCausalLM,
         spec.folder,
@@ -50,6 +52,7 @@ def _from_gguf(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Any]:
         dtype=dtype,
         attn_implementation="sdpa",
         gguf_file=spec.file,
+        **placed,
     )
     return model, transformers.AutoTokenizer.from_pretrained(spec.folder, gguf_file=spec.file, **LOCAL)
 

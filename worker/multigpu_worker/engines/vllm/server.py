@@ -40,8 +40,8 @@ ENVIRONMENT = {
 
 
 class VllmServer:
-    """`cache`: folder for what vLLM compiles; empty: its own choice. `died`: called by another thread with the last lines
-    of output, if it ends before `close`.
+    """`cache`: folder for what vLLM compiles; empty: its own choice. `died`: called by another thread with the last
+    lines of output, if it ends before `close`.
     """
 
     def __init__(self, python: str, arguments: list[str], cache: str, died: Callable[[str], None]) -> None:

@@ -7,14 +7,14 @@ keys and values of its layers for `cache_tokens` tokens, the largest intermediat
 from dataclasses import asdict
 from typing import Any
 
-from multigpu_worker.models.memory_estimates import GPU_PROCESS_BYTES, NUMBER_BYTES
-from multigpu_worker.models.weight_files import weights_bytes
-from multigpu_worker.planning.costs import Costs, costs_of
-from multigpu_worker.planning.maps import plan_map
-from multigpu_worker.planning.ranks import plan_ranks
-from multigpu_worker.planning.structure import Structure, read_structure
-from multigpu_worker.planning.wish import CPU, DevicePlan, PlanError, Wish, gib
+from multigpu_worker.engines.common.precision import NUMBER_BYTES
+from multigpu_worker.engines.planning.costs import GPU_PROCESS_BYTES, Costs, costs_of
+from multigpu_worker.engines.planning.maps import plan_map
+from multigpu_worker.engines.planning.ranks import plan_ranks
+from multigpu_worker.engines.planning.structure import Structure, read_structure
+from multigpu_worker.engines.planning.wish import CPU, DevicePlan, PlanError, Wish, gib
 from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.weight_files import weights_bytes
 
 DIVIDED_SOURCES = ("huggingface", "sentence-transformers", "gguf")
 DIVIDED_KINDS = ("generate", "embed", "classify", "rerank")

@@ -4,10 +4,10 @@ pipeline of such groups.
 
 from typing import Any
 
-from multigpu_worker.planning.costs import Costs, heads_of
-from multigpu_worker.planning.placement import NoRoomError, divide
-from multigpu_worker.planning.structure import Part, Structure
-from multigpu_worker.planning.wish import DevicePlan, PlanError, Wish, gib
+from multigpu_worker.engines.planning.costs import Costs, heads_of
+from multigpu_worker.engines.planning.placement import NoRoomError, divide
+from multigpu_worker.engines.planning.structure import Part, Structure
+from multigpu_worker.engines.planning.wish import DevicePlan, PlanError, Wish, gib
 
 
 def plan_ranks(structure: Structure, costs: Costs, devices: list[DevicePlan], wish: Wish) -> dict[str, Any]:

@@ -6,8 +6,6 @@ bytes.
 
 from collections.abc import Sequence
 
-STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-
 
 class NoRoomError(Exception):
     """The parts do not fit."""

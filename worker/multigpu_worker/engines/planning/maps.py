@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from multigpu_worker.planning.costs import Costs
-from multigpu_worker.planning.custom_map import MapError, read_map
-from multigpu_worker.planning.placement import NoRoomError, divide, fewest
-from multigpu_worker.planning.structure import Part, Structure
-from multigpu_worker.planning.wish import CPU, DISK, DevicePlan, PlanError, Wish, gib
+from multigpu_worker.engines.planning.costs import Costs
+from multigpu_worker.engines.planning.custom_map import MapError, read_map
+from multigpu_worker.engines.planning.placement import NoRoomError, divide, fewest
+from multigpu_worker.engines.planning.structure import Part, Structure
+from multigpu_worker.engines.planning.wish import CPU, DISK, DevicePlan, PlanError, Wish, gib
 
 DEVICES_MAX = 1024
 # What a step waits for parts that are not on a GPU: PCIe 4.0 x16, and a fast NVMe disk.

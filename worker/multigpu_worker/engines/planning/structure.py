@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from multigpu_worker.engines.common.pretrained import LOCAL, transformers
-from multigpu_worker.models.weight_files import UNREADABLE, StoredTensor, read_tensors
 from multigpu_worker.repository.files import read_json
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
+from multigpu_worker.repository.weight_files import UNREADABLE, StoredTensor, read_tensors
 
 # How a rule of a tensor-parallel plan divides a weight; rules with other names leave it whole.
 _DIVIDING = ("colwise", "rowwise")

@@ -8,6 +8,7 @@ from multigpu_worker.repository.model import ModelSpec
 # Tokens of a step: of generate (engines/generate/scheduler.py), and of a batch of other kinds (configuration.md).
 STEP_TOKENS = {"generate": 2048}
 BATCH_TOKENS = 16384
+GPU_PROCESS_BYTES = 500 << 20  # a CUDA context with the libraries' workspaces, a guess
 CONTEXT_TOKENS = 2048  # of models that name no limit, as in generate
 SEQUENCES = 8  # that generate has logits of in a step
 

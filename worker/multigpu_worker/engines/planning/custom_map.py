@@ -4,8 +4,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multigpu_worker.planning.structure import Part
-from multigpu_worker.planning.wish import CPU, DISK
+from multigpu_worker.engines.planning.structure import Part
+from multigpu_worker.engines.planning.wish import CPU, DISK
 
 PLACES = (CPU, DISK)
 

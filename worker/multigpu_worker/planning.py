@@ -1,6 +1,6 @@
 """What `multigpu.plan` asks, in a process of its own: it imports torch, and asks this host's drivers.
 
-    python -m multigpu_worker.planning.main REQUEST
+    python -m multigpu_worker.planning REQUEST
 
 REQUEST and the answer on stdout are JSON. Without an answer, stderr says why; the exit code is 2 if the request is
 wrong, else 1.
@@ -19,9 +19,8 @@ from multigpu_worker.device.cpu import host_memory_bytes
 from multigpu_worker.device.interface import DeviceError
 from multigpu_worker.device.open import open_device
 from multigpu_worker.energy.availability import all_gpus
-from multigpu_worker.planning.placement import STRATEGIES
-from multigpu_worker.planning.wish import CPU, DISK, PlanError, Wish
-from multigpu_worker.repository.model import ModelFolderError, ModelSpec
+from multigpu_worker.engines.planning.wish import CPU, DISK, PlanError, Wish
+from multigpu_worker.repository.model import STRATEGIES, ModelFolderError, ModelSpec
 from multigpu_worker.repository.scan import is_model, read_model
 
 # Of a device whose limit is not given; the rest is for fragmentation.
@@ -49,7 +48,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     if limits:
         raise RequestError(f"max_memory has {min(limits)!r}: there are {len(wish.devices)} devices, counted from 0")
     spec = _read_spec(Path(request["model"]))
-    plan = importlib.import_module("multigpu_worker.planning.plan")  # torch: not to tell that a request is wrong
+    plan = importlib.import_module(
+        "multigpu_worker.engines.planning.plan"
+    )  # torch: not to tell that a request is wrong
     made: dict[str, Any] = plan.make_plan(spec, wish)
     return made
 
