@@ -62,8 +62,8 @@ class Plan:
         cache_tokens: tokens of keys and values that the plan has room for.
         cache_token_bytes: bytes of one token's keys and values, in all layers.
         devices: what is on each device.
-        device_map: module -> index of its device, "cpu" or "disk", as accelerate takes it; with a pipeline, the index
-            of its stage.
+        device_map: module -> index of its device, "cpu" or "disk", as accelerate takes it. Empty: ranks were asked for.
+        stages: with ranks, module -> its stage; stage n has the n-th `tensor_parallel` of the devices.
         host_bytes, disk_bytes: of modules on no device.
         tensor_parallel, pipeline: ranks that share each layer, and stages one after the other.
         fewest_devices: as many of the largest device hold the model; None: no number does, or ranks were asked for.
@@ -76,8 +76,9 @@ class Plan:
     precision: str
     weights_bytes: int
     devices: tuple[DevicePlan, ...]
-    device_map: Mapping[str, int | str]
     notes: tuple[str, ...]
+    device_map: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
+    stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
     architecture: str = ""
     layers: int = 0
     parameters: int = 0
@@ -97,7 +98,7 @@ class Plan:
 def plan(
     model: str | os.PathLike[str],
     *,
-    devices: Sequence[str] = (),
+    devices: Sequence[str | int] = (),
     strategy: str = "auto",
     max_memory: Mapping[int | str, int | str] | None = None,
     tensor_parallel: int = 1,
@@ -109,7 +110,7 @@ def plan(
 
     Args:
         model: the folder of the model's files, or a file in it, on this host.
-        devices: devices of this host ("cuda:0", a UUID, "cpu" alone), or sizes of devices anywhere ("80GiB").
+        devices: devices of this host ("cuda:0", a UUID, "cpu" alone), or sizes of devices anywhere ("80GiB", bytes).
             Default: the GPUs of this host.
         strategy: "auto" (balanced over as few devices as hold the model), "balanced", "balanced_low_0" (the first has
             as little as possible), "sequential" (one after the other is filled).
@@ -127,9 +128,11 @@ def plan(
     """
     if missing := _extras.missing("multigpu.plan", "worker"):
         raise PlanError(missing)
+    if isinstance(devices, str) or not os.fspath(model):
+        raise ValueError("devices is a list, such as ['24GiB'], and model a path")
     request = {
         "model": os.fspath(Path(model).expanduser().absolute()),
-        "devices": list(devices),
+        "devices": list(map(str, devices)),
         "strategy": strategy,
         "max_memory": {str(name): _bytes(name, limit) for name, limit in (max_memory or {}).items()},
         "tensor_parallel": _at_least(1, "tensor_parallel", tensor_parallel),

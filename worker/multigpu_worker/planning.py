@@ -35,6 +35,9 @@ class RequestError(ValueError):
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Raises RequestError, PlanError, ModelFolderError, DeviceError."""
     limits = dict(request["max_memory"])
+    ranked = request["tensor_parallel"] > 1 or request["pipeline"] > 1
+    if request["strategy"] != "auto" and (ranked or request["device_map"] is not None):
+        raise RequestError("a strategy makes a device map: leave it out with a map of your own, and with ranks")
     wish = Wish(
         devices=_devices(request["devices"], limits),
         strategy=_strategy(request["strategy"]),
@@ -71,15 +74,18 @@ def _devices(names: Sequence[str], limits: dict[str, int]) -> list[tuple[str, in
         if names:
             raise
         raise RequestError(f"{error}; say for which devices to plan: --devices 24GiB,24GiB, or cpu") from error
-    return [
-        (name, limits.pop(str(index), int(total_bytes * USABLE_SHARE)))
-        for index, (name, total_bytes) in enumerate(found)
-    ]
+    devices = []
+    for index, (name, total_bytes) in enumerate(found):
+        limit = limits.pop(str(index), int(total_bytes * USABLE_SHARE))
+        if limit > total_bytes:
+            raise RequestError(f"max_memory of device {index} is {limit:,} bytes, and {name} has {total_bytes:,}")
+        devices.append((name, limit))
+    return devices
 
 
 def _device(name: str) -> tuple[str, int]:
     """A device of this host by its name, or one of this size that may be anywhere."""
-    if name[:1].isdigit():
+    if name[:1].isdigit() or name.startswith(("-", ".")):
         try:
             return name, int(from_text(name, int, "size_bytes"))
         except ValueError as error:
@@ -106,7 +112,7 @@ def main() -> int:
     try:
         plan = answer(json.loads(sys.argv[1]))
     except (RequestError, PlanError, ModelFolderError, DeviceError) as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return WRONG if isinstance(error, RequestError) else 1
     sys.stdout.write(f"{json.dumps(plan)}\n")
     return 0

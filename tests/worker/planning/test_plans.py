@@ -216,7 +216,7 @@ def test_tensor_parallelism_divides_layers_and_is_rejected_where_heads_do_not_di
         PlanError, match="2 ranks can't share 3 key and value heads of LlamaForCausalLM: possible are 3"
     ):
         make_plan(spec, Wish(devices=three, tensor_parallel=2))
-    with pytest.raises(PlanError, match="3 x 2 ranks need 6 devices, and there are 3"):
+    with pytest.raises(PlanError, match=r"2 stages of 3 rank.s. need 6 devices, and there are 3"):
         make_plan(spec, Wish(devices=three, tensor_parallel=3, pipeline=2))
     bert = transformers.BertConfig(hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4)
     spec = put_headers(tmp_path / "bert", bert, empty(bert, transformers.AutoModel))
@@ -227,8 +227,9 @@ def test_tensor_parallelism_divides_layers_and_is_rejected_where_heads_do_not_di
 def test_a_pipeline_copies_tied_weights_to_its_last_stage(tmp_path: Path) -> None:
     spec = small(tmp_path, tie_word_embeddings=True, vocab_size=64)
     plan = make_plan(spec, Wish(devices=[("a", GIB)] * 6, tensor_parallel=3, pipeline=2))
-    assert plan["device_map"]["model.embed_tokens"] == 0
-    assert plan["device_map"]["lm_head"] == plan["device_map"]["model.norm"] == 1
+    assert "device_map" not in plan, "which has no ranks"
+    assert plan["stages"]["model.embed_tokens"] == 0
+    assert plan["stages"]["lm_head"] == plan["stages"]["model.norm"] == 1
     one = make_plan(spec, Wish(devices=[("a", GIB)] * 3, tensor_parallel=3))
     stages = plan["devices"][0]["weights_bytes"] + plan["devices"][3]["weights_bytes"]
     embedding = 64 * 96 * 2 // 3
@@ -276,9 +277,29 @@ def test_a_map_keeps_the_limits_and_tied_weights_together(tmp_path: Path) -> Non
         make_plan(spec, Wish(devices=two, device_map={"model": 0, "lm_head": 1}))
 
 
+def test_advice_is_possible_where_it_is_given(tmp_path: Path) -> None:
+    spec = small(tmp_path)
+
+    def notes(devices: int) -> str:
+        return " ".join(make_plan(spec, Wish(devices=[("a", GIB)] * devices, strategy="balanced"))["notes"])
+
+    assert "--tensor-parallel 3 uses all at once" in notes(3)
+    assert "each idle meanwhile" in notes(2)
+    assert "--tensor-parallel" not in notes(2), "3 heads can't be divided by 2"
+    with pytest.raises(PlanError, match="no room for a process"):
+        make_plan(spec, Wish(devices=[("80", 80)]))
+    with pytest.raises(PlanError, match=r"leave room for fewer tokens .--cache-tokens"):
+        make_plan(spec, Wish(devices=[("a", GIB)] * 2, cache_tokens=10**8))
+    with pytest.raises(PlanError, match=r"the host has room for .*: let part of it be on the disk"):
+        make_plan(spec, Wish(devices=[("cpu", 6 << 20)], cache_tokens=16))
+
+
 def test_models_that_cannot_be_planned_say_why(tmp_path: Path) -> None:
     spec = small(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    (note,) = make_plan(spec, Wish(devices=[("a", GIB)]))["notes"]
+    assert "weights of no module, which are not loaded: model.layers.5." in note
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
     with pytest.raises(ModelFolderError, match=r"has 0 numbers for model.layers.6, which has .* by its configuration"):
         make_plan(spec, Wish(devices=[("a", GIB)]))

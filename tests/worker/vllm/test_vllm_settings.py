@@ -100,6 +100,7 @@ def test_model_toml_becomes_arguments() -> None:
         ({"parameters": {"cache": "1"}}, "parameters.cache: vllm knows arguments, cache_bytes, context"),
         ({"parameters": {"cache_bytes": "1x"}}, "'1x' is not a size"),
         ({"parameters": {"context": "long"}}, "long"),
+        ({"parameters": {"context": "-3"}}, "context is -3: it must be at least 1"),
         ({"parameters": {"arguments": "--trust-remote-code"}}, "--trust-remote-code, which may not be set there"),
         ({"parameters": {"arguments": "--host=0.0.0.0"}}, "--host=0.0.0.0, which may not be set there"),
         ({"parameters": {"arguments": "--a 'b"}}, "No closing quotation"),
@@ -117,6 +118,7 @@ def test_a_python_without_vllm_is_an_error_and_leaves_no_process() -> None:
         server.wait_ready()
     server.close()
     assert not died
+    assert not Path(server.socket).parent.exists()
 
 
 def test_its_memory_is_estimated_as_it_takes_it() -> None:

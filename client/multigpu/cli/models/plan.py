@@ -58,7 +58,10 @@ def parse_limits(entries: tuple[str, ...]) -> dict[int | str, int | str]:
         if not mark or not (name.isdecimal() or name in ("cpu", "disk")):
             what = f"{entry!r} is not of the form 0=20GiB, cpu=64GiB or disk=1TiB"
             raise click.BadParameter(what, param_hint="--max-memory")
-        limits[int(name) if name.isdecimal() else name] = parse_size(size)
+        place = int(name) if name.isdecimal() else name
+        if place in limits:
+            raise click.BadParameter(f"{name} has two limits", param_hint="--max-memory")
+        limits[place] = parse_size(size)
     return limits
 
 
@@ -85,7 +88,7 @@ def read_map(path: Path | None) -> dict[str, Any] | None:
     ),
     exits=(("1", "The model does not fit, or can't be read."), ("2", "The command is wrong.")),
 )
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path())
 @click.option(
     "--devices", default="", metavar="DEVICE|SIZE,…",
     help="GPUs of this host (cuda:0), sizes of GPUs anywhere (80GiB), or cpu.  [default: the GPUs of this host]",
@@ -110,14 +113,12 @@ def read_map(path: Path | None) -> dict[str, Any] | None:
     "--map", "map_file", type=click.Path(path_type=Path), metavar="FILE", help="Check this device map (JSON)."
 )
 @json_option
-def plan(
-    model: Path, devices: str, limits: tuple[str, ...], map_file: Path | None, as_json: bool, **given: Any
-) -> None:
+def plan(model: str, devices: str, limits: tuple[str, ...], map_file: Path | None, as_json: bool, **given: Any) -> None:
     """Plan how MODEL, a folder of model files, is divided among devices.
 
-    Reads the headers of the files and loads nothing. Weights count at the precision they are served at (model.toml;
-    else bf16 on GPUs, fp32 on a CPU). Each device also has the keys and values of its layers, the intermediate results
-    of a step, and a process.
+    MODEL may be a file in the folder, too. Reads the headers of the files and loads nothing. Weights count at the
+    precision they are served at (model.toml; else bf16 on GPUs, fp32 on a CPU). Each device also has the keys and
+    values of its layers, the intermediate results of a step, and a process; LEFT is what its limit leaves.
     """
     names = [name.strip() for name in devices.split(",") if name.strip()]
     try:

@@ -66,8 +66,8 @@ def test_the_default_is_the_gpus_of_this_host(folder: Path, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        pytest.param(["--devices", "510MiB"], 1, "1 device(s) have room for", marks=pytest.mark.slow),
-        pytest.param(["--devices", "1GiB", "--pipeline", "2"], 1, "2 ranks need 2 devices", marks=pytest.mark.slow),
+        pytest.param(["--devices", "510MiB"], 1, "they are too small", marks=pytest.mark.slow),
+        pytest.param(["--devices", "1GiB", "--pipeline", "2"], 1, "2 stages of 1 rank(s)", marks=pytest.mark.slow),
         ([], 2, "say for which devices to plan: --devices 24GiB,24GiB, or cpu"),
         (["--devices", "ten"], 1, "there is no ten here"),
         (["--devices", "1GB"], 2, "'1GB' is neither a device nor a size"),
@@ -75,12 +75,24 @@ def test_the_default_is_the_gpus_of_this_host(folder: Path, tmp_path: Path, monk
         (["--devices", "1GiB", "--max-memory", "1=1GiB"], 2, "max_memory has '1': there are 1 devices"),
         (["--devices", "1GiB", "--max-memory", "gpu=1GiB"], 2, "'gpu=1GiB' is not of the form"),
         (["--devices", "1GiB", "--map", "none.json"], 2, "none.json can't be read"),
+        (["--devices=-80GiB"], 2, "'-80GiB' is neither a device nor a size"),
+        (["--devices", "1GiB", "--max-memory", "0=2GiB"], 2, "1GiB has 1,073,741,824"),
+        (["--devices", "1GiB", "--max-memory", "0=500MiB,0=600MiB"], 2, "0 has two limits"),
+        (["--devices", "1GiB", "--pipeline", "2", "--strategy", "balanced"], 2, "a strategy makes a device map"),
     ],
 )
 def test_what_cannot_be_planned_is_an_error(folder: Path, arguments: list[str], code: int, error: str) -> None:
     done = run(folder, *arguments)
     assert (done.exit_code, done.stdout) == (code, "")
     assert error in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_have_stages_and_no_device_map(folder: Path) -> None:
+    plan = multigpu.plan(folder, devices=[1 << 30, "1GiB"], pipeline=2)
+    assert not plan.device_map
+    assert plan.stages["model.embed_tokens"] == 0
+    assert plan.stages["lm_head"] == 1
 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path: Path) -> None:
@@ -93,6 +105,10 @@ def test_python_gets_the_same_errors(folder: Path, monkeypatch: pytest.MonkeyPat
         multigpu.plan(folder, devices=["1GiB"], strategy="best")
     with pytest.raises(ValueError, match="tensor_parallel is 0: it is a number from 1 up"):
         multigpu.plan(folder, devices=["1GiB"], tensor_parallel=0)
+    with pytest.raises(ValueError, match="devices is a list"):
+        multigpu.plan(folder, devices="24GiB")
+    with pytest.raises(ValueError, match="and model a path"):
+        multigpu.plan("", devices=["1GiB"])
     with pytest.raises(ValueError, match="'1x' is not a size"):
         multigpu.plan(folder, devices=["1GiB"], max_memory={0: "1x"})
     monkeypatch.setitem(_extras.MODULES, "worker", ("not_installed",))

@@ -7,7 +7,7 @@ from typing import Any
 from multigpu_worker.engines.planning.costs import Costs
 from multigpu_worker.engines.planning.custom_map import MapError, read_map
 from multigpu_worker.engines.planning.placement import NoRoomError, divide, fewest
-from multigpu_worker.engines.planning.structure import Part, Structure
+from multigpu_worker.engines.planning.structure import Part, Structure, divided_counts
 from multigpu_worker.engines.planning.wish import CPU, DISK, DevicePlan, PlanError, Wish, gib
 
 DEVICES_MAX = 1024
@@ -64,7 +64,7 @@ def _placed(
         placed: list[int | str] = list(divide(sizes, rooms, wish.strategy))
     except NoRoomError:
         if not wish.host_bytes and not wish.disk_bytes:
-            raise PlanError(_does_not_fit(sizes, rooms, smallest)) from None
+            raise PlanError(_does_not_fit(own, sizes, rooms, wish, smallest)) from None
         placed = _offloaded(own, rooms, costs, wish)
     return {part.name: place for part, place in zip(own, placed, strict=True)}
 
@@ -109,12 +109,17 @@ def _spill(own: list[Part], rooms: list[int], costs: Costs, wish: Wish) -> list[
     return placed
 
 
-def _does_not_fit(sizes: list[int], rooms: list[int], smallest: int | None) -> str:
-    what = (
-        f"the model takes {gib(sum(sizes))} with its cache, and {len(rooms)} device(s) have room for {gib(sum(rooms))}"
-    )
-    if max(sizes) > max(rooms):
+def _does_not_fit(own: list[Part], sizes: list[int], rooms: list[int], wish: Wish, smallest: int | None) -> str:
+    if max(rooms) <= 0:
+        return "the devices have no room for a process and the intermediate results of a step: they are too small"
+    places = f"{len(rooms)} device(s) have" if wish.devices[0][0] != CPU else "the host has"
+    what = f"the model takes {gib(sum(sizes))} with its cache, and {places} room for {gib(sum(rooms))}"
+    if max(part.weights_bytes for part in own) > max(rooms):
         return f"{what}; its largest part takes {gib(max(sizes))}: only tensor parallelism divides it"
+    if max(sizes) > max(rooms):
+        return f"{what}: leave room for fewer tokens (--cache-tokens)"
+    if wish.devices[0][0] == CPU:
+        return f"{what}: let part of it be on the disk with --max-memory disk=SIZE, or leave room for fewer tokens"
     more = f"{smallest} such devices would do" if smallest else f"more than {DEVICES_MAX} such devices are needed"
     return (
         f"{what}: {more}; or let part of it be on the host with --max-memory cpu=SIZE, or leave room for fewer tokens"
@@ -144,9 +149,9 @@ def _notes(
     if not costs.activation_bytes:
         notes.append(f"intermediate results of {structure.architecture} are not estimated")
     if used > 1:
-        notes.append(
-            f"{used} devices work one after the other, each idle meanwhile: --tensor-parallel uses all at once"
-        )
+        notes.append(f"{used} devices work one after the other, each idle meanwhile")
+        if structure.tensor_plan and not any(count % used for count in divided_counts(structure).values()):
+            notes[-1] += f": --tensor-parallel {used} uses all at once"
     if crossings:
         notes.append(f"each token crosses between devices {crossings} time(s), with {costs.hidden_bytes:,} bytes")
     notes += [

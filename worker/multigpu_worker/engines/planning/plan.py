@@ -56,7 +56,7 @@ def _whole(spec: ModelSpec, number_bytes: int, devices: list[DevicePlan], wish: 
         raise PlanError(f"the model takes {need} on one device, and {device.name} has {gib(device.limit_bytes)}; "
                         f"a {spec.source} model of kind {spec.kind} is not divided")  # fmt: skip
     notes = [f"a {spec.source} model of kind {spec.kind} is not divided: each worker has all of it"]
-    return {"weights_bytes": device.weights_bytes, "device_map": {}, "fewest_devices": 1, "notes": notes}
+    return {"weights_bytes": device.weights_bytes, "fewest_devices": 1, "notes": notes}
 
 
 def _divided(structure: Structure, costs: Costs, devices: list[DevicePlan], wish: Wish) -> dict[str, Any]:
@@ -76,5 +76,9 @@ def _divided(structure: Structure, costs: Costs, devices: list[DevicePlan], wish
     if wish.tensor_parallel > 1 or wish.pipeline > 1:
         if wish.device_map is not None or wish.host_bytes or wish.disk_bytes:
             raise PlanError("tensor parallelism and pipelines take no device map, and no memory of cpu or disk")
-        return facts | plan_ranks(structure, costs, devices, wish)
-    return facts | plan_map(structure, costs, devices, wish)
+        made = plan_ranks(structure, costs, devices, wish)
+    else:
+        made = plan_map(structure, costs, devices, wish)
+    if structure.unused:
+        made["notes"].append(f"the files have weights of no module, which are not loaded: {structure.unused}")
+    return facts | made

@@ -4,20 +4,20 @@ pipeline of such groups.
 
 from typing import Any
 
-from multigpu_worker.engines.planning.costs import Costs, heads_of
+from multigpu_worker.engines.planning.costs import Costs
 from multigpu_worker.engines.planning.placement import NoRoomError, divide
-from multigpu_worker.engines.planning.structure import Part, Structure
+from multigpu_worker.engines.planning.structure import Part, Structure, divided_counts
 from multigpu_worker.engines.planning.wish import DevicePlan, PlanError, Wish, gib
 
 
 def plan_ranks(structure: Structure, costs: Costs, devices: list[DevicePlan], wish: Wish) -> dict[str, Any]:
     """The stage of each part. Fills in the devices. Raises PlanError."""
     ranks, stages = wish.tensor_parallel, wish.pipeline
-    if len(devices) < ranks * stages:
-        what = f"{ranks} x {stages} ranks" if ranks > 1 < stages else f"{ranks * stages} ranks"
-        raise PlanError(f"{what} need {ranks * stages} devices, and there are {len(devices)}")
     if ranks > 1:
         check_tensor_parallel(structure, ranks)
+    if len(devices) < ranks * stages:
+        what = f"{ranks} ranks" if stages == 1 else f"{stages} stages of {ranks} rank(s)"
+        raise PlanError(f"{what} need {ranks * stages} devices, and there are {len(devices)}")
     parts, copied = structure.own, 0
     if stages > 1:  # a part that uses the weights of an earlier one has a copy of them on its stage
         by_name = {part.name: part for part in parts}
@@ -57,19 +57,17 @@ def plan_ranks(structure: Structure, costs: Costs, devices: list[DevicePlan], wi
         )
     if stages > 1:
         notes.append(f"{stages} stages: a single sequence uses one at a time, as many as stages use all")
-    return {"device_map": {part.name: stage_of[part.name] for part in structure.parts}, "notes": notes}
+    return {"stages": {part.name: stage_of[part.name] for part in structure.parts}, "notes": notes}
 
 
 def check_tensor_parallel(structure: Structure, ranks: int) -> None:
     """PlanError: the model's layers can't be divided among so many ranks."""
-    config = structure.config
     if not structure.tensor_plan:
         raise PlanError(f"transformers has no tensor-parallel plan for {structure.architecture}: use --pipeline")
-    heads, kv_heads, _ = heads_of(config)
-    inner = int(getattr(config, "intermediate_size", None) or 0)
-    counts = {"attention heads": heads, "key and value heads": kv_heads, "numbers of the inner layer": inner}
+    counts = divided_counts(structure)
     if wrong := [f"{count} {what}" for what, count in counts.items() if count % ranks]:
-        possible = [n for n in range(2, kv_heads + 1) if not any(count % n for count in counts.values())]
+        most = counts["key and value heads"]
+        possible = [n for n in range(2, most + 1) if not any(count % n for count in counts.values())]
         others = f"possible are {', '.join(map(str, possible))}" if possible else "it can't be divided so at all"
         raise PlanError(f"{ranks} ranks can't share {' and '.join(wrong)} of {structure.architecture}: {others}")
 

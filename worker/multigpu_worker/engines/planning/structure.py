@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from multigpu_worker.engines.common.pretrained import LOCAL, transformers
+from multigpu_worker.engines.planning.costs import heads_of
+from multigpu_worker.engines.planning.wish import gib
 from multigpu_worker.repository.files import read_json
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 from multigpu_worker.repository.weight_files import UNREADABLE, StoredTensor, read_tensors
@@ -47,11 +49,19 @@ class Structure:
     parts: list[Part]
     config: Any
     tensor_plan: Mapping[str, str]
+    unused: str  # weights in the files that no module has; "": none
 
     @property
     def own(self) -> list[Part]:
         """The parts that have weights of their own."""
         return [part for part in self.parts if not part.tied]
+
+
+def divided_counts(structure: Structure) -> dict[str, int]:
+    """What tensor parallelism divides evenly, and how many there are of each."""
+    heads, kv_heads, _ = heads_of(structure.config)
+    inner = int(getattr(structure.config, "intermediate_size", None) or 0)
+    return {"attention heads": heads, "key and value heads": kv_heads, "numbers of the inner layer": inner}
 
 
 def read_structure(spec: ModelSpec, number_bytes: int) -> Structure:
@@ -61,12 +71,13 @@ def read_structure(spec: ModelSpec, number_bytes: int) -> Structure:
     parts = _parts(model, tensor_plan)
     tensors = _tensors(spec)
     quantised = getattr(model.config, "quantization_config", None) is not None
-    _count(spec, model, parts, tensors, number_bytes, check=not quantised)
+    unused = _count(spec, model, parts, tensors, number_bytes, check=not quantised)
     return Structure(
         architecture=type(model).__name__,
         parts=list(parts.values()),
         config=model.config.get_text_config(),
         tensor_plan=tensor_plan,
+        unused=unused,
     )
 
 
@@ -164,14 +175,17 @@ def _tensors(spec: ModelSpec) -> list[StoredTensor]:
 def _count(
     spec: ModelSpec, model: Any, parts: dict[str, Part], tensors: Iterable[StoredTensor], number_bytes: int, *,
     check: bool,
-) -> None:  # fmt: skip
-    """Adds the bytes of tensors to their parts. ModelFolderError: a part lacks weights or, with `check`, has fewer
-    numbers than by the configuration.
+) -> str:  # fmt: skip
+    """Adds the bytes of tensors to their parts. Returns what no part has. ModelFolderError: a part lacks weights or,
+    with `check`, has fewer numbers than by the configuration.
     """
+    unused: dict[str, int] = {}
     where = _from_gguf(model, parts) if spec.source == "gguf" else _from_names(model, parts)
     numbers = dict.fromkeys(parts, 0)
     for tensor in tensors:
         name = where(tensor.name)
+        if name is None:
+            unused[tensor.name] = tensor.bytes_at(number_bytes)
         if name is None or parts[name].tied:  # it is not loaded
             continue
         parts[name].weights_bytes += tensor.bytes_at(number_bytes)
@@ -184,6 +198,7 @@ def _count(
                 f"{spec.folder} has {numbers[part.name]:,} numbers for {part.name}, which has {part.numbers:,} by its "
                 "configuration: copy the model folder again"
             )
+    return f"{min(unused)} and {len(unused) - 1} more, {gib(sum(unused.values()))}" if unused else ""
 
 
 def _from_names(model: Any, parts: Mapping[str, Part]) -> Callable[[str], str | None]:

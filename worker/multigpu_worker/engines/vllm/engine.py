@@ -86,6 +86,8 @@ def arguments_of(spec: ModelSpec, settings: EngineSettings) -> list[str]:
         context = int(spec.parameters.get("context", "0"))
     except ValueError as error:
         raise ModelFolderError(f"model.toml's parameters: {error}") from error
+    if context < 0:
+        raise ModelFolderError(f"parameters.context is {context}: it must be at least 1")
     if taken := [each for each in own if each.partition("=")[0] in OURS]:
         raise ModelFolderError(f"parameters.arguments has {taken[0]}, which may not be set there")
     arguments = ["--model", str(spec.folder), "--served-model-name", spec.name, "--generation-config", "vllm"]

@@ -45,8 +45,8 @@ class VllmServer:
     """
 
     def __init__(self, python: str, arguments: list[str], cache: str, died: Callable[[str], None]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mgpu-vllm-")
-        self.socket = str(Path(self._folder.name) / "socket")
+        self._folder = tempfile.mkdtemp(prefix="mgpu-vllm-")  # the keeper deletes it
+        self.socket = str(Path(self._folder) / "socket")
         self._died = died
         self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
         self._closing = False
@@ -56,7 +56,7 @@ class VllmServer:
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         environment |= ENVIRONMENT | ({"VLLM_CACHE_ROOT": cache} if cache else {})
         self._process = subprocess.Popen(
-            [sys.executable, "-I", keeper.__file__, str(os.getpid()), *command], start_new_session=True,
+            [sys.executable, "-I", keeper.__file__, str(os.getpid()), self._folder, *command], start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
@@ -80,8 +80,10 @@ class VllmServer:
         self._reader.join(END_TIMEOUT_S)
         text = "\n".join(self._lines)
         lines = text.splitlines()
-        first = max((at for at, line in enumerate(lines) if "Error" in line), default=max(0, len(lines) - 1))
-        reason = " ".join(line.strip() for line in lines[first:])[:REASON_CHARS_MAX]
+        first = max((at for at, line in enumerate(lines) if "rror" in line), default=max(0, len(lines) - 1))
+        reason = " ".join(line.strip() for line in lines[first:])
+        if len(reason) > REASON_CHARS_MAX:
+            reason = f"{reason[: REASON_CHARS_MAX // 2]} … {reason[-REASON_CHARS_MAX // 2 :]}"
         what = f"vLLM has ended while it loaded the model: {reason}"
         log.error("vLLM has ended while it loaded the model", output=text)
         if any(words in text for words in NO_MEMORY):
@@ -98,7 +100,6 @@ class VllmServer:
         self._closing = True
         self._process.send_signal(signal.SIGTERM)  # the keeper kills all; nothing of theirs is worth waiting for
         self._process.wait(END_TIMEOUT_S)
-        self._folder.cleanup()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
