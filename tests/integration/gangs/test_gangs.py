@@ -153,10 +153,13 @@ def test_a_master_that_dies_runs_it_again_from_the_checkpoint(
 
 
 def test_more_ranks_than_workers_are_rejected_and_explained(fleet: Fleet, client: multigpu.Client) -> None:
-    with pytest.raises(multigpu.UnplaceableError, match=f"4 workers have to run this task .*, and {WORKERS} could"):
+    with pytest.raises(
+        multigpu.UnplaceableError,
+        match=f"4 workers, each on its own device, have to run this task .*, and {WORKERS} could",
+    ):
         client.run("gang.sum", {}, world_size=4)
     handle = client.submit("gang.sum", {}, world_size=4, wait_for_worker=True)
-    assert "4 workers have to run this task" in handle.explain().summary
+    assert "4 workers, each on its own device, have to run this task" in handle.explain().summary
     fleet.start_worker("w3")
     assert handle.result(timeout=180)["sum"] == 10.0
 

@@ -20,7 +20,7 @@ from multigpu_worker.repository.scan import read_model
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("httpx2", reason="the extra `remote` is not installed")
 
-from multigpu_worker.engines.vllm.engine import arguments_of
+from multigpu_worker.engines.vllm.engine import arguments_of, environment_of
 from multigpu_worker.engines.vllm.server import VllmServer
 
 from tests.worker.generate.tiny_llama import save_tiny_llama
@@ -93,6 +93,14 @@ def test_model_toml_becomes_arguments() -> None:
     assert arguments_of(spec_of(), settings("cpu"))[-2:] == ["--kv-cache-memory-bytes", str(512 * MIB)]
 
 
+def test_on_a_cpu_it_is_bound_to_no_cores() -> None:
+    assert environment_of(settings()) == {}
+    given = environment_of(EngineSettings(device="cpu", slots=1, threads=3, artifacts="/var/cache/mgpu"))
+    assert given == {
+        "VLLM_CACHE_ROOT": "/var/cache/mgpu/vllm", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "3"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("values", "error"),
     [
@@ -113,7 +121,7 @@ def test_wrong_settings_are_errors(values: dict[str, Any], error: str) -> None:
 
 def test_a_python_without_vllm_is_an_error_and_leaves_no_process() -> None:
     died: list[str] = []
-    server = VllmServer(sys.executable, [], "", died.append)
+    server = VllmServer(sys.executable, [], {}, died.append)
     with pytest.raises(ModelFolderError, match=r"vLLM has ended while it loaded the model: .*vllm.* exit code 1"):
         server.wait_ready()
     server.close()

@@ -56,8 +56,8 @@ class VllmEngine(TextEngine):
         from multigpu_worker.engines.vllm.streams import Streams  # noqa: PLC0415 (as above)
 
         settings = self._settings
-        cache = f"{settings.artifacts}/vllm" if settings.artifacts else ""  # a service may not write in its home
-        self._server = VllmServer(settings.vllm_python, arguments_of(self._spec, settings), cache, _died)
+        arguments, environment = arguments_of(self._spec, settings), environment_of(settings)
+        self._server = VllmServer(settings.vllm_python, arguments, environment, _died)
         model = self._model = _read_model(self._spec)  # meanwhile
         facts = self._server.wait_ready()
         model.context = int(facts.pop("context"))
@@ -96,6 +96,18 @@ def arguments_of(spec: ModelSpec, settings: EngineSettings) -> list[str]:
     arguments += ["--max-model-len", str(context)] if context else []
     arguments += ["--kv-cache-memory-bytes", str(cache_bytes)] if cache_bytes else []
     return arguments + own
+
+
+def environment_of(settings: EngineSettings) -> dict[str, str]:
+    """Variables of vLLM's server."""
+    found = {}
+    if settings.artifacts:  # for what it compiles; a service may not write in its home
+        found["VLLM_CACHE_ROOT"] = f"{settings.artifacts}/vllm"
+    if settings.device == "cpu":
+        # Else it binds itself to some cores, the same ones for each worker of the host.
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        found["OMP_NUM_THREADS"] = str(settings.threads or len(os.sched_getaffinity(0)))
+    return found
 
 
 def _read_model(spec: ModelSpec) -> VllmModel:

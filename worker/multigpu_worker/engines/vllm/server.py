@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx2 as httpx
@@ -40,11 +40,13 @@ ENVIRONMENT = {
 
 
 class VllmServer:
-    """`cache`: folder for what vLLM compiles; empty: its own choice. `died`: called by another thread with the last
-    lines of output, if it ends before `close`.
+    """`environment`: further variables. `died`: called by another thread with the last lines of output, if it ends
+    before `close`.
     """
 
-    def __init__(self, python: str, arguments: list[str], cache: str, died: Callable[[str], None]) -> None:
+    def __init__(
+        self, python: str, arguments: list[str], environment: Mapping[str, str], died: Callable[[str], None]
+    ) -> None:
         self._folder = tempfile.mkdtemp(prefix="mgpu-vllm-")  # the keeper deletes it
         self.socket = str(Path(self._folder) / "socket")
         self._died = died
@@ -53,11 +55,11 @@ class VllmServer:
         module = ("-m", "vllm.entrypoints.openai.api_server")
         command = [python, *module, "--uds", self.socket, "--disable-uvicorn-access-log", *arguments]
         log.info("vLLM is being started", command=shlex.join(command))
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        environment |= ENVIRONMENT | ({"VLLM_CACHE_ROOT": cache} if cache else {})
+        ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        ours |= ENVIRONMENT | dict(environment)
         self._process = subprocess.Popen(
             [sys.executable, "-I", keeper.__file__, str(os.getpid()), self._folder, *command], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ours,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
         self._reader.start()
