@@ -82,7 +82,9 @@ class VllmServer:
         self._reader.join(END_TIMEOUT_S)
         text = "\n".join(self._lines)
         lines = text.splitlines()
-        first = max((at for at, line in enumerate(lines) if "rror" in line), default=max(0, len(lines) - 1))
+        first = max(
+            (at for at, line in enumerate(lines) if "Error" in line or "error:" in line), default=max(0, len(lines) - 1)
+        )
         reason = " ".join(line.strip() for line in lines[first:])
         if len(reason) > REASON_CHARS_MAX:
             reason = f"{reason[: REASON_CHARS_MAX // 2]} … {reason[-REASON_CHARS_MAX // 2 :]}"
