@@ -1,6 +1,8 @@
 """Loads a model that does not fit on its device: a planned device map, which accelerate executes."""
 
+import atexit
 import importlib.util
+import shutil
 import tempfile
 from typing import Any
 
@@ -45,5 +47,7 @@ def placement(spec: ModelSpec, settings: EngineSettings) -> dict[str, Any]:
         raise ModelFolderError(f"device_map: {error}") from error
     log.info("the model is divided", host=gib(plan["host_bytes"]), disk=gib(plan["disk_bytes"]), notes=plan["notes"])
     places = {module: settings.device if place == 0 else place for module, place in plan["device_map"].items()}
-    # accelerate reads what is on the disk from the model's own files, and wants a folder all the same.
-    return {"device_map": places, "offload_folder": tempfile.mkdtemp(prefix="mgpu-offload-")}
+    # accelerate reads what is on the disk from the model's own files; what it has to convert, it writes there.
+    folder = tempfile.mkdtemp(prefix="mgpu-offload-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {"device_map": places, "offload_folder": folder}
