@@ -19,12 +19,10 @@ from multigpu_worker.device.cpu import host_memory_bytes
 from multigpu_worker.device.interface import DeviceError
 from multigpu_worker.device.open import open_device
 from multigpu_worker.energy.availability import all_gpus
-from multigpu_worker.engines.planning.wish import CPU, DISK, PlanError, Wish
+from multigpu_worker.engines.planning.wish import CPU, DISK, USABLE_SHARE, PlanError, Wish
 from multigpu_worker.repository.model import STRATEGIES, ModelFolderError, ModelSpec
 from multigpu_worker.repository.scan import is_model, read_model
 
-# Of a device whose limit is not given; the rest is for fragmentation.
-USABLE_SHARE = 0.95
 WRONG = 2
 
 
@@ -51,9 +49,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     if limits:
         raise RequestError(f"max_memory has {min(limits)!r}: there are {len(wish.devices)} devices, counted from 0")
     spec = _read_spec(Path(request["model"]))
-    plan = importlib.import_module(
-        "multigpu_worker.engines.planning.plan"
-    )  # torch: not to tell that a request is wrong
+    # It imports torch, which takes seconds: not to tell that a request is wrong.
+    plan = importlib.import_module("multigpu_worker.engines.planning.plan")
     made: dict[str, Any] = plan.make_plan(spec, wish)
     return made
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+from multigpu_worker.engines.common.placed import placement
 from multigpu_worker.engines.generate.engine import GenerateEngine
 from multigpu_worker.engines.planning.plan import make_plan
 from multigpu_worker.engines.planning.wish import Wish
@@ -66,6 +67,13 @@ def test_parts_that_do_not_fit_are_read_from_the_disk(folder: Path) -> None:
         check_answers(engine, folder)
     finally:
         engine.close()
+
+
+def test_weights_count_at_the_precision_of_the_engine(folder: Path) -> None:
+    settings = settings_of(folder, device_map="auto", max_memory={"cpu": str(half(folder)), "disk": "1GiB"})
+    (spec,) = settings.models.values()
+    assert "disk" in placement(spec, settings, "fp32")["device_map"].values()
+    assert set(placement(spec, settings, "bf16")["device_map"].values()) == {"cpu"}
 
 
 def test_a_map_of_ones_own_is_followed(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Loads a model that does not fit on its device: a planned device map, which accelerate executes."""
 
 import atexit
+import dataclasses
 import importlib.util
 import shutil
 import tempfile
@@ -13,17 +14,17 @@ from multigpu.config.values import from_text
 from multigpu_worker.device.cpu import host_memory_bytes
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.planning.plan import make_plan
-from multigpu_worker.engines.planning.wish import CPU, DISK, PlanError, Wish, gib
+from multigpu_worker.engines.planning.wish import CPU, DISK, USABLE_SHARE, PlanError, Wish, gib
 from multigpu_worker.repository.files import read_json
 from multigpu_worker.repository.model import STRATEGIES, ModelFolderError, ModelSpec
 
 log = structlog.get_logger(__name__)
-# Of the memory that is free on the device; the rest is for fragmentation.
-USABLE_SHARE = 0.95
 
 
-def placement(spec: ModelSpec, settings: EngineSettings) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for a model with a device_map. Raises ModelFolderError: it does not fit so."""
+def placement(spec: ModelSpec, settings: EngineSettings, precision: str) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for a model with a device_map, which is served at `precision`. Raises
+    ModelFolderError: it does not fit so.
+    """
     if importlib.util.find_spec("accelerate") is None:
         raise ModelFolderError("device_map needs the package accelerate: pip install accelerate")
     limits = {place: int(from_text(size, int, "size_bytes")) for place, size in spec.max_memory.items()}
@@ -42,7 +43,7 @@ def placement(spec: ModelSpec, settings: EngineSettings) -> dict[str, Any]:
     if limits:
         raise ModelFolderError(f"max_memory has {min(limits)!r}, and this worker has one device, 0")
     try:
-        plan = make_plan(spec, wish)
+        plan = make_plan(dataclasses.replace(spec, precision=precision), wish)
     except PlanError as error:
         raise ModelFolderError(f"device_map: {error}") from error
     log.info("the model is divided", host=gib(plan["host_bytes"]), disk=gib(plan["disk_bytes"]), notes=plan["notes"])

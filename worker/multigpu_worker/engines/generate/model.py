@@ -104,7 +104,7 @@ def load_model(spec: ModelSpec, settings: EngineSettings, precision: str) -> Gen
     if unknown := sorted(set(spec.parameters) - set(PARAMETERS)):
         raise ModelFolderError(f"model.toml has parameters.{unknown[0]}: generate knows {' and '.join(PARAMETERS)}")
     dtype = dtype_of(precision)
-    placed = placement(spec, settings) if spec.device_map else {}
+    placed = placement(spec, settings, precision) if spec.device_map else {}
     artifacts = settings.artifacts, settings.artifacts_bytes_max
     model, tokenizer, artifact = read_weights(spec, *artifacts, dtype, **placed)
     with loading(spec.folder, "AutoModelForCausalLM"):

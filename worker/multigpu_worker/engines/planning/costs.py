@@ -17,7 +17,6 @@ SEQUENCES = 8  # that generate has logits of in a step
 class Costs:
     """Of one model at one precision, in bytes."""
 
-    number_bytes: int
     cache_tokens: int = 0
     layer_cache_bytes: int = 0  # of one layer, for these tokens
     activation_bytes: int = 0
@@ -30,7 +29,7 @@ def costs_of(spec: ModelSpec, config: Any, number_bytes: int, cache_tokens: int 
     """
     hidden = getattr(config, "hidden_size", None)
     if not isinstance(hidden, int) or not hasattr(config, "num_attention_heads"):
-        return Costs(number_bytes=number_bytes)
+        return Costs()
     heads, kv_heads, head_size = heads_of(config)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     inner = getattr(config, "moe_intermediate_size", None) if experts > 1 else None
@@ -38,7 +37,7 @@ def costs_of(spec: ModelSpec, config: Any, number_bytes: int, cache_tokens: int 
     # Of a layer: its input, output and two more of this width; queries, keys, values and what attention makes of them,
     # or the two products of the feed-forward network and what they make.
     numbers = 4 * hidden + max(2 * (heads + kv_heads) * head_size, 3 * inner)
-    costs = Costs(number_bytes=number_bytes, hidden_bytes=hidden * number_bytes)
+    costs = Costs(hidden_bytes=hidden * number_bytes)
     costs.activation_bytes = STEP_TOKENS.get(spec.kind, BATCH_TOKENS) * numbers * number_bytes
     if spec.kind == "generate":
         context = int(getattr(config, "max_position_embeddings", None) or CONTEXT_TOKENS)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CPU, DISK = "cpu", "disk"
+# Of a device whose limit is not given; the rest is for fragmentation.
+USABLE_SHARE = 0.95
 
 
 class PlanError(Exception):

@@ -132,7 +132,7 @@ def _read_model(spec: ModelSpec) -> VllmModel:
 
 
 def _died(output: str) -> None:
-    """VLLM has ended by itself."""
+    """Ends the engine process, since vLLM has ended by itself."""
     sys.stderr.write(f"vLLM has ended; its last lines:\n{output}\n")
     sys.stderr.flush()
     os._exit(1)

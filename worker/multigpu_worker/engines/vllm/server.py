@@ -40,7 +40,9 @@ ENVIRONMENT = {
 
 
 class VllmServer:
-    """`environment`: further variables. `died`: called by another thread with the last lines of output, if it ends
+    """Make it on a thread that lives as long as the engine process: for the kernel, that thread is the keeper's parent.
+
+    `environment`: further variables. `died`: called by another thread with the last lines of output, if vLLM ends
     before `close`.
     """
 
@@ -80,17 +82,10 @@ class VllmServer:
                         }
                 time.sleep(READY_POLL_S)
         self._reader.join(END_TIMEOUT_S)
-        text = "\n".join(self._lines)
-        lines = text.splitlines()
-        first = max(
-            (at for at, line in enumerate(lines) if "Error" in line or "error:" in line), default=max(0, len(lines) - 1)
-        )
-        reason = " ".join(line.strip() for line in lines[first:])
-        if len(reason) > REASON_CHARS_MAX:
-            reason = f"{reason[: REASON_CHARS_MAX // 2]} … {reason[-REASON_CHARS_MAX // 2 :]}"
-        what = f"vLLM has ended while it loaded the model: {reason}"
-        log.error("vLLM has ended while it loaded the model", output=text)
-        if any(words in text for words in NO_MEMORY):
+        output = "\n".join(self._lines)
+        log.error("vLLM has ended while it loaded the model", output=output)
+        what = f"vLLM has ended while it loaded the model: {_reason(list(self._lines))}"
+        if any(words in output for words in NO_MEMORY):
             raise MemoryError(what)
         raise ModelFolderError(f"{what}; its output is in the worker's log")
 
@@ -118,3 +113,11 @@ class VllmServer:
         if not self._closing:
             self._reader.join(END_TIMEOUT_S)
             self._died("\n".join(self._lines))
+
+
+def _reason(lines: list[str]) -> str:
+    """The last error in the output and what follows it, or the last line; of a long one, its beginning and its end."""
+    errors = [at for at, line in enumerate(lines) if "Error" in line or "error:" in line]
+    text = " ".join(line.strip() for line in lines[errors[-1] if errors else -1 :])
+    half = REASON_CHARS_MAX // 2
+    return text if len(text) <= REASON_CHARS_MAX else f"{text[:half]} … {text[-half:]}"
