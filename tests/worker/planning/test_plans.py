@@ -1,5 +1,6 @@
 """What plans expect, against models: their classes on torch's device "meta", and models that are loaded."""
 
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -125,6 +126,24 @@ def test_layers_with_experts_are_counted_though_files_name_each_expert(tmp_path:
     assert plan["weights_bytes"] == sum(parameter.numel() for parameter in model.parameters()) * 2
 
 
+@pytest.mark.parametrize(("stored", "head"), [("bert.", False), ("", True)])
+def test_files_of_a_base_model_and_of_one_with_a_head_differ_by_a_prefix(
+    stored: str, head: bool, tmp_path: Path
+) -> None:
+    config = transformers.BertConfig(hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4)
+    base = empty(config, transformers.AutoModel)
+    spec = put_headers(tmp_path, config, base, {name: f"{stored}{name}" for name in base.state_dict()})
+    if head:  # the head's own weights come with it
+        config.architectures = ["BertForSequenceClassification"]
+        model = empty(config, transformers.AutoModelForSequenceClassification)
+        own = {name: f"{name.removeprefix('bert.')}" for name in model.state_dict()}
+        put_headers(tmp_path, config, model, own)
+        spec = dataclasses.replace(spec, kind="classify")
+        base = model
+    plan = make_plan(spec, Wish(devices=[("a", GIB)]))
+    assert plan["weights_bytes"] == sum(parameter.numel() for parameter in base.parameters()) * 2
+
+
 def small(folder: Path, **values: Any) -> ModelSpec:
     given = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 6,
              "num_key_value_heads": 3, "vocab_size": 512, "max_position_embeddings": 128} | values  # fmt: skip
@@ -198,6 +217,20 @@ def test_what_fits_on_no_device_is_on_the_host_or_the_disk(tmp_path: Path) -> No
         make_plan(spec, Wish(devices=[("a", process + taken["activation"] + 1000)], host_bytes=GIB))
     with pytest.raises(PlanError, match="fits neither on a device nor"):
         make_plan(spec, Wish(devices=[("a", limit)], host_bytes=10))
+
+
+def test_the_first_device_keeps_room_for_what_it_runs_of_the_host(tmp_path: Path) -> None:
+    spec = small(tmp_path)
+    wish = Wish(devices=[("a", GIB)], cache_tokens=8192)
+    whole = make_plan(spec, wish)["devices"][0]
+    assert whole["cache_bytes"] > 10 * whole["weights_bytes"]
+    limit = GIB - whole["left_bytes"] - whole["weights_bytes"] // 2
+    plan = make_plan(spec, dataclasses.replace(wish, devices=[("a", limit)], host_bytes=GIB))
+    (device,) = plan["devices"]
+    waiting = [part.weights_bytes for part in read_structure(spec, 2).own if plan["device_map"][part.name] == "cpu"]
+    assert waiting
+    assert device["cache_bytes"] == whole["cache_bytes"]
+    assert device["left_bytes"] >= max(waiting)
 
 
 def test_tensor_parallelism_divides_layers_and_is_rejected_where_heads_do_not_divide(tmp_path: Path) -> None:

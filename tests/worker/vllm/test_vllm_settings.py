@@ -48,6 +48,7 @@ def settings(device: str = "cuda:0", slots: int = 64) -> EngineSettings:
         (spec_of(kind="embed"), True, True, "auto"),
         (spec_of(precision="tf32"), True, True, "auto"),
         (spec_of(parameters={"context": "100"}), True, True, "vllm"),
+        (spec_of(device_map="auto"), True, True, "auto"),
         (spec_of(engine="vllm"), True, False, "vllm"),
     ],
 )

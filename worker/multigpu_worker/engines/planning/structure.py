@@ -129,7 +129,6 @@ def _parts(model: Any, tensor_plan: Mapping[str, str]) -> dict[str, Part]:
         source = part_of(tied[name]) if name in tied else ""
         if source and source != where:
             part.tied = source
-            continue
         part.numbers += tensor.numel()
         if _divides(name, tensor_plan):
             divided[where] = divided.get(where, 0) + tensor.numel()
