@@ -65,7 +65,7 @@ class Newcomer:
         while sign not in shown:
             shown += running.stderr.read(1)
             assert running.poll() is None, shown
-        time.sleep(1)
+        time.sleep(0.5)
         running.send_signal(signal.SIGINT)
         _, rest = running.communicate(timeout=60)
         assert "KeyboardInterrupt" in rest
@@ -135,11 +135,11 @@ def test_a_newcomer_gets_what_the_page_says(tmp_path: Path) -> None:
         module.write_text(module.read_text("utf-8") + newcomer.take("python"), "utf-8")
         newcomer.run(newcomer.take("sh"))
         lines = tmp_path / "lines.py"
-        lines.write_text(newcomer.take("python").replace("1_000_000", "30_000"), "utf-8")
+        lines.write_text(newcomer.take("python").replace("1_000_000", "100_000"), "utf-8")
         again, expected = newcomer.take("sh"), newcomer.take("text")
         newcomer.interrupt(again, "%|")
-        assert newcomer.run(again) == expected.replace("3000000", "90000")
-        until(lambda: newcomer.succeeded() == 1_002 + 30_000, 30, "no task that ran twice, and none that is missing")
+        assert newcomer.run(again) == expected.replace("3000000", "300000")
+        until(lambda: newcomer.succeeded() == 1_002 + 100_000, 30, "no task that ran twice, and none that is missing")
         (tmp_path / "later.py").write_text(newcomer.take("python"), "utf-8")
         *shapes, head = newcomer.run("python later.py").splitlines()
         assert shapes == ["(384,)"] * 3

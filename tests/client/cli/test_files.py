@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,17 +313,30 @@ def test_a_driver_that_fails_does_not_count_as_no_gpu(tmp_path: Path, monkeypatc
     assert len(plan_fleet(flags(device="auto")).workers) == 2
 
 
-def test_addresses() -> None:
-    listen, address = choose_addresses("0.0.0.0:0")
+@pytest.fixture
+def probes() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_addresses(probes: ExitStack) -> None:
+    listen, address = choose_addresses("0.0.0.0:0", probes)
     port = int(listen.rpartition(":")[2])
     assert port > 0
     assert (listen, address) == (f"0.0.0.0:{port}", f"127.0.0.1:{port}")
-    assert choose_addresses("unix:/tmp/x") == ("unix:/tmp/x", "unix:/tmp/x")
+    assert choose_addresses("unix:/tmp/x", probes) == ("unix:/tmp/x", "unix:/tmp/x")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(Failure, match="another master may run there"):
-            choose_addresses(f"127.0.0.1:{taken.getsockname()[1]}")
+            choose_addresses(f"127.0.0.1:{taken.getsockname()[1]}", probes)
+
+
+def test_daemons_of_a_fleet_never_get_the_same_free_port(probes: ExitStack) -> None:
+    """The gateway once got the master's port: the master's probe was closed before the gateway's port was chosen."""
+    _, master = choose_addresses("127.0.0.1:0", probes)
+    with pytest.raises(Failure, match="another master may run there"):
+        choose_addresses(master, probes)
 
 
 def test_a_result_with_a_line_break_is_no_line_of_submit(tmp_path: Path) -> None:

@@ -129,9 +129,13 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     worker_flags |= {"log_level": options["log_level"], "allow_pickle": options["allow_pickle"] or None}
     worker = load_config(config.WorkerConfig, flags=worker_flags).config
 
-    listen, address = choose_addresses(master.listen)
     log_format = master.log_format if master.log_format != "auto" else "console" if sys.stderr.isatty() else "json"
     common = ("--log-format", log_format, "--log-level")
+    http, grpc, gateway_flags = "", "", tuple[str, ...]()
+    with contextlib.ExitStack() as probes:
+        listen, address = choose_addresses(master.listen, probes)
+        if not options["no_gateway"]:
+            http, grpc, gateway_flags = plan_gateway(options, address, common, probes)
     stop_timeout_s: float = options["stop_timeout"]
     drain_s = min(worker.drain_timeout_s, stop_timeout_s * DRAIN_SHARE)
     given = [
@@ -144,7 +148,6 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
         for part in (value if isinstance(value, tuple) else (value,))
         if flag != "--log-level"
     ]
-    http, grpc, gateway_flags = ("", "", ()) if options["no_gateway"] else plan_gateway(options, address, common)
     workers = {}
     planned = plan_workers(options["workers"], worker)
     for worker_id, device, threads in planned:
@@ -173,12 +176,14 @@ def plan_fleet(options: dict[str, Any]) -> Fleet:
     )
 
 
-def plan_gateway(options: dict[str, Any], master: str, common: tuple[str, ...]) -> tuple[str, str, tuple[str, ...]]:
+def plan_gateway(
+    options: dict[str, Any], master: str, common: tuple[str, ...], probes: contextlib.ExitStack
+) -> tuple[str, str, tuple[str, ...]]:
     """Its addresses for HTTP and gRPC, and its flags. `common`: the flags of every daemon."""
     gateway = load_config(config.GatewayConfig, flags={name: options[name] for name in ("http", "grpc")}).config
     try:
-        http = choose_addresses(gateway.http)
-        grpc = choose_addresses(gateway.grpc) if gateway.grpc else ("", "")
+        http = choose_addresses(gateway.http, probes)
+        grpc = choose_addresses(gateway.grpc, probes) if gateway.grpc else ("", "")
     except Failure as failure:
         message = f"{failure.message}; the gateway takes --http and --grpc, or --no-gateway leaves it out"
         raise Failure(message) from None
@@ -223,21 +228,25 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
     return plan
 
 
-def choose_addresses(listen: str) -> tuple[str, str]:
-    """The listen address and the address for clients. Port 0 becomes a free port; a taken port raises Failure."""
+def choose_addresses(listen: str, probes: contextlib.ExitStack) -> tuple[str, str]:
+    """The listen address and the address for clients. Port 0 becomes a free port; a taken port raises Failure.
+
+    `probes` keeps the port taken until it is closed: two daemons of a fleet never get the same free port.
+    """
     if listen.startswith("unix:"):
         return listen, listen
     host, _, port_text = listen.rpartition(":")
     bare = host.strip("[]")
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((bare, int(port_text)))
-        except OSError as error:
-            remedy = "another master may run there; stop it, or choose another port with --listen"
-            raise Failure(f"can't listen at {listen}: {error.strerror or error}; {remedy}") from error
-        port = probe.getsockname()[1]
+    probe = probes.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((bare, int(port_text)))
+        probe.listen()  # two bound sockets with SO_REUSEADDR may share a port; two listening ones may not
+    except OSError as error:
+        remedy = "another master may run there; stop it, or choose another port with --listen"
+        raise Failure(f"can't listen at {listen}: {error.strerror or error}; {remedy}") from error
+    port = probe.getsockname()[1]
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  addresses to connect to
     return f"{host}:{port}", f"{everywhere.get(bare, host)}:{port}"
 
