@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import multigpu
 import pytest
 
 from tests.fleet import Fleet, until
+from tests.integration.train.jobs import VICTIMS, gone, job_folder, kill, pid_of, weights, worker_of
 
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytestmark = pytest.mark.slow
@@ -42,29 +42,6 @@ def client(fleet: Fleet) -> Iterator[multigpu.Client]:
 
 def events(outcome: multigpu.Outcome) -> list[dict[str, Any]]:
     return [json.loads(data) for data in outcome.message.partials]
-
-
-def job_folder(fleet: Fleet, name: str) -> Path:
-    return fleet.folder / "train" / "jobs" / name
-
-
-def weights(fleet: Fleet, name: str) -> list[float]:
-    tensors = json.loads((job_folder(fleet, name) / "weights.json").read_text())
-    return [value for tensor in tensors for value in tensor]
-
-
-def pid_of(fleet: Fleet, name: str, rank: int) -> int:
-    file = job_folder(fleet, name) / f"pid-{rank}"
-    until(lambda: file.exists() and file.read_text() != "", 120)
-    return int(file.read_text())
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 @pytest.mark.parametrize("script", ["tutorial_ddp.py", "tutorial_fsdp2.py", "with_accelerate.py"])
@@ -104,7 +81,7 @@ def test_what_a_script_reports_is_kept_with_the_job(client: multigpu.Client) -> 
     assert followed[0]["world_size"] == 2
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "engine", "worker", "master"])
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_job_goes_on_from_its_last_checkpoint(fleet: Fleet, client: multigpu.Client, victim: str) -> None:
     undisturbed, name = "undisturbed", f"killed-{victim.replace(' ', '-')}"
     args = ["--steps", "30"]
@@ -113,16 +90,7 @@ def test_a_killed_job_goes_on_from_its_last_checkpoint(fleet: Fleet, client: mul
     steps = job_folder(fleet, name) / "steps-0"
     until(lambda: steps.exists() and len(steps.read_text().split()) >= 12, 120)
     pid = pid_of(fleet, name, 1)
-    if victim == "master":
-        fleet.master.kill()
-        fleet.start_master()
-    elif victim == "worker":
-        worker = worker_of(fleet, pid)
-        fleet.workers[worker].kill()
-        fleet.start_worker(worker)
-    else:
-        victims = {"rank 0": pid_of(fleet, name, 0), "rank 1": pid, "engine": parent_of(pid)}
-        os.kill(victims[victim], signal.SIGKILL)
+    kill(fleet, name, victim)
     outcome = handle.outcome(timeout=240)
     assert outcome.succeeded, outcome
     assert weights(fleet, name) == weights(fleet, undisturbed)
@@ -133,15 +101,6 @@ def test_a_killed_job_goes_on_from_its_last_checkpoint(fleet: Fleet, client: mul
     # The checkpoint of the last 5 steps may have been under way.
     assert len(ran) - 30 <= 10, "more steps than since the last checkpoint ran again"
     assert gone(pid)
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def worker_of(fleet: Fleet, rank_pid: int) -> str:
-    agent = parent_of(parent_of(rank_pid))
-    return next(name for name, worker in fleet.workers.items() if worker.pid == agent)
 
 
 def test_a_stopped_job_goes_on_with_another_number_of_ranks(fleet: Fleet, client: multigpu.Client) -> None:
