@@ -141,8 +141,8 @@ def _loader(
 
 def catalog_of(config: WorkerConfig, device: Device) -> Scan:
     """The models that are there now. ValueError, ModelFolderError."""
-    on_gpu = device.engine_name.startswith("cuda")
-    return installed(find_models(config), config.engine, vllm=bool(config.vllm_python), on_gpu=on_gpu)
+    gpus = 0 if device.engine_name == "cpu" else 1
+    return installed(find_models(config), config.engine, vllm=bool(config.vllm_python), gpus=gpus)
 
 
 def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> EngineSettings:

@@ -2,10 +2,20 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread of its parent that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the call
+        os._exit(0)
 
 
 def members(*groups: int) -> list[tuple[int, str]]:

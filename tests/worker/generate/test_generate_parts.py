@@ -246,7 +246,7 @@ def test_blocks_are_taken_once_and_a_step_has_places_masks_and_positions() -> No
     pool.blocks_max = 7
     assert pool.can_take(2) and not pool.can_take(3)
     assert set(pool.take(2)) <= set(first)
-    shape = CacheShape(layers=1, heads=1, head_size=2, dtype=torch.float32)
+    shape = CacheShape(layers=[0], heads=1, head_size=2, dtype=torch.float32)
     cache = PagedCache(shape, 8, torch.device("cpu"))
     pieces = [
         Piece(token_ids=[10], start=17, blocks=[3, 1]),

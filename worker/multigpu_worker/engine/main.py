@@ -4,12 +4,10 @@ The agent starts it (processes/child.py) for a model or as the default process. 
 and kills it first when the host runs out of memory. Its standard output goes to the agent's log.
 """
 
-import ctypes
 import dataclasses
 import importlib
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
@@ -22,16 +20,16 @@ from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engines.base import EmbeddingCacheSettings, EngineSettings
 from multigpu_worker.engines.handlers.sources import Sources
 from multigpu_worker.engines.registry import import_ahead, import_handlers, offered_kinds
+from multigpu_worker.process_group import die_with_parent
 from multigpu_worker.processes.ipc.blobs import BlobMemory
 from multigpu_worker.processes.ipc.slots import SlotPage
 
-_PR_SET_PDEATHSIG = 1
 _OOM_SCORE_ADJ_MAX = "1000"
 
 
 def main() -> None:
     sock_fd, page_fd, blobs_fd, agent_pid = map(int, sys.argv[1:5])
-    _die_with_parent(agent_pid)
+    die_with_parent(agent_pid)
     Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ_MAX, encoding="ascii")
     for fd in (sock_fd, page_fd, blobs_fd):
         os.set_inheritable(fd, False)
@@ -58,7 +56,7 @@ def main() -> None:
 
     def forked() -> None:
         # A child process of user code must not outlive this process.
-        _die_with_parent(engine_pid)
+        die_with_parent(engine_pid)
         channel.close_in_child()
 
     os.register_at_fork(after_in_child=forked)
@@ -91,12 +89,6 @@ def _of_user(error: BaseException) -> str:
     kept = [frame for frame in frames if not frame.filename.startswith(own)]
     lines = traceback.format_exception_only(error)
     return "".join([*(["Traceback:\n"] if kept else []), *traceback.format_list(kept), *lines])
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call
-        os._exit(0)
 
 
 if __name__ == "__main__":

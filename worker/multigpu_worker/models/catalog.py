@@ -40,17 +40,25 @@ def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
     return found
 
 
-def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool) -> Scan:
-    """The scan with an error for each model whose library is not installed. `engine`: the worker's setting. `vllm`: it
-    has vLLM, which is what "auto" means on a GPU for models that it runs.
+def installed(found: Scan, engine: str, *, vllm: bool, gpus: int) -> Scan:
+    """The scan with an error for each model whose library is not installed, or that needs more GPUs than the worker's.
+
+    `engine`: the worker's setting. `vllm`: it has vLLM, which is what "auto" means on a GPU for models that it runs.
+    `gpus`: 0 on a CPU, where all ranks of a model share the processor.
     """
     models: dict[str, ModelSpec] = {}
     errors = dict(found.errors)
     for model, spec in found.models.items():
-        if vllm and on_gpu and (spec.engine, engine) == ("auto", "auto") and _runs_on_vllm(spec):
+        if vllm and gpus and (spec.engine, engine) == ("auto", "auto") and _runs_on_vllm(spec):
             spec = dataclasses.replace(spec, engine=VLLM)  # noqa: PLW2901
         if spec.engine == VLLM and not vllm:
             errors[model] = NO_VLLM
+            continue
+        if 0 < gpus < spec.ranks:
+            errors[model] = (
+                f"its {spec.ranks} ranks need a GPU each, and this worker has {gpus}: start it with --device "
+                + ",".join(f"cuda:{index}" for index in range(spec.ranks))
+            )
             continue
         runs_on = engine_of(spec, engine)
         modules, remedy = _LIBRARIES.get(runs_on, ((), ""))

@@ -34,7 +34,8 @@ ESTIMATE_BYTES_MAX = 1 << 50
 def estimate_bytes(
     spec: ModelSpec, settings: EngineSettings, device: DeviceInfo, *, slots: int, limit_bytes: int
 ) -> int:
-    """Expected memory of a model, each instance of which runs `slots` tasks at the same time.
+    """Expected memory of a model, each instance of which runs `slots` tasks at the same time; on GPUs, of the one that
+    has most of it.
 
     `limit_bytes`: for all models together; 0: no limit. The cache shrinks so that the model fits.
     """
@@ -58,6 +59,7 @@ def estimate_bytes(
         return min(int(device.memory_total_bytes * VLLM_GPU_SHARE), ESTIMATE_BYTES_MAX)
     if engine == VLLM and not on_gpu:
         process_bytes += VLLM_BYTES
+    process_bytes *= 1 if on_gpu else spec.ranks
     if spec.kind == "generate":
         cache_bytes_max = int(device.memory_total_bytes * (GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE))
         if not on_gpu:
@@ -67,6 +69,7 @@ def estimate_bytes(
         if limit_bytes:
             cache_bytes_max = min(cache_bytes_max, limit_bytes // spec.instances - process_bytes - model_bytes)
         model_bytes += max(0, min(slots * context_bytes(spec, number_bytes), cache_bytes_max))
+        model_bytes = -(-model_bytes // spec.ranks) if on_gpu else model_bytes
     return min(spec.instances * (model_bytes + process_bytes), ESTIMATE_BYTES_MAX)
 
 

@@ -152,6 +152,10 @@ class ModelSpec:
     # Tasks that one copy works on at the same time, for kinds that join running ones (generate) and for the engine
     # `remote`. 0: its own choice.
     concurrency: int = setting(0, minimum=0, maximum=1024)
+    # Processes that share each layer, and stages of consecutive layers, for kind generate. Each process has a device of
+    # the worker, or all share the processor.
+    tensor_parallel: int = setting(1, minimum=1, maximum=64)
+    pipeline: int = setting(1, minimum=1, maximum=64)
     # One of STRATEGIES, or a JSON file in the folder with a device map: parts that do not fit on the device are on the
     # host or its disk. Empty: the device has all of the model.
     device_map: str = setting("")
@@ -174,6 +178,11 @@ class ModelSpec:
     def id(self) -> str:
         """The name, with the version if there are versions."""
         return f"{self.name}:{self.version}" if self.version else self.name
+
+    @property
+    def ranks(self) -> int:
+        """The processes that share the model."""
+        return self.tensor_parallel * self.pipeline
 
     def plain(self) -> dict[str, Any]:
         """As plain values, such as marshal takes."""

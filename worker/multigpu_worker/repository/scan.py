@@ -202,6 +202,13 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         )
     if values.get("device_map") and (kind != "generate" or engine not in ("auto", "torch")):
         raise ModelFolderError(f"{folder / FILE_NAME}: device_map is for kind generate on the engine torch")
+    if values.get("tensor_parallel", 1) * values.get("pipeline", 1) > 1:
+        if kind != "generate" or engine not in ("auto", "torch", VLLM):
+            raise ModelFolderError(
+                f"{folder / FILE_NAME}: tensor_parallel and pipeline are for kind generate on the engine torch or vllm"
+            )
+        if values.get("device_map"):
+            raise ModelFolderError(f"{folder / FILE_NAME}: tensor_parallel and pipeline take no device_map")
     if values.get("max_memory") and not values.get("device_map"):
         raise ModelFolderError(f'{folder / FILE_NAME}: max_memory limits a device_map: set device_map = "auto"')
     read = {"source": source, "file": file, "kind": kind}

@@ -6,11 +6,9 @@ parent.
 """
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,9 +17,9 @@ from typing import Any
 
 import structlog
 
+from multigpu_worker.process_group import die_with_parent
 from multigpu_worker.repository.folders import ModelFolderError
 
-_PR_SET_PDEATHSIG = 1
 # How much of the end of a dead subprocess's standard error goes into the message.
 STDERR_CHARACTERS_MAX = 1_000
 
@@ -75,9 +73,7 @@ def subprocess_call(
 def main() -> None:
     """Run in the subprocess: call the function and write its outcome to the parent's file."""
     parent_pid, answer_fd, niceness, function, arguments = sys.argv[1:]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent_pid):  # it died before the prctl
-        os._exit(0)
+    die_with_parent(int(parent_pid))
     os.nice(int(niceness))
     module, _, name = function.partition(":")
     try:

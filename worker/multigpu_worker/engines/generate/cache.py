@@ -5,12 +5,14 @@ blocks in the order of its tokens, anywhere in the row: nothing is reserved for 
 `BlockPool` keeps track of free blocks, `PagedCache` holds the memory.
 
 The tokens of a step are packed: pieces of several sequences in one row, so the model's linear layers see one large
-matrix. transformers calls a registered attention function with the keywords of `forward`, among them our `Step`. It
-stores the new keys and values, and lets each piece see the tokens of its sequence. Pieces of one token, which running
+matrix. transformers calls a registered attention function, which stores the new keys and values, and lets each piece
+see the tokens of its sequence, as the current `Step` says. Pieces of one token, which running
 sequences have, are computed together, padded to the longest; longer pieces one by one.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,16 +53,17 @@ def blocks_for(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What the model stores for each token."""
+    """What this process stores for each token: of its own layers and heads, if several ranks share the model."""
 
-    layers: int
+    # Their numbers in the model.
+    layers: Sequence[int]
     heads: int
     head_size: int
     dtype: torch.dtype
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
+        return 2 * len(self.layers) * self.heads * self.head_size * self.dtype.itemsize
 
 
 class PagedCache:
@@ -70,8 +73,8 @@ class PagedCache:
         self.blocks = blocks
         size = (blocks * BLOCK_TOKENS, shape.heads, shape.head_size)
         # Not cleared: the host's pages without tokens take no memory.
-        self.keys = [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
-        self.values = [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+        self.keys = {layer: torch.empty(size, dtype=shape.dtype, device=device) for layer in shape.layers}
+        self.values = {layer: torch.empty(size, dtype=shape.dtype, device=device) for layer in shape.layers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,20 @@ class Step:
                 ((group.distance >= 0) & (group.distance < window)).unsqueeze(1) for group in self.groups
             ]
         return self._windows[window]
+
+
+# Not a keyword of the model's forward: pipelines of transformers pass none on.
+_current: ContextVar[Step] = ContextVar("step")
+
+
+@contextlib.contextmanager
+def running(step: Step) -> Iterator[None]:
+    """Attention that is called meanwhile reads and writes the cache of this step."""
+    token = _current.set(step)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def make_step(cache: PagedCache, pieces: Sequence[Piece], device: torch.device) -> tuple[Tensor, Tensor, Step]:
@@ -187,9 +204,8 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 (of transformers' signature; ours is in the step)
+    attention_mask: Tensor | None,  # noqa: ARG001 (of transformers' signature; ours is in the current step)
     *,
-    paged: Step,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -199,6 +215,7 @@ def paged_attention(
     """Attention over the cache. query [1, heads, tokens, size], key and value [1, key heads, tokens, size]."""
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("its attention has soft caps or sinks, which are not supported")
+    paged = _current.get()
     keys, values = paged.cache.keys[module.layer_idx], paged.cache.values[module.layer_idx]
     keys.index_copy_(0, paged.places, key[0].transpose(0, 1))
     values.index_copy_(0, paged.places, value[0].transpose(0, 1))

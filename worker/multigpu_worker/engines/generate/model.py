@@ -28,10 +28,12 @@ from multigpu_worker.engines.generate.cache import (
     Piece,
     blocks_for,
     make_step,
+    running,
 )
 from multigpu_worker.engines.generate.json_schema import Matcher, Schemas
+from multigpu_worker.engines.generate.ranks import Group, Rank, check_ranks
 from multigpu_worker.engines.generate.token_bytes import TokenBytes
-from multigpu_worker.engines.generate.weights import read_weights
+from multigpu_worker.engines.generate.weights import dequantised, read_weights
 from multigpu_worker.repository.folders import ModelFolderError
 from multigpu_worker.repository.model import ModelSpec
 
@@ -72,6 +74,8 @@ class GenerateModel:
     token_bytes: TokenBytes
     # The files of a dequantised model.
     artifact: Artifact | None = None
+    # The other processes that share the model, if this is rank 0.
+    group: Group | None = None
     facts: dict[str, str] = field(default_factory=dict)
 
     def matcher(self, json_schema: str) -> Matcher:
@@ -85,42 +89,73 @@ class GenerateModel:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece], wanted: Sequence[int], cache: PagedCache | None = None) -> Tensor:
         """Logits after the last token of pieces: [len(wanted), vocabulary]. `wanted`: their indices, at least one."""
-        token_ids, positions, step = make_step(cache or self.cache, pieces, self.device)
+        if self.group is None:
+            return self._forward(pieces, wanted, cache or self.cache)
+        self.group.send(pieces, wanted)
+        try:
+            return self._forward(pieces, wanted, self.cache)
+        except Exception as error:
+            log.exception("a step of a model with several ranks has failed")
+            self.group.end(f"rank 0: {error!r}")
+
+    def _forward(self, pieces: Sequence[Piece], wanted: Sequence[int], cache: PagedCache) -> Tensor:
+        token_ids, positions, step = make_step(cache, pieces, self.device)
         ends: list[int] = []
         for piece in pieces:
             ends.append((ends[-1] if ends else -1) + len(piece.token_ids))
         keep = torch.tensor([ends[index] for index in wanted], device=self.device)
-        answer = self.model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep, paged=step
-        )
+        with running(step):
+            answer = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep)
         logits: Tensor = answer.logits[0]
         return logits
 
 
-def load_model(spec: ModelSpec, settings: EngineSettings, precision: str) -> GenerateModel:
-    """Load a model and run the trial. Raises ModelFolderError, MemoryError; ArtifactError while dequantising."""
+def load_model(spec: ModelSpec, settings: EngineSettings, precision: str, rank: Rank | None = None) -> GenerateModel:
+    """Load a model, or this rank's share of it, and run the trial.
+
+    Raises ModelFolderError, MemoryError; ArtifactError while dequantising.
+    """
     disable_progress_bar: Any = transformers.utils.logging.disable_progress_bar
     disable_progress_bar()
     if unknown := sorted(set(spec.parameters) - set(PARAMETERS)):
         raise ModelFolderError(f"model.toml has parameters.{unknown[0]}: generate knows {' and '.join(PARAMETERS)}")
     dtype = dtype_of(precision)
     placed = placement(spec, settings, precision) if spec.device_map else {}
+    if rank is not None:
+        placed = rank.from_pretrained()
     artifacts = settings.artifacts, settings.artifacts_bytes_max
     model, tokenizer, artifact = read_weights(spec, *artifacts, dtype, **placed)
     with loading(spec.folder, "AutoModelForCausalLM"):
-        return _load(spec, settings, dtype, model, tokenizer, artifact)
+        return _load(spec, settings, dtype, rank, model, tokenizer, artifact)
+
+
+def load_shared_model(spec: ModelSpec, settings: EngineSettings, precision: str) -> GenerateModel:
+    """Load a model together with other ranks, which are started. Raises as load_model.
+
+    Call it on a thread that lives as long as the process.
+    """
+    check_ranks(spec)
+    # Before there are ranks: transformers saves a model on rank 0 alone, while the others would read it.
+    dequantised(spec, settings.artifacts, settings.artifacts_bytes_max, dtype_of(precision))
+    group = Group(spec, settings, precision)
+    model = load_model(spec, settings, precision, group.own)
+    model.group = group
+    return model
 
 
 def _load(
-    spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, model: Any, tokenizer: Any, artifact: Artifact | None
-) -> GenerateModel:
+    spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, rank: Rank | None, model: Any, tokenizer: Any,
+    artifact: Artifact | None,
+) -> GenerateModel:  # fmt: skip
     config = model.config.get_text_config()
     _check_layers(spec, config)
-    device = torch.device(settings.device)
-    model = (model if spec.device_map else model.to(device)).eval()
+    device = torch.device(settings.device) if rank is None else rank.device
+    model = (model if spec.device_map or rank is not None else model.to(device)).eval()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = CacheShape(layers=config.num_hidden_layers, heads=heads, head_size=head_size, dtype=dtype)
+    heads = heads if rank is None else heads // rank.tensor_parallel
+    layers = sorted({module.layer_idx for module in model.modules() if hasattr(module, "layer_idx")})
+    shape = CacheShape(layers=layers, heads=heads, head_size=head_size, dtype=dtype)
     eos_ids = _eos_ids(model, tokenizer)
     loaded = GenerateModel(
         model=model,
@@ -128,7 +163,7 @@ def _load(
         device=device,
         shape=shape,
         eos_ids=eos_ids,
-        vocabulary=int(model.get_input_embeddings().num_embeddings),
+        vocabulary=int(config.vocab_size),
         context=_context(spec, config),
         cache=PagedCache(shape, 2 * blocks_for(TRIAL_TOKENS), device),
         schemas=Schemas(tokenizer, eos_ids),
@@ -136,13 +171,15 @@ def _load(
         artifact=artifact,
     )
     _try_out(loaded, spec)
-    blocks = _blocks(spec, settings, loaded)
+    blocks = _blocks(spec, settings, loaded, 1 if rank is None else rank.size)
+    blocks = blocks if rank is None else rank.least(blocks)
     loaded.cache = PagedCache(shape, blocks, device)
     loaded.context = min(loaded.context, blocks * BLOCK_TOKENS)
     cache_mib = blocks * BLOCK_TOKENS * shape.token_bytes / (1 << 20)
+    of_rank = "" if rank is None else f" on each of {rank.size} ranks"
     loaded.facts = {
         "context": f"{loaded.context} tokens",
-        "cache": f"{blocks} blocks of {BLOCK_TOKENS} tokens, {cache_mib:.1f} MiB",
+        "cache": f"{blocks} blocks of {BLOCK_TOKENS} tokens, {cache_mib:.1f} MiB{of_rank}",
     }
     return loaded
 
@@ -186,15 +223,18 @@ def _number(spec: ModelSpec, name: str, default: int) -> int:
     return value
 
 
-def _blocks(spec: ModelSpec, settings: EngineSettings, loaded: GenerateModel) -> int:
-    """The number of blocks of the cache: enough for all slots at full context, or as many as its limit allows."""
+def _blocks(spec: ModelSpec, settings: EngineSettings, loaded: GenerateModel, ranks: int) -> int:
+    """The number of blocks of the cache: enough for all slots at full context, or as many as its limit allows.
+
+    Each of the ranks has its share of each block. `cache_bytes` is for all of them together.
+    """
     if loaded.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(loaded.device)
         bytes_max = int(free_bytes * GPU_CACHE_SHARE)
     else:
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        bytes_max = min(CPU_CACHE_BYTES, host_bytes // 4)
-    bytes_max = _number(spec, "cache_bytes", bytes_max)
+        bytes_max = min(CPU_CACHE_BYTES, host_bytes // 4) // ranks
+    bytes_max = _number(spec, "cache_bytes", bytes_max * ranks) // ranks
     wished = settings.slots * blocks_for(loaded.context)
     blocks = min(wished, bytes_max // (BLOCK_TOKENS * loaded.shape.token_bytes))
     if blocks < 1:

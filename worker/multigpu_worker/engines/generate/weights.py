@@ -26,9 +26,7 @@ def read_weights(
     cache; empty: none. `placed`: where its parts are, if it is divided. Raises ModelFolderError, MemoryError;
     ArtifactError while dequantising.
     """
-    artifact = None
-    if spec.source == "gguf" and artifacts:
-        artifact = _dequantised(spec, Artifacts(Path(artifacts), artifacts_bytes_max), dtype)
+    artifact = dequantised(spec, artifacts, artifacts_bytes_max, dtype)
     with loading(spec.folder, "AutoModelForCausalLM"):
         if artifact is not None:
             return *_from_folder(artifact.folder, dtype, **placed), artifact
@@ -57,8 +55,12 @@ def _from_gguf(spec: ModelSpec, dtype: torch.dtype, **placed: Any) -> tuple[Any,
     return model, transformers.AutoTokenizer.from_pretrained(spec.folder, gguf_file=spec.file, **LOCAL)
 
 
-def _dequantised(spec: ModelSpec, artifacts: Artifacts, dtype: torch.dtype) -> Artifact:
-    """The content of a GGUF file as a model folder of transformers, from the artifact cache."""
+def dequantised(spec: ModelSpec, artifacts: str, artifacts_bytes_max: int, dtype: torch.dtype) -> Artifact | None:
+    """The content of a GGUF file as a model folder of transformers, from the artifact cache. None: there is no such
+    file, or no cache.
+    """
+    if spec.source != "gguf" or not artifacts:
+        return None
     path = spec.folder / spec.file
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
     key = {"sha256": digest(spec), "dtype": str(dtype), **versions}
@@ -76,4 +78,4 @@ def _dequantised(spec: ModelSpec, artifacts: Artifacts, dtype: torch.dtype) -> A
         tokenizer.save_pretrained(folder)
         return {"file": spec.file}
 
-    return artifacts.get("dequantised", key, build)
+    return Artifacts(Path(artifacts), artifacts_bytes_max).get("dequantised", key, build)

@@ -2,10 +2,10 @@
 pipeline of such groups.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from multigpu_worker.engines.planning.costs import Costs
-from multigpu_worker.engines.planning.placement import NoRoomError, divide
 from multigpu_worker.engines.planning.structure import Part, Structure, divided_counts
 from multigpu_worker.engines.planning.wish import DevicePlan, PlanError, Wish, gib
 
@@ -28,13 +28,12 @@ def plan_ranks(structure: Structure, costs: Costs, devices: list[DevicePlan], wi
     sizes[-1] += copied
     groups = [devices[stage * ranks : (stage + 1) * ranks] for stage in range(stages)]
     rooms = [min(device.left_bytes for device in group) for group in groups]
-    try:
-        placed = divide(sizes, rooms, "balanced")
-    except NoRoomError:
-        raise PlanError(
-            f"the model takes {gib(sum(sizes))} on each of {ranks} ranks, and {stages} stage(s) have room for "
-            f"{gib(sum(rooms))}"
-        ) from None
+    placed = stages_of(parts, stages)
+    for stage, room in enumerate(rooms):
+        need = sum(size for size, its in zip(sizes, placed, strict=True) if its == stage)
+        if need > room:
+            where = f"stage {stage} of {stages}" if stages > 1 else "the model"
+            raise PlanError(f"{where} takes {gib(need)} on each device, and there is room for {gib(room)}")
     for part, size, stage in zip(parts, sizes, placed, strict=True):
         for device in groups[stage]:
             cache_bytes = part.layer * costs.layer_cache_bytes // ranks
@@ -58,6 +57,21 @@ def plan_ranks(structure: Structure, costs: Costs, devices: list[DevicePlan], wi
     if stages > 1:
         notes.append(f"{stages} stages: a single sequence uses one at a time, as many as stages use all")
     return {"stages": {part.name: stage_of[part.name] for part in structure.parts}, "notes": notes}
+
+
+def stages_of(parts: Sequence[Part], stages: int) -> list[int]:
+    """The stage of each part, as transformers divides them: each has as many layers, and the last one the rest, too.
+
+    What comes before the layers is on the first stage, and what follows them on the last. Raises PlanError.
+    """
+    layers = sum(part.layer for part in parts)
+    if layers < stages:
+        raise PlanError(f"{layers} layers can't be divided among {stages} stages")
+    placed, seen = [], 0
+    for part in parts:
+        placed.append(min(seen // (layers // stages), stages - 1))
+        seen += part.layer
+    return placed
 
 
 def check_tensor_parallel(structure: Structure, ranks: int) -> None:

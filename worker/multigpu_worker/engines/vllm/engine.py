@@ -26,6 +26,7 @@ CPU_CACHE_BYTES = 512 << 20
 OURS = (
     "--model", "--served-model-name", "--uds", "--host", "--port", "--api-key", "--dtype", "--generation-config",
     "--max-num-seqs", "--max-model-len", "--kv-cache-memory-bytes", "--trust-remote-code", "--tokenizer",
+    "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
 )  # fmt: skip
 
 
@@ -93,6 +94,8 @@ def arguments_of(spec: ModelSpec, settings: EngineSettings) -> list[str]:
     arguments = ["--model", str(spec.folder), "--served-model-name", spec.name, "--generation-config", "vllm"]
     arguments += ["--structured-outputs-config.backend", "guidance"]  # as our own engine
     arguments += ["--dtype", DTYPES[spec.precision], "--max-num-seqs", str(settings.slots)]
+    arguments += ["--tensor-parallel-size", str(spec.tensor_parallel)] if spec.tensor_parallel > 1 else []
+    arguments += ["--pipeline-parallel-size", str(spec.pipeline)] if spec.pipeline > 1 else []
     arguments += ["--max-model-len", str(context)] if context else []
     arguments += ["--kv-cache-memory-bytes", str(cache_bytes)] if cache_bytes else []
     return arguments + own
