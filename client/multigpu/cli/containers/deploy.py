@@ -25,6 +25,8 @@ from multigpu.cli.text import duration, format_size
 POLL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 LINES_OF_A_FAILURE = 20
+# What an engine answers about a container that is removed, and about one whose removal has begun.
+GONE = (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.CONFLICT)
 TOKENS = frozenset({"HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 
 
@@ -98,6 +100,7 @@ def _free_port() -> int:
 
 def _start(engine: engines.Engine, spec: Spec) -> dict[str, Any]:
     """Starts a container, and waits until its server answers. An error or Ctrl-C removes it."""
+    engine.check()
     with engines.engine_errors():
         cache_dir().mkdir(parents=True, exist_ok=True)
         _pull(engine, spec.image)
@@ -106,9 +109,18 @@ def _start(engine: engines.Engine, spec: Spec) -> dict[str, Any]:
             container.start()
             _wait(container, spec.port)
         except BaseException:
-            container.remove(force=True, v=True)
+            _remove(container)
             raise
         return engine.row(container)
+
+
+def _remove(container: Any) -> None:
+    """Removes a container, also if somebody else has removed it or does so now."""
+    try:
+        container.remove(force=True, v=True)
+    except engines.library().errors.APIError as error:
+        if error.status_code not in GONE:
+            raise
 
 
 def _pull(engine: engines.Engine, image: str) -> None:
@@ -129,17 +141,22 @@ def _pull(engine: engines.Engine, image: str) -> None:
 
 
 def _wait(container: Any, port: int) -> None:
-    """Returns when the server answers. Raises Failure with its last lines if it ends before."""
+    """Returns when the server answers. Raises Failure with its last lines if it ends before, or if it is removed."""
     begun = time.monotonic()
-    with _status(f"waiting for {container.name}") as status:
-        container.reload()
-        while container.status == "running" and not container.attrs.get("RestartCount"):
-            if _is_healthy(port):
-                return
-            status.update(Text(f"{duration(time.monotonic() - begun)}: {log_lines(container, 1)}", no_wrap=True))
-            time.sleep(POLL_S)
+    try:
+        with _status(f"waiting for {container.name}") as status:
             container.reload()
-    lines = log_lines(container, LINES_OF_A_FAILURE)
+            while container.status == "running" and not container.attrs.get("RestartCount"):
+                if _is_healthy(port):
+                    return
+                status.update(Text(f"{duration(time.monotonic() - begun)}: {log_lines(container, 1)}", no_wrap=True))
+                time.sleep(POLL_S)
+                container.reload()
+        lines = log_lines(container, LINES_OF_A_FAILURE)
+    except engines.library().errors.APIError as error:
+        if error.status_code not in GONE:
+            raise
+        raise Failure(f"{container.name} was removed before it answered") from error
     raise Failure(f"{container.name} ended before it answered, and is removed. Its last lines:\n{lines}")
 
 

@@ -48,8 +48,13 @@ class Engine:
     version: str
     client: Any
 
+    def is_too_old(self) -> bool:
+        return self.name == "podman" and tuple(map(int, re.findall(r"\d+", self.version)[:2])) < PODMAN_MIN
+
     def gives_gpus_by(self) -> str:
         """How it can give GPUs to containers, as far as it tells; empty if it can't."""
+        if self.is_too_old():
+            return ""
         if self.name == "podman":  # its API doesn't tell
             files = [path for folder in CDI_FOLDERS for path in Path(folder).glob("*.*")]
             return "CDI" if any("nvidia.com/gpu" in path.read_text("utf-8", "replace") for path in files) else ""
@@ -59,15 +64,18 @@ class Engine:
         devices = info.get("DiscoveredDevices") or []
         return "CDI" if any(each["ID"].startswith("nvidia.com/gpu=") for each in devices) else ""
 
+    def check(self) -> None:
+        """Raises Failure if a container would not get the GPUs that are asked for."""
+        if self.is_too_old():
+            raise Failure(f"Podman {self.version} ignores the GPUs that its API is asked for; 5.4 is needed")
+
     def create(self, wanted: spec.Spec) -> Any:
         """A new container, not yet started."""
         types, server = library().types, spec.APIS[wanted.api]
         if self.name == "docker":
             gpus = types.DeviceRequest(device_ids=[*wanted.devices], capabilities=[["gpu"]])
-        elif tuple(int(part) for part in re.findall(r"\d+", self.version)[:2]) >= PODMAN_MIN:
-            gpus = types.DeviceRequest(driver="cdi", device_ids=wanted.cdi_names())
         else:
-            raise Failure(f"Podman {self.version} ignores the GPUs that its API is asked for; 5.4 is needed")
+            gpus = types.DeviceRequest(driver="cdi", device_ids=wanted.cdi_names())
         return self.client.containers.create(
             wanted.image, wanted.command(), name=wanted.name, environment=wanted.environment(), labels=wanted.labels(),
             device_requests=[gpus], security_opt=[spec.PODMAN_SECURITY] if self.name == "podman" else [],

@@ -15,6 +15,8 @@ from multigpu.cli.text import clean_lines
 # Colours and styles of a terminal.
 STYLES = re.compile(r"\x1b\[[\d;]*m")
 NONE = "no model server"
+# Docker gives GPUs also with NVIDIA's hook alone, and does not tell it.
+NO_GPUS = "names no way to give GPUs to containers"
 COLUMNS = (
     Column("NAME", lambda row: row["name"]),
     Column("API", lambda row: row["api"], rank=4),
@@ -63,7 +65,8 @@ def stop(name: str) -> None:
 def detect(as_json: bool) -> None:
     """Show which engines answer, whether they can give GPUs to containers, and which model servers run.
 
-    An engine can if it has NVIDIA's runtime, or knows GPUs by the Container Device Interface (CDI).
+    An engine can if it has NVIDIA's runtime, or knows GPUs by the Container Device Interface (CDI). Podman before 5.4
+    can't.
     """
     with engines.engine_errors():
         answering, errors = engines.answering()
@@ -74,7 +77,7 @@ def detect(as_json: bool) -> None:
         show.value({"engines": found, "errors": errors, "servers": running})
         return
     for name, each in found.items():
-        how = f"gives GPUs by {each['gives_gpus_by']}" if each["gives_gpus_by"] else "can't give GPUs to containers"
+        how = f"gives GPUs by {each['gives_gpus_by']}" if each["gives_gpus_by"] else NO_GPUS
         show.line(f"{name} {each['version']}: {how}")
     for why in errors.values():
         show.line(why)

@@ -35,6 +35,8 @@ class Health(BaseHTTPRequestHandler):
 class Peer(ThreadingHTTPServer):
     """`images`: those that are there. `health`: the status of /health.
 
+    `gone`: what is answered about a container that is started: 404 it is removed, 409 its removal has begun.
+
     `ends`: what a container's inspection has once it is started, beside what it has of its own.
     """
 
@@ -49,6 +51,7 @@ class Peer(ThreadingHTTPServer):
         self.pull_error = ""
         self.ends: dict[str, Any] = {}
         self.health = 200
+        self.gone = 0
         self.health_asked = threading.Event()
         self.containers: dict[str, dict[str, Any]] = {}
         self.healths: dict[str, HealthServer] = {}
@@ -133,7 +136,10 @@ class Routes(BaseHTTPRequestHandler):
                 self.of_container(method, key, rest)
 
     def of_container(self, method: str, key: str, rest: list[str]) -> None:
+        started = self.server.containers[key]["State"]["Status"] == "running"
         match method, rest:
+            case "GET" | "DELETE", _ if self.server.gone and started:
+                self.send({"message": "gone"}, self.server.gone)
             case "GET", ["json"]:
                 self.send(self.server.containers[key])
             case "GET", ["logs"]:

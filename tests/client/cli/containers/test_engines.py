@@ -90,6 +90,7 @@ def test_a_podman_that_ignores_gpus_is_rejected(podman: Peer, run: Cli) -> None:
     podman.version = PODMAN | {"Version": "5.3.2"}
     done = run(*ONE, "--engine", "podman")
     assert (done.exit_code, podman.bodies("containers/create")) == (1, [])
+    assert podman.bodies("images/create") == [], "an image of gigabytes was fetched first"
     assert "Podman 5.3.2 ignores the GPUs that its API is asked for; 5.4 is needed" in done.stderr
 
 
@@ -129,6 +130,15 @@ def test_a_server_that_ends_shows_its_last_lines_and_is_removed(
     assert docker.containers == {}
 
 
+@pytest.mark.parametrize("status", [404, 409], ids=["removed", "being removed"])
+def test_a_server_that_somebody_removes_while_it_is_waited_for(docker: Peer, run: Cli, status: int) -> None:
+    docker.gone = status
+    done = run(*ONE)
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (
+        1, "mgpuctl: multigpu-tgi-m was removed before it answered"
+    )  # fmt: skip
+
+
 def test_ctrl_c_removes_what_was_begun(docker: Peer, run: Cli) -> None:
     docker.health = 503
     argv = [*MGPUCTL, "containers", *ONE]
@@ -164,7 +174,7 @@ def test_detect(docker: Peer, podman: Peer, run: Cli, tmp_path: Path) -> None:
     run(*ONE)
     found = run("detect").stdout
     assert "docker 29.1.0: gives GPUs by NVIDIA's runtime" in found
-    assert "podman 5.4.0: can't give GPUs to containers" in found
+    assert "podman 5.4.0: names no way to give GPUs to containers" in found
     assert "multigpu-tgi-m" in found
     (tmp_path / "cdi").mkdir()
     (tmp_path / "cdi/nvidia.yaml").write_text("kind: nvidia.com/gpu\n")
@@ -173,6 +183,8 @@ def test_detect(docker: Peer, podman: Peer, run: Cli, tmp_path: Path) -> None:
     answer = json.loads(run("detect", "--json").stdout)
     how = {name: each["gives_gpus_by"] for name, each in answer["engines"].items()}
     assert (how, answer["servers"]) == ({"docker": "CDI", "podman": "CDI"}, [])
+    podman.version = PODMAN | {"Version": "5.3.2"}
+    assert json.loads(run("detect", "--json").stdout)["engines"]["podman"]["gives_gpus_by"] == ""
 
 
 def test_a_host_without_engines(run: Cli) -> None:
