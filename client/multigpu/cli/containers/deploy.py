@@ -6,6 +6,7 @@ import re
 import shlex
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,17 @@ def _start(engine: engines.Engine, spec: Spec) -> dict[str, Any]:
     with engines.engine_errors():
         cache_dir().mkdir(parents=True, exist_ok=True)
         _pull(engine, spec.image)
-        container = engine.create(spec)
-        try:
-            container.start()
-            _wait(container, spec.port)
-        except BaseException:
-            _remove(container)
-            raise
+        # In a thread: Ctrl-C does not end the request, whose answer names the container to remove.
+        with ThreadPoolExecutor(1) as pool:
+            created = pool.submit(engine.create, spec)
+            try:
+                container = created.result()
+                container.start()
+                _wait(container, spec.port)
+            except BaseException:
+                if created.exception() is None:
+                    _remove(created.result())
+                raise
         return engine.row(container)
 
 

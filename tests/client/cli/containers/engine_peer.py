@@ -7,6 +7,7 @@ host, with the status that the test chooses.
 import json
 import struct
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -33,7 +34,7 @@ class Health(BaseHTTPRequestHandler):
 
 
 class Peer(ThreadingHTTPServer):
-    """`images`: those that are there. `health`: the status of /health.
+    """`images`: those that are there. `health`: the status of /health. `create_s`: how long it makes a container.
 
     `gone`: what is answered about a container that is started: 404 it is removed, 409 its removal has begun.
 
@@ -52,6 +53,8 @@ class Peer(ThreadingHTTPServer):
         self.ends: dict[str, Any] = {}
         self.health = 200
         self.gone = 0
+        self.create_s = 0.0
+        self.create_asked, self.created = threading.Event(), threading.Event()
         self.health_asked = threading.Event()
         self.containers: dict[str, dict[str, Any]] = {}
         self.healths: dict[str, HealthServer] = {}
@@ -72,6 +75,7 @@ class Peer(ThreadingHTTPServer):
         state = {"Status": "created"}
         inspected = {"Id": key, "Name": f"/{name}", "State": state, "Config": body, "HostConfig": body["HostConfig"]}
         self.containers[key] = {"RestartCount": 0} | inspected
+        self.created.set()
         return key
 
     def start(self, key: str) -> None:
@@ -127,6 +131,8 @@ class Routes(BaseHTTPRequestHandler):
             case "POST", ["containers", "create"] if f"/{query['name']}" in self.server.names():
                 self.send({"message": f"{query['name']} is in use"}, 409)
             case "POST", ["containers", "create"]:
+                self.server.create_asked.set()
+                time.sleep(self.server.create_s)
                 self.send({"Id": self.server.add(query["name"], body), "Warnings": []}, 201)
             case "GET", ["containers", "json"]:
                 (label,) = json.loads(query["filters"])["label"]

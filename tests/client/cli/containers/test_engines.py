@@ -150,6 +150,17 @@ def test_ctrl_c_removes_what_was_begun(docker: Peer, run: Cli) -> None:
     assert ("DELETE", f"containers/{1:064x}") in [asked[:2] for asked in docker.asked]
 
 
+def test_ctrl_c_while_the_engine_makes_the_container(docker: Peer, run: Cli) -> None:
+    docker.create_s = 1.0
+    argv = [*MGPUCTL, "containers", *ONE]
+    with subprocess.Popen(argv, env={**os.environ}, stderr=subprocess.PIPE, text=True) as process:
+        assert docker.create_asked.wait(30)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert docker.created.wait(30)
+    assert docker.containers == {}
+
+
 def test_list_logs_and_stop_find_only_ours(docker: Peer, podman: Peer, run: Cli) -> None:
     assert "no model server" in run("list").stderr
     run(*ONE, "--name", "first")
