@@ -109,9 +109,9 @@ class Device:
     empty.
     """
 
-    # An NVML UUID, or "cpu".
+    # An NVML UUID, or "cpu". Of several: that of the first, and the number of the others, as in "GPU-…+1".
     device_id: str
-    # "cuda:0", "cpu".
+    # "cuda:0", "cpu", "cuda:0,cuda:1".
     name: str
     # Product name: "NVIDIA H200", or that of the processor.
     product: str
@@ -133,6 +133,8 @@ class Device:
     peers: tuple[DevicePeer, ...]
     # The driver identifies itself as a simulation, for tests.
     simulated: bool
+    # The devices, if the worker owns several. Then this message describes them together: memory is their sum.
+    members: tuple[Device, ...]
     proto: device_pb2.Device = field(repr=False, compare=False)
 
     @classmethod
@@ -150,6 +152,7 @@ class Device:
             mig_device_ids=tuple(message.mig_device_ids),
             peers=tuple(map(DevicePeer.of, message.peers)),
             simulated=message.simulated,
+            members=tuple(map(Device.of, message.members)),
             proto=message,
         )
 
@@ -245,6 +248,11 @@ class DeviceTelemetry:
     nvlinks_active: int | None
     # Processes that use the device, including MPS clients.
     processes: tuple[DeviceProcess, ...]
+    # The samples of Device.members, in their order. Then memory, power, energy and errors are sums, utilization the
+    # mean, and the temperature the highest.
+    members: tuple[DeviceTelemetry, ...]
+    # Free memory of the member that has least.
+    memory_free_bytes: int | None
     proto: device_pb2.DeviceTelemetry = field(repr=False, compare=False)
 
     @classmethod
@@ -271,6 +279,8 @@ class DeviceTelemetry:
             pcie_received_bytes=message.pcie_received_bytes if message.HasField("pcie_received_bytes") else None,
             nvlinks_active=message.nvlinks_active if message.HasField("nvlinks_active") else None,
             processes=tuple(map(DeviceProcess.of, message.processes)),
+            members=tuple(map(DeviceTelemetry.of, message.members)),
+            memory_free_bytes=message.memory_free_bytes if message.HasField("memory_free_bytes") else None,
             proto=message,
         )
 

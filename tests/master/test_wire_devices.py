@@ -87,6 +87,36 @@ def test_the_device_survives_a_restart() -> None:
     assert wire_workers.worker_message(Worker(restored)).device == device
 
 
+def hello_of_several(*members: device_pb2.Device) -> worker_service_pb2.Hello:
+    device = device_pb2.Device(device_id="GPU-1+1", name="cuda:0,cuda:1", memory_total_bytes=24, members=members)
+    hello = worker_service_pb2.Hello(worker_id="w", slots=1, device=device)
+    hello.capabilities.add(kind="k")
+    return hello
+
+
+def test_several_devices_count_as_the_smallest_and_are_shown_as_they_are() -> None:
+    members = (
+        device_pb2.Device(device_id="GPU-1", memory_total_bytes=16),
+        device_pb2.Device(device_id="GPU-2", memory_total_bytes=8),
+    )
+    hello = hello_of_several(*members)
+    worker = Worker(wire_workers.worker_info(hello))
+    assert worker.info.memory_total_bytes == 8
+    assert wire_workers.worker_message(worker).device == hello.device
+    sample = device_pb2.DeviceTelemetry(memory_total_bytes=24, memory_used_bytes=10, memory_free_bytes=3)
+    sample.members.add(power_watts=math.nan, memory_used_bytes=5)
+    worker.telemetry = wire_devices.telemetry(sample)
+    assert worker.memory_free_bytes() == 3
+    (member,) = wire_devices.telemetry_message(worker.telemetry).members
+    assert member == device_pb2.DeviceTelemetry(memory_used_bytes=5)
+
+
+@pytest.mark.parametrize(("ids", "error"), [(("GPU-1", "GPU-1"), "twice"), (("GPU-1", "GPU\n2"), "device_id")])
+def test_devices_of_a_worker_that_cannot_be_told_apart_are_rejected(ids: tuple[str, ...], error: str) -> None:
+    with pytest.raises(InvalidMessageError, match=error):
+        wire_workers.worker_info(hello_of_several(*(device_pb2.Device(device_id=each) for each in ids)))
+
+
 def report(**fields: Any) -> Any:
     batch = worker_service_pb2.ReportBatch(succeeded_lease_ids=[1, 2], results=[b"a", b"b"], **fields)
     peer = Peer(Payloads(Path("none"), lambda _name: False))  # no result is in a file

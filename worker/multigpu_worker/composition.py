@@ -141,8 +141,9 @@ def _loader(
 
 def catalog_of(config: WorkerConfig, device: Device) -> Scan:
     """The models that are there now. ValueError, ModelFolderError."""
-    gpus = 0 if device.engine_name == "cpu" else 1
-    return installed(find_models(config), config.engine, vllm=bool(config.vllm_python), gpus=gpus)
+    on_gpu = device.engine_name.startswith("cuda")
+    gpus = 0 if device.info.device_id == "cpu" else len(device.info.each)
+    return installed(find_models(config), config.engine, vllm=bool(config.vllm_python), on_gpu=on_gpu, gpus=gpus)
 
 
 def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> EngineSettings:
@@ -218,12 +219,12 @@ def _engine_memory_bytes(config: WorkerConfig, device: Device) -> int:
 
 
 def model_memory_bytes(config: WorkerConfig, device: Device) -> int:
-    """Of all loaded models together; 0: no limit is known."""
+    """Of all loaded models together, on the device of a group that has least; 0: no limit is known."""
     if config.model_memory_bytes:
         return config.model_memory_bytes
     if device.info.device_id == "cpu":
         return int(host_memory_bytes() * MODELS_SHARE_CPU) // config.device_workers
-    return int(device.info.memory_total_bytes * MODELS_SHARE) // config.device_workers
+    return int(device.info.smallest_bytes * MODELS_SHARE) // config.device_workers
 
 
 def stats_file_of(config: WorkerConfig, agent: Agent) -> StatsFile | None:

@@ -11,12 +11,13 @@ later, they are suspected of having caused the XID.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from multigpu_worker.device.events import DeviceEvent, DeviceEvents, EventKind
+from multigpu_worker.device.events import DeviceEvent, EventKind, GroupEvents
 from multigpu_worker.device.findings import findings
 from multigpu_worker.device.health import Gravity, Health, Reason
 from multigpu_worker.device.interface import Device
@@ -77,10 +78,11 @@ class HealthMonitor:
         self.checks_passed = 0
         self._checks_asked = 0
         self._check_at_once = False
+        self._info = device.info
         self._is_gpu = device.info.device_id != "cpu"
-        self._events = DeviceEvents(device.info, self._received) if device.reports_events else None
-        # The last sample and recovery action that were checked for a reset.
-        self._seen: tuple[Sample, int | None] | None = None
+        self._events = GroupEvents(device.info, self._received) if device.reports_events else None
+        # The last sample and recovery actions that were checked for a reset.
+        self._seen: tuple[Sample, tuple[int | None, ...]] | None = None
         self._note = ResetNote(Path(artifacts) / "device.resets" / f"{device.info.device_id}.json")
         self._reset = ResetWatch(self._note.read())
         # When the last XID of class CONTAINED arrived, on the monotonic clock.
@@ -156,16 +158,18 @@ class HealthMonitor:
             return
 
     def _event(self, event: DeviceEvent) -> None:
+        of = f"{event.device}: " if event.device else ""
         if event.kind is EventKind.XID:
-            self._xid(event.code)
+            self._xid(event.code, of)
         elif event.kind is EventKind.DOUBLE_BIT_ECC:
-            self._errors_seen("an uncorrectable double-bit memory error: reset the GPU")
+            self._errors_seen(f"{of}an uncorrectable double-bit memory error: reset the GPU")
         self._changed.set()
 
-    def _xid(self, code: int) -> None:
+    def _xid(self, code: int, of: str) -> None:
+        """`of`: begins the message if the worker has several devices."""
         xid = xid_of(code)
         log.warning("XID", xid=code, meaning=xid.meaning, what=xid.reaction.value)
-        message = f"XID {code}: {xid.meaning}"
+        message = f"{of}XID {code}: {xid.meaning}"
         if xid.reaction in REMEDIES:
             message += f"; {REMEDIES[xid.reaction]}"
         match xid.reaction:
@@ -222,20 +226,21 @@ class HealthMonitor:
             found.append(Reason("engine_starts", f"the engine is not ready yet: {doing}", Gravity.DEGRADED))
         sample = self._sampler.latest
         if sample is not None:
-            action = None if self._events is None else self._events.recovery_action
-            found += findings(sample, action)
-            if (sample, action) != self._seen:
-                self._seen = sample, action
-                self._look_for_reset(sample, action)
+            actions = () if self._events is None else self._events.recovery_actions
+            found += findings(self._info, sample, actions)
+            if (sample, actions) != self._seen:
+                self._seen = sample, actions
+                self._look_for_reset(sample, actions)
         self._note.keep(self._reset.state)
         self.health.find(found, self._now())
         self.health.pass_time(self._now())
         self._follow()
 
-    def _look_for_reset(self, sample: Sample, action: int | None) -> None:
+    def _look_for_reset(self, sample: Sample, actions: Sequence[int | None]) -> None:
         if self._events is not None and not sample.gone:
             self._events.device_answers()
-        wanted = True if sample.gone or action else None if action is None else False
+        unknown = None in actions or not actions
+        wanted = True if sample.gone or any(actions) else None if unknown else False
         if sample.gone_code == "driver_not_loaded":  # a reload of the driver resets no GPU
             wanted = None
         needed = self._reset.needed

@@ -137,7 +137,8 @@ class WorkerConfig(Checked):
     token_file: str = setting("", "File of the worker's token.")
     device: str = setting(
         "auto",
-        'The device: "cpu", "cuda:N", "rocm:N", the UUID of a GPU or MIG instance, or "auto".',
+        'The device: "cpu", "cuda:N", "rocm:N", the UUID of a GPU or MIG instance, or "auto". Several GPUs, for models '
+        'that do not fit on one: "cuda:0,cuda:1".',
         check=check_device,
     )
     worker_id: str = setting("", "The worker's stable name.", default_text="host and device")

@@ -133,9 +133,13 @@ def check_tcp_address_or_off(value: str) -> None:
 
 
 def check_device(value: str) -> None:
-    """auto, cpu, cuda:N, rocm:N, or a UUID of the driver's."""
-    if not re.fullmatch(r"auto|cpu|(cuda|rocm):[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+", value):
-        raise ValueError('not a device: write "auto", "cpu", "cuda:N", "rocm:N" or a UUID from `nvidia-smi -L`')
+    """auto, cpu, cuda:N, rocm:N, or a UUID of the driver's; several GPUs with commas between them."""
+    gpu = r"(cuda|rocm):[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+"
+    if not re.fullmatch(rf"auto|cpu|({gpu})(,({gpu}))*", value):
+        raise ValueError(
+            'not a device: write "auto", "cpu", "cuda:N", "rocm:N" or a UUID from `nvidia-smi -L`, or several GPUs as '
+            '"cuda:0,cuda:1"'
+        )
 
 
 def check_models(value: tuple[str, ...]) -> None:

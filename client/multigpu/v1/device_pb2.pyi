@@ -35,7 +35,7 @@ MPS_STATE_RUNNING: MpsState
 MPS_STATE_FAULT: MpsState
 
 class Device(_message.Message):
-    __slots__ = ("device_id", "name", "product", "memory_total_bytes", "compute_capability", "pci_bus_id", "driver_version", "cuda_version", "mig_enabled", "mig_device_ids", "peers", "simulated")
+    __slots__ = ("device_id", "name", "product", "memory_total_bytes", "compute_capability", "pci_bus_id", "driver_version", "cuda_version", "mig_enabled", "mig_device_ids", "peers", "simulated", "members")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PRODUCT_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class Device(_message.Message):
     MIG_DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SIMULATED_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     device_id: str
     name: str
     product: str
@@ -60,7 +61,8 @@ class Device(_message.Message):
     mig_device_ids: _containers.RepeatedScalarFieldContainer[str]
     peers: _containers.RepeatedCompositeFieldContainer[DevicePeer]
     simulated: bool
-    def __init__(self, device_id: _Optional[str] = ..., name: _Optional[str] = ..., product: _Optional[str] = ..., memory_total_bytes: _Optional[int] = ..., compute_capability: _Optional[str] = ..., pci_bus_id: _Optional[str] = ..., driver_version: _Optional[str] = ..., cuda_version: _Optional[str] = ..., mig_enabled: bool = ..., mig_device_ids: _Optional[_Iterable[str]] = ..., peers: _Optional[_Iterable[_Union[DevicePeer, _Mapping]]] = ..., simulated: bool = ...) -> None: ...
+    members: _containers.RepeatedCompositeFieldContainer[Device]
+    def __init__(self, device_id: _Optional[str] = ..., name: _Optional[str] = ..., product: _Optional[str] = ..., memory_total_bytes: _Optional[int] = ..., compute_capability: _Optional[str] = ..., pci_bus_id: _Optional[str] = ..., driver_version: _Optional[str] = ..., cuda_version: _Optional[str] = ..., mig_enabled: bool = ..., mig_device_ids: _Optional[_Iterable[str]] = ..., peers: _Optional[_Iterable[_Union[DevicePeer, _Mapping]]] = ..., simulated: bool = ..., members: _Optional[_Iterable[_Union[Device, _Mapping]]] = ...) -> None: ...
 
 class DevicePeer(_message.Message):
     __slots__ = ("device_id", "nvlinks", "common_ancestor")
@@ -73,7 +75,7 @@ class DevicePeer(_message.Message):
     def __init__(self, device_id: _Optional[str] = ..., nvlinks: _Optional[int] = ..., common_ancestor: _Optional[str] = ...) -> None: ...
 
 class DeviceTelemetry(_message.Message):
-    __slots__ = ("sample_time", "memory_total_bytes", "memory_used_bytes", "utilization", "temperature_celsius", "power_watts", "power_limit_watts", "memory_utilization", "sm_clock_hertz", "memory_clock_hertz", "throttle_reasons", "energy_joules", "ecc_corrected", "ecc_uncorrected", "remapped_rows", "pcie_generation", "pcie_width", "pcie_sent_bytes", "pcie_received_bytes", "nvlinks_active", "processes")
+    __slots__ = ("sample_time", "memory_total_bytes", "memory_used_bytes", "utilization", "temperature_celsius", "power_watts", "power_limit_watts", "memory_utilization", "sm_clock_hertz", "memory_clock_hertz", "throttle_reasons", "energy_joules", "ecc_corrected", "ecc_uncorrected", "remapped_rows", "pcie_generation", "pcie_width", "pcie_sent_bytes", "pcie_received_bytes", "nvlinks_active", "processes", "members", "memory_free_bytes")
     SAMPLE_TIME_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +97,8 @@ class DeviceTelemetry(_message.Message):
     PCIE_RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NVLINKS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     sample_time: _timestamp_pb2.Timestamp
     memory_total_bytes: int
     memory_used_bytes: int
@@ -116,7 +120,9 @@ class DeviceTelemetry(_message.Message):
     pcie_received_bytes: float
     nvlinks_active: int
     processes: _containers.RepeatedCompositeFieldContainer[DeviceProcess]
-    def __init__(self, sample_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., memory_total_bytes: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., temperature_celsius: _Optional[float] = ..., power_watts: _Optional[float] = ..., power_limit_watts: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., sm_clock_hertz: _Optional[float] = ..., memory_clock_hertz: _Optional[float] = ..., throttle_reasons: _Optional[_Iterable[str]] = ..., energy_joules: _Optional[float] = ..., ecc_corrected: _Optional[int] = ..., ecc_uncorrected: _Optional[int] = ..., remapped_rows: _Optional[_Union[RemappedRows, _Mapping]] = ..., pcie_generation: _Optional[int] = ..., pcie_width: _Optional[int] = ..., pcie_sent_bytes: _Optional[float] = ..., pcie_received_bytes: _Optional[float] = ..., nvlinks_active: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[DeviceProcess, _Mapping]]] = ...) -> None: ...
+    members: _containers.RepeatedCompositeFieldContainer[DeviceTelemetry]
+    memory_free_bytes: int
+    def __init__(self, sample_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., memory_total_bytes: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., temperature_celsius: _Optional[float] = ..., power_watts: _Optional[float] = ..., power_limit_watts: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., sm_clock_hertz: _Optional[float] = ..., memory_clock_hertz: _Optional[float] = ..., throttle_reasons: _Optional[_Iterable[str]] = ..., energy_joules: _Optional[float] = ..., ecc_corrected: _Optional[int] = ..., ecc_uncorrected: _Optional[int] = ..., remapped_rows: _Optional[_Union[RemappedRows, _Mapping]] = ..., pcie_generation: _Optional[int] = ..., pcie_width: _Optional[int] = ..., pcie_sent_bytes: _Optional[float] = ..., pcie_received_bytes: _Optional[float] = ..., nvlinks_active: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[DeviceProcess, _Mapping]]] = ..., members: _Optional[_Iterable[_Union[DeviceTelemetry, _Mapping]]] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
 
 class RemappedRows(_message.Message):
     __slots__ = ("correctable", "uncorrectable", "pending", "failed")

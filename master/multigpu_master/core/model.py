@@ -355,7 +355,9 @@ class Worker:
         return used / total if total and used is not None else None
 
     def memory_free_bytes(self) -> int | None:
-        """Free device memory; None: not reported."""
+        """Free memory of the device, or of that of several which has least; None: not reported."""
+        if self.telemetry.memory_free_bytes is not None:
+            return self.telemetry.memory_free_bytes
         total, used = self.telemetry.memory_total_bytes, self.telemetry.memory_used_bytes
         return max(0, total - used) if total and used is not None else None
 

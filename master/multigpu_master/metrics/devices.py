@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from multigpu.daemon.metrics import Metric, Sample, metric, sample
+from multigpu.v1 import device_pb2
 
 from multigpu_master.core.model import Worker
 from multigpu_master.core.workers.info import Health, HealthState, Telemetry, WorkerInfo
@@ -28,31 +29,51 @@ def snapshots(workers: Iterable[Worker]) -> list[DeviceSnapshot]:
 class ConnectedDevice:
     """A device of a connected worker."""
 
-    def __init__(self, info: WorkerInfo, telemetry: Telemetry) -> None:
+    def __init__(self, info: WorkerInfo, message: device_pb2.Device, telemetry: device_pb2.DeviceTelemetry) -> None:
         self.info = info
-        self.message = device_message(info)
-        self.telemetry = telemetry_message(telemetry)
+        self.message = message
+        self.telemetry = telemetry
         self.is_gpu = info.device_id != "cpu"
+        self.labels = {"worker_id": info.worker_id, "device_id": message.device_id}
 
     def field(self, name: str, **labels: str) -> list[Sample]:
         """The value of a field of DeviceTelemetry, if there is one."""
         return [sample(float(getattr(self.telemetry, name)), **labels)] if self.telemetry.HasField(name) else []
 
 
+def connected_devices(devices: Iterable[DeviceSnapshot]) -> Iterator[ConnectedDevice]:
+    """Each device of each connected worker."""
+    for snapshot in devices:
+        if snapshot.health is None:
+            continue
+        message, telemetry = device_message(snapshot.info), telemetry_message(snapshot.telemetry)
+        if message.members:
+            samples = telemetry.members if len(telemetry.members) == len(message.members) else ()
+            for index, member in enumerate(message.members):
+                sample_of = samples[index] if samples else device_pb2.DeviceTelemetry()
+                yield ConnectedDevice(snapshot.info, member, sample_of)
+        else:
+            yield ConnectedDevice(snapshot.info, message, telemetry)
+
+
 def device_metrics(devices: list[DeviceSnapshot]) -> Iterator[Metric]:
     yield metric(
         "mgpu_device_health",
         "1 for the device's current state; `lost` while its worker is disconnected.",
-        *[_labelled(each, d.info) for d in devices for each in _health(d.health)],
+        *[
+            _labelled(each, {"worker_id": d.info.worker_id, "device_id": d.info.device_id})
+            for d in devices
+            for each in _health(d.health)
+        ],
     )
-    connected = [ConnectedDevice(d.info, d.telemetry) for d in devices if d.health is not None]
+    connected = [*connected_devices(devices)]
     for name, text, samples in _METRICS:
-        values = [_labelled(each, device.info) for device in connected for each in samples(device)]
+        values = [_labelled(each, device.labels) for device in connected for each in samples(device)]
         yield metric(f"mgpu_device_{name}", text, *values)
 
 
-def _labelled(each: Sample, info: WorkerInfo) -> Sample:
-    return Sample(each.value, {"worker_id": info.worker_id, "device_id": info.device_id, **each.labels})
+def _labelled(each: Sample, labels: dict[str, str]) -> Sample:
+    return Sample(each.value, {**labels, **each.labels})
 
 
 # --- mgpu_device_* ---------------------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ def cut(message: device_pb2.MpsStatus | worker_service_pb2.Handlers, *fields: st
 def _clean(message: device_pb2.Device | device_pb2.DeviceTelemetry) -> dict[str, Any]:
     """Removes non-finite numbers and unknown fields. Returns the fields that are left."""
     message.DiscardUnknownFields()
+    for member in message.members:
+        _clean(member)
     values = {field.name: value for field, value in message.ListFields()}
     if not math.isfinite(sum(value for value in values.values() if type(value) is float)):
         for name in [name for name, value in values.items() if type(value) is float and not math.isfinite(value)]:
@@ -66,7 +68,9 @@ def device_message(info: WorkerInfo) -> device_pb2.Device:
         message = device_pb2.Device.FromString(info.device_wire)
     except DecodeError as error:
         raise ValueError(f"the device's description is damaged: {error}") from error
-    message.device_id, message.memory_total_bytes = info.device_id, info.memory_total_bytes
+    message.device_id = info.device_id
+    if not message.members:
+        message.memory_total_bytes = info.memory_total_bytes
     message.name = message.name or "cpu"
     return message
 

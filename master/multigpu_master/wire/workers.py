@@ -35,7 +35,9 @@ def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
         device_id=m.device.device_id or "cpu",
         nvlink_peers=tuple(peer.device_id for peer in m.device.peers if peer.nvlinks),
         device_wire=devices.device_wire(m.device),
-        memory_total_bytes=m.device.memory_total_bytes,
+        memory_total_bytes=min(
+            (each.memory_total_bytes for each in m.device.members), default=m.device.memory_total_bytes
+        ),
         capabilities=capabilities,
         models=models.models_of(m.models),
         labels=dict(m.labels),
@@ -48,6 +50,11 @@ def _check_names(m: worker_service_pb2.Hello) -> None:
     for field in ("worker_id", "host", "version", "store_address"):
         check_printable(field, getattr(m, field))
     check_printable("device_id", m.device.device_id)
+    ids = [member.device_id for member in m.device.members]
+    for device_id in ids:
+        check_printable("device_id", device_id)
+    if len(set(ids)) < len(ids):
+        raise InvalidMessageError("device.members has a device_id twice")
     for key, value in m.labels.items():
         check_printable("label", f"{key}={value}")
 

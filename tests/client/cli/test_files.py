@@ -285,6 +285,14 @@ def test_one_worker_for_each_gpu_and_twins_beyond(tmp_path: Path, monkeypatch: p
     assert sharing == [["2"], ["1"], ["2"]], "the first GPU has two workers, which share its memory"
     fleet = plan_fleet(flags(device="cuda:1"))
     assert list(fleet.workers) == [f"{host}-GPU-bbb"]
+    fleet = plan_fleet(flags(device="cuda:1,GPU-aaa"))
+    assert {name: value_of(words, "--device") for name, words in fleet.workers.items()} == {
+        f"{host}-GPU-bbb+1": ["cuda:1,GPU-aaa"]
+    }
+    with pytest.raises(Failure, match="no cuda:7 here"):
+        plan_fleet(flags(device="cuda:1,cuda:7"))
+    with pytest.raises(Failure, match="is one worker with several GPUs: leave out --workers 2"):
+        plan_fleet(flags(device="cuda:0,cuda:1", workers=2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert list(plan_fleet(flags(device="auto")).workers) == [f"{host}-GPU-bbb"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")

@@ -19,6 +19,7 @@ from tests.worker.generate.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.slow
 TOKENS = 600
+SAMPLING: dict[str, Any] = {"max_tokens": TOKENS, "repetition_penalty": 1.3}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,12 @@ def ranks_of(fleet: Fleet) -> list[int]:
 def test_streams_outlive_their_ranks(fleet: Fleet, repository: Path, model: str, victim: str) -> None:
     pieces: list[str] = []
     with fleet.client() as client:
-        options: dict[str, Any] = {"attempts_max": 9, "backoff_initial_s": 0.1, "max_tokens": TOKENS, "repetition_penalty": 1.3}
+        options: dict[str, Any] = {
+            "attempts_max": 9,
+            "backoff_initial_s": 0.1,
+            "max_tokens": TOKENS,
+            "repetition_penalty": 1.3,
+        }
         generation = client.generate("Hello", model=model, stream=True, timeout=240, **options)
         for piece in generation:
             pieces.append(piece)

@@ -116,7 +116,7 @@ def test_the_health_monitor_reports_a_reset_once() -> None:
     watch.need("ecc_uncorrected", "errors")
     for action in (1, 1, 0, 0):
         sample = Sample(telemetry=Telemetry(), time_ns=1)
-        HealthMonitor._look_for_reset(monitor, sample, action=action)
+        HealthMonitor._look_for_reset(monitor, sample, [action])
     assert seen == [7.0]
 
 

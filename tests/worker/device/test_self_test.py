@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_full_or_occupied_device_is_not_sick(kind: str, passed: bool | None, m
             raise RuntimeError(text)
 
         monkeypatch.setattr(self_test, "product", product)
-        monkeypatch.setattr(self_test, "load", lambda: None)
+        monkeypatch.setattr(self_test, "load", lambda: SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 1)))
         monkeypatch.setattr(self_test, "shortage", lambda *_: "")
         result, message = self_test.attempt("cuda:0", lambda: None)
         assert result is passed, text

@@ -53,14 +53,17 @@ def settings(device: str = "cuda:0", slots: int = 64) -> EngineSettings:
     ],
 )
 def test_auto_is_vllm_on_a_gpu_where_it_is_installed(spec: ModelSpec, vllm: bool, on_gpu: bool, engine: str) -> None:
-    found = installed(Scan(models={"chat": spec}), "auto", vllm=vllm, gpus=on_gpu)
+    found = installed(Scan(models={"chat": spec}), "auto", vllm=vllm, on_gpu=on_gpu, gpus=1)
     assert not found.errors
     assert found.models["chat"].engine == engine
-    assert installed(Scan(models={"chat": spec}), "torch", vllm=vllm, gpus=on_gpu).models["chat"].engine == spec.engine
+    assert (
+        installed(Scan(models={"chat": spec}), "torch", vllm=vllm, on_gpu=on_gpu, gpus=1).models["chat"].engine
+        == spec.engine
+    )
 
 
 def test_a_model_that_names_it_is_an_error_where_it_is_not() -> None:
-    found = installed(Scan(models={"chat": spec_of(engine="vllm")}), "auto", vllm=False, gpus=1)
+    found = installed(Scan(models={"chat": spec_of(engine="vllm")}), "auto", vllm=False, on_gpu=True, gpus=1)
     assert not found.models
     assert "needs vllm_python" in found.errors["chat"]
 

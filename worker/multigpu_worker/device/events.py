@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -45,6 +45,8 @@ class DeviceEvent:
     kind: EventKind
     # The XID.
     code: int = 0
+    # The name of the device, of a group.
+    device: str = ""
 
 
 class DeviceEvents:
@@ -165,3 +167,34 @@ class DeviceEvents:
         if action != self.recovery_action:
             self.recovery_action = action
             self._report(DeviceEvent(EventKind.CHANGED))
+
+
+class GroupEvents:
+    """The events of all devices of a worker. `report` is called on their threads."""
+
+    def __init__(self, device: DeviceInfo, report: Callable[[DeviceEvent], None]) -> None:
+        self._events = [
+            DeviceEvents(member, lambda event, name=member.name: report(replace(event, device=name)))  # type: ignore[misc]
+            for member in device.members
+        ] or [DeviceEvents(device, report)]
+
+    @property
+    def recovery_actions(self) -> tuple[int | None, ...]:
+        """DeviceEvents.recovery_action of each device."""
+        return tuple(each.recovery_action for each in self._events)
+
+    def start(self) -> None:
+        for each in self._events:
+            each.start()
+
+    def stop(self) -> None:
+        for each in self._events:
+            each.stop()
+
+    def device_answers(self) -> None:
+        for each in self._events:
+            each.device_answers()
+
+    def park(self, parked: bool) -> None:
+        for each in self._events:
+            each.park(parked)

@@ -1,8 +1,9 @@
-"""What a device's sensors and driver say is wrong with it now, as reasons for health.py."""
+"""What sensors and driver say is wrong with a worker's device now, as reasons for health.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from multigpu_worker.device.health import Gravity, Reason
+from multigpu_worker.device.interface import DeviceInfo, Telemetry
 from multigpu_worker.device.sampler import Sample
 
 # NVML's nvmlDeviceGpuRecoveryAction_t.
@@ -23,23 +24,46 @@ _THERMAL = {"hw_thermal_slowdown", "sw_thermal_slowdown"}
 _POWER = {"hw_power_brake_slowdown", "board_limit"}
 
 
-def findings(sample: Sample, recovery_action: int | None) -> Iterator[Reason]:
-    """`recovery_action`: NVML's, 0 or None for none."""
+# (code, message) of what a sample says, and whether it says so.
+_SENSORS: tuple[tuple[str, str, Callable[[Telemetry], bool]], ...] = (
+    (
+        "thermal_throttle",
+        "too hot, so it runs slower: check its cooling",
+        lambda telemetry: bool(_THERMAL.intersection(telemetry.throttle_reasons)),
+    ),
+    (
+        "power_throttle",
+        "short of power, so it runs slower: check its power supply",
+        lambda telemetry: bool(_POWER.intersection(telemetry.throttle_reasons)),
+    ),
+    (
+        "row_remap_failed",
+        "a memory row could not be replaced, no spare row is left: have the GPU replaced",
+        lambda telemetry: telemetry.remapped_rows is not None and telemetry.remapped_rows.failed,
+    ),
+    (
+        "row_remap_pending",
+        "a memory row will be replaced by a spare one: reset the GPU at the next opportunity",
+        lambda telemetry: telemetry.remapped_rows is not None and telemetry.remapped_rows.pending,
+    ),
+)
+
+
+def findings(info: DeviceInfo, sample: Sample, recovery_actions: Sequence[int | None]) -> Iterator[Reason]:
+    """`recovery_actions`: NVML's, 0 or None for none, of each device. The message of a group's names its devices."""
     if sample.gone:
         yield Reason(sample.gone_code, sample.gone, Gravity.UNUSABLE)
-    if recovery_action:
-        unknown = ("recovery_required", f"the driver requires recovery action {recovery_action}", Gravity.SICK)
-        yield Reason(*_RECOVERY_ACTIONS.get(recovery_action, unknown))
-    throttle = set(sample.telemetry.throttle_reasons)
-    if throttle & _THERMAL:
-        yield Reason("thermal_throttle", "too hot, so it runs slower: check its cooling", Gravity.DEGRADED)
-    if throttle & _POWER:
-        message = "short of power, so it runs slower: check its power supply"
-        yield Reason("power_throttle", message, Gravity.DEGRADED)
-    rows = sample.telemetry.remapped_rows
-    if rows is not None and rows.failed:
-        message = "a memory row could not be replaced, no spare row is left: have the GPU replaced"
-        yield Reason("row_remap_failed", message, Gravity.DEGRADED)
-    if rows is not None and rows.pending:
-        message = "a memory row will be replaced by a spare one: reset the GPU at the next opportunity"
-        yield Reason("row_remap_pending", message, Gravity.DEGRADED)
+    names = [member.name for member in info.members]
+    for action in sorted({action for action in recovery_actions if action}):
+        unknown = ("recovery_required", f"the driver requires recovery action {action}", Gravity.SICK)
+        code, message, gravity = _RECOVERY_ACTIONS.get(action, unknown)
+        yield Reason(code, _of(names, [each == action for each in recovery_actions]) + message, gravity)
+    for code, message, says in _SENSORS:
+        if any(found := [says(each) for each in sample.telemetry.each]):
+            yield Reason(code, _of(names, found) + message, Gravity.DEGRADED)
+
+
+def _of(names: Sequence[str], found: Sequence[bool]) -> str:
+    """The devices for which something was found, as the beginning of a message; empty: the worker has one."""
+    which = [name for name, yes in zip(names, found, strict=False) if yes]
+    return f"{', '.join(which)}: " if which else ""

@@ -36,9 +36,9 @@ class DevicePeer:
 class DeviceInfo:
     """Identity of a device. Fields as in multigpu.v1.Device."""
 
-    # NVML's UUID, HIP's UUID, or "cpu".
+    # NVML's UUID, HIP's UUID, or "cpu". Of a group that of the first one, and the number of the others: "GPU-…+1".
     device_id: str
-    # "cuda:0", "rocm:0", "cpu".
+    # "cuda:0", "rocm:0", "cpu", "cuda:0,cuda:1".
     name: str
     product: str
     memory_total_bytes: int
@@ -51,6 +51,18 @@ class DeviceInfo:
     peers: tuple[DevicePeer, ...] = ()
     # The driver is a simulation.
     simulated: bool = False
+    # Those of a group (group.py), which this then describes together.
+    members: "tuple[DeviceInfo, ...]" = ()
+
+    @property
+    def each(self) -> "tuple[DeviceInfo, ...]":
+        """The devices that there are."""
+        return self.members or (self,)
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The memory of the device that has least."""
+        return min(info.memory_total_bytes for info in self.each)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +113,14 @@ class Telemetry:
     pcie_received_bytes: float | None = None
     nvlinks_active: int | None = None
     processes: tuple[DeviceProcess, ...] = ()
+    # Of a group: the free memory of the device that has least; and the samples, as DeviceInfo.members.
+    memory_free_bytes: int | None = None
+    members: "tuple[Telemetry, ...]" = ()
+
+    @property
+    def each(self) -> "tuple[Telemetry, ...]":
+        """The samples of the devices that there are."""
+        return self.members or (self,)
 
 
 class Device(Protocol):

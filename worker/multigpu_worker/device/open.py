@@ -4,15 +4,19 @@ import os
 
 from multigpu_worker.device import amd, nvml
 from multigpu_worker.device.cpu import CpuDevice
+from multigpu_worker.device.group import DeviceGroup
 from multigpu_worker.device.interface import Device, DeviceError
 
 
 def open_device(name: str) -> Device:
-    """Open "cpu", "cuda:N", "rocm:N", a GPU or MIG instance by its NVML UUID, or an AMD GPU by its HIP UUID.
+    """Open "cpu", "cuda:N", "rocm:N", a GPU or MIG instance by its NVML UUID, or an AMD GPU by its HIP UUID; several
+    GPUs, with commas between them, as a group.
 
     "auto": the first GPU that CUDA_VISIBLE_DEVICES, or for AMD ROCR_VISIBLE_DEVICES, allows; the CPU if there is none.
     Raises DeviceError.
     """
+    if "," in name:
+        return DeviceGroup([open_device(each) for each in name.split(",")])
     if name == "cpu":
         return CpuDevice()
     if name.startswith("rocm:"):

@@ -40,16 +40,16 @@ def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
     return found
 
 
-def installed(found: Scan, engine: str, *, vllm: bool, gpus: int) -> Scan:
+def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool, gpus: int) -> Scan:
     """The scan with an error for each model whose library is not installed, or that needs more GPUs than the worker's.
 
-    `engine`: the worker's setting. `vllm`: it has vLLM, which is what "auto" means on a GPU for models that it runs.
+    `engine`: the worker's setting. `vllm`: it has vLLM, which is what "auto" means `on_gpu` for models that it runs.
     `gpus`: 0 on a CPU, where all ranks of a model share the processor.
     """
     models: dict[str, ModelSpec] = {}
     errors = dict(found.errors)
     for model, spec in found.models.items():
-        if vllm and gpus and (spec.engine, engine) == ("auto", "auto") and _runs_on_vllm(spec):
+        if vllm and on_gpu and (spec.engine, engine) == ("auto", "auto") and _runs_on_vllm(spec):
             spec = dataclasses.replace(spec, engine=VLLM)  # noqa: PLW2901
         if spec.engine == VLLM and not vllm:
             errors[model] = NO_VLLM

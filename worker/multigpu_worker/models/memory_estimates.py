@@ -56,12 +56,12 @@ def estimate_bytes(
     if engine == "tensorrt" and spec.source != "tensorrt-plan":  # ONNX serves until the plan is built
         model_bytes *= 2
     if engine == VLLM and on_gpu and "cache_bytes" not in spec.parameters:
-        return min(int(device.memory_total_bytes * VLLM_GPU_SHARE), ESTIMATE_BYTES_MAX)
+        return min(int(device.smallest_bytes * VLLM_GPU_SHARE), ESTIMATE_BYTES_MAX)
     if engine == VLLM and not on_gpu:
         process_bytes += VLLM_BYTES
     process_bytes *= 1 if on_gpu else spec.ranks
     if spec.kind == "generate":
-        cache_bytes_max = int(device.memory_total_bytes * (GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE))
+        cache_bytes_max = int(device.smallest_bytes * (GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE))
         if not on_gpu:
             cache_bytes_max = min(cache_bytes_max, CPU_CACHE_BYTES)
         with contextlib.suppress(KeyError, ValueError):  # not set, or the engine will reject it

@@ -98,7 +98,7 @@ class ModelSizes:
         task.add_done_callback(self._tasks.discard)
 
     async def _measure(self, resident: Resident, pids: Sequence[int], device_bytes: int, *, again: bool) -> None:
-        if resident.spec.engine == VLLM:
+        if resident.spec.engine == VLLM or resident.spec.ranks > 1:
             pids = await asyncio.to_thread(with_descendants, pids)
         found_bytes = await self._memory_of(pids) or device_bytes * len(pids)
         if found_bytes > (resident.memory_bytes * (1 + GROWTH) if again else 0):
@@ -114,12 +114,16 @@ class ModelSizes:
                 self._changed()
 
     async def _memory_of(self, pids: Sequence[int]) -> int:
-        """Memory of these processes in bytes; 0: unknown."""
+        """Memory of these processes in bytes, of a group on the device where they have most; 0: unknown."""
         if self._device.device_id == "cpu":
             return await asyncio.to_thread(lambda: sum(map(private_bytes, pids)))
         sample = await self._sampler.sample(_SAMPLE_TIMEOUT_S)
-        processes = () if sample is None else sample.telemetry.processes
-        return sum(process.memory_used_bytes or 0 for process in processes if process.pid in pids)
+        if sample is None:
+            return 0
+        return max(
+            sum(process.memory_used_bytes or 0 for process in telemetry.processes if process.pid in pids)
+            for telemetry in sample.telemetry.each
+        )
 
 
 def private_bytes(pid: int) -> int:

@@ -83,6 +83,8 @@ def _check(info: DeviceInfo, *, prohibited: bool) -> None:
         raise MpsError(f"{PROGRAM} is not in PATH: install the driver's compute utilities, or set mps to off")
     if info.mig_enabled:
         raise MpsError("MIG is on, and a GPU is shared by MIG or by MPS: set mps to off, or turn MIG off")
+    if info.members:
+        raise MpsError("the worker has several GPUs, and MPS is managed for each alone: set mps to off")
     major, _, minor = info.compute_capability.partition(".")
     if major.isdigit() and (int(major), int(minor or 0)) < _COMPUTE_CAPABILITY_MIN:
         raise MpsError(

@@ -1,5 +1,6 @@
 """The columns that `mgpuctl gpus` and `mgpuctl top` show of a worker's device. Unknown values are "-", never zero."""
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -14,9 +15,24 @@ HEALTH_WORDS = ("healthy", "degraded", "recovering", "sick", "lost")
 HEALTH_STYLES = {"degraded": "yellow", "recovering": "cyan", "sick": "bold red", "lost": "red"}
 
 
+def rows(workers: Sequence[Worker]) -> list[Worker]:
+    """The rows of a table: each worker, and below it each of its devices if it owns several. Such rows have no
+    worker_id, and the health of their worker.
+    """
+    found = []
+    for worker in workers:
+        found.append(worker)
+        samples = worker.telemetry.members if worker.telemetry is not None else ()
+        for index, member in enumerate(worker.device.members):
+            sample = samples[index] if index < len(samples) else None
+            device = dataclasses.replace(member, name=f"  {member.name}")
+            found.append(dataclasses.replace(worker, worker_id="", host=" ", device=device, telemetry=sample, mps=None))
+    return found
+
+
 def columns(workers: Sequence[Worker]) -> tuple[Column, ...]:
     """The columns of these workers' devices; narrow terminals show their ids without the rest of the UUID."""
-    names = short_names([worker.worker_id for worker in workers])
+    names = {"": ""} | short_names([worker.worker_id for worker in workers])
     worker_column = Column("WORKER", lambda worker: worker.worker_id, short=lambda worker: names[worker.worker_id])
     return (HOST, worker_column, *DEVICE)
 
@@ -120,6 +136,10 @@ def _throttled(worker: Worker) -> tuple[str, ...]:
     return worker.telemetry.throttle_reasons if worker.telemetry is not None else ()
 
 
+def _row_health(worker: Worker, *, reasons_max: int | None = None) -> str:
+    return health(worker, reasons_max=reasons_max) if worker.worker_id else ""
+
+
 HOST = Column("HOST", lambda w: w.host or "-", rank=90)
 DEVICE = (
     Column("DEVICE", lambda w: w.device.name or "-", rank=10),
@@ -135,17 +155,17 @@ DEVICE = (
         rank=60,
     ),
     Column("MPS", _mps, rank=65),
-    Column("LEASES", lambda w: f"{w.leases:,}", right=True, rank=50),
-    Column("HEALTH", health, short=lambda w: health(w, reasons_max=0), rank=1),
+    Column("LEASES", lambda w: f"{w.leases:,}" if w.worker_id else "", right=True, rank=50),
+    Column("HEALTH", _row_health, short=lambda w: _row_health(w, reasons_max=0), rank=1),
 )
 
 
 def summary(workers: Sequence[Worker]) -> str:
     """All devices on one line."""
     hosts = len({worker.host for worker in workers})
-    counts = Counter(health_word(worker) for worker in workers)
+    counts = Counter(health_word(worker) for worker in workers for _ in worker.device.members or (None,))
     states = ", ".join(f"{counts[word]} {word}" for word in HEALTH_WORDS if counts[word])
-    line = f"{plural(len(workers), 'device')} on {plural(hosts, 'host')}: {states}"
+    line = f"{plural(counts.total(), 'device')} on {plural(hosts, 'host')}: {states}"
     found = [watts for worker in workers if (watts := value(worker, "power_watts")) is not None]
     if found:
         line += f"; {sum(found) / 1000:.2f} kW" if sum(found) >= 1000 else f"; {sum(found):.0f} W"

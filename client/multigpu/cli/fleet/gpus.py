@@ -42,8 +42,9 @@ def gpus(admin: AdminClient, as_json: bool) -> None:
 
 def lines(workers: Sequence[Worker], width: int | None) -> list[str]:
     """The table, the problems, and a summary. `width` None: nothing is cut."""
-    cells = tables.fit(workers, device_columns.columns(workers), width)
-    styles = [device_columns.style(worker) for worker in workers]
+    rows = device_columns.rows(workers)
+    cells = tables.fit(rows, device_columns.columns(workers), width)
+    styles = [device_columns.style(row) for row in rows]
     problems = device_columns.problems(workers)
     below = "\n".join(["", *problems, *([""] if problems else []), device_columns.summary(workers)])
     return [*tables.rendered(tables.grid(cells, styles=styles, one_line=True), width), *tables.rendered(below, width)]

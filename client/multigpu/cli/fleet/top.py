@@ -198,10 +198,11 @@ def _sections(view: View) -> tuple[Section, Section, Section]:
         Column("DONE", lambda task: f"{task.progress:.0%}" if task.message.HasField("progress") else "-", right=True),
         Column("WORKER", lambda task: names[task.worker_id]),
     )
-    device_styles = [device_columns.style(worker) for worker in view.workers]
+    devices = device_columns.rows(view.workers)
+    device_styles = [device_columns.style(row) for row in devices]
     queue_styles = ["yellow" if queue.paused else "" for queue in view.queues]
     return (
-        Section("DEVICES", view.workers, device_columns.columns(view.workers), device_styles, "no worker yet"),
+        Section("DEVICES", devices, device_columns.columns(view.workers), device_styles, "no worker yet"),
         Section("QUEUES", view.queues, QUEUES, queue_styles, queue_tables.EMPTY),
         Section(
             "RUNNING TASKS",

@@ -83,7 +83,10 @@ class Fleet:
 @click.option("--listen", metavar="HOST:PORT", help="Where the master listens; port 0 picks a free one.")
 @click.option("--data-dir", metavar="DIR", help="Where the master keeps its journal.")
 @click.option("--strategy", metavar="NAME", help="How tasks are placed, until `mgpuctl strategy set`.")
-@click.option("--device", metavar="auto|cpu|cuda:N|rocm:N", help="What the workers run on.  [default: auto]")
+@click.option(
+    "--device", metavar="auto|cpu|cuda:N|rocm:N", help="What the workers run on; cuda:0,cuda:1 is one worker with two "
+    "GPUs.  [default: auto]",
+)  # fmt: skip
 @click.option("--handlers", multiple=True, metavar="MODULE", help="Serve this module's handlers. May be repeated.")
 @click.option("--allow-pickle", is_flag=True, help="Let handlers take and return pickles (docs/security.md).")
 @click.option("--train-dir", metavar="DIR", help="Run the training scripts of this folder (docs/training.md).")
@@ -210,6 +213,8 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
             raise Failure(f"{error}; repair the driver, or run on the CPU with --device cpu") from error
     if worker.device.startswith("MIG-"):
         gpus = [(worker.device, worker.device)]
+    elif "," in worker.device:
+        return [_group(worker, dict(gpus), count)]
     elif worker.device not in ("auto", "cpu"):
         gpus = [gpu for gpu in gpus if worker.device in gpu]
         if not gpus:
@@ -226,6 +231,17 @@ def plan_workers(count: int | None, worker: config.WorkerConfig) -> list[tuple[s
         twin = index // len(gpus)
         plan.append((f"{host}-{uuid}" + (f"-{twin}" if twin else ""), device, worker.threads))
     return plan
+
+
+def _group(worker: config.WorkerConfig, gpus: dict[str, str], count: int | None) -> tuple[str, str, int]:
+    """The worker that owns several GPUs. `gpus`: name -> UUID of those of this host."""
+    if count not in (None, 1):
+        raise WrongUsage(f"--device {worker.device} is one worker with several GPUs: leave out --workers {count}")
+    names = worker.device.split(",")
+    if missing := [name for name in names if name not in gpus and name not in gpus.values()]:
+        raise WrongUsage(f"there is no {missing[0]} here; `nvidia-smi -L` or `amd-smi list` lists the devices")
+    # As mgpu-worker's default id.
+    return f"{socket.gethostname()}-{gpus.get(names[0], names[0])}+{len(names) - 1}", worker.device, worker.threads
 
 
 def choose_addresses(listen: str, probes: contextlib.ExitStack) -> tuple[str, str]:

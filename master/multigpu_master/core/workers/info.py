@@ -47,6 +47,7 @@ class Telemetry:
     sample_s: float = 0.0
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
+    memory_free_bytes: int | None = None  # of several devices: that of the one with least
     utilization: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
@@ -120,7 +121,7 @@ class WorkerInfo:
     pid: int = 0
     device_id: str = "cpu"
     device_wire: bytes = b""  # the serialized Device, including what the core does not read
-    memory_total_bytes: int = 0
+    memory_total_bytes: int = 0  # of several devices: of the smallest
     capabilities: tuple[Capability, ...] = ()
     models: tuple[Model, ...] = ()
     model_memory_bytes: int = 0  # limit for all loaded models together; 0: unknown

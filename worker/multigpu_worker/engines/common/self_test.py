@@ -107,7 +107,20 @@ def checksum(answer: Any) -> int:
 
 
 def run(torch: Any, device: str) -> tuple[bool | None, str]:
-    """Whether the device computes right, and what is wrong. Raises what torch raises."""
+    """Whether the device, or on GPUs each that the worker has, computes right, and what is wrong. Raises what torch
+    raises.
+    """
+    others = 0 if device == "cpu" else torch.cuda.device_count()
+    devices = [device, *(f"cuda:{index}" for index in range(1, others))]
+    for each in devices:
+        right, message = run_on(torch, each)
+        if not right:
+            return False, message if len(devices) == 1 else f"{each}: {message}"
+    return True, ""
+
+
+def run_on(torch: Any, device: str) -> tuple[bool, str]:
+    """As `run`, of one device."""
     size = CPU_SIZE if device == "cpu" else GPU_SIZE
     found = checksum(product(torch, device, size))
     if found == CHECKSUMS[size]:
