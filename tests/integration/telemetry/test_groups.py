@@ -86,4 +86,4 @@ def test_models_have_as_many_ranks_as_there_are_devices(fleet: Fleet, repository
         found = client.generate("Hello", model="two", max_tokens=16, stream=True, timeout=240)
         list(found)
     assert list(found.result.token_ids) == plain.greedy("Hello", 16)
-    assert "its 4 ranks need a GPU each, and this worker has 2" in mgpuctl(fleet, "models", "list")
+    assert "it needs 4 GPUs, and this worker has 2" in mgpuctl(fleet, "models", "list")

@@ -109,7 +109,10 @@ def test_a_real_model_writes_the_same_from_the_disk(tmp_path_factory: pytest.Tem
     ("values", "error"),
     [
         ({"device_map": "auto", "max_memory": {"cpu": "1MiB"}}, "device_map: the devices have no room for a process"),
-        ({"device_map": "auto", "max_memory": {"1": "1GiB"}}, "max_memory has '1', and this worker has one device, 0"),
+        (
+            {"device_map": "auto", "max_memory": {"1": "1GiB"}},
+            "max_memory has '1', and the model has 1 device",
+        ),
         ({"device_map": "none.json"}, "none.json is missing"),
     ],
 )
@@ -121,9 +124,13 @@ def test_what_cannot_be_divided_is_an_error(folder: Path, values: dict[str, Any]
 @pytest.mark.parametrize(
     ("toml", "error"),
     [
-        ('kind = "embed"\ndevice_map = "auto"', "device_map is for kind generate on the engine torch"),
-        ('engine = "vllm"\ndevice_map = "auto"', "device_map is for kind generate on the engine torch"),
-        ('max_memory = { cpu = "1GiB" }', "max_memory limits a device_map: set device_map"),
+        (
+            'kind = "embed"\nengine = "onnx"\ndevice_map = "auto"',
+            "device_map is for Hugging Face, ",
+        ),
+        ('engine = "vllm"\ndevice_map = "auto"', "device_map is for Hugging Face, "),
+        ("devices = 2", "devices is for a device_map: set device_map"),
+        ('max_memory = { cpu = "1GiB" }', "max_memory is for a device_map: set device_map"),
         (
             'device_map = "auto"\nmax_memory = { gpu = "1GiB" }',
             "'gpu' is neither the index of a device",

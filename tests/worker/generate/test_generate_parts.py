@@ -246,8 +246,8 @@ def test_blocks_are_taken_once_and_a_step_has_places_masks_and_positions() -> No
     pool.blocks_max = 7
     assert pool.can_take(2) and not pool.can_take(3)
     assert set(pool.take(2)) <= set(first)
-    shape = CacheShape(layers=[0], heads=1, head_size=2, dtype=torch.float32)
-    cache = PagedCache(shape, 8, torch.device("cpu"))
+    shape = CacheShape(layers={0: torch.device("cpu")}, heads=1, head_size=2, dtype=torch.float32)
+    cache = PagedCache(shape, 8)
     pieces = [
         Piece(token_ids=[10], start=17, blocks=[3, 1]),
         Piece(token_ids=[20, 21, 22], start=15, blocks=[2, 0]),
@@ -262,9 +262,21 @@ def test_blocks_are_taken_once_and_a_step_has_places_masks_and_positions() -> No
     assert singles.places[1].tolist() == [112] * 18
     assert singles.mask is not None and singles.mask[:, 0, 0].sum(-1).tolist() == [18, 1]
     assert piece.mask is not None and piece.mask[0, 0].sum(-1).tolist() == [16, 17, 18]
+    # For a layer on another device, copied there once.
+    elsewhere = step.on(torch.device("meta"))
+    assert step.on(torch.device("cpu")) is step and step.on(torch.device("meta")) is elsewhere
+    assert {elsewhere.places.device.type, elsewhere.groups[0].distance.device.type} == {"meta"}
     # A window of two tokens: each sees itself and the one before.
     windowed = step.masks(2)[1]
     assert windowed is not None and windowed[0, 0].sum(-1).tolist() == [2, 2, 2]
+
+
+def test_the_cache_of_a_layer_is_on_its_device() -> None:
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    shape = CacheShape(layers={0: cpu, 1: other, 2: other}, heads=2, head_size=4, dtype=torch.float32)
+    assert (shape.token_bytes, shape.token_bytes_of) == (192, {cpu: 64, other: 128})
+    cache = PagedCache(shape, 3)
+    assert [cache.keys[layer].device for layer in range(3)] == [cpu, other, other]
 
 
 class Words:

@@ -54,11 +54,9 @@ def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool, gpus: int) 
         if spec.engine == VLLM and not vllm:
             errors[model] = NO_VLLM
             continue
-        if 0 < gpus < spec.ranks:
-            errors[model] = (
-                f"its {spec.ranks} ranks need a GPU each, and this worker has {gpus}: start it with --device "
-                + ",".join(f"cuda:{index}" for index in range(spec.ranks))
-            )
+        if 0 < gpus < spec.gpus:
+            wanted = ",".join(f"cuda:{index}" for index in range(spec.gpus))
+            errors[model] = f"it needs {spec.gpus} GPUs, and this worker has {gpus}: start it with --device {wanted}"
             continue
         runs_on = engine_of(spec, engine)
         modules, remedy = _LIBRARIES.get(runs_on, ((), ""))
@@ -71,7 +69,7 @@ def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool, gpus: int) 
 
 def _runs_on_vllm(spec: ModelSpec) -> bool:
     known = spec.precision in ("auto", "fp32", "bf16", "fp16") and set(spec.parameters) <= {"cache_bytes", "context"}
-    return (spec.source, spec.kind) == ("huggingface", "generate") and known and not spec.device_map
+    return (spec.source, spec.kind) == ("huggingface", "generate") and known
 
 
 def engine_of(spec: ModelSpec, engine: str) -> str:

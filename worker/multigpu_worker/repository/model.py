@@ -31,6 +31,8 @@ SOURCES = (
     "remote",
 )
 # How a model larger than its device is divided (docs/large-models.md).
+DIVIDED_SOURCES = ("huggingface", "sentence-transformers", "gguf")
+DIVIDED_KINDS = ("generate", "embed", "classify", "rerank")
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 # Where parts of a model may be beside its devices.
 HOST_PLACES = ("cpu", "disk")
@@ -156,9 +158,11 @@ class ModelSpec:
     # the worker, or all share the processor.
     tensor_parallel: int = setting(1, minimum=1, maximum=64)
     pipeline: int = setting(1, minimum=1, maximum=64)
-    # One of STRATEGIES, or a JSON file in the folder with a device map: parts that do not fit on the device are on the
-    # host or its disk. Empty: the device has all of the model.
+    # One of STRATEGIES, or a JSON file in the folder with a device map: the model is divided among the worker's
+    # devices, and parts that do not fit there are on the host or its disk. Empty: one device has all of the model.
     device_map: str = setting("")
+    # Of the worker's devices so many, for a device_map. 0: all.
+    devices: int = setting(0, minimum=0, maximum=64)
     # Limits of devices, by index, and of "cpu" and "disk", as "20GiB".
     max_memory: dict[str, str] = setting(dict, check=_check_limits)
     labels: dict[str, str] = setting(dict)
@@ -183,6 +187,11 @@ class ModelSpec:
     def ranks(self) -> int:
         """The processes that share the model."""
         return self.tensor_parallel * self.pipeline
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs a worker needs to have for it."""
+        return max(self.ranks, self.devices)
 
     def plain(self) -> dict[str, Any]:
         """As plain values, such as marshal takes."""

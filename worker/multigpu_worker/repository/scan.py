@@ -24,7 +24,15 @@ from multigpu_worker.repository.files import (
     reject_outside,
     weight_files,
 )
-from multigpu_worker.repository.model import REMOTE, VLLM, ModelFolderError, ModelSpec, Scan
+from multigpu_worker.repository.model import (
+    DIVIDED_KINDS,
+    DIVIDED_SOURCES,
+    REMOTE,
+    VLLM,
+    ModelFolderError,
+    ModelSpec,
+    Scan,
+)
 from multigpu_worker.repository.model_toml import FILE_NAME, read_toml
 
 VERSION = re.compile(r"[1-9][0-9]{0,17}")
@@ -200,8 +208,13 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         raise ModelFolderError(
             f"{folder}: the engine {VLLM} runs Hugging Face folders of kind generate, not {source} of {kind}"
         )
-    if values.get("device_map") and (kind != "generate" or engine not in ("auto", "torch")):
-        raise ModelFolderError(f"{folder / FILE_NAME}: device_map is for kind generate on the engine torch")
+    if values.get("device_map"):
+        if kind not in DIVIDED_KINDS or source not in DIVIDED_SOURCES or engine not in ("auto", "torch"):
+            raise ModelFolderError(
+                f"{folder / FILE_NAME}: device_map is for Hugging Face, sentence-transformers and GGUF models on the "
+                "engine torch"
+            )
+        values = values | {"engine": "torch"}
     if values.get("tensor_parallel", 1) * values.get("pipeline", 1) > 1:
         if kind != "generate" or engine not in ("auto", "torch", VLLM):
             raise ModelFolderError(
@@ -209,8 +222,9 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
             )
         if values.get("device_map"):
             raise ModelFolderError(f"{folder / FILE_NAME}: tensor_parallel and pipeline take no device_map")
-    if values.get("max_memory") and not values.get("device_map"):
-        raise ModelFolderError(f'{folder / FILE_NAME}: max_memory limits a device_map: set device_map = "auto"')
+    for key in ("max_memory", "devices"):
+        if values.get(key) and not values.get("device_map"):
+            raise ModelFolderError(f'{folder / FILE_NAME}: {key} is for a device_map: set device_map = "auto"')
     read = {"source": source, "file": file, "kind": kind}
     spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))
     size_bytes, changed_ns = check_files(spec)

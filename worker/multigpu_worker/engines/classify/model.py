@@ -19,6 +19,7 @@ from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.classify import payload as classify_input
 from multigpu_worker.engines.common import torch_runtime
 from multigpu_worker.engines.common.limits import Limit
+from multigpu_worker.engines.common.placed import placement
 from multigpu_worker.engines.common.pretrained import LOCAL, load_weights, loading, transformers
 from multigpu_worker.engines.embed.text import TextInput, Tokens, load_text_input
 from multigpu_worker.repository.folders import ModelFolderError, read_object
@@ -123,7 +124,8 @@ def _load(spec: ModelSpec, settings: EngineSettings, precision: str, family: str
     dtype = torch_runtime.dtype_of(precision)
     config = transformers.AutoConfig.from_pretrained(spec.folder, **LOCAL)
     kind = getattr(transformers, f"AutoModel{family}")
-    model = load_weights(kind, spec.folder, pickled=bool(spec.allow_pickle), config=config, dtype=dtype)
+    placed = placement(spec, settings, precision)
+    model = load_weights(kind, spec.folder, pickled=bool(spec.allow_pickle), config=config, dtype=dtype, **placed)
     device = torch.device(settings.device)
     on_cpu = device.type == "cpu"
     threads = settings.threads or torch.get_num_threads()
@@ -136,7 +138,7 @@ def _load(spec: ModelSpec, settings: EngineSettings, precision: str, family: str
         budget = CPU_PICTURES_PER_THREAD * threads if on_cpu else CUDA_PICTURES
     return Classifier(
         front=front,
-        model=model.eval().to(device),
+        model=model.eval() if placed else model.eval().to(device),
         device=device,
         names=tuple(str(config.id2label.get(i, "")) for i in range(config.num_labels)),
         sigmoid=config.num_labels == 1 or getattr(config, "problem_type", None) == "multi_label_classification",

@@ -124,18 +124,22 @@ def load_model(
     threads: int = 0,
     pack: bool = True,
     allow_pickle: tuple[str, ...] = (),
+    placed: Mapping[str, Any] | None = None,
 ) -> EmbedModel:
     """Load a model. Raises ModelFolderError, MemoryError.
 
     `pack`: on a CPU, pack the weights and join texts where that is possible. An export needs plain layers.
-    `allow_pickle`: pickled weights that may be loaded, by their path in the folder.
+    `allow_pickle`: pickled weights that may be loaded, by their path in the folder. `placed`: see placement.
     """
     check_model_folder(folder, allow_pickle)
     layout = read_layout(folder)
     with loading(folder, "AutoModel"):
-        transformer = _load_transformer(layout.transformer, dtype_of(precision), pickled=bool(allow_pickle)).eval()
+        dtype, pickled = dtype_of(precision), bool(allow_pickle)
+        transformer = _load_transformer(layout.transformer, dtype, pickled=pickled, placed=placed or {}).eval()
+        if not placed:
+            transformer = transformer.to(torch.device(device))
         model = _load(folder, layout, transformer, torch.device(device), precision, threads)
-        if pack and device == "cpu" and dtype_of(precision) == torch.float32:
+        if pack and not placed and device == "cpu" and dtype == torch.float32:
             _pack(folder, model.transformer, _trial(model, 1))
             trial = {name: torch.from_numpy(array) for name, array in _trial(model, len(TRIAL_TEXTS)).items()}
             model.first_position = embed_joined.join(model.transformer, trial, TRIAL_TOLERANCE)
@@ -153,7 +157,7 @@ def _load(
     )
     model = EmbedModel(
         text=text,
-        transformer=transformer.to(device),
+        transformer=transformer,
         pooling=pooling,
         steps=steps.to(device),
         device=device,
@@ -177,13 +181,13 @@ def _trial(model: EmbedModel, texts: int) -> Inputs:
     return model.text.pad(model.text.tokenise(TRIAL_TEXTS[:texts]), range(texts))
 
 
-def _load_transformer(folder: Path, dtype: torch.dtype, *, pickled: bool) -> Any:
+def _load_transformer(folder: Path, dtype: torch.dtype, *, pickled: bool, placed: Mapping[str, Any]) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     # Of an encoder and a decoder, sentences need only the encoder.
     kind = transformers.AutoModelForTextEncoding if config.is_encoder_decoder else transformers.AutoModel
-    return load_weights(kind, folder, pickled=pickled, unused="pooler.", config=config, dtype=dtype)
+    return load_weights(kind, folder, pickled=pickled, unused="pooler.", config=config, dtype=dtype, **placed)
 
 
 @torch.inference_mode()

@@ -11,7 +11,8 @@ sequences have, are computed together, padded to the longest; longer pieces one 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,26 +56,33 @@ def blocks_for(tokens: int) -> int:
 class CacheShape:
     """What this process stores for each token: of its own layers and heads, if several ranks share the model."""
 
-    # Their numbers in the model.
-    layers: Sequence[int]
+    # The device of each, by its number in the model.
+    layers: Mapping[int, torch.device]
     heads: int
     head_size: int
     dtype: torch.dtype
 
     @property
     def token_bytes(self) -> int:
-        return 2 * len(self.layers) * self.heads * self.head_size * self.dtype.itemsize
+        return sum(self.token_bytes_of.values())
+
+    @property
+    def token_bytes_of(self) -> dict[torch.device, int]:
+        """By device."""
+        layer_bytes = 2 * self.heads * self.head_size * self.dtype.itemsize
+        return {device: count * layer_bytes for device, count in Counter(self.layers.values()).items()}
 
 
 class PagedCache:
     """The memory of all blocks. Raises torch's RuntimeError if there is not enough."""
 
-    def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
+    def __init__(self, shape: CacheShape, blocks: int) -> None:
         self.blocks = blocks
         size = (blocks * BLOCK_TOKENS, shape.heads, shape.head_size)
         # Not cleared: the host's pages without tokens take no memory.
-        self.keys = {layer: torch.empty(size, dtype=shape.dtype, device=device) for layer in shape.layers}
-        self.values = {layer: torch.empty(size, dtype=shape.dtype, device=device) for layer in shape.layers}
+        devices = shape.layers.items()
+        self.keys = {layer: torch.empty(size, dtype=shape.dtype, device=device) for layer, device in devices}
+        self.values = {layer: torch.empty(size, dtype=shape.dtype, device=device) for layer, device in devices}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +114,10 @@ class Group:
     # Position of each query minus position of each key, for sliding windows: [pieces, queries, keys].
     distance: Tensor
 
+    def on(self, device: torch.device) -> "Group":
+        mask = None if self.mask is None else self.mask.to(device)
+        return Group(self.rows.to(device), self.queries, self.places.to(device), mask, self.distance.to(device))
+
 
 @dataclass(slots=True)
 class Step:
@@ -117,6 +129,15 @@ class Step:
     groups: list[Group]
     # Masks of each group for layers with a sliding window, by its size.
     _windows: dict[int, list[Tensor]] = field(default_factory=dict)
+    _on: dict[torch.device, "Step"] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> "Step":
+        """The same step for a layer on this device. Its tensors are copied there once."""
+        if device == self.places.device:
+            return self
+        if device not in self._on:
+            self._on[device] = Step(self.cache, self.places.to(device), [group.on(device) for group in self.groups])
+        return self._on[device]
 
     def masks(self, window: int | None) -> Sequence[Tensor | None]:
         if window is None:
@@ -155,11 +176,8 @@ def make_step(cache: PagedCache, pieces: Sequence[Piece], device: torch.device) 
     groups = [_group([index], pieces, tables, firsts) for index in range(len(pieces)) if index not in set(single)]
     if single:
         groups.insert(0, _group(single, pieces, tables, firsts))
-    for group in groups:
-        group.rows, group.places = group.rows.to(device), group.places.to(device)
-        group.distance = group.distance.to(device)
-        group.mask = None if group.mask is None else group.mask.to(device)
-    return token_ids.to(device), positions.to(device), Step(cache, places.to(device), groups)
+    step = Step(cache, places.to(device), [group.on(device) for group in groups])
+    return token_ids.to(device), positions.to(device), step
 
 
 def _places_of(piece: Piece) -> Tensor:
@@ -215,7 +233,7 @@ def paged_attention(
     """Attention over the cache. query [1, heads, tokens, size], key and value [1, key heads, tokens, size]."""
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("its attention has soft caps or sinks, which are not supported")
-    paged = _current.get()
+    paged = _current.get().on(query.device)
     keys, values = paged.cache.keys[module.layer_idx], paged.cache.values[module.layer_idx]
     keys.index_copy_(0, paged.places, key[0].transpose(0, 1))
     values.index_copy_(0, paged.places, value[0].transpose(0, 1))

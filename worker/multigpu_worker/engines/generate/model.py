@@ -103,7 +103,8 @@ class GenerateModel:
         ends: list[int] = []
         for piece in pieces:
             ends.append((ends[-1] if ends else -1) + len(piece.token_ids))
-        keep = torch.tensor([ends[index] for index in wanted], device=self.device)
+        # No tensor: the last layer may be on another device.
+        keep = [ends[index] for index in wanted]
         with running(step):
             answer = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep)
         logits: Tensor = answer.logits[0]
@@ -120,9 +121,7 @@ def load_model(spec: ModelSpec, settings: EngineSettings, precision: str, rank: 
     if unknown := sorted(set(spec.parameters) - set(PARAMETERS)):
         raise ModelFolderError(f"model.toml has parameters.{unknown[0]}: generate knows {' and '.join(PARAMETERS)}")
     dtype = dtype_of(precision)
-    placed = placement(spec, settings, precision) if spec.device_map else {}
-    if rank is not None:
-        placed = rank.from_pretrained()
+    placed = placement(spec, settings, precision) if rank is None else rank.from_pretrained()
     artifacts = settings.artifacts, settings.artifacts_bytes_max
     model, tokenizer, artifact = read_weights(spec, *artifacts, dtype, **placed)
     with loading(spec.folder, "AutoModelForCausalLM"):
@@ -154,7 +153,9 @@ def _load(
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = heads if rank is None else heads // rank.tensor_parallel
-    layers = sorted({module.layer_idx for module in model.modules() if hasattr(module, "layer_idx")})
+    layers = {
+        module.layer_idx: _device_of(module, device) for module in model.modules() if hasattr(module, "layer_idx")
+    }
     shape = CacheShape(layers=layers, heads=heads, head_size=head_size, dtype=dtype)
     eos_ids = _eos_ids(model, tokenizer)
     loaded = GenerateModel(
@@ -165,7 +166,7 @@ def _load(
         eos_ids=eos_ids,
         vocabulary=int(config.vocab_size),
         context=_context(spec, config),
-        cache=PagedCache(shape, 2 * blocks_for(TRIAL_TOKENS), device),
+        cache=PagedCache(shape, 2 * blocks_for(TRIAL_TOKENS)),
         schemas=Schemas(tokenizer, eos_ids),
         token_bytes=TokenBytes(tokenizer),
         artifact=artifact,
@@ -173,7 +174,7 @@ def _load(
     _try_out(loaded, spec)
     blocks = _blocks(spec, settings, loaded, 1 if rank is None else rank.size)
     blocks = blocks if rank is None else rank.least(blocks)
-    loaded.cache = PagedCache(shape, blocks, device)
+    loaded.cache = PagedCache(shape, blocks)
     loaded.context = min(loaded.context, blocks * BLOCK_TOKENS)
     cache_mib = blocks * BLOCK_TOKENS * shape.token_bytes / (1 << 20)
     of_rank = "" if rank is None else f" on each of {rank.size} ranks"
@@ -182,6 +183,13 @@ def _load(
         "cache": f"{blocks} blocks of {BLOCK_TOKENS} tokens, {cache_mib:.1f} MiB{of_rank}",
     }
     return loaded
+
+
+def _device_of(layer: Any, default: torch.device) -> torch.device:
+    """Where a layer computes. One whose weights are on the host or its disk does on the device of its hook."""
+    hook = getattr(layer, "_hf_hook", None)
+    found = getattr(hook, "execution_device", None)
+    return default if found is None else torch.device(found)
 
 
 def _check_layers(spec: ModelSpec, config: Any) -> None:
@@ -229,8 +237,10 @@ def _blocks(spec: ModelSpec, settings: EngineSettings, loaded: GenerateModel, ra
     Each of the ranks has its share of each block. `cache_bytes` is for all of them together.
     """
     if loaded.device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(loaded.device)
-        bytes_max = int(free_bytes * GPU_CACHE_SHARE)
+        bytes_max = min(
+            int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE * loaded.shape.token_bytes / token_bytes)
+            for device, token_bytes in loaded.shape.token_bytes_of.items()
+        )
     else:
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         bytes_max = min(CPU_CACHE_BYTES, host_bytes // 4) // ranks

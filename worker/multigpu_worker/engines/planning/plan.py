@@ -13,11 +13,8 @@ from multigpu_worker.engines.planning.maps import plan_map
 from multigpu_worker.engines.planning.ranks import plan_ranks
 from multigpu_worker.engines.planning.structure import Structure, read_structure
 from multigpu_worker.engines.planning.wish import CPU, DevicePlan, PlanError, Wish, gib
-from multigpu_worker.repository.model import ModelSpec
+from multigpu_worker.repository.model import DIVIDED_KINDS, DIVIDED_SOURCES, ModelSpec
 from multigpu_worker.repository.weight_files import weights_bytes
-
-DIVIDED_SOURCES = ("huggingface", "sentence-transformers", "gguf")
-DIVIDED_KINDS = ("generate", "embed", "classify", "rerank")
 
 
 def precision_of(spec: ModelSpec, *, on_gpu: bool) -> str:

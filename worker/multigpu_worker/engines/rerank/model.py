@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.common import torch_runtime
 from multigpu_worker.engines.common.limits import Limit
+from multigpu_worker.engines.common.placed import placement
 from multigpu_worker.engines.common.pretrained import LOCAL, load_weights, loading, transformers
 from multigpu_worker.engines.embed.text import TextInput, Tokens, load_text_input
 from multigpu_worker.repository.folders import ModelFolderError
@@ -59,7 +60,8 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> Reranker:
             )
         kind = transformers.AutoModelForSequenceClassification
         dtype = torch_runtime.dtype_of(precision)
-        model = load_weights(kind, spec.folder, pickled=bool(spec.allow_pickle), config=config, dtype=dtype)
+        placed = placement(spec, settings, precision)
+        model = load_weights(kind, spec.folder, pickled=bool(spec.allow_pickle), config=config, dtype=dtype, **placed)
         text, pad_token_id = load_text_input(
             spec.folder,
             spec.folder,
@@ -75,7 +77,7 @@ def load(spec: ModelSpec, settings: EngineSettings, precision: str) -> Reranker:
         threads = settings.threads or torch.get_num_threads()
         return Reranker(
             text=text,
-            model=model.eval().to(device),
+            model=model.eval() if placed else model.eval().to(device),
             device=device,
             tf32=precision == "tf32",
             threads=settings.threads,
