@@ -115,7 +115,7 @@ def test_all_ranks_end_together(folder: Path, what: str, victim: str) -> None:
     [
         ({"tensor_parallel": 3}, "3 ranks can't share 4 attention heads"),
         ({"tensor_parallel": 2, "pipeline": 2}, "takes tensor_parallel or pipeline; vllm takes both"),
-        ({"pipeline": 4}, "3 layers can't be divided among 4 stages"),
+        ({"pipeline": 4}, "the 3 layers of LlamaForCausalLM can't be divided among 4"),
     ],
 )
 def test_what_cannot_be_shared_is_rejected_before_a_rank_is_started(

@@ -255,6 +255,8 @@ def test_tensor_parallelism_divides_layers_and_is_rejected_where_heads_do_not_di
     spec = put_headers(tmp_path / "bert", bert, empty(bert, transformers.AutoModel))
     with pytest.raises(PlanError, match="transformers has no tensor-parallel plan for BertModel"):
         make_plan(spec, Wish(devices=three, tensor_parallel=2))
+    with pytest.raises(PlanError, match="transformers has no pipeline plan for BertModel: use a device map"):
+        make_plan(spec, Wish(devices=three, pipeline=2))
 
 
 def test_a_pipeline_copies_tied_weights_to_its_last_stage(tmp_path: Path) -> None:
@@ -263,6 +265,10 @@ def test_a_pipeline_copies_tied_weights_to_its_last_stage(tmp_path: Path) -> Non
     assert "device_map" not in plan, "which has no ranks"
     assert plan["stages"]["model.embed_tokens"] == 0
     assert plan["stages"]["lm_head"] == plan["stages"]["model.norm"] == 1
+    seven = make_plan(spec, Wish(devices=[("a", GIB)] * 4, pipeline=4))["stages"]
+    assert [seven[f"model.layers.{layer}"] for layer in range(6)] == [0, 1, 2, 3, 3, 3], "as transformers divides"
+    with pytest.raises(PlanError, match="the 6 layers of LlamaForCausalLM can't be divided among 7 stages"):
+        make_plan(spec, Wish(devices=[("a", GIB)] * 7, pipeline=7))
     one = make_plan(spec, Wish(devices=[("a", GIB)] * 3, tensor_parallel=3))
     stages = plan["devices"][0]["weights_bytes"] + plan["devices"][3]["weights_bytes"]
     embedding = 64 * 96 * 2 // 3

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.generate.cache import Piece
-from multigpu_worker.engines.planning.ranks import check_tensor_parallel, stages_of
+from multigpu_worker.engines.planning.ranks import check_pipeline, check_tensor_parallel
 from multigpu_worker.engines.planning.structure import read_structure
 from multigpu_worker.engines.planning.wish import PlanError
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
@@ -71,8 +71,9 @@ def check_ranks(spec: ModelSpec) -> None:
         raise ModelFolderError("the engine torch takes tensor_parallel or pipeline; vllm takes both")
     structure = read_structure(spec, 4)
     try:
-        stages_of(structure.own, spec.pipeline)
-        if spec.tensor_parallel > 1:
+        if spec.pipeline > 1:
+            check_pipeline(structure, spec.pipeline)
+        else:
             check_tensor_parallel(structure, spec.tensor_parallel)
     except PlanError as error:
         raise ModelFolderError(f"{spec.folder}: {error}") from error

@@ -15,6 +15,8 @@ def plan_ranks(structure: Structure, costs: Costs, devices: list[DevicePlan], wi
     ranks, stages = wish.tensor_parallel, wish.pipeline
     if ranks > 1:
         check_tensor_parallel(structure, ranks)
+    if stages > 1:
+        check_pipeline(structure, stages)
     if len(devices) < ranks * stages:
         what = f"{ranks} ranks" if stages == 1 else f"{stages} stages of {ranks} rank(s)"
         raise PlanError(f"{what} need {ranks * stages} devices, and there are {len(devices)}")
@@ -62,11 +64,9 @@ def plan_ranks(structure: Structure, costs: Costs, devices: list[DevicePlan], wi
 def stages_of(parts: Sequence[Part], stages: int) -> list[int]:
     """The stage of each part, as transformers divides them: each has as many layers, and the last one the rest, too.
 
-    What comes before the layers is on the first stage, and what follows them on the last. Raises PlanError.
+    What comes before the layers is on the first stage, and what follows them on the last.
     """
     layers = sum(part.layer for part in parts)
-    if layers < stages:
-        raise PlanError(f"{layers} layers can't be divided among {stages} stages")
     placed, seen = [], 0
     for part in parts:
         placed.append(min(seen // (layers // stages), stages - 1))
@@ -74,10 +74,19 @@ def stages_of(parts: Sequence[Part], stages: int) -> list[int]:
     return placed
 
 
+def check_pipeline(structure: Structure, stages: int) -> None:
+    """PlanError: the model can't be divided into so many stages."""
+    if not getattr(structure.config, "base_model_pp_plan", None):
+        raise PlanError(f"transformers has no pipeline plan for {structure.architecture}: use a device map")
+    layers = sum(part.layer for part in structure.own)
+    if layers < stages:
+        raise PlanError(f"the {layers} layers of {structure.architecture} can't be divided among {stages} stages")
+
+
 def check_tensor_parallel(structure: Structure, ranks: int) -> None:
     """PlanError: the model's layers can't be divided among so many ranks."""
     if not structure.tensor_plan:
-        raise PlanError(f"transformers has no tensor-parallel plan for {structure.architecture}: use --pipeline")
+        raise PlanError(f"transformers has no tensor-parallel plan for {structure.architecture}: use a device map")
     counts = divided_counts(structure)
     if wrong := [f"{count} {what}" for what, count in counts.items() if count % ranks]:
         most = counts["key and value heads"]
