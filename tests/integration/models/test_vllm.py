@@ -107,7 +107,21 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, endless in (("tiny", True), ("ending", False)):
         save_tiny_llama(folder / name, context=2048, endless=endless, head_size=64, layers=16)
         (folder / name / "model.toml").write_text(TOML)
+    save_adapter(folder / "ending", "adapters/odd")
+    (folder / "ending" / "model.toml").write_text(f'adapters = {{ odd = "adapters/odd" }}\n{TOML}')
     return folder
+
+
+def save_adapter(folder: Path, where: str) -> None:
+    """A LoRA adapter of random weights, large enough to change the answers."""
+    import torch
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(str(folder / where))
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +181,25 @@ def test_log_probabilities_are_those_of_the_model(fleet: VllmFleet) -> None:
         assert [top.logprob for top in each.top] == sorted((top.logprob for top in each.top), reverse=True)
         assert len(each.top) == 3 and each.top[0].token_id == token, "greedy: the likeliest"
         assert each.top[0].logprob == each.logprob <= 0.0
+
+
+def test_a_task_chooses_an_adapter_by_its_name(fleet: VllmFleet, repository: Path) -> None:
+    import transformers
+    from peft import PeftModel
+
+    folder = repository / "ending"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    plain = Plain(PeftModel.from_pretrained(model, str(folder / "adapters" / "odd")), Plain.load(folder).tokenizer)
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(generate, fleet, model="ending", max_tokens=30, parameters=parameters)
+                 for parameters in ({"adapter": "odd"}, {})]  # fmt: skip
+        adapted, base = (list(each.result().token_ids) for each in asked)
+    assert adapted == plain.greedy("Hello", 30)
+    assert base == Plain.load(folder).greedy("Hello", 30) != adapted
+    with pytest.raises(multigpu.TaskFailed, match="the model has no adapter 'none'; it has odd"):
+        generate(fleet, model="ending", parameters={"adapter": "none"})
+    with pytest.raises(multigpu.TaskFailed, match="has no task parameter 'adapter'"):
+        generate(fleet, parameters={"adapter": "odd"})
 
 
 def test_a_schema_limits_the_tokens(fleet: VllmFleet) -> None:

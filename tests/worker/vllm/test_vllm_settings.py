@@ -3,6 +3,7 @@
 tests/integration/models/test_vllm.py runs the engine on a real one.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,6 @@ def settings(device: str = "cuda:0", slots: int = 64) -> EngineSettings:
         (spec_of(kind="embed"), True, True, "auto"),
         (spec_of(precision="tf32"), True, True, "auto"),
         (spec_of(parameters={"context": "100"}), True, True, "vllm"),
-        (spec_of(device_map="auto"), True, True, "auto"),
         (spec_of(engine="vllm"), True, False, "vllm"),
     ],
 )
@@ -93,6 +93,30 @@ def test_model_toml_becomes_arguments() -> None:
         *("--kv-cache-memory-bytes", str(2 << 30), "--quantization", "awq", "--swap-space", "4"),
     ]  # fmt: skip
     assert arguments_of(spec_of(), settings("cpu"))[-2:] == ["--kv-cache-memory-bytes", str(512 * MIB)]
+
+
+def test_adapters_become_arguments(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    for name, rank in (("a", 4), ("b", 20)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    (tmp_path / "model.toml").write_text('engine = "vllm"\nadapters = { a = "a", other = "b" }\n')
+    ((spec,), _) = read_model(tmp_path, "m", None)
+    found = arguments_of(spec, settings())
+    assert found[found.index("--max-lora-rank") + 1] == "32"
+    modules = found[found.index("--lora-modules") + 1 :]
+    assert [json.loads(each)["name"] for each in modules] == ["a", "other"]
+    (tmp_path / "b" / "adapter_config.json").write_text("[]")
+    with pytest.raises(ModelFolderError, match=r"adapter_config.json has r = None, and vLLM takes 1 to 512"):
+        arguments_of(spec, settings())
+    for toml, error in (
+        ('adapters = { a = "a" }', 'adapters are for engine = "vllm"'),
+        ('engine = "vllm"\nadapters = { a = "c" }', "c/adapter_config.json is missing: adapters: a"),
+        ('engine = "vllm"\nadapters = { a = "../a" }', "no path of a file in the model's folder"),
+    ):
+        (tmp_path / "model.toml").write_text(toml)
+        with pytest.raises(ModelFolderError, match=error):
+            read_model(tmp_path, "m", None)
 
 
 def test_on_a_cpu_it_is_bound_to_no_cores() -> None:

@@ -168,6 +168,8 @@ class ModelSpec:
     labels: dict[str, str] = setting(dict)
     # The engine's own settings.
     parameters: dict[str, str] = setting(dict)
+    # LoRA adapters that tasks may name, for the engine `vllm`: a name, and the folder in the model's folder.
+    adapters: dict[str, str] = setting(dict, check=lambda folders: _check_all_inside(folders.values()))
     # Weight files in pickle's format, by path in the folder, that may be loaded though they can run any code.
     allow_pickle: tuple[str, ...] = setting((), check=_check_all_inside)
     batch: BatchRules = setting(BatchRules())

@@ -36,6 +36,8 @@ from multigpu_worker.repository.model import (
 from multigpu_worker.repository.model_toml import FILE_NAME, read_toml
 
 VERSION = re.compile(r"[1-9][0-9]{0,17}")
+# Of a LoRA adapter, as PEFT saves it.
+ADAPTER_FILE = "adapter_config.json"
 # Deeper is no place for a model.
 DEPTH_MAX = 4
 NAME_BYTES_MAX = 200
@@ -225,6 +227,11 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
     for key in ("max_memory", "devices"):
         if values.get(key) and not values.get("device_map"):
             raise ModelFolderError(f'{folder / FILE_NAME}: {key} is for a device_map: set device_map = "auto"')
+    if values.get("adapters") and engine != VLLM:
+        raise ModelFolderError(f'{folder / FILE_NAME}: adapters are for engine = "{VLLM}"')
+    for name_of_adapter, where in values.get("adapters", {}).items():
+        if not (folder / where / ADAPTER_FILE).is_file():
+            raise ModelFolderError(f"{folder / where / ADAPTER_FILE} is missing: adapters: {name_of_adapter}")
     read = {"source": source, "file": file, "kind": kind}
     spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))
     size_bytes, changed_ns = check_files(spec)

@@ -34,6 +34,8 @@ class Sequence:
     matcher: Matcher | None
     # Tokens of the prompt and of the answer.
     ids: list[int]
+    # The LoRA adapter that the task names.
+    adapter: str = ""
     # One for each token of the answer, if the payload has logprobs.
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
     # Number of tokens whose keys and values are in the cache.

@@ -81,11 +81,17 @@ class TextEngine:
     def _read(self, batch: Batch, item: Item) -> "Request | BadInputError":
         assert self._model is not None, "load comes first"
         try:
-            check_parameters(batch)
+            self._check_parameters(batch)
             model = self._model
             return read_request(item.payload, batch.content_type, model.tokenizer, model.context, item.task_id)
         except BadInputError as error:
             return error
+
+    def _check_parameters(self, batch: Batch) -> None:
+        adapters = self._spec.adapters
+        check_parameters(batch, ["adapter"] if adapters else [])
+        if (adapter := batch.parameters.get("adapter", "")) and adapter not in adapters:
+            raise BadInputError(f"the model has no adapter {adapter!r}; it has {', '.join(adapters)}")
 
     def _run(self, batch: Batch, item: Item, request: Request, reporter: Reporter) -> None:
         from multigpu_worker.engines.generate.sequence import Sequence  # noqa: PLC0415 (with the rest)
@@ -104,6 +110,7 @@ class TextEngine:
             token_bytes=self._model.token_bytes,
             matcher=self._model.matcher(schema) if schema else None,
             ids=list(request.prompt_ids),
+            adapter=batch.parameters.get("adapter", ""),
         )
         if len(item.partials) < item.partials_received:
             # The chunks were too large to be passed on. They are generated again, and are equal, but not sent again.

@@ -3,6 +3,7 @@
 The rest of a task is as in the engine `torch` (generate/engine.py): only the scheduler is another one.
 """
 
+import json
 import os
 import shlex
 import sys
@@ -13,11 +14,15 @@ from multigpu.config.values import from_text
 
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.engines.generate.text_engine import TextEngine
+from multigpu_worker.repository.files import read_json
 from multigpu_worker.repository.model import VLLM, ModelFolderError, ModelSpec
+from multigpu_worker.repository.scan import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from multigpu_worker.engines.generate.token_bytes import TokenBytes
 
+# That vLLM has room for.
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PARAMETERS = ("arguments", "cache_bytes", "context")
 # For keys and values on a CPU, where vLLM would take most of the host's memory.
@@ -26,7 +31,7 @@ CPU_CACHE_BYTES = 512 << 20
 OURS = (
     "--model", "--served-model-name", "--uds", "--host", "--port", "--api-key", "--dtype", "--generation-config",
     "--max-num-seqs", "--max-model-len", "--kv-cache-memory-bytes", "--trust-remote-code", "--tokenizer",
-    "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
+    "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--enable-lora", "--lora-modules",
 )  # fmt: skip
 
 
@@ -98,7 +103,24 @@ def arguments_of(spec: ModelSpec, settings: EngineSettings) -> list[str]:
     arguments += ["--pipeline-parallel-size", str(spec.pipeline)] if spec.pipeline > 1 else []
     arguments += ["--max-model-len", str(context)] if context else []
     arguments += ["--kv-cache-memory-bytes", str(cache_bytes)] if cache_bytes else []
-    return arguments + own
+    return arguments + _adapters(spec) + own
+
+
+def _adapters(spec: ModelSpec) -> list[str]:
+    """Raises ModelFolderError."""
+    if not spec.adapters:
+        return []
+    modules, ranks = [], [LORA_RANKS[0]]
+    for name, where in spec.adapters.items():
+        config = read_json(spec.folder / where / ADAPTER_FILE)
+        rank = config.get("r") if isinstance(config, dict) else None
+        if not isinstance(rank, int) or not 0 < rank <= LORA_RANKS[-1]:
+            raise ModelFolderError(
+                f"{spec.folder / where / ADAPTER_FILE} has r = {rank!r}, and vLLM takes 1 to {LORA_RANKS[-1]}"
+            )
+        ranks.append(next(each for each in LORA_RANKS if each >= rank))
+        modules.append(json.dumps({"name": name, "path": str(spec.folder / where)}))
+    return ["--enable-lora", "--max-lora-rank", str(max(ranks)), "--lora-modules", *modules]
 
 
 def environment_of(settings: EngineSettings) -> dict[str, str]:

@@ -85,7 +85,7 @@ class Streams:
         """
         request, sampling = sequence.request, sequence.request.sampling
         body: dict[str, Any] = {
-            "model": self._model, "prompt": request.prompt_ids if known else sequence.ids,
+            "model": sequence.adapter or self._model, "prompt": request.prompt_ids if known else sequence.ids,
             "max_tokens": request.max_tokens - (0 if known else len(sequence.generated)),
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
             "repetition_penalty": sampling.repetition_penalty, "seed": sampling.seed >> 1,
