@@ -87,19 +87,19 @@ class GenerateModel:
         return text
 
     @torch.inference_mode()
-    def forward(self, pieces: Sequence[Piece], wanted: Sequence[int], cache: PagedCache | None = None) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], wanted: Sequence[int]) -> Tensor:
         """Logits after the last token of pieces: [len(wanted), vocabulary]. `wanted`: their indices, at least one."""
         if self.group is None:
-            return self._forward(pieces, wanted, cache or self.cache)
+            return self._forward(pieces, wanted)
         self.group.send(pieces, wanted)
         try:
-            return self._forward(pieces, wanted, self.cache)
+            return self._forward(pieces, wanted)
         except Exception as error:
             log.exception("a step of a model with several ranks has failed")
             self.group.end(f"rank 0: {error!r}")
 
-    def _forward(self, pieces: Sequence[Piece], wanted: Sequence[int], cache: PagedCache) -> Tensor:
-        token_ids, positions, step = make_step(cache, pieces, self.device)
+    def _forward(self, pieces: Sequence[Piece], wanted: Sequence[int]) -> Tensor:
+        token_ids, positions, step = make_step(self.cache, pieces, self.device)
         ends: list[int] = []
         for piece in pieces:
             ends.append((ends[-1] if ends else -1) + len(piece.token_ids))

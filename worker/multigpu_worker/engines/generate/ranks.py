@@ -1,6 +1,6 @@
 """A model that several processes share: ranks, which all run each step. Rank 0 is the engine process.
 
-transformers divides the model (tensor parallelism, a pipeline, or both), and torch.distributed connects the ranks, by
+transformers divides the model (tensor parallelism or a pipeline), and torch.distributed connects the ranks, by
 Gloo on processors and NCCL on GPUs. Rank 0 starts the others (rank.py), and writes the input of each step to their
 standard input. All load the model in the same way, so that they meet in the same collective calls.
 
@@ -112,7 +112,7 @@ class Group:
         plain = {name: getattr(settings, name) for name in SETTINGS}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "multigpu_worker.engines.generate.rank", str(os.getpid())],
+                [sys.executable, "-P", "-m", "multigpu_worker.engines.generate.rank", str(os.getpid())],
                 stdin=subprocess.PIPE,
             )
             for _ in range(1, spec.ranks)
