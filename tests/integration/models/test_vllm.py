@@ -107,6 +107,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, endless in (("tiny", True), ("ending", False)):
         save_tiny_llama(folder / name, context=2048, endless=endless, head_size=64, layers=16)
         (folder / name / "model.toml").write_text(TOML)
+    save_tiny_llama(folder / "pair", endless=True, head_size=64, layers=4)
+    (folder / "pair" / "model.toml").write_text(f"tensor_parallel = 2\n{TOML}")
     save_adapter(folder / "ending", "adapters/odd")
     (folder / "ending" / "model.toml").write_text(f'adapters = {{ odd = "adapters/odd" }}\n{TOML}')
     return folder
@@ -181,6 +183,11 @@ def test_log_probabilities_are_those_of_the_model(fleet: VllmFleet) -> None:
         assert [top.logprob for top in each.top] == sorted((top.logprob for top in each.top), reverse=True)
         assert len(each.top) == 3 and each.top[0].token_id == token, "greedy: the likeliest"
         assert each.top[0].logprob == each.logprob <= 0.0
+
+
+def test_two_ranks_answer_as_one(fleet: VllmFleet, repository: Path) -> None:
+    found = generate(fleet, model="pair", max_tokens=30)
+    assert list(found.token_ids) == Plain.load(repository / "pair").greedy("Hello", 30)
 
 
 def test_a_task_chooses_an_adapter_by_its_name(fleet: VllmFleet, repository: Path) -> None:
