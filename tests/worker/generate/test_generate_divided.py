@@ -108,12 +108,14 @@ def test_a_real_model_writes_the_same_from_the_disk(tmp_path_factory: pytest.Tem
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ({"device_map": "auto", "max_memory": {"cpu": "1MiB"}}, "device_map: the devices have no room for a process"),
+        (
+            {"device_map": "auto", "max_memory": {"cpu": "1MiB"}},
+            "the largest limit is 0.00 GiB: raise max_memory",
+        ),
         (
             {"device_map": "auto", "max_memory": {"1": "1GiB"}},
-            "max_memory has '1', and the model has 1 device",
+            "max_memory has '1': the keys here are cpu, disk",
         ),
-        ({"device_map": "none.json"}, "none.json is missing"),
     ],
 )
 def test_what_cannot_be_divided_is_an_error(folder: Path, values: dict[str, Any], error: str) -> None:
@@ -129,6 +131,8 @@ def test_what_cannot_be_divided_is_an_error(folder: Path, values: dict[str, Any]
             "device_map is for Hugging Face, ",
         ),
         ('engine = "vllm"\ndevice_map = "auto"', "device_map is for Hugging Face, "),
+        ('device_map = "balancd"', "'balancd' is none of auto, balanced, .* nor the name of a JSON file"),
+        ('device_map = "none.json"', "none.json is missing, which model.toml names as device_map"),
         ("devices = 2", "devices is for a device_map: set device_map"),
         ('max_memory = { cpu = "1GiB" }', "max_memory is for a device_map: set device_map"),
         (

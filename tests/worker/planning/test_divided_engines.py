@@ -87,6 +87,6 @@ def test_a_divided_model_runs_on_torch(text_folder: Path) -> None:  # noqa: F811
     (text_folder / "model.toml").write_text('device_map = "balanced"\ndevices = 2\n')
     try:
         ((spec,), _) = read_model(text_folder, "m", None)
-        assert (spec.engine, spec.gpus) == ("torch", 2)
+        assert (spec.engine, spec.devices) == ("torch", 2)
     finally:
         (text_folder / "model.toml").unlink()

@@ -289,7 +289,7 @@ def test_a_pipeline_copies_tied_weights_to_its_last_stage(tmp_path: Path) -> Non
             "'model.layer.1', which is no module of the model, did you mean 'model.layers.1'",
         ),
         ({"": 0, "model.layers.1.mlp": 1}, "model.layers.1.mlp, which is within model.layers.1: that stays whole"),
-        ({"": "cpu"}, "cpu would have .* of 0.00 GiB: set --max-memory cpu=SIZE"),
+        ({"": "cpu"}, "cpu would have .* of 0.00 GiB: set max_memory of cpu"),
     ],
 )
 def test_maps_are_checked(device_map: dict[str, Any], error: str, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_advice_is_possible_where_it_is_given(tmp_path: Path) -> None:
     assert "--tensor-parallel 3 uses all at once" in notes(3)
     assert "each idle meanwhile" in notes(2)
     assert "--tensor-parallel" not in notes(2), "3 heads can't be divided by 2"
-    with pytest.raises(PlanError, match="no room for a process"):
+    with pytest.raises(PlanError, match="a process and the intermediate results of a step take"):
         make_plan(spec, Wish(devices=[("80", 80)]))
     with pytest.raises(PlanError, match=r"leave room for fewer tokens .--cache-tokens"):
         make_plan(spec, Wish(devices=[("a", GIB)] * 2, cache_tokens=10**8))

@@ -54,9 +54,10 @@ def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool, gpus: int) 
         if spec.engine == VLLM and not vllm:
             errors[model] = NO_VLLM
             continue
-        if 0 < gpus < spec.gpus:
-            wanted = ",".join(f"cuda:{index}" for index in range(spec.gpus))
-            errors[model] = f"it needs {spec.gpus} GPUs, and this worker has {gpus}: start it with --device {wanted}"
+        if 0 < gpus < spec.ranks or max(1, gpus) < spec.devices:
+            wanted = max(spec.ranks, spec.devices)
+            names = ",".join(f"cuda:{index}" for index in range(wanted))
+            errors[model] = f"it needs {wanted} GPUs, and this worker has {gpus}: start it with --device {names}"
             continue
         runs_on = engine_of(spec, engine)
         modules, remedy = _LIBRARIES.get(runs_on, ((), ""))

@@ -68,6 +68,14 @@ def _check_engine(value: str) -> None:
         raise ValueError(f'none of {", ".join((*ENGINES, REMOTE, VLLM))}, nor a class of your own: "module:Class"')
 
 
+def _check_device_map(value: str) -> None:
+    if not value or value in STRATEGIES:
+        return
+    if not value.endswith(".json"):
+        raise ValueError(f"{value!r} is none of {', '.join(STRATEGIES)}, nor the name of a JSON file")
+    check_inside(value)
+
+
 def _check_limits(limits: dict[str, str]) -> None:
     for place, size in limits.items():
         if not (place.isdecimal() or place in HOST_PLACES):
@@ -160,7 +168,7 @@ class ModelSpec:
     pipeline: int = setting(1, minimum=1, maximum=64)
     # One of STRATEGIES, or a JSON file in the folder with a device map: the model is divided among the worker's
     # devices, and parts that do not fit there are on the host or its disk. Empty: one device has all of the model.
-    device_map: str = setting("")
+    device_map: str = setting("", check=_check_device_map)
     # Of the worker's devices so many, for a device_map. 0: all.
     devices: int = setting(0, minimum=0, maximum=64)
     # Limits of devices, by index, and of "cpu" and "disk", as "20GiB".
@@ -189,11 +197,6 @@ class ModelSpec:
     def ranks(self) -> int:
         """The processes that share the model."""
         return self.tensor_parallel * self.pipeline
-
-    @property
-    def gpus(self) -> int:
-        """How many GPUs a worker needs to have for it."""
-        return max(self.ranks, self.devices)
 
     def plain(self) -> dict[str, Any]:
         """As plain values, such as marshal takes."""

@@ -28,6 +28,7 @@ from multigpu_worker.repository.model import (
     DIVIDED_KINDS,
     DIVIDED_SOURCES,
     REMOTE,
+    STRATEGIES,
     VLLM,
     ModelFolderError,
     ModelSpec,
@@ -216,6 +217,8 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
                 f"{folder / FILE_NAME}: device_map is for Hugging Face, sentence-transformers and GGUF models on the "
                 "engine torch"
             )
+        if values["device_map"] not in STRATEGIES and not (folder / values["device_map"]).is_file():
+            raise ModelFolderError(f"{folder / values['device_map']} is missing, which {FILE_NAME} names as device_map")
         values = values | {"engine": "torch"}
     if values.get("tensor_parallel", 1) * values.get("pipeline", 1) > 1:
         if kind != "generate" or engine not in ("auto", "torch", VLLM):

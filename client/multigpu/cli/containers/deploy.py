@@ -72,6 +72,8 @@ def deploy(
         raise WrongUsage(f"--env {shown[0]} would show the token to others on this host; use --hf-token-file")
     if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]+", name):
         raise WrongUsage(f"{name!r} is no name of a container; write letters, digits, '_', '.' and '-'")
+    if model.startswith(("/", ".", "~")):
+        raise WrongUsage(f"the container does not see {model}, a folder of this host: name a model of Hugging Face")
     if devices and auto_select:
         raise WrongUsage("--devices and --auto-select exclude each other")
     if devices and len(devices) > 1 and not APIS[api].gpus_flag:

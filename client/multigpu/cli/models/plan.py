@@ -15,7 +15,7 @@ from multigpu.cli.commands import Command
 from multigpu.cli.failures import Failure, WrongUsage
 from multigpu.cli.options import json_option, parse_size
 from multigpu.cli.tables import Column
-from multigpu.cli.text import format_size
+from multigpu.cli.text import format_size, plural
 from multigpu.planning import Plan
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -27,13 +27,14 @@ def _size(value: int) -> str:
 
 
 DEVICES = (
-    Column("DEVICE", lambda each: each.name),
-    Column("WEIGHTS", lambda each: _size(each.weights_bytes), right=True),
-    Column("CACHE", lambda each: _size(each.cache_bytes), right=True, rank=1),
-    Column("ACTIVATIONS", lambda each: _size(each.activation_bytes), right=True, rank=3),
-    Column("PROCESS", lambda each: _size(each.process_bytes), right=True, rank=4),
-    Column("LEFT", lambda each: format_size(each.left_bytes), right=True),
-    Column("MODULES", lambda each: ", ".join(ranges(each.modules)) or "-", rank=2),
+    Column("INDEX", lambda row: str(row[0]), right=True),
+    Column("DEVICE", lambda row: row[1].name),
+    Column("WEIGHTS", lambda row: _size(row[1].weights_bytes), right=True),
+    Column("CACHE", lambda row: _size(row[1].cache_bytes), right=True, rank=1),
+    Column("ACTIVATIONS", lambda row: _size(row[1].activation_bytes), right=True, rank=3),
+    Column("PROCESS", lambda row: _size(row[1].process_bytes), right=True, rank=4),
+    Column("LEFT", lambda row: format_size(row[1].left_bytes), right=True),
+    Column("MODULES", lambda row: ", ".join(ranges(row[1].modules)) or "-", rank=2),
 )
 
 
@@ -133,14 +134,14 @@ def plan(model: str, devices: str, limits: tuple[str, ...], map_file: Path | Non
         show.value(found.as_dict())
         return
     show.facts(_facts(found))
-    tables.show_rows([*found.devices], DEVICES)
+    tables.show_rows([*enumerate(found.devices)], DEVICES)
     for note in found.notes:
         show.line(f"- {note}")
 
 
 def _facts(found: Plan) -> list[tuple[str, str]]:
     cache = f"{found.cache_tokens:,} tokens of {found.cache_token_bytes:,} bytes" if found.cache_tokens else ""
-    fewest = "" if found.fewest_devices is None else f"{found.fewest_devices} of the largest device"
+    fewest = "" if found.fewest_devices is None else plural(found.fewest_devices, "device") + " as the largest"
     return [
         ("Model", f"{found.model}, {found.source}, {found.kind}"),
         ("Architecture", f"{found.architecture}, {found.layers} layers" if found.layers else ""),

@@ -132,6 +132,7 @@ def test_a_line_for_podman_names_gpus_by_cdi() -> None:
         ("--devices 0 --env HF_TOKEN=hf_x", "use --hf-token-file"),
         ("--devices 0 --env A", "not of the form KEY=VALUE"),
         ("--devices 0 --hf-token-file /none", "does not exist"),
+        ("--devices 0 --model ./models/m", "the container does not see ./models/m"),
     ],
 )
 def test_wrong_usage(args: str, says: str) -> None:

@@ -50,7 +50,8 @@ def placement(spec: ModelSpec, settings: EngineSettings, precision: str) -> dict
         device_map=None if spec.device_map in STRATEGIES else read_json(spec.folder / spec.device_map),
     )
     if limits:
-        raise ModelFolderError(f"max_memory has {min(limits)!r}, and the model has {len(names)} device(s), from 0")
+        keys = [DISK] if names == [CPU] else [*map(str, range(len(names))), DISK]
+        raise ModelFolderError(f"max_memory has {min(limits)!r}: the keys here are cpu, {', '.join(keys)}")
     try:
         plan = make_plan(dataclasses.replace(spec, precision=precision), wish)
     except PlanError as error:

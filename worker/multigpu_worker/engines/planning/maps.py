@@ -111,7 +111,11 @@ def _spill(own: list[Part], rooms: list[int], costs: Costs, wish: Wish) -> list[
 
 def _does_not_fit(own: list[Part], sizes: list[int], rooms: list[int], wish: Wish, smallest: int | None) -> str:
     if max(rooms) <= 0:
-        return "the devices have no room for a process and the intermediate results of a step: they are too small"
+        limit_bytes = max(limit for _, limit in wish.devices)
+        return (
+            f"a process and the intermediate results of a step take {gib(limit_bytes - max(rooms))} on each device, "
+            f"and the largest limit is {gib(limit_bytes)}: raise max_memory, or use larger devices"
+        )
     places = f"{len(rooms)} device(s) have" if wish.devices[0][0] != CPU else "the host has"
     what = f"the model takes {gib(sum(sizes))} with its cache, and {places} room for {gib(sum(rooms))}"
     if max(part.weights_bytes for part in own) > max(rooms):
@@ -119,11 +123,9 @@ def _does_not_fit(own: list[Part], sizes: list[int], rooms: list[int], wish: Wis
     if max(sizes) > max(rooms):
         return f"{what}: leave room for fewer tokens (--cache-tokens)"
     if wish.devices[0][0] == CPU:
-        return f"{what}: let part of it be on the disk with --max-memory disk=SIZE, or leave room for fewer tokens"
+        return f"{what}: let part of it be on the disk (max_memory of disk), or leave room for fewer tokens"
     more = f"{smallest} such devices would do" if smallest else f"more than {DEVICES_MAX} such devices are needed"
-    return (
-        f"{what}: {more}; or let part of it be on the host with --max-memory cpu=SIZE, or leave room for fewer tokens"
-    )
+    return f"{what}: {more}; or let part of it be on the host (max_memory of cpu), or leave room for fewer tokens"
 
 
 def _check_limits(devices: list[DevicePlan], wish: Wish, host_bytes: int, disk_bytes: int) -> None:
@@ -134,7 +136,7 @@ def _check_limits(devices: list[DevicePlan], wish: Wish, host_bytes: int, disk_b
             raise PlanError(f"device {index} ({device.name}) would have {gib(taken)} of {gib(device.limit_bytes)}")
     for name, size, limit in ((CPU, host_bytes, wish.host_bytes), (DISK, disk_bytes, wish.disk_bytes)):
         if size > limit:
-            raise PlanError(f"{name} would have {gib(size)} of {gib(limit)}: set --max-memory {name}=SIZE")
+            raise PlanError(f"{name} would have {gib(size)} of {gib(limit)}: set max_memory of {name}")
 
 
 def _notes(
