@@ -211,6 +211,21 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
         raise ModelFolderError(
             f"{folder}: the engine {VLLM} runs Hugging Face folders of kind generate, not {source} of {kind}"
         )
+    values = _check_divided(folder, values, source, kind)
+    _check_adapters(folder, values)
+    read = {"source": source, "file": file, "kind": kind}
+    spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))
+    size_bytes, changed_ns = check_files(spec)
+    for key in ("calibration", "held_out"):
+        data = getattr(spec.gate, key)
+        if data and not (folder / data).is_file():
+            raise ModelFolderError(f"{folder / data} is missing: {FILE_NAME} names it in [gate] {key}")
+    return dataclasses.replace(spec, files_bytes=size_bytes, changed_ns=changed_ns)
+
+
+def _check_divided(folder: Path, values: dict[str, Any], source: str, kind: str) -> dict[str, Any]:
+    """The values, of which those that divide the model are right. Raises ModelFolderError."""
+    engine = values.get("engine", "auto")
     if values.get("device_map"):
         if kind not in DIVIDED_KINDS or source not in DIVIDED_SOURCES or engine not in ("auto", "torch"):
             raise ModelFolderError(
@@ -230,19 +245,16 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
     for key in ("max_memory", "devices"):
         if values.get(key) and not values.get("device_map"):
             raise ModelFolderError(f'{folder / FILE_NAME}: {key} is for a device_map: set device_map = "auto"')
-    if values.get("adapters") and engine != VLLM:
+    return values
+
+
+def _check_adapters(folder: Path, values: dict[str, Any]) -> None:
+    """Raises ModelFolderError."""
+    if values.get("adapters") and values.get("engine") != VLLM:
         raise ModelFolderError(f'{folder / FILE_NAME}: adapters are for engine = "{VLLM}"')
     for name_of_adapter, where in values.get("adapters", {}).items():
         if not (folder / where / ADAPTER_FILE).is_file():
             raise ModelFolderError(f"{folder / where / ADAPTER_FILE} is missing: adapters: {name_of_adapter}")
-    read = {"source": source, "file": file, "kind": kind}
-    spec = ModelSpec(name=name, folder=folder, version=version, **(values | read))
-    size_bytes, changed_ns = check_files(spec)
-    for key in ("calibration", "held_out"):
-        data = getattr(spec.gate, key)
-        if data and not (folder / data).is_file():
-            raise ModelFolderError(f"{folder / data} is missing: {FILE_NAME} names it in [gate] {key}")
-    return dataclasses.replace(spec, files_bytes=size_bytes, changed_ns=changed_ns)
 
 
 def _check_remote(folder: Path, values: dict[str, Any]) -> None:
