@@ -30,6 +30,10 @@ if [ "$(cat "$venv/.multigpu-installed" 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" >"$venv/.multigpu-installed"
 fi
 
+# tools/vllm_env.sh creates it; without it, tests of the engine vllm are skipped.
+if [ -x .venv-vllm/bin/python ]; then
+  export VLLM_PYTHON="${VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}"
+fi
 # Sources are compiled once, not by every process that a test starts.
 unset PYTHONDONTWRITEBYTECODE
 failed=0

