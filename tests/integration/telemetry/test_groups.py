@@ -75,9 +75,11 @@ def test_a_task_gets_the_memory_that_each_device_has(fleet: Fleet, gpus: Simulat
 
 
 def test_metrics_have_each_device(fleet: Fleet, gpus: SimulatedGpus) -> None:
-    lines = scrape(fleet).splitlines()
-    found = {line.partition('device_id="')[2].partition('"')[0] for line in lines if "mgpu_device_power_watts{" in line}
-    assert found == {gpus.uuid(0), gpus.uuid(1), gpus.uuid(2)}
+    def found() -> set[str]:
+        lines = [line for line in scrape(fleet).splitlines() if "mgpu_device_power_watts{" in line]
+        return {line.partition('device_id="')[2].partition('"')[0] for line in lines}
+
+    until(lambda: found() == {gpus.uuid(0), gpus.uuid(1), gpus.uuid(2)}, what="the power of each device")
 
 
 def test_models_have_as_many_ranks_as_there_are_devices(fleet: Fleet, repository: Path) -> None:
