@@ -66,9 +66,7 @@ def test_the_default_is_the_gpus_of_this_host(folder: Path, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        pytest.param(
-            ["--devices", "510MiB"], 1, "is 0.47 GiB: raise max_memory", marks=pytest.mark.slow
-        ),
+        pytest.param(["--devices", "510MiB"], 1, "is 0.47 GiB: raise max_memory", marks=pytest.mark.slow),
         pytest.param(["--devices", "1GiB", "--pipeline", "2"], 1, "2 stages of 1 rank(s)", marks=pytest.mark.slow),
         ([], 2, "say for which devices to plan: --devices 24GiB,24GiB, or cpu"),
         (["--devices", "ten"], 1, "there is no ten here"),
