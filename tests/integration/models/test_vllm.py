@@ -112,7 +112,7 @@ def save_smollm2(folder: Path, artifacts: Path) -> None:
     artifact = dequantised(spec, str(artifacts), 10 << 30, torch.float32)
     assert artifact is not None
     shutil.copytree(artifact.folder, folder)
-    (folder / "model.toml").write_text(TOML)
+    (folder / "model.toml").write_text(TOML.replace("[parameters]", "[parameters]\ncontext = 256"))
 
 
 @pytest.fixture(scope="module")
