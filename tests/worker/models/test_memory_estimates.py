@@ -1,5 +1,6 @@
 """Memory estimates for models that were never loaded, from the headers of their files."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,3 +163,24 @@ def test_a_file_with_a_damaged_header_counts_with_its_size(tmp_path: Path) -> No
             assert weights_bytes(spec, 4) == len(content)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}")
     assert weights_bytes(folder_spec(tmp_path), 4) == folder_spec(tmp_path).files_bytes
+
+
+def test_a_divided_model_counts_with_its_share_of_a_gpu(tmp_path: Path) -> None:
+    """Else no model that is larger than one GPU would ever be loaded."""
+    put_safetensors(tmp_path / "model.safetensors", w=("BF16", [1024, 1024, 750], 2))
+    pair = dataclasses.replace(
+        GPU, memory_total_bytes=2 << 30, members=(GPU, dataclasses.replace(GPU, device_id="GPU-2"))
+    )
+    limit_bytes = int(GPU.memory_total_bytes * 0.9)
+    weights = int(1500 * MIB * 1.1)
+
+    def estimate(device: DeviceInfo = pair, **values: Any) -> int:
+        spec = folder_spec(tmp_path, kind="embed", **values)
+        return estimate_bytes(spec, settings("cuda:0"), device, 1, limit_bytes=limit_bytes)
+
+    assert estimate() == GPU_PROCESS_BYTES + weights, "it does not fit"
+    for shared in ({"tensor_parallel": 4}, {"pipeline": 4}, {"device_map": "auto", "devices": 4}):
+        assert estimate(**shared) == GPU_PROCESS_BYTES + -(-weights // 4)
+    assert estimate(device_map="auto") == limit_bytes, "what does not fit on both is on the host"
+    assert estimate(GPU, device_map="auto") == limit_bytes
+    assert estimate(device_map="auto", max_memory={"0": "100MiB", "cpu": "9GiB"}) == GPU_PROCESS_BYTES + 100 * MIB

@@ -50,9 +50,13 @@ def estimate_bytes(
     if precision == "auto":
         precision = auto_precision(_capability(device) if on_gpu else None, engine)
     number_bytes = NUMBER_BYTES.get(precision, 4)
-    model_bytes = int(weights_bytes(spec, number_bytes) * WEIGHTS_FACTOR)
-    if limit := spec.max_memory.get("0" if on_gpu else "cpu", "") if spec.device_map else "":
-        model_bytes = min(model_bytes, from_text(limit, int, "size_bytes"))  # the rest is on the host or its disk
+    shares = _shares(spec, device) if on_gpu else 1
+    model_bytes = -(-int(weights_bytes(spec, number_bytes) * WEIGHTS_FACTOR) // shares)
+    if spec.device_map:  # the rest is elsewhere: the plan that is made at load says whether all of it fits
+        limits = [size for place, size in spec.max_memory.items() if (place.isdecimal() if on_gpu else place == "cpu")]
+        model_bytes = min([model_bytes, *(from_text(size, int, "size_bytes") for size in limits)])
+        if limit_bytes:
+            model_bytes = max(0, min(model_bytes, limit_bytes // spec.instances - process_bytes))
     if engine == "tensorrt" and spec.source != "tensorrt-plan":  # ONNX serves until the plan is built
         model_bytes *= 2
     if engine == VLLM and on_gpu and "cache_bytes" not in spec.parameters:
@@ -65,12 +69,16 @@ def estimate_bytes(
         if not on_gpu:
             cache_bytes_max = min(cache_bytes_max, CPU_CACHE_BYTES)
         with contextlib.suppress(KeyError, ValueError):  # not set, or the engine will reject it
-            cache_bytes_max = from_text(spec.parameters["cache_bytes"], int, "cache_bytes")
+            cache_bytes_max = from_text(spec.parameters["cache_bytes"], int, "cache_bytes") // shares
         if limit_bytes:
             cache_bytes_max = min(cache_bytes_max, limit_bytes // spec.instances - process_bytes - model_bytes)
-        model_bytes += max(0, min(slots * context_bytes(spec, number_bytes), cache_bytes_max))
-        model_bytes = -(-model_bytes // spec.ranks) if on_gpu else model_bytes
+        model_bytes += max(0, min(slots * context_bytes(spec, number_bytes) // shares, cache_bytes_max))
     return min(spec.instances * (model_bytes + process_bytes), ESTIMATE_BYTES_MAX)
+
+
+def _shares(spec: ModelSpec, device: DeviceInfo) -> int:
+    """Among how many GPUs the model is divided."""
+    return (spec.devices or len(device.each)) if spec.device_map else spec.ranks
 
 
 def _capability(device: DeviceInfo) -> tuple[int, int]:

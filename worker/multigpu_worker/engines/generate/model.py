@@ -31,7 +31,7 @@ from multigpu_worker.engines.generate.cache import (
     running,
 )
 from multigpu_worker.engines.generate.json_schema import Matcher, Schemas
-from multigpu_worker.engines.generate.ranks import Group, Rank, check_ranks
+from multigpu_worker.engines.generate.ranks import Rank, RankGroup, check_ranks
 from multigpu_worker.engines.generate.token_bytes import TokenBytes
 from multigpu_worker.engines.generate.weights import dequantised, read_weights
 from multigpu_worker.repository.folders import ModelFolderError
@@ -75,7 +75,7 @@ class GenerateModel:
     # The files of a dequantised model.
     artifact: Artifact | None = None
     # The other processes that share the model, if this is rank 0.
-    group: Group | None = None
+    group: RankGroup | None = None
     facts: dict[str, str] = field(default_factory=dict)
 
     def matcher(self, json_schema: str) -> Matcher:
@@ -136,7 +136,7 @@ def load_shared_model(spec: ModelSpec, settings: EngineSettings, precision: str)
     check_ranks(spec)
     # Before there are ranks: transformers saves a model on rank 0 alone, while the others would read it.
     dequantised(spec, settings.artifacts, settings.artifacts_bytes_max, dtype_of(precision))
-    group = Group(spec, settings, precision)
+    group = RankGroup(spec, settings, precision)
     model = load_model(spec, settings, precision, group.own)
     model.group = group
     return model

@@ -102,7 +102,7 @@ def join(spec: ModelSpec, settings: EngineSettings, rank: int, store: str) -> Ra
     return joined
 
 
-class Group:
+class RankGroup:
     """The other ranks, as seen by rank 0. Make it on a thread that lives as long as the process: see rank.py."""
 
     def __init__(self, spec: ModelSpec, settings: EngineSettings, precision: str) -> None:
