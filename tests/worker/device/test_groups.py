@@ -1,10 +1,12 @@
 """Workers that own several simulated GPUs: what they report, and how they fall sick."""
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from multigpu_worker.device.group import together
-from multigpu_worker.device.interface import DeviceProcess, Telemetry
+from multigpu_worker.device.group import DeviceGroup, together
+from multigpu_worker.device.interface import DeviceInfo, DeviceProcess, Telemetry, visible_environment
 
 from tests.fakes.gpus import SimulatedGpus
 from tests.worker.asking import until
@@ -41,6 +43,21 @@ def test_what_one_device_does_not_report_is_not_reported_of_the_group() -> None:
     assert (both.memory_total_bytes, both.memory_used_bytes, both.memory_free_bytes) == (16, None, None)
     assert (both.utilization, both.energy_joules, both.temperature_celsius) == (None, None, None)
     assert together([one, one]).utilization == 0.5
+
+
+@pytest.mark.parametrize(("variable", "counted"), [("CUDA_VISIBLE_DEVICES", "a,b"), ("ROCR_VISIBLE_DEVICES", "0,1")])
+def test_an_engine_sees_all_devices_of_a_group(variable: str, counted: str) -> None:
+    """HIP counts what ROCR_VISIBLE_DEVICES has left."""
+    devices: list[Any] = [
+        SimpleNamespace(
+            info=DeviceInfo(device_id=name, name=name, product="a GPU", memory_total_bytes=1),
+            visible_variable=variable, visible_devices=name, engine_name="cuda:0", compute_prohibited=False, reports_events=False,
+        )
+        for name in ("a", "b")
+    ]  # fmt: skip
+    environment = visible_environment([DeviceGroup(devices)])
+    assert environment[variable] == "a,b"
+    assert environment["CUDA_VISIBLE_DEVICES"] == counted
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,6 @@ def visible_environment(devices: Sequence[Device]) -> dict[str, str]:
     if variable != "CUDA_VISIBLE_DEVICES":
         # HIP reads this one, too, and counts the devices that the first has left.
         environment["CUDA_VISIBLE_DEVICES"] = environment["HIP_VISIBLE_DEVICES"] = ",".join(
-            str(index) for index in range(len(devices))
+            str(index) for index in range(sum(len(device.info.each) for device in devices))
         )
     return environment
