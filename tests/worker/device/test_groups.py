@@ -51,10 +51,14 @@ def test_an_engine_sees_all_devices_of_a_group(variable: str, counted: str) -> N
     devices: list[Any] = [
         SimpleNamespace(
             info=DeviceInfo(device_id=name, name=name, product="a GPU", memory_total_bytes=1),
-            visible_variable=variable, visible_devices=name, engine_name="cuda:0", compute_prohibited=False, reports_events=False,
+            visible_variable=variable,
+            visible_devices=name,
+            engine_name="cuda:0",
+            compute_prohibited=False,
+            reports_events=False,
         )
         for name in ("a", "b")
-    ]  # fmt: skip
+    ]
     environment = visible_environment([DeviceGroup(devices)])
     assert environment[variable] == "a,b"
     assert environment["CUDA_VISIBLE_DEVICES"] == counted

@@ -18,6 +18,10 @@ from multigpu_worker.engines.planning.wish import CPU, DISK, USABLE_SHARE, PlanE
 from multigpu_worker.repository.files import read_json
 from multigpu_worker.repository.model import STRATEGIES, ModelFolderError, ModelSpec
 
+# Of a GPU's free memory. The worker's models may take 0.9 of a GPU, and the cache of an engine takes up to half of what
+# the plan leaves.
+GPU_SHARE = 0.8
+
 log = structlog.get_logger(__name__)
 
 
@@ -38,11 +42,10 @@ def placement(spec: ModelSpec, settings: EngineSettings, precision: str) -> dict
             f"cuda:{index}": (limits.pop(str(index), None), torch.cuda.mem_get_info(index)[0])
             for index in range(spec.devices or torch.cuda.device_count())
         }
-    names = list(free)
+    names, share = list(free), USABLE_SHARE if settings.device == CPU else GPU_SHARE
     wish = Wish(
         devices=[
-            (name, int(free_bytes * USABLE_SHARE) if limit is None else limit)
-            for name, (limit, free_bytes) in free.items()
+            (name, int(free_bytes * share) if limit is None else limit) for name, (limit, free_bytes) in free.items()
         ],
         strategy=spec.device_map if spec.device_map in STRATEGIES else "auto",
         host_bytes=limits.pop(CPU, 0),
