@@ -309,9 +309,9 @@ def test_an_unloaded_model_leaves_no_process(fleet: VllmFleet) -> None:
 
 def test_a_model_that_vllm_rejects_says_why(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "wrong", head_size=64)
-    (tmp_path / "wrong" / "model.toml").write_text(TOML.replace("--enforce-eager", "--max-loras 0 --enable-lora"))
+    (tmp_path / "wrong" / "model.toml").write_text(TOML.replace("--enforce-eager", "--max-num-batched-tokens 0"))
     flags = ["--models", f"wrong={tmp_path / 'wrong'}", "--vllm-python", PYTHON]
     with Fleet(tmp_path / "fleet", workers=1, worker_flags=flags) as fleet:
-        expected = r"vLLM has ended while it loaded the model: .*max_loras"
+        expected = r"vLLM has ended while it loaded the model: .*max_num_batched_tokens"
         with pytest.raises(multigpu.TaskFailed, match=expected):
             generate(fleet, model="wrong", attempts_max=1)
