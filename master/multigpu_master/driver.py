@@ -35,7 +35,7 @@ from multigpu_master.wire.outcomes import OutcomeWriter, RunFrame
 from multigpu_master.wire.specs import SpecReader
 from multigpu_master.wire.times import duration
 from multigpu_master.worker_streams import WorkerStreams
-from multigpu_master.write_buffer import DURABLE_S, Journaling, tell
+from multigpu_master.write_buffer import DURABLE_S, WriteBuffer, tell
 
 log = structlog.get_logger()
 
@@ -47,8 +47,8 @@ Ended = tuple[Task, bytes | LargeBody]
 
 
 def is_cancelled(task: Task) -> bool:
-    """Run streams get CANCELLED, which promises that the task does not run, once it is on the disk. They get other
-    outcomes at once, unless the disk is full.
+    """Whether the task was cancelled. Such an outcome is sent once it is on the disk, because it promises that the task
+    does not run. Other outcomes are sent at once, unless the disk is full.
     """
     return task.outcome is not None and task.outcome.state is OutcomeState.CANCELLED
 
@@ -56,6 +56,10 @@ def is_cancelled(task: Task) -> bool:
 _NOT_CANCELLED = (
     "{cancelled} tasks were cancelled, {rest} were not: the master's disk is full. Free space on it, and cancel once "
     "more"
+)
+_NOT_DURABLE_AND_NOT_CANCELLED = (
+    "{cancelled} tasks were cancelled, but a restart of the master may bring the last of them back, and {rest} were "
+    "not cancelled: the master's disk is full. Free space on it, and cancel once more"
 )
 NOT_DURABLE = (
     "cancelled, but a restart of the master may bring the tasks back: its disk is full. Free space on it, and cancel "
@@ -72,16 +76,21 @@ class BrokenError(CallError):
 
 
 @dataclass(slots=True)
-class Watchers:
-    """The calls that wait for outcomes to become durable, or for a worker to change."""
+class ChangeEvents:
+    """The events for which calls wait: that outcomes have become durable, and that a worker has changed. Each is set
+    once; then another one takes its place.
+    """
 
     commits: asyncio.Event = field(default_factory=asyncio.Event)
     workers: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def wake(self, name: str) -> None:
-        """Wakes the calls that wait now."""
-        getattr(self, name).set()
-        setattr(self, name, asyncio.Event())
+    def committed(self) -> None:
+        self.commits.set()
+        self.commits = asyncio.Event()
+
+    def worker_changed(self) -> None:
+        self.workers.set()
+        self.workers = asyncio.Event()
 
 
 class Driver:
@@ -104,12 +113,10 @@ class Driver:
         self.proofs = LeaseProofs(recovered.lease_key)
         self._epoch = recovered.epoch
         self.specs = specs
-        self.watchers = Watchers()
+        self.changes = ChangeEvents()
         self._on_fatal = on_fatal
         self._broken = False
-        self.journaling = Journaling(
-            journal, self.handle, lambda: self.watchers.wake("commits"), on_fatal, recovered.last_cursor
-        )
+        self.write_buffer = WriteBuffer(journal, self.handle, self.changes.committed, on_fatal, recovered.last_cursor)
         self.on_worker_changed: Callable[[ev.WorkerChanged], None] = lambda _change: None
         self._loop = asyncio.get_running_loop()
         self.now = now
@@ -120,13 +127,13 @@ class Driver:
         # By task_id: the streams that get the outcome once it is on the disk.
         self._deferred_streams: dict[int, list[int]] = {}
         self.history = History(core, now)
-        self.usage = UsageLog(core.usage, self.journaling, now)
+        self.usage = UsageLog(core.usage, self.write_buffer, now)
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
         self.outcomes = OutcomeWriter()
         self._timer: asyncio.Handle | None = None
         self._timer_due_s = 0.0
         self._carry_out: dict[type, Callable[..., None]] = {
-            ev.Settled: self._settled, ev.Forward: self._forward, ev.WorkerChanged: self._worker_changed,
+            ev.Settled: self._settled, ev.ForwardPartials: self._forward, ev.WorkerChanged: self._worker_changed,
             ev.BreakerChanged: self._breaker_changed, ev.RenewIds: self._renew_ids, ev.Dispatch: self.workers.dispatch,
             ev.Welcome: self.workers.welcome, ev.Revoke: self.workers.revoke, ev.Recall: self.workers.recall,
             ev.Desire: self.workers.desire, ev.EndSession: self.workers.end,
@@ -187,12 +194,14 @@ class Driver:
         if (outbox := self._streams.pop(stream, None)) is not None:
             outbox.peer.gone()
             self.handle(ev.StreamClosed(stream))
-        self.journaling.flush()  # no client will resubmit the stream's deferred tasks
+        # If the master died, the clients of deferred tasks would submit them again, but the client of this stream has
+        # left.
+        self.write_buffer.flush()
 
-    def known(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        """The settled tasks of these requests that the core has forgotten, by request_id."""
+    def find_settled(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
+        """The tasks of these requests that have settled and that the core has forgotten, by request_id."""
         requests = self.core.ledger.requests
-        unknown = self.journaling.perhaps_known([r for r in request_ids if r and r not in requests])
+        unknown = self.write_buffer.perhaps_known([r for r in request_ids if r and r not in requests])
         found = self.journal.find_requests(unknown) if unknown else {}
         return {request_id: stored for request_id, stored in found.items() if stored.fingerprint != FREE}
 
@@ -201,8 +210,10 @@ class Driver:
         replaces: Mapping[str, int] = MappingProxyType({}), *, deferred: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """Submits tasks to the core. `done` is called when the accepted tasks are durable, or with an error when they
-        are lost. The caller must not acknowledge tasks before that, and with `deferred` never. `replaces`: dead letters
-        by request_id, deleted when the task with the same request_id is durable.
+        are lost; for ephemeral tasks it is called soon. The caller must not acknowledge tasks before that.
+
+        `deferred`: the caller acknowledges no task, so that it may be written after it has settled; not if one replaces
+        a dead letter. `replaces`: dead letters by request_id, deleted when the task with that request_id is durable.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -215,26 +226,28 @@ class Driver:
             fresh = submitted.fresh
             letters = [(task.task_id, replaces[task.request_id]) for task in fresh if task.request_id in replaces]
             if deferred and not letters:
-                self._loop.call_soon(self.journaling.submits_deferred, fresh, done)
+                self._loop.call_soon(self.write_buffer.submits_deferred, fresh, done)
             else:
-                self._loop.call_soon(self.journaling.submits, fresh, done, letters, not stream)
+                self._loop.call_soon(self.write_buffer.submits, fresh, done, letters, not stream)
         else:
-            self.soon(done)
+            self.done_soon(done)
         return submitted.results
 
-    async def submit_durably(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
-        """Submits one task in place of a dead letter, and returns when the journal has written both changes."""
+    async def resubmit_dead_letter(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
+        """Submits a task in place of the dead letter with the task_id `replaces`, and returns when the journal has
+        written both changes.
+        """
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
         answer = self.submit(spec, [task], 0, tell(future), {task.request_id: replaces})[0]
         error = await future
         return answer if error is None else ev.Rejection(8, str(error), 1.0)
 
-    def soon(self, done: Callable[[JournalError | None], None]) -> None:
+    def done_soon(self, done: Callable[[JournalError | None], None]) -> None:
         """Calls `done` without an error, in the loop's next round: there is nothing to write to the journal."""
         self._loop.call_soon(done, None)
 
-    async def settled(self, task_id: int, timeout_s: float) -> None:
-        """Waits until the task's outcome is final: committed, or of an ephemeral task."""
+    async def wait_settled(self, task_id: int, timeout_s: float) -> None:
+        """Returns when the task's outcome is final (of a durable task: committed), or after the timeout."""
         future: asyncio.Future[None] = self._loop.create_future()
         waiters = self._waiters[task_id]
         waiters.append(future)
@@ -254,12 +267,12 @@ class Driver:
             if error is None:  # else the master is stopping
                 self.handle(ev.IdsRenewed(ids.first_id(epoch, now_s)))
 
-        self.journaling.begin_epoch(epoch, begun)
+        self.write_buffer.begin_epoch(epoch, begun)
 
     def _settled(self, command: ev.Settled) -> None:
         self.history.observe(command.tasks)
-        write, writable = self.outcomes.write, self.journaling.writable
-        now: list[tuple[Task, Sequence[int], bytes | LargeBody]] = []
+        write, writable = self.outcomes.write, self.write_buffer.writable
+        at_once: list[tuple[Task, Sequence[int], bytes | LargeBody]] = []
         durable: list[Ended] = []
         later: list[Ended] = []
         for task in command.tasks:
@@ -270,20 +283,21 @@ class Driver:
                     later.append(ended)
                     self._deferred_streams[task.task_id] = list(task.streams)
                     continue
-            now.append((task, task.streams, ended[1]))
+            at_once.append((task, task.streams, ended[1]))
         try:
-            self._send_outcomes(now)
+            self._send_outcomes(at_once)
         finally:  # outcomes go to the journal even if sending them fails
             if durable:
                 done = functools.partial(self._send_deferred, later) if later else None
-                self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit
+                # Later in the loop: this event's leases go to the workers first.
+                self._loop.call_soon(self.write_buffer.settles, durable, done)
 
     def _send_deferred(self, ended: Sequence[Ended], error: JournalError | None) -> None:
         if error is None:
             self._send_outcomes([(task, self._deferred_streams.pop(task.task_id), body) for task, body in ended])
 
-    def defer_outcome(self, task: Task, stream: int) -> bool:
-        """If the outcome of a task is sent once it is on the disk: adds the stream to its receivers, returns True."""
+    def join_deferred_outcome(self, task: Task, stream: int) -> bool:
+        """Whether the task's outcome waits for the disk. If it does, the stream gets it then."""
         streams = self._deferred_streams.get(task.task_id)
         if streams is not None and stream not in streams:
             streams.append(stream)
@@ -292,33 +306,38 @@ class Driver:
 
     async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
         """Cancels the unsettled tasks among these, and returns them. On a full disk it cancels no more tasks than the
-        journal has room for. JournalFullError: the other tasks are not cancelled.
+        journal has room for. JournalFullError: its message says how many are cancelled.
         """
         waiting, cancelled = deque(tasks), list[Task]()
         while waiting:
-            count = min(self.journaling.cancellations_max(), CANCEL_TASKS, len(waiting))
+            count = min(self.write_buffer.cancellations_max(), CANCEL_TASKS, len(waiting))
             if not count:
-                raise JournalFullError(_NOT_CANCELLED.format(cancelled=len(cancelled), rest=len(waiting)))
+                rest = sum([task.outcome is None for task in waiting])
+                raise JournalFullError(_NOT_CANCELLED.format(cancelled=len(cancelled), rest=rest))
             part = [task for _ in range(count) if (task := waiting.popleft()).outcome is None and task.task_id]
             self.handle(ev.Cancel(part, reason, withdrawn))
             cancelled += part
             await asyncio.sleep(0)  # other calls run meanwhile
-            if not self.journaling.writable and not await self.withdrawn(part, DURABLE_S):
-                raise JournalFullError(NOT_DURABLE)  # another program has taken the room
+            if not self.write_buffer.writable and not await self.wait_cancellations(part, DURABLE_S):
+                rest = sum([task.outcome is None for task in waiting])  # another program has taken the room
+                message = _NOT_DURABLE_AND_NOT_CANCELLED.format(cancelled=len(cancelled), rest=rest)
+                raise JournalFullError(message if rest else NOT_DURABLE)
         return cancelled
 
-    async def withdrawn(self, tasks: Sequence[Task], timeout_s: float) -> bool:
+    async def wait_cancellations(self, tasks: Sequence[Task], timeout_s: float) -> bool:
         """Waits until the cancellations of these tasks are on the disk. False: the timeout came first."""
         end_s = time.monotonic() + timeout_s
         for task in tasks:
             while task.task_id in self._deferred_streams:
                 if (left_s := end_s - time.monotonic()) <= 0:
                     return False
-                await self.settled(task.task_id, left_s)
+                await self.wait_settled(task.task_id, left_s)
         return True
 
     def _send_outcomes(self, ended: Iterable[tuple[Task, Sequence[int], bytes | LargeBody]]) -> None:
-        """Sends the outcomes to the streams."""
+        """Sends the outcomes to the streams, wakes the calls that wait for ephemeral tasks, and records the ends of
+        tasks in traces and the log.
+        """
         streams = self._streams
         for task, receivers, body in ended:
             for stream in receivers:
@@ -332,7 +351,7 @@ class Driver:
                     if outbox.partials_from:
                         outbox.partials_from.pop(task.task_id, None)
                     if outbox.bytes > self._stream_bytes_max:
-                        self._too_much_unread(outbox)
+                        self._abort_unread(outbox)
             if not task.spec.durable:
                 self._wake(task)
             if task.extra is not None and task.extra.traceparent:
@@ -348,7 +367,7 @@ class Driver:
             if not future.done():
                 future.set_result(None)
 
-    def _too_much_unread(self, outbox: RunOutbox) -> None:
+    def _abort_unread(self, outbox: RunOutbox) -> None:
         outbox.abort(ExhaustedError("too many outcomes are unread; read faster, or submit less at once"))
 
     def add_large_outcome(self, outbox: RunOutbox, body: bytes | LargeBody, request_id: str) -> None:
@@ -374,7 +393,7 @@ class Driver:
             body = payload_messages.outcome_at(body, tail)
         outbox.room_for(len(body)).add_outcome(body)
 
-    def _forward(self, command: ev.Forward) -> None:
+    def _forward(self, command: ev.ForwardPartials) -> None:
         task = command.task
         for stream in task.streams:
             outbox = self._streams.get(stream)
@@ -388,15 +407,15 @@ class Driver:
                         content_type=content_type,
                     )  # fmt: skip
                 if outbox.bytes > self._stream_bytes_max:
-                    self._too_much_unread(outbox)
+                    self._abort_unread(outbox)
 
     def _breaker_changed(self, command: ev.BreakerChanged) -> None:
         if command.tripped_s:
             log.error("circuit breaker tripped", reason=command.message)
         else:
             log.info("circuit breaker reset")
-        self.journaling.remember(settings.breaker_setting(command.tripped_s))
-        self.watchers.wake("workers")
+        self.write_buffer.remember(settings.breaker_setting(command.tripped_s))
+        self.changes.worker_changed()
 
     def _worker_changed(self, command: ev.WorkerChanged) -> None:
         self.on_worker_changed(command)

@@ -76,7 +76,7 @@ class LeaseProofs:
     def of(
         self, worker_id: str, lease_ids: Sequence[int], task_ids: Sequence[int], attempts: Sequence[int]
     ) -> Sequence[int]:
-        """The proofs of leases of one worker, each of a task's attempt."""
+        """A proof for each of a worker's leases. The lists are parallel."""
         words = [0] * (2 * len(lease_ids))
         words[::2] = task_ids
         # Ids are below 2**53.
@@ -86,7 +86,7 @@ class LeaseProofs:
 
     def _make_encryptor(self, worker_id: str) -> CipherContext:
         key = blake2b(worker_id.encode(), digest_size=16, key=self._key).digest()
-        return Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305  no block is met twice
+        return Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305  blocks of random ids, not of text
 
 
 class Incarnations:

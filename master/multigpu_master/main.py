@@ -166,7 +166,7 @@ def _status(master: Master) -> str:
     """For `systemctl status`."""
     core = master.driver.core
     connected = sum(worker.session != 0 for worker in core.fleet.workers.values())
-    journal = "" if master.driver.journaling.writable else "; NO ROOM for the journal"
+    journal = "" if master.driver.write_buffer.writable else "; NO ROOM for the journal"
     return f"{master.address}: {connected} workers connected, {core.ledger.unsettled} unsettled tasks{journal}"
 
 

@@ -108,7 +108,7 @@ class Master:
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         try:
-            self.auth = await load_auth(config, recovered.settings, driver.now, driver.journaling.save)
+            self.auth = await load_auth(config, recovered.settings, driver.now, driver.write_buffer.save)
         except (JournalError, OSError) as error:
             raise StartError(f"the tokens can't be read or written: {error}") from error
         await self._serve(driver)
@@ -157,7 +157,7 @@ class Master:
 
     def _recover(self, driver: Driver, recovered: Recovered) -> tuple[int, int]:
         """Restores settings and tasks. Returns how many tasks, and how many workers are expected to reconnect."""
-        driver.journaling.learn_requests()
+        driver.write_buffer.learn_requests()
         now = driver.now()
         expected = settings.restore(
             lambda event: driver.core.handle(event, now), driver.core.ledger.strategies, recovered.settings
@@ -176,7 +176,7 @@ class Master:
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         """Runs on the journal's thread. Nothing is appended before there is a driver."""
-        self.driver.journaling.on_commit(entries, first_cursor, error)
+        self.driver.write_buffer.on_commit(entries, first_cursor, error)
 
     async def _serve(self, driver: Driver) -> None:
         """Registers the services, listens and starts the metrics."""
@@ -241,12 +241,12 @@ class Master:
         # While stopping, sessions are ended by the master: the next master has to expect these workers.
         if change.remember and not self._intake.stopping:
             setting = settings.worker_setting(worker)
-            driver.journaling.remember(dict.fromkeys(setting) if change.gone else setting)
+            driver.write_buffer.remember(dict.fromkeys(setting) if change.gone else setting)
             state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
             self._health.set(
                 HEALTH_WORKER + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
             )
-        driver.watchers.wake("workers")
+        driver.changes.worker_changed()
 
     def _die(self, reason: str) -> None:
         """Ends the process: only a new one, which reads the journal again, knows what was written."""
@@ -276,7 +276,7 @@ class Master:
         self._health.stop()
         self.driver.usage.stop()
         if self.fatal is None:
-            await asyncio.wait([asyncio.ensure_future(self.driver.journaling.all_durable())], timeout=timeout_s / 3)
+            await asyncio.wait([asyncio.ensure_future(self.driver.write_buffer.all_durable())], timeout=timeout_s / 3)
         # Streams do not end by themselves: their peers reconnect to the next master.
         await self._server.stop(min(0.2, timeout_s / 3))
         await self._audit.finish(timeout_s / 3)

@@ -1,8 +1,9 @@
 """Buffers entries for the journal's thread, and calls back when they are durable.
 
-An entry that no call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks on a stream
-that asks for outcomes only are deferred for up to DEFER_S, in memory: most of them settle meanwhile, and only their
-outcome is written. An entry that is reported as durable is written after all entries that were accepted before it.
+An entry that no unary call waits for stays here for LINGER_S, so that more entries share its transaction. Tasks on a
+stream that asks for outcomes only are deferred for up to DEFER_S, in memory: most of them settle meanwhile, and only
+their outcome is written. An entry that is reported as durable is written after all entries that were accepted before
+it; on a full disk, small cancellations overtake outcomes.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ log = structlog.get_logger()
 
 # Streams are not read while more bytes than this wait for the journal's thread.
 JOURNAL_BACKLOG_BYTES = 64 << 20
-# Entries larger than this are written at once: the disk should not idle while there is much to write.
+# When more bytes than this have gathered, they are written at once: the disk should not idle while there is much to do.
 LINGER_BYTES_MAX = 256 << 10
 # A larger batch of outcomes becomes several entries: on a full disk, some of them may fit.
 ENTRY_BYTES_MAX = 256 << 10
-# During this time the journal's thread does not compete with the event loop for the interpreter.
+# How long an entry waits for others. Each transaction makes the event loop wait for Python's global lock (GIL).
 LINGER_S = 0.02
-# Deferred tasks are written after half of this time at the earliest, so that one transaction takes many of them.
+# If nothing else causes it, deferred tasks are written after half of this time or more: many in one transaction.
 DEFER_S = 0.5
 DEFERRED_BYTES_MAX = 64 << 20
 # A call waits for at most this long until its changes are on the disk, which may be full.
@@ -52,7 +53,7 @@ class _Deferral:
 
     deadline_s: float  # of the event loop's clock
     task_ids: list[int]
-    failed: Done
+    done: Done
 
 
 def tell(future: asyncio.Future[JournalError | None]) -> Done:
@@ -65,6 +66,18 @@ def tell(future: asyncio.Future[JournalError | None]) -> Done:
     return done
 
 
+def after_both(done: Done) -> Done:
+    """A callback for two entries, which calls `done` when both are durable or rejected."""
+    first: list[JournalError | None] = []
+
+    def one(error: JournalError | None) -> None:
+        if first:
+            done(first[0] or error)
+        first.append(error)
+
+    return one
+
+
 @dataclass(slots=True)
 class _Pending:
     """An entry that is not committed yet, and its callback."""
@@ -75,10 +88,10 @@ class _Pending:
     replaced: Sequence[tuple[int, int]] = ()  # submitted task_ids, and the dead letters that they replace
     settled: Sequence[Task] = ()
     done: Done | None = None
-    reports: bool = True  # `done` reports to a client that the entry is durable
+    acknowledges: bool = True  # `done` reports to a client that the entry is durable
 
 
-class Journaling:
+class WriteBuffer:
     """`handle` feeds an event to the core, `committed` is called when outcomes are durable, and `on_fatal` once,
     with the reason, when the master can't go on.
     """
@@ -118,12 +131,12 @@ class Journaling:
         pending = _Pending(Entry(), _own_bytes(fresh), submitted=fresh, replaced=replaced, done=done)
         self._append(pending, urgent=urgent)
 
-    def submits_deferred(self, fresh: Sequence[Task], failed: Done) -> None:
-        """Writes tasks that the core has accepted, but that are not reported to any client before they end. `failed` is
-        called if they can't be made durable, and may be called without an error.
+    def submits_deferred(self, fresh: Sequence[Task], done: Done) -> None:
+        """Writes tasks that the core has accepted, but that are not reported to any client before they end. `done` is
+        called once those that have not settled by then are durable, or with an error.
         """
         task_ids = [task.task_id for task in fresh]
-        self._deferrals.append(_Deferral(self._loop.time() + DEFER_S, task_ids, failed))
+        self._deferrals.append(_Deferral(self._loop.time() + DEFER_S, task_ids, done))
         self._deferred.update(zip(task_ids, fresh, strict=True))
         self._deferred_bytes += _own_bytes(fresh)
         if self._deferred_bytes > DEFERRED_BYTES_MAX:
@@ -144,25 +157,26 @@ class Journaling:
         self._deferral_timer = again
 
     def _end_deferrals(self, until_s: float) -> None:
-        """Puts deferred tasks before all lingering entries, which may depend on them, and their callbacks behind those
-        entries: a submit that has joined another call's task is answered once that task is written or rejected.
+        """Puts the tasks that are deferred until `until_s` into the order of entries: first these tasks, on which
+        others may depend; then the lingering entries; then the callbacks of these tasks. So a submit that has joined
+        another call's task is answered once that task is written or rejected.
         """
         tasks: list[Task] = []
-        failed: list[Done] = []
+        callbacks: list[Done] = []
         while self._deferrals and self._deferrals[0].deadline_s <= until_s:
             deferral = self._deferrals.popleft()
-            failed.append(deferral.failed)
+            callbacks.append(deferral.done)
             tasks += [t for i in deferral.task_ids if (t := self._deferred.pop(i, None)) is not None]
-        if not failed:
+        if not callbacks:
             return
 
         def done(error: JournalError | None) -> None:
-            for each in failed:
-                each(error)
+            for callback in callbacks:
+                callback(error)
 
         size = _own_bytes(tasks)
         self._deferred_bytes -= size
-        first, last = _Pending(Entry(), size, submitted=tasks), _Pending(Entry(), 0, done=done, reports=False)
+        first, last = _Pending(Entry(), size, submitted=tasks), _Pending(Entry(), 0, done=done, acknowledges=False)
         self._pending |= {id(pending.entry): pending for pending in (first, last)}
         self._pending_bytes += size
         self._lingering = [first, *self._lingering, last]
@@ -172,8 +186,9 @@ class Journaling:
         bodies = [body for _, body in settled]
         if len(settled) > 1 and sum(map(len, bodies)) > ENTRY_BYTES_MAX:
             half = len(settled) // 2
-            self.settles(settled[:half])
-            self.settles(settled[half:], done)
+            either = after_both(done) if done is not None else None  # on a full disk, either half may be written first
+            self.settles(settled[:half], either)
+            self.settles(settled[half:], either)
             return
         tasks = [task for task, _ in settled]
         unwritten = self._forget_deferred(tasks)
@@ -205,7 +220,7 @@ class Journaling:
         self._append(_Pending(Entry(usage=records), 0, done=done), urgent=done is not None)
 
     def cancellations_max(self) -> int:
-        """How many cancellations certainly fit on the disk now."""
+        """How many cancellations of tasks without log and outputs fit on the disk now."""
         if self.writable:
             return sys.maxsize
         return max(0, self._journal.room_bytes() - TRANSACTION_ROOM_BYTES) // CANCELLATION_ROOM_BYTES
@@ -242,7 +257,7 @@ class Journaling:
             self._linger_timer = None
         if not self._lingering:
             return
-        if any(pending.done is not None and pending.reports for pending in self._lingering):
+        if any(pending.done is not None and pending.acknowledges for pending in self._lingering):
             self._end_deferrals(math.inf)  # clients may learn of deferred tasks from the reports: write those first
         lingering, self._lingering = self._lingering, []
         self._lingering_bytes = 0
@@ -284,13 +299,13 @@ class Journaling:
 
     def on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         """Called by the journal, on its thread."""
-        self._loop.call_soon_threadsafe(self._committed, entries, first_cursor, error)
+        self._loop.call_soon_threadsafe(self._handle_commit, entries, first_cursor, error)
 
-    def _committed(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
+    def _handle_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         if error is not None and not isinstance(error, JournalFullError):
             self._on_fatal(f"the journal failed, and must be read again by a new master: {error}")
             return
-        if error is not None or not entries:  # entries are also committed while the journal is full
+        if error is not None or not entries:  # see CommitCallback: entries are also committed while the journal is full
             self._set_writable(error)
         settled: list[Task] = []
         for entry in entries:

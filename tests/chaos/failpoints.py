@@ -61,7 +61,7 @@ FAILPOINTS = [
     # Fsync: of what is large, and of a transaction, which SQLite writes and syncs within this call.
     *_around(MASTER, "fsync of a segment", "os", "fdatasync"),
     *_around(MASTER, "commit", f"{_M}.journal.sqlite.journal", "SqliteJournal._commit"),
-    *_around(MASTER, "the loop learns of a commit", f"{_M}.write_buffer", "Journaling._committed"),
+    *_around(MASTER, "the loop learns of a commit", f"{_M}.write_buffer", "WriteBuffer._committed"),
     # Ack.
     *_around(MASTER, "the answer to Submit", f"{_M}.rpc.task_service", "TaskService.Submit", AFTER),
     *_around(MASTER, "acceptances on Run", f"{_M}.rpc.run_stream", "RunStream._send_acceptances"),
@@ -77,7 +77,7 @@ FAILPOINTS = [
     *_around(MASTER, "an outcome is sent", f"{_M}.driver", "Driver._send_outcomes", FAILS),
     *_around(MASTER, "leases are put into frames", f"{_M}.worker_streams", "WorkerStreams._put_leases", FAILS),
     *_around(MASTER, "leases end in the core", f"{_M}.core.ledger", "Ledger.succeed", FAILS),
-    *_around(MASTER, "settles go to the journal", f"{_M}.write_buffer", "Journaling.settles", AFTER),
+    *_around(MASTER, "settles go to the journal", f"{_M}.write_buffer", "WriteBuffer.settles", AFTER),
     # The recovery from all of the above.
     *_around(MASTER, "the journal is opened", f"{_M}.journal.sqlite.journal", "SqliteJournal.open", once=True),
     *_around(MASTER, "the listeners are opened", f"{_M}.server", "Master._listen", once=True),

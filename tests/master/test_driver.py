@@ -56,7 +56,7 @@ class Stage:
 
     def _on_commit(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         self.commits.append(entries)
-        self.driver.journaling.on_commit(entries, first_cursor, error)
+        self.driver.write_buffer.on_commit(entries, first_cursor, error)
 
     def submit(self, *names: str) -> list[Task]:
         tasks = [Task(self.spec, name, b"payload", submit_s=self.driver.now()) for name in names]
@@ -65,7 +65,7 @@ class Stage:
 
     async def durable(self) -> None:
         async with asyncio.timeout(20):
-            await self.driver.journaling.all_durable()
+            await self.driver.write_buffer.all_durable()
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ async def test_an_outcome_without_space_on_the_disk_is_not_sent(stage: Stage, mo
     """Else it could be another one after a restart, any time later."""
     (task,) = stage.submit("ended")
     await stage.durable()
-    monkeypatch.setattr(stage.driver.journaling, "writable", False)
+    monkeypatch.setattr(stage.driver.write_buffer, "writable", False)
     stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"done"]))
     assert stage.outbox.bytes == 0
     assert (await outcomes(stage.outbox))["ended"].result == b"done"
@@ -198,7 +198,7 @@ async def test_get_answers_for_the_task_that_it_found_though_its_request_id_is_a
         stage.submit("taken")
         await stage.durable()
 
-    monkeypatch.setattr(stage.driver, "settled", withdrawn_and_submitted_anew)
+    monkeypatch.setattr(stage.driver, "wait_settled", withdrawn_and_submitted_anew)
     request = task_service_pb2.GetRequest(request_id="taken", wait=wire_times.duration(20))
     answer = await stage.service.Get(request, None)
     assert (answer.task.task_id, answer.task.outcome.state) == (first.task_id, task_pb2.OUTCOME_STATE_CANCELLED)
@@ -228,12 +228,12 @@ async def test_a_stream_that_joins_a_withdrawn_task_gets_the_durable_cancellatio
     (task,) = stage.submit("withdrawn")
     stage.driver.handle(ev.Cancel([task]))
     stream, outbox = stage.driver.open_stream()
-    assert stage.driver.defer_outcome(task, stream)
+    assert stage.driver.join_deferred_outcome(task, stream)
     assert (outbox.bytes, outbox.pending_outcomes) == (0, 1)
     received = await outcomes(outbox)
     assert (received["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
     assert stage.journal.get_outcome(task.task_id) is not None
-    assert not stage.driver.defer_outcome(task, stream), "the next is told at once"
+    assert not stage.driver.join_deferred_outcome(task, stream), "the next is told at once"
 
 
 async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_more(
@@ -314,7 +314,7 @@ async def test_count_counts_each_task_once_while_tasks_settle(stage: Stage, monk
 async def test_a_cancellation_without_room_changes_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = stage.submit("one", "two")
     await stage.durable()
-    monkeypatch.setattr(stage.driver.journaling, "writable", False)
+    monkeypatch.setattr(stage.driver.write_buffer, "writable", False)
     monkeypatch.setattr(stage.journal, "room_bytes", lambda: 0)
     request = task_service_pb2.CancelRequest(task_ids=[task.task_id for task in tasks])
     with pytest.raises(ExhaustedError, match="0 tasks were cancelled, 2 were not"):

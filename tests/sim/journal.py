@@ -1,5 +1,5 @@
 """A simulated journal, in place of SQLite and the journal's thread. Appended entries become durable in order and after
-a delay, several in a transaction, and a crash loses the rest. The master's real `Journaling` uses it, on a simulated
+a delay, several in a transaction, and a crash loses the rest. The master's real `WriteBuffer` uses it, on a simulated
 event loop.
 
 It repeats the rules of journal/sqlite/journal.py (what a full disk rejects and keeps, what is written once, when there
@@ -230,7 +230,7 @@ class _Handle:
 
 
 class SimLoop:
-    """The methods of an event loop that the master's journaling uses, on the simulated clock. Once `dead`, it runs no
+    """The methods of an event loop that the master's write_buffer uses, on the simulated clock. Once `dead`, it runs no
     callback.
     """
 

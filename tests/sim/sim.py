@@ -286,7 +286,7 @@ class Simulation:
         core = self.master.core
         if not self._healed_s or core is None or core.ledger.unsettled or core.ledger.uncommitted_bytes:
             return False
-        if not self.master.journal.idle or self.master.journaling._pending:
+        if not self.master.journal.idle or self.master.write_buffer._pending:
             return False
         if any(request.open for client in self.clients for request in client.requests.values()):
             return False

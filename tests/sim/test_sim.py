@@ -10,7 +10,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.spec import Spec
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.write_buffer import Journaling
+from multigpu_master.write_buffer import WriteBuffer
 
 from tests.commands import run_module
 from tests.sim import sim
@@ -160,14 +160,14 @@ def test_a_client_that_joins_tasks_on_their_way_to_a_full_disk_gets_their_reject
             gone.extend(event.tasks)
 
     with loop.running():
-        journaling = Journaling(cast("SqliteJournal", journal), handle, lambda: None, pytest.fail)
-    journal.open(journaling.on_commit)
+        write_buffer = WriteBuffer(cast("SqliteJournal", journal), handle, lambda: None, pytest.fail)
+    journal.open(write_buffer.on_commit)
     journal.disk_full = True
     task = Task(Spec(kind="sim", wire=b"spec"), "r1", b"payload", task_id=1)
     answered: list[str] = []
-    journaling.submits_deferred([task], lambda _error: answered.append("the first"))
-    journaling.flush()
-    journaling.submits_deferred([], lambda _error: answered.append("the second"))
+    write_buffer.submits_deferred([task], lambda _error: answered.append("the first"))
+    write_buffer.flush()
+    write_buffer.submits_deferred([], lambda _error: answered.append("the second"))
     world.after(3.0, lambda: setattr(journal, "disk_full", False))
     while world.now < world.start + 6.0 and world.step():
         pass

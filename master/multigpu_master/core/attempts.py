@@ -173,7 +173,7 @@ class Attempts:
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:
-            self._ledger.classes.leave(self._ledger.class_of(task), task)
+            self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
     def due(self, task: Task, what: TimeLimit, now: float) -> None:
         """Applies a time limit of an unsettled task that has passed."""

@@ -12,9 +12,9 @@ from multigpu_master.core.timers import DUE_MAX, Timers
 OBJECTS_BYTES = 512
 
 
-def outcome_bytes(task: Task) -> int:
+def settled_bytes(task: Task) -> int:
     """The approximate memory of a settled task, in bytes."""
-    assert task.outcome is not None, "outcome_bytes needs a settled task"
+    assert task.outcome is not None, "settled_bytes needs a settled task"
     size = len(task.outcome.result) + len(task.payload) + OBJECTS_BYTES
     return size if task.extra is None else size + task.extra.partials_bytes
 
@@ -39,7 +39,7 @@ class EphemeralOutcomes:
             task.payload = b""
         expire_s = task.outcome.finish_s + task.spec.result_ttl_s
         heappush(self._heap, (expire_s, task.task_id, task))
-        self.size_bytes += outcome_bytes(task)
+        self.size_bytes += settled_bytes(task)
         while self.size_bytes > self._bytes_max:
             self._drop()
         if expire_s < self._due_s:
@@ -63,5 +63,5 @@ class EphemeralOutcomes:
 
     def _drop(self) -> None:
         _, _, task = heappop(self._heap)
-        self.size_bytes -= outcome_bytes(task)
+        self.size_bytes -= settled_bytes(task)
         self._forget(task)

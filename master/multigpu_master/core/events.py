@@ -56,7 +56,7 @@ class Cancel:
 
     tasks: Sequence[Task]
     reason: str = ""
-    withdrawn: bool = False  # by the client that submitted them: their request_ids are free
+    withdrawn: bool = False  # their request_ids are free then
 
 
 # --- events: the journal ---------------------------------------------------------------------------------------------
@@ -64,8 +64,8 @@ class Cancel:
 
 @dataclass(slots=True)
 class SubmitFailed:
-    """The journal could not write these tasks: they were never submitted. The core sets the task_id of each unsettled
-    task to 0, which tells the caller that waits for the write.
+    """The journal could not write these tasks: they are as if they had never been submitted. The core sets the task_id
+    of each unsettled task to 0, which tells the caller that waits for the write.
     """
 
     tasks: Sequence[Task]
@@ -73,7 +73,9 @@ class SubmitFailed:
 
 @dataclass(slots=True)
 class SettlesCommitted:
-    """The journal has written the outcomes of these tasks: the core may forget them."""
+    """The journal is done with the outcomes of these tasks, and the core may forget them. It has written them, unless
+    it has rejected the tasks, or had no room for them when it was closed.
+    """
 
     tasks: Sequence[Task]
 
@@ -87,8 +89,8 @@ class IdsRenewed:
 
 @dataclass(slots=True)
 class Recover:
-    """The unsettled tasks of the journal, at the start. Nothing is dispatched before hold_until_s, so that workers that
-    held leases of the last master can report them.
+    """The unsettled tasks of the journal, at the start. Nothing is dispatched before hold_until_s, or until all workers
+    of the last master are back, so that these can report the leases that they hold.
     """
 
     tasks: Sequence[Task]
@@ -305,8 +307,8 @@ Event = (
 @dataclass(slots=True)
 class Submitted:
     """The answer to Submit: for each task, in order, the task itself, the known task with its request_id, or why it was
-    rejected. `fresh`: the new tasks; durable ones go to the journal before they are acknowledged. `pending`: how many
-    outcomes the stream waits for in addition.
+    rejected. `fresh`: the new tasks; durable ones go to the journal before they are acknowledged. `pending`: by how
+    many the number of outcomes that the stream waits for has grown.
     """
 
     results: list[Task | Rejection]
@@ -365,7 +367,7 @@ class Recall:
 
 @dataclass(slots=True)
 class Desire:
-    """Send the worker its desired state: drain or not, the requested checks, and the models to load or unload."""
+    """Send the worker its desired state: whether it drains, and what the Worker says of checks and models."""
 
     session: int
     draining: bool
@@ -380,7 +382,7 @@ class EndSession:
 
 
 @dataclass(slots=True)
-class Forward:
+class ForwardPartials:
     """New partial outputs of a task: (index, data, content_type), for the task's streams."""
 
     task: Task
@@ -389,7 +391,7 @@ class Forward:
 
 @dataclass(slots=True)
 class WorkerChanged:
-    """A worker's visible state changed. `remember`: its setting in the journal too. `gone`: it was forgotten."""
+    """A worker's visible state changed. `remember`: what the journal keeps of it, too. `gone`: it was forgotten."""
 
     worker: Worker
     remember: bool = False
@@ -405,6 +407,6 @@ class BreakerChanged:
 
 
 Command = (
-    Submitted | Cancelled | Settled | RenewIds | Welcome | Dispatch | Revoke | Recall | Desire | EndSession | Forward
-    | WorkerChanged | BreakerChanged
+    Submitted | Cancelled | Settled | RenewIds | Welcome | Dispatch | Revoke | Recall | Desire | EndSession
+    | ForwardPartials | WorkerChanged | BreakerChanged
 )  # fmt: skip

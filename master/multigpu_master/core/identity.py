@@ -2,7 +2,8 @@
 Queue, priority, labels, limits and timeouts may differ: those of the first submit apply. A durable submit never joins
 an ephemeral task, because that would not survive a restart of the master.
 
-The journal keeps a fingerprint of each task that had a request_id: the CRC-32 of its payload and 31 bits of its spec's.
+The journal keeps a fingerprint of each task that had a request_id: the CRC-32 of its payload and 31
+bits of the CRC of its kind, model, content type and parameters.
 """
 
 import zlib
@@ -39,7 +40,9 @@ def fingerprint(task: Task) -> int | None:
 def conflict(
     task_id: int, kind: str, model: str, known: int | None, again: Task, state: int | None, *, durable: bool = True
 ) -> ev.Rejection | None:
-    """Why `again` differs from task `task_id` with the same request_id. `state`: of that task's outcome, if any."""
+    """Why `again` differs from the earlier task with the same request_id, which all other arguments describe. `known`:
+    its fingerprint, `state`: of its outcome; None: it has none.
+    """
     other = _difference(kind, model, known, again)
     if again.spec.durable and not durable:
         other = "durability EPHEMERAL, not DURABLE"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multigpu_master.core.commands import Commands
-from multigpu_master.core.ephemeral import EphemeralOutcomes, outcome_bytes
+from multigpu_master.core.ephemeral import EphemeralOutcomes, settled_bytes
 from multigpu_master.core.model import Gang, Lease, Outcome, OutcomeState, Queue, Task, Worker, partition_of
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.resource_classes import ResourceClass, ResourceClasses
@@ -106,8 +106,8 @@ class Ledger:
 
     # --- from state to state -----------------------------------------------------------------------------------------
 
-    def enter(self, task: Task, resource_class: ResourceClass, requeued: int = 0) -> None:
-        """Adds a queued task. `requeued`: not 0 if it has the id of a dead letter, and so an earlier place by id."""
+    def enter(self, task: Task, resource_class: ResourceClass, *, old_id: bool = False) -> None:
+        """Adds a queued task. `old_id`: it has the id of a dead letter, and its place is that of the id."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
@@ -116,7 +116,7 @@ class Ledger:
         self.unsettled_bytes += size
         queue.queued += 1
         queue.queued_bytes += size
-        if requeued:
+        if old_id:
             self.classes.put_back(resource_class, task)
         else:
             self.classes.add(resource_class, task)
@@ -173,7 +173,7 @@ class Ledger:
         ended.task.lease = None
 
     def rank_succeeded(self, lease: Lease) -> None:
-        """Releases a rank that has succeeded, and whose task goes on. It is off its worker's dict already."""
+        """Releases a rank that has succeeded, and whose task goes on. The caller has removed it from worker.leases."""
         self._fleet.released(lease.worker, [lease], len(lease.task.payload))
 
     def add_partial(self, task: Task, data: bytes, content_type: str, size: int) -> None:
@@ -185,7 +185,7 @@ class Ledger:
         self.unsettled_bytes += size
 
     def _keep_log(self, task: Task) -> None:
-        """Adds the log of the attempt under way, which ends, to the task's."""
+        """Adds the log of the attempt that ends now to the task's."""
         log, extra = task.log, task.ensure_extra()
         grown = len(log) - len(extra.log)
         extra.log = log
@@ -193,7 +193,7 @@ class Ledger:
         self.unsettled_bytes += grown
 
     def succeed(self, worker: Worker, leases: Sequence[Lease]) -> list[Task]:
-        """From leased to settled. The leases are off their worker's dict already, and the tasks have their outcomes."""
+        """From leased to settled. The caller has removed the leases from worker.leases, and set the tasks' outcomes."""
         tasks, bytes_total, partials_bytes, uncommitted_bytes = [], 0, 0, 0
         queue, queue_name = None, ""
         for lease in leases:
@@ -213,7 +213,7 @@ class Ledger:
             queue.leased -= 1
             queue.leased_bytes -= size
             if spec.durable:
-                uncommitted_bytes += outcome_bytes(task)
+                uncommitted_bytes += settled_bytes(task)
         self._fleet.released(worker, leases, bytes_total)
         count = len(tasks)
         self.leased -= count
@@ -230,7 +230,7 @@ class Ledger:
     def settle(self, task: Task, outcome: Outcome) -> None:
         """From queued, and in no class, to settled: an end without success."""
         assert task.outcome is None, "a task is settled once"
-        self.close(task)
+        self.uncount(task)
         task.outcome = outcome
         counters = self.counters
         match outcome.state:
@@ -244,11 +244,11 @@ class Ledger:
                 counters.dead_lettered += 1
         self._commands.settled((task,))
         if task.spec.durable:
-            self.uncommitted_bytes += outcome_bytes(task)
+            self.uncommitted_bytes += settled_bytes(task)
         else:
             self.ephemeral.keep(task)
 
-    def close(self, task: Task) -> None:
+    def uncount(self, task: Task) -> None:
         """From queued, and in no class, to no state."""
         assert task.lease is None, "a leased task is released first"
         queue, size = self.queues[task.spec.queue], len(task.payload)
@@ -259,7 +259,7 @@ class Ledger:
 
     def committed(self, task: Task) -> None:
         """Forgets a task: the journal has its outcome."""
-        self.uncommitted_bytes -= outcome_bytes(task)
+        self.uncommitted_bytes -= settled_bytes(task)
         self.forget(task)
 
     def forget(self, task: Task) -> None:

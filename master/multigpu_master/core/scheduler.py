@@ -61,10 +61,11 @@ class Core:
         self.usage = Usage()
         self._streams: set[int] = set()  # the open Run streams
         attempts = self._attempts = Attempts(ledger, timers, commands, hold, random)
-        reservations, recalls = LoadReservations(fleet, timers), Recalls(ledger, fleet, timers, commands, self.grants)
+        reservations = LoadReservations(fleet, timers)
+        recalls = Recalls(ledger, fleet, timers, commands, self.can_grant)
         self.gangs = Gangs(ledger, fleet, timers, commands, attempts, lambda: self.ids.next_id)
         self._dispatcher = Dispatcher(
-            ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.gangs, self.grants
+            ledger, fleet, self.ids, commands, attempts, reservations, recalls, self.gangs, self.can_grant
         )
         sessions = Sessions(
             ledger, fleet, timers, commands, hold, attempts, self.quarantine, reservations, recalls, self.gangs,
@@ -99,7 +100,7 @@ class Core:
             commands.append(ev.RenewIds())
         return commands
 
-    def grants(self, now: float) -> bool:
+    def can_grant(self, now: float) -> bool:
         """Whether leases can be granted: the recovery hold is over, the journal keeps up, and there is an unused id."""
         return not self.hold.active(now) and not self.ledger.clogged() and self.ids.next_id < self.ids.end
 
@@ -157,7 +158,7 @@ class Core:
             if resource_class is None or task.partition_key != key:
                 key = task.partition_key
                 resource_class = ledger.classes.get(queue, spec, partition_of(key))
-            ledger.enter(task, resource_class, dead_letter_id)
+            ledger.enter(task, resource_class, old_id=dead_letter_id > 0)
             results.append(task)
             fresh.append(task)
         ledger.counters.submitted += len(fresh)
@@ -218,7 +219,7 @@ class Core:
             ledger.forget(task)
             if task.outcome is None:
                 self._attempts.leave(task, "the master could not write the task to its journal")
-                ledger.close(task)
+                ledger.uncount(task)
                 ledger.counters.unwritten += 1
                 task.task_id = 0
 

@@ -59,7 +59,8 @@ class SettleRecord:
     worker_id: str
     submit_time_s: float
     settle_time_s: float
-    expire_time_s: float  # after this time the body is not returned, unless the task is a dead letter
+    # Then the body is deleted, unless the task is a dead letter. Time during which no master ran is added.
+    expire_time_s: float
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task as it was submitted, if it became a dead letter
     fingerprint: int | None = None  # see core/identity.py; None: not known

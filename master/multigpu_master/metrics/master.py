@@ -145,7 +145,7 @@ def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
     if (latencies := driver.history.latencies) is not None:
         yield from latencies.metrics()
     yield metric("mgpu_journal_bytes", "Size of the journal on disk.", sample(journal.size_bytes()))
-    writable = float(driver.journaling.writable)
+    writable = float(driver.write_buffer.writable)
     yield metric("mgpu_journal_writable", "1 if durable tasks can be accepted.", sample(writable))
     yield metric("mgpu_master_memory_bytes", "Resident memory of the master.", sample(rss_bytes()))
     workers = list(core.fleet.workers.values())

@@ -64,15 +64,15 @@ class Intake:
         else:
             if self.stopping:
                 rejection = ev.Rejection(UNAVAILABLE, "the master is stopping; try again in a moment", 1.0)
-            elif spec.durable and not driver.journaling.writable:
+            elif spec.durable and not driver.write_buffer.writable:
                 rejection = DISK_FULL
             elif caller is not None:
                 rejection = _check_token(caller, spec.queue, count, driver.now())
         if rejection is not None:
-            driver.soon(done)
+            driver.done_soon(done)
             return [rejection] * count
         candidates = tasks_of(spec, batch, self._payload_bytes_max, peer)
-        known = driver.known(request_ids)
+        known = driver.find_settled(request_ids)
         replaces: dict[str, int] = {}
         if caller is not None and caller.queues is not None:
             candidates = [self._check_request_id(c, known, caller) for c in candidates]
@@ -85,7 +85,7 @@ class Intake:
                     replaces[r] = live.task_id  # the journal writes this dead letter, then deletes it
         tasks = [c for c in candidates if isinstance(c, Task) and c.request_id not in known]
         if not tasks:
-            driver.soon(done)
+            driver.done_soon(done)
             results: Sequence[Answer] = ()
         else:
             results = driver.submit(spec, tasks, stream, done, replaces, deferred=deferred)

@@ -206,7 +206,7 @@ async def count_tasks(driver: Driver, m: Any) -> task_service_pb2.CountResponse:
     counts = dict.fromkeys(OutcomeState, 0)
     core = driver.core
     settled_here = len(core.ledger.tasks) > core.ledger.unsettled
-    cursor_max = driver.journaling.last_cursor
+    cursor_max = driver.write_buffer.last_cursor
     if not m.ListFields() and wanted.queues is None and not settled_here:
         response.queued, response.leased = core.ledger.unsettled - core.ledger.leased, core.ledger.leased
     elif wanted.live_states or settled_here:

@@ -71,7 +71,7 @@ class RunStream:
         # Backpressure: read no more from a client that does not read, or submits faster than the disk writes.
         if self._outbox.bytes > self._half_full_bytes:
             await self._outbox.wait_below(self._half_full_bytes)
-        await self._driver.journaling.room()
+        await self._driver.write_buffer.room()
 
     def _check(self, frame: task_service_pb2.RunRequest) -> None:
         """InvalidArgumentError: the frame is too large or has a wrong key."""
@@ -108,7 +108,7 @@ class RunStream:
                     self._send_partials(answer, received)
             elif isinstance(answer, ev.Rejection):
                 self._reject(answer, request_ids[index])
-            elif isinstance(answer, SettledTask) or not self._driver.defer_outcome(answer, self._stream):
+            elif isinstance(answer, SettledTask) or not self._driver.join_deferred_outcome(answer, self._stream):
                 self._ended.append(answer)
 
     def _reject(self, rejection: ev.Rejection, request_id: str) -> None:
@@ -157,7 +157,7 @@ class RunStream:
 
     def _follow(self, request_ids: Sequence[str]) -> None:
         """Sends the outcomes of known tasks on this stream, now or when they end."""
-        core, known = self._driver.core, self._driver.known(request_ids)
+        core, known = self._driver.core, self._driver.find_settled(request_ids)
         for request_id in request_ids:
             task: Task | SettledTask | None = core.ledger.requests.get(request_id) or known.get(request_id)
             if task is None or not queries.may_see(task):
@@ -170,7 +170,7 @@ class RunStream:
                     self._outbox.add_pending(int(new))
                     if task.extra is not None and task.extra.partials:
                         self._send_partials(task, 0)
-            elif isinstance(task, SettledTask) or not self._driver.defer_outcome(task, self._stream):
+            elif isinstance(task, SettledTask) or not self._driver.join_deferred_outcome(task, self._stream):
                 self._ended.append(task)
 
     # --- cancel ------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class RunStream:
         others = [task for _, task in elsewhere if task is not None]
         try:
             await self._driver.cancel(tasks, withdrawn=True)
-            if others and not await self._driver.withdrawn(others, DURABLE_S):
+            if others and not await self._driver.wait_cancellations(others, DURABLE_S):
                 ended = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
         except JournalFullError as error:  # the stream's own tasks need no rejection: their outcomes come when they end
             ended = ev.Rejection(RESOURCE_EXHAUSTED, str(error))

@@ -56,7 +56,7 @@ class TaskService:
 
     async def Submit(self, request: Any, context: Any) -> task_service_pb2.SubmitResponse:
         check_count(count_tasks(request.batches, self._submit_tasks_max), self._submit_tasks_max, "tasks in one Submit")
-        await self._driver.journaling.room()
+        await self._driver.write_buffer.room()
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
         taken: list[tuple[list[str], list[Answer], asyncio.Future[JournalError | None]]] = []
@@ -98,7 +98,7 @@ class TaskService:
             self._watches -= 1
 
     async def _watch(self, request: Any, context: Any) -> None:
-        journal, watchers, incarnations = self._driver.journal, self._driver.watchers, self._driver.incarnations
+        journal, changes, incarnations = self._driver.journal, self._driver.changes, self._driver.incarnations
         queues = caller_queues()
         if request.from_now and request.cursor:
             raise InvalidArgumentError("from_now goes with an empty cursor only")
@@ -116,7 +116,7 @@ class TaskService:
         removed = journal.removed_cursor  # before the caller's first outcome
         await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
-            committed = watchers.commits
+            committed = changes.commits
             rows = await asyncio.to_thread(journal.read_outcomes, after, READ_OUTCOMES, READ_BYTES)
             if after < journal.removed_cursor > removed:  # the caller reads more slowly than outcomes expire
                 raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
@@ -142,7 +142,7 @@ class TaskService:
             wait_s = min(seconds_of(request.wait), WAIT_MAX_S) if request.HasField("wait") else 0.0
             if found.outcome is not None:  # a Run stream may have sent it
                 wait_s = max(wait_s, COMMIT_S)
-            await self._driver.settled(found.task_id, max(0.0, wait_s))
+            await self._driver.wait_settled(found.task_id, max(0.0, wait_s))
             if found.spec.durable:  # by task_id: another task may have the request_id of a withdrawn one by now
                 again = task_service_pb2.GetRequest(task_id=found.task_id)
                 found = await self._find(again)
@@ -211,7 +211,7 @@ class TaskService:
             del live[task.task_id]
         response.settled_task_ids.extend(task.task_id for task in live.values() if task.outcome is not None)
         settled += cancelled
-        if not await self._driver.withdrawn([*live.values(), *settled], DURABLE_S):
+        if not await self._driver.wait_cancellations([*live.values(), *settled], DURABLE_S):
             raise ExhaustedError(NOT_DURABLE)
         if elsewhere:
             stored = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])  # with the call's context

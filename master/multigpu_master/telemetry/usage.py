@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from multigpu_master.core.usage import Usage, Used
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, UsageKey, UsageRecord
-from multigpu_master.write_buffer import Journaling, tell
+from multigpu_master.write_buffer import WriteBuffer, tell
 
 FLUSH_S = 10.0
 # A call that reads usage waits for at most this long until the newest sums are written.
@@ -21,10 +21,10 @@ OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(o
 
 
 class UsageLog:
-    def __init__(self, usage: Usage, journaling: Journaling, now: Callable[[], float]) -> None:
+    def __init__(self, usage: Usage, write_buffer: WriteBuffer, now: Callable[[], float]) -> None:
         self.totals: dict[UsageKey, Used] = {}  # since the master started
         self._usage = usage
-        self._journaling = journaling
+        self._write_buffer = write_buffer
         self._now = now
         self._interval_s = 0  # when the current interval began
         self._keys: set[UsageKey] = set()  # of the current interval
@@ -51,7 +51,7 @@ class UsageLog:
 
     def _flush(self, written: "asyncio.Future[JournalError | None] | None") -> bool:
         """Passes sums to the journal. False: there are none, or the disk is full, and they stay in the core."""
-        if not self._journaling.writable:
+        if not self._write_buffer.writable:
             return False
         now_s = int(self._now())
         begin_s = now_s - now_s % USAGE_INTERVAL_S
@@ -66,7 +66,7 @@ class UsageLog:
             self.totals.setdefault(_kept(key, self.totals), Used()).add(used)
         if sums:
             records = [UsageRecord(begin_s, key, used) for key, used in sums.items()]
-            self._journaling.add_usage(records, None if written is None else tell(written))
+            self._write_buffer.add_usage(records, None if written is None else tell(written))
         return bool(sums)
 
 

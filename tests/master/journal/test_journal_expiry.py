@@ -46,6 +46,17 @@ def test_an_outcome_whose_time_to_live_is_over_is_not_given_out(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("sweeping")
+def test_deleted_dead_letters_do_not_multiply_what_is_examined(tmp_path: Path) -> None:
+    letters = range(1, 9)
+    with opened(tmp_path / "data") as it:
+        it.write(Entry(settles=[settle(n, state=DEAD_LETTERED, dead=submit(n)) for n in letters]))
+        for n in letters:
+            it.write(Entry(deleted_dead_letters=[n]))
+        it.clock_s += 4000.0  # all that waits is examined
+        until(lambda: len(it.journal._sweeper._zones) == 1)
+
+
+@pytest.mark.usefixtures("sweeping")
 def test_outcomes_lose_their_body_and_then_their_row(tmp_path: Path) -> None:
     large = b"x" * LARGE_BYTES
     with opened(tmp_path / "data", dedupe_window_s=10_000) as it:

@@ -200,7 +200,7 @@ def test_an_expired_result_lets_its_segment_go(tmp_path: Path) -> None:
             it.write(submit(n, b"small"))
             it.write(settle(n, LargeBody(b"head", it.take(Writer(it.payloads.path), bytes(MIB))), expire_s=0.0))
         assert len(it.names()) == 2
-        it.journal._sweeper._zones = [(0.0, 0)]  # or it would be half a minute
+        it.journal._sweeper._examine(0, 0.0)  # or it would be half a minute
         until(lambda: it.names() == [])
         stored = it.journal.get_outcome(2)
         assert stored is not None and stored.body is None

@@ -50,7 +50,9 @@ ATTEMPTS = (
         elif error is not None:
             self.failed(""",
     ),
-    attempts("a settled task stays in its class", "self._ledger.classes.leave(self._ledger.class_of(task), task)"),
+    attempts(
+        "a settled task stays in its class", "self._ledger.classes.remove_ended(self._ledger.class_of(task), task)"
+    ),
     attempts(
         "a deadline is no end",
         "if what is TimeLimit.DEADLINE:\n",

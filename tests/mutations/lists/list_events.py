@@ -47,7 +47,7 @@ EVENTS = (
         "a failed submit stays in its class",
         'self._attempts.leave(task, "the master could not write the task to its journal")',
     ),
-    scheduler("a failed submit keeps its place in the accounts", "ledger.close(task)"),
+    scheduler("a failed submit keeps its place in the accounts", "ledger.uncount(task)"),
     scheduler("P1: a task is acknowledged that the journal could not write", "task.task_id = 0"),
     scheduler(
         "a restarted master does not wait for workers",

@@ -84,7 +84,7 @@ GANGS = (
     gangs("an elastic gang grows by a worker of its device", "if worker.device_key not in devices]", "]"),
     gangs("an elastic gang never grows", "            self._attempts.regroup(lease, now)", "            pass"),
     attempts(
-        "growing is charged",
+        "only_too_small is charged",
         "        self.requeue_uncharged(lease, now, 0.0)\n\n    @static",
         "        self._requeue(lease.task, now, 0.0)\n\n    @static",
     ),

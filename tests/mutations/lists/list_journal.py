@@ -6,7 +6,7 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
-journaling = partial(Mutation, module="multigpu_master.write_buffer")
+write_buffer = partial(Mutation, module="multigpu_master.write_buffer")
 sqlite = partial(Mutation, module="multigpu_master.journal.sqlite.journal", checker="journal", seeds=100)
 room = partial(Mutation, module="multigpu_master.journal.sqlite.room", checker="journal", seeds=100)
 log = partial(Mutation, module="multigpu_master.journal.sqlite.wal")
@@ -22,61 +22,61 @@ intake = partial(Mutation, module="multigpu_master.rpc.intake", checker="results
 DRIVER, LOG = "master/test_driver.py::test_", "disk/test_log_damage.py::test_"
 
 JOURNAL = (
-    journaling(
+    write_buffer(
         "P1: acceptance before fsync",
         "replaced=replaced, done=done)\n        self._append(pending, urgent=urgent)\n",
         "replaced=replaced)\n        self._append(pending, urgent=urgent)\n        done(None)\n",
     ),
-    journaling(
+    write_buffer(
         "P5: the core forgets a task that the journal does not answer for yet",
         "        self._append(pending, urgent=done is not None)\n",
         "        self._append(pending, urgent=False)\n        self._handle(ev.SettlesCommitted(tasks))\n",
     ),
-    journaling(
+    write_buffer(
         "a cancellation that was answered is undone by a kill",
         ", settled=tasks, done=done)\n",
         ", settled=tasks)\n        if done is not None:\n            done(None)\n",
     ),
-    journaling("P10: the core is not notified of committed outcomes", "self._handle(ev.SettlesCommitted(settled))"),
-    journaling(
+    write_buffer("P10: the core is not notified of committed outcomes", "self._handle(ev.SettlesCommitted(settled))"),
+    write_buffer(
         "P1: a task is run that the journal rejected", "self._handle(ev.SubmitFailed(pending.submitted))", seeds=1000
     ),
-    journaling(
+    write_buffer(
         "clients wait for ever to be told that their tasks are safe",
         "            if pending.done is not None:\n                pending.done(error)\n",
     ),
-    journaling(
+    write_buffer(
         "outcomes wait for somebody else's entry to reach the disk",
         "self._linger_timer = self._loop.call_later(LINGER_S, self._hand_over)",
     ),
     failures("idle connections of anybody end the master", 'if getattr(error, "errno", None) in NO_DESCRIPTOR:'),
-    journaling(
+    write_buffer(
         "P1: tasks that run for long are never written",
         "self._deferral_timer = self._loop.call_later(DEFER_S, self._write_due)",
         checker="pytest",
     ),
-    journaling(
+    write_buffer(
         "an entry of deferred tasks is not counted as pending",
         "{id(pending.entry): pending for pending in (first, last)}",
         "{id(last.entry): last}",
     ),
-    journaling(
+    write_buffer(
         "a settled task is still deferred", "deferred.pop(task.task_id, None)", "deferred.get(task.task_id)", seeds=1000
     ),
-    journaling(
+    write_buffer(
         "a settled task counts as never written",
         "submitted=task.task_id not in unwritten",
         "submitted=False",
         seeds=1000,
     ),
     statements("a settled task is not deleted", "for record in settles if", "for record in settles[1:] if"),
-    journaling(
+    write_buffer(
         "P1: something that was acknowledged rests on a task that is lost",
         "            self._end_deferrals(math.inf)  # clients",
         "            pass  # clients",
         checker="pytest",
     ),
-    journaling(
+    write_buffer(
         "P5: a repeated request_id makes a second task once the first has settled",
         "self._request_filter.add([task.request_id for task in tasks if task.request_id])",
         checker="known",
@@ -89,7 +89,7 @@ JOURNAL = (
     ),
     driver(
         "P1: outcomes are told before they go to the journal",
-        "self._loop.call_soon(self.journaling.settles, durable, done)  # as in submit",
+        "self._loop.call_soon(self.write_buffer.settles, durable, done)",
         checker=DRIVER + "a_result_that_can_not_be_read_is_lost_alone",
     ),
     known(
@@ -131,7 +131,7 @@ JOURNAL = (
         "P4: a dead letter can't be tried again",
         "letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}",
     ),
-    journaling(
+    write_buffer(
         "a dead letter goes before the outcome that replaces it",
         "settles.get(task_id, pending.entry)",
         "pending.entry",
@@ -238,7 +238,7 @@ JOURNAL = (
         module="multigpu_master.rpc.queries",
         checker="pytest",
     ),
-    journaling(
+    write_buffer(
         "a task is cancelled for its client and runs after a restart", "if self.writable:", "if True:", checker="pytest"
     ),
 )

@@ -13,7 +13,7 @@ LEDGER = (
     Mutation(
         "a lease is recalled again and again", "lease.recalled = worker.session", module="multigpu_master.core.commands"
     ),
-    ledger("tasks of one class run out of order", "if requeued:", seeds=20_000),
+    ledger("tasks of one class run out of order", "if old_id:", seeds=20_000),
     fleet(
         "long run times do not narrow the window", "pace.leases_max = min(pace.leases_max, window)", checker="pytest"
     ),
@@ -82,10 +82,10 @@ LEDGER = (
         "        queue.queued -= 1\n        queue.queued_bytes -= size\n        queue.leased += 1\n",
         "        queue.queued_bytes -= size\n        queue.leased += 1\n",
     ),
-    fleet("a lease that ends frees nothing", "self.gained_room(lease.worker)"),
+    fleet("a lease that ends frees nothing", "self.room_changed(lease.worker)"),
     fleet("P2: a lease that was taken back can still be reported", "del lease.worker.leases[lease.lease_id]"),
     ledger("P10: the master fills up with tasks that have ended", "self.unsettled -= 1"),
-    ledger("P10: outcomes on their way are not counted", "self.uncommitted_bytes += outcome_bytes(task)"),
+    ledger("P10: outcomes on their way are not counted", "self.uncommitted_bytes += settled_bytes(task)"),
     ledger("P10: requests of tasks that are forgotten stay in memory", "del self.requests[task.request_id]"),
     ledger(
         "P5: forgetting one task forgets the request of another",

@@ -48,7 +48,7 @@ PLACEMENT = (
     ),
     dispatch(
         "a worker that loads a model is not looked at again",
-        "                self._candidates.clear()\n                classes.unblock_all(growing=True)",
+        "                self._candidates.clear()\n                classes.unblock_all(only_too_small=True)",
         "                self._candidates.clear()",
         seeds=20000,
     ),
@@ -122,7 +122,7 @@ PLACEMENT = (
         "        self._forget_blocker(backlog)\n",
     ),
     classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        blocker", "        blocker"),
-    classes("a growing backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
+    classes("a only_too_small backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
     classes("an item that moved keeps its place", "if item.ticket == ticket:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),
     classes("an ending task stays the first", "if self.tasks[0] is ending:"),
@@ -151,7 +151,7 @@ PLACEMENT = (
     ),
     recall_story(
         "leases whose model is being loaded are not recalled",
-        " or (bool(worker.leases) and bool(worker.residency.began_s))",
+        " or (bool(worker.leases) and bool(worker.residency.loading_since_s))",
         "",
     ),
     recall_story(

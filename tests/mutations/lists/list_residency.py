@@ -13,10 +13,16 @@ RESIDENCY = (
     residency("models in use are not counted", "others <= 0 or others + mine <= self.limit_bytes\n", "True\n"),
     residency("the limit is not kept by a byte", "mine <= self.limit_bytes", "mine <= self.limit_bytes + 100"),
     residency("unwanted models get leases", "        if model in self.unwanted:\n            return Block.UNWANTED\n"),
-    residency("no pause between loads", "if idle or not (self.resting or self.began_s):\n            return", "return"),
+    residency(
+        "no pause between loads", "if idle or not (self.resting or self.loading_since_s):\n            return", "return"
+    ),
     residency("the pause between loads is halved", "now + took_s", "now + took_s / 2"),
     residency("models to be unloaded are not tracked", "self.going[other] = model", seeds=1000),
-    residency("ended leases stay in use", "del self.uses[model]\n            self.changed()\n", "self.changed()\n"),
+    residency(
+        "ended leases stay in use",
+        "del self.lease_counts[model]\n            self.invalidate()\n",
+        "self.invalidate()\n",
+    ),
     pytest_residency("a model is gone after one heartbeat without it", "GONE_BEATS = 2", "GONE_BEATS = 1"),
     pytest_residency("a worker's expected model size is ignored", "guess = offered.expected_bytes or", "guess ="),
     pytest_residency(

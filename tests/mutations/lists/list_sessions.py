@@ -62,8 +62,8 @@ SESSIONS = (
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.members_changed(worker)"),
     sessions("loading for ever", "fleet.idle(worker)"),
-    sessions("a heartbeat leaves the score as it was", "fleet.gained_room(worker)\n", "fleet.freed[worker] = None\n"),
-    sessions("a heartbeat frees nothing", "        fleet.gained_room(worker)\n", "        fleet.touch(worker)\n"),
+    sessions("a heartbeat leaves the score as it was", "fleet.room_changed(worker)\n", "fleet.freed[worker] = None\n"),
+    sessions("a heartbeat frees nothing", "        fleet.room_changed(worker)\n", "        fleet.touch(worker)\n"),
     sessions("revoke not sent to a heartbeat", "self._commands.revoke(event.session, unknown, STALE)", seeds=5000),
     sessions_story(
         "P7: a lease that its worker has lost is never given to another", "if len(worker.leases) > len(held):"
@@ -92,10 +92,10 @@ SESSIONS = (
     sessions("P4: a task that fails does so for ever", "            elif failure.returned:", "            elif True:"),
     sessions("a success without its result", " result, content_type, None,\n", ' b"", content_type, None,\n'),
     sessions(
-        "stale reports free nothing", "fleet.gained_room(worker)  # its", "fleet.touch(worker)  # its", seeds=5000
+        "stale reports free nothing", "fleet.room_changed(worker)  # its", "fleet.touch(worker)  # its", seeds=5000
     ),
     sessions(
-        "reports leave the score as it was", "fleet.gained_room(worker)  # its", "fleet.freed[worker] = None  # its"
+        "reports leave the score as it was", "fleet.room_changed(worker)  # its", "fleet.freed[worker] = None  # its"
     ),
     sessions(
         "P10: partial outputs without end",

@@ -127,7 +127,9 @@ STORE = (
     driver("a cancelled task runs after a restart", "if not writable or is_cancelled(task):\n", "if not writable:\n"),
     driver("P9: a client has an outcome that the next master does not know", "if not writable or", "if"),
     driver("P10: outcomes for a slow client fill the memory", "outbox.abort(ExhaustedError(", "_ = (ExhaustedError("),
-    driver("P2: two tasks have one id after a restart", "self.journaling.begin_epoch(epoch, begun)\n", "begun(None)\n"),
+    driver(
+        "P2: two tasks have one id after a restart", "self.write_buffer.begin_epoch(epoch, begun)\n", "begun(None)\n"
+    ),
     clock(
         "sessions and results expire when the host's clock is set",
         "return self._offset_s + self._monotonic()",

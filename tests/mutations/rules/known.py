@@ -1,7 +1,7 @@
-"""A rule of the request_id filter: `Journaling` never takes a settled request_id for a new one, before, while and after
-it reads the known ones from the journal.
+"""A rule of the request_id filter: `WriteBuffer` never takes a settled request_id for a new one, before, while and
+after it reads the known ones from the journal.
 
-Uses the real `Journaling`, the real journal in a temporary directory, and a real event loop.
+Uses the real `WriteBuffer`, the real journal in a temporary directory, and a real event loop.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from multigpu_master.errors import JournalError
 from multigpu_master.journal import request_filter as known_requests
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.write_buffer import Journaling
+from multigpu_master.write_buffer import WriteBuffer
 
 SPEC = Spec(kind="k")
 
@@ -33,30 +33,30 @@ async def _check(rng: random.Random, place: Path) -> None:
     for _ in range(2):  # two masters, one after the other
         journal = SqliteJournal(place / "data", size_max_bytes=1 << 30)
         fatal: list[str] = []
-        journaling = Journaling(journal, lambda _event: None, lambda: None, fatal.append)
+        write_buffer = WriteBuffer(journal, lambda _event: None, lambda: None, fatal.append)
 
         def on_commit(
-            entries: Sequence[Entry], first: int, error: JournalError | None, to: Journaling = journaling
+            entries: Sequence[Entry], first: int, error: JournalError | None, to: WriteBuffer = write_buffer
         ) -> None:
             to.on_commit(entries, first, error)
 
         journal.open(on_commit)
         try:
             for _ in range(rng.randrange(2, 8)):
-                assert journaling.perhaps_known(settled) == settled, "a settled request is taken for new"
+                assert write_buffer.perhaps_known(settled) == settled, "a settled request is taken for new"
                 event = rng.randrange(3)
-                if event == 0 and (journaling._learning is None or journaling._learning.done()):
-                    journaling.learn_requests()
+                if event == 0 and (write_buffer._learning is None or write_buffer._learning.done()):
+                    write_buffer.learn_requests()
                 elif event < 2:
-                    await journaling.all_durable()
+                    await write_buffer.all_durable()
                 else:
                     new = [f"r{len(settled) + i}" for i in range(rng.choice((1, 5)))]
-                    journaling.settles([(_ended(len(settled) + i + 1, name), b"body") for i, name in enumerate(new)])
+                    write_buffer.settles([(_ended(len(settled) + i + 1, name), b"body") for i, name in enumerate(new)])
                     settled += new
-            if journaling._learning is not None:
-                await journaling._learning
-            assert journaling.perhaps_known(settled) == settled, "a settled request is taken for new"
-            await journaling.all_durable()
+            if write_buffer._learning is not None:
+                await write_buffer._learning
+            assert write_buffer.perhaps_known(settled) == settled, "a settled request is taken for new"
+            await write_buffer.all_durable()
             assert not fatal, fatal
         finally:
             await asyncio.to_thread(journal.close, 20.0)

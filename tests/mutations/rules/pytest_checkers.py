@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parents[2]
 TESTS_OF = {
     "pytest": (
         "core", "scenarios", "master/test_ids.py", "master/telemetry/test_latencies.py", "master/test_wire_devices.py",
-        "master/test_wire_outcomes.py", "master/journal/test_journaling.py",
+        "master/test_wire_outcomes.py", "master/journal/test_write_buffer.py",
         "worker/session/test_session.py", "worker/session/test_batcher.py", "worker/device/test_health.py",
         "master/journal/test_journal_full.py::test_without_a_descriptor_it_rejects_and_goes_on",
         "master/journal/test_journal_lost_log.py::test_a_deleted_log_is_reported_and_salvage_goes_on_without_it",

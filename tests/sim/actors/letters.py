@@ -36,4 +36,4 @@ def discard(master: Master, task_id: int) -> None:
     if task_id in master.journal.dead:
         master.world.coverage["letter: discarded"] += 1
         master.discarded[task_id] = None
-        master.journaling.remember({}, None, (task_id,))
+        master.write_buffer.remember({}, None, (task_id,))

@@ -1,4 +1,4 @@
-"""The simulated master: the real core, the real journaling and the real settings, behind a driver that is as thin as
+"""The simulated master: the real core, the real write_buffer and the real settings, behind a driver that is as thin as
 the real one, and can be killed at any moment.
 
 Its clock is a wall clock that was read when it started: it may be wrong by hours, and differently so in its next life,
@@ -25,7 +25,7 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import tasks as wire_tasks
-from multigpu_master.write_buffer import Journaling
+from multigpu_master.write_buffer import WriteBuffer
 
 from tests.sim.actors.grant import Grant, stored_outcome
 from tests.sim.invariants.core import Invariants
@@ -47,7 +47,7 @@ class Master:
         self.world = world
         self.journal = SimJournal(world)
         self.core: Core | None = None
-        self.journaling: Journaling
+        self.write_buffer: WriteBuffer
         self.epoch = 0
         self.down: dict[int, Link] = {}  # session -> the way to its worker
         self.streams: dict[int, Client] = {}
@@ -99,9 +99,9 @@ class Master:
         )
         self.invariants.begin(core)
         with self._loop.running():
-            journaling = Journaling(cast("SqliteJournal", self.journal), self.handle, lambda: None, self._fatal)
-        self.journaling = journaling
-        self.journal.open(journaling.on_commit)
+            write_buffer = WriteBuffer(cast("SqliteJournal", self.journal), self.handle, lambda: None, self._fatal)
+        self.write_buffer = write_buffer
+        self.journal.open(write_buffer.on_commit)
         expected = settings.restore(self.handle, STRATEGIES, self.journal.settings)
         rows = sorted(self.journal.tasks.values(), key=lambda r: r.task_id)
         tasks = [wire_tasks.restored_task(r, self.specs[r.spec]) for r in rows]
@@ -156,7 +156,7 @@ class Master:
             if error is None:
                 self.handle(ev.IdsRenewed(self._first_id(epoch)))
 
-        self.journaling.begin_epoch(epoch, begun)
+        self.write_buffer.begin_epoch(epoch, begun)
 
     def tally(self) -> None:
         """Counts what this life brought."""
@@ -225,14 +225,14 @@ class Master:
             case ev.WorkerChanged():
                 if command.remember:
                     setting = settings.worker_setting(command.worker)
-                    self.journaling.remember(dict.fromkeys(setting) if command.gone else setting)
+                    self.write_buffer.remember(dict.fromkeys(setting) if command.gone else setting)
             case ev.RenewIds():
                 self._renew_ids()
             case ev.BreakerChanged():
                 self.world.coverage[f"core: the breaker {'tripped' if command.tripped_s else 'was reset'}"] += 1
                 if command.tripped_s:
                     self.on_trip()
-                self.journaling.remember(settings.breaker_setting(command.tripped_s))
+                self.write_buffer.remember(settings.breaker_setting(command.tripped_s))
             case ev.Welcome() | ev.Dispatch() | ev.Revoke() | ev.Recall() | ev.Desire() | ev.EndSession():
                 if isinstance(command, ev.Welcome) and command.adopted:
                     self.world.coverage["core: adopted leases"] += len(command.adopted)
@@ -261,7 +261,7 @@ class Master:
 
             def close() -> None:
                 self.handle(ev.StreamClosed(stream))
-                self.journaling.flush()
+                self.write_buffer.flush()
 
             self.when_awake(close)
 
@@ -271,12 +271,12 @@ class Master:
         """
         core, epoch = self.core, self.epoch
         assert core is not None, "the master is up"
-        if spec.durable and not self.journaling.writable:
+        if spec.durable and not self.write_buffer.writable:
             for task in tasks:
                 client.send_rejected(stream, task.request_id, DISK_FULL)
             return
         request_ids = [t.request_id for t in tasks if t.request_id not in core.ledger.requests]
-        known = self.journal.find_requests(self.journaling.perhaps_known(request_ids))
+        known = self.journal.find_requests(self.write_buffer.perhaps_known(request_ids))
         known = {r: stored for r, stored in known.items() if stored.fingerprint != identity.FREE}
         failed: dict[str, SettleRecord] = {}
         if spec.retry_failed:
@@ -330,16 +330,16 @@ class Master:
         if spec.durable:
             letters = [(t.task_id, replaces[t.request_id]) for t in answer.fresh if t.request_id in replaces]
             if patient and not letters:
-                self._loop.call_soon(self.journaling.submits_deferred, answer.fresh, done)
+                self._loop.call_soon(self.write_buffer.submits_deferred, answer.fresh, done)
             else:
-                self._loop.call_soon(self.journaling.submits, answer.fresh, done, letters, not stream)
+                self._loop.call_soon(self.write_buffer.submits, answer.fresh, done, letters, not stream)
         else:
             self._loop.call_soon(done, None)
         return answer.results
 
     def _settled(self, tasks: list[Task]) -> None:
         durable: list[tuple[Task, bytes | LargeBody]] = []
-        writable = self.journaling.writable
+        writable = self.write_buffer.writable
         cancelled = [task for task in tasks if task.spec.durable and (is_cancelled(task) or not writable)]
         self._withdrawn.update({task.task_id: list(task.streams) for task in cancelled})
         for task in tasks:
@@ -359,7 +359,7 @@ class Master:
                 for task in cancelled if error is None else ():
                     self._send_outcome(task, self._withdrawn.pop(task.task_id))
 
-            self._loop.call_soon(self.journaling.settles, durable, done if cancelled else None)
+            self._loop.call_soon(self.write_buffer.settles, durable, done if cancelled else None)
 
     def _send_outcome(self, task: Task, streams: Sequence[int]) -> None:
         assert task.outcome is not None, "it is settled"
@@ -392,4 +392,4 @@ class Master:
             case _:
                 answered()
                 return
-        self.journaling.remember(setting, lambda error: answered() if error is None else None)
+        self.write_buffer.remember(setting, lambda error: answered() if error is None else None)

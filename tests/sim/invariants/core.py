@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import MORE_WORKERS, NOT_BEGUN
-from multigpu_master.core.ephemeral import outcome_bytes
+from multigpu_master.core.ephemeral import settled_bytes
 from multigpu_master.core.ledger import RANK_ENDED, RUN_GRACE_S
 from multigpu_master.core.model import SLOT, Lease, OutcomeState, Task, Worker, shape_of
 from multigpu_master.core.placement.resource_classes import Backlog
@@ -139,7 +139,7 @@ class Invariants:
         if core.unfinished:
             due_s = core.next_timer_s() or 0.0
             check(due_s <= now, "nothing wakes the master for the classes that it has not tried")
-        if waiting and core.grants(now) and not core.unfinished:
+        if waiting and core.can_grant(now) and not core.unfinished:
             self._placement.nothing_idles(commands, waiting)
 
     def _quiet(self, event: ev.Event, commands: Sequence[ev.Command]) -> bool:
@@ -163,7 +163,7 @@ class Invariants:
         check(not core.hold.active(now), "a dispatch while the fleet is awaited")
         # What expired in the course of the dispatch counts only for the next one.
         settled = [t for c in commands if isinstance(c, ev.Settled) for t in c.tasks]
-        expired = sum([outcome_bytes(t) for t in settled if t.outcome and t.outcome.state is OutcomeState.EXPIRED])
+        expired = sum([settled_bytes(t) for t in settled if t.outcome and t.outcome.state is OutcomeState.EXPIRED])
         before = core.ledger.uncommitted_bytes - expired
         check(before <= core.ledger.limits.uncommitted_bytes_max, "a dispatch while the journal can't follow")
         check(command.frame == self._frames.get(command.session, 0) + 1, "frames count up from 1")
@@ -318,7 +318,7 @@ class Invariants:
             counted = [queue.queued, queue.queued_bytes, queue.leased, queue.leased_bytes]
             recount = found.get(queue.name) or [0, 0, 0, 0]
             check(recount == counted, "queue %s: counted %s, found %s", queue.name, counted, recount)
-        size = sum([outcome_bytes(t) for t in self._uncommitted])
+        size = sum([settled_bytes(t) for t in self._uncommitted])
         counted_bytes = core.ledger.uncommitted_bytes
         check(counted_bytes == size, "uncommitted: %s counted, %s found", counted_bytes, size)
         c = core.ledger.counters

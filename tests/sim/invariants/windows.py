@@ -28,7 +28,7 @@ class Windows:
         for command in commands:
             if isinstance(command, ev.Recall):
                 self._recalls(command, now)
-        if not core.grants(now):
+        if not core.can_grant(now):
             self._since_s = {}
             return
         sessions = core.fleet.sessions.values()

@@ -28,7 +28,7 @@ ELSEWHERE_S = 0.05
 class Dispatcher:
     def __init__(
         self, ledger: Ledger, fleet: Fleet, ids: IdRange, commands: Commands, attempts: Attempts,
-        reservations: LoadReservations, recalls: Recalls, gangs: Gangs, grants: Callable[[float], bool],
+        reservations: LoadReservations, recalls: Recalls, gangs: Gangs, can_grant: Callable[[float], bool],
     ) -> None:  # fmt: skip
         self._ledger = ledger
         self._fleet = fleet
@@ -38,7 +38,7 @@ class Dispatcher:
         self._reservations = reservations
         self._recalls = recalls
         self._gangs = gangs
-        self._grants = grants
+        self._can_grant = can_grant
         self.unfinished_s: float | None = None  # when `run` stopped with backlogs left to try; None: it tried all
         self._candidates: dict[Backlog, Candidates] = {}  # of this event
         self._membership = -1
@@ -48,7 +48,7 @@ class Dispatcher:
     def run(self, now: float) -> None:
         """Grants every lease that can be granted now."""
         self.unfinished_s = None
-        if not self._grants(now):
+        if not self._can_grant(now):
             return
         self._gangs.update()
         self._unblock_changed()
@@ -88,7 +88,7 @@ class Dispatcher:
             lease = Lease(ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
             if ledger.record_lease(lease, now):  # the worker loads the model: the tasks need no larger backlog there
                 self._candidates.clear()
-                classes.unblock_all(growing=True)
+                classes.unblock_all(only_too_small=True)
             if self._reservations.by_backlog and self._reservations.granted(backlog):
                 self._candidates.clear()
                 classes.unblock_all()
@@ -106,7 +106,7 @@ class Dispatcher:
         backlog is blocked.
         """
         enough_ids = self._ids.end - self._ids.next_id >= backlog.shape.world_size
-        workers = self._gangs.choose(backlog, task, now) if enough_ids else None
+        workers = self._gangs.choose_or_reserve(backlog, task, now) if enough_ids else None
         self._candidates.clear()  # reservations have changed the room of workers
         if workers is None:
             self._ledger.classes.block(backlog, self._fleet.eligible(backlog.shape))
@@ -173,6 +173,6 @@ class Dispatcher:
                 # A worker that is reserved for a gang has no room, but may have ended its last lease.
                 classes.unblock_for([w for w in freed if w in fleet.with_room or w.leases_limit is not None])
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
-                classes.unblock_all(growing=True)
+                classes.unblock_all(only_too_small=True)
         self._membership, self._averages = fleet.membership_changes, fleet.averages_changes
         self._resident = fleet.resident_changes

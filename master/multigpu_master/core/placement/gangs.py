@@ -3,8 +3,8 @@
 A gang gets its leases at once or not at all, on workers that hold no other lease, and its workers get no others until
 it ends. If too few workers are idle, the gang's backlog reserves as many as it needs: their leases end, and new ones
 are granted there only as back-fill, see below. One backlog at a time has a reservation, so two gangs cannot each hold
-half of what they need; a gang that finds enough idle workers beside them begins without one. A reservation that has
-not sufficed after RESERVED_S ends, and the gang that is first then pauses for as long, in which other tasks run.
+half of what they need; a gang that finds enough other idle workers begins without one. A reservation that has not
+sufficed after RESERVED_S ends; then the first gang of the backlog pauses for RESERVED_S, and other tasks run.
 
 A gang may have a range of sizes (world_size_min). It begins with as many workers as are idle, at most world_size, and a
 reservation is for world_size_min. When it has saved a checkpoint and other workers are idle, it ends and begins again
@@ -30,24 +30,24 @@ from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
 
 RESERVED_S = 60.0
-Key = tuple[str, Shape, Worker | None]  # of a backlog
+BacklogKey = tuple[str, Shape, Worker | None]  # of a backlog
 
 
 class Gangs:
-    """`next_id`: the next id of a lease."""
+    """`peek_id`: the next id of a lease."""
 
     def __init__(
         self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts,
-        next_id: Callable[[], int],
+        peek_id: Callable[[], int],
     ) -> None:  # fmt: skip
         self._ledger = ledger
         self._fleet = fleet
         self._timers = timers
         self._commands = commands
         self._attempts = attempts
-        self._next_id = next_id
+        self._peek_id = peek_id
         # The reservation: the key of its backlog, its workers, and the first id of leases that are granted under it.
-        self._key: Key | None = None
+        self._key: BacklogKey | None = None
         self.ready = False  # all its workers are idle
         self._reserved: dict[Worker, None] = {}
         self._first_id = 0
@@ -66,14 +66,16 @@ class Gangs:
             limit = worker.slots if old and worker not in old else 0
             if worker.leases_limit != limit:
                 worker.leases_limit = limit
-                self._fleet.gained_room(worker)  # or lost it
+                self._fleet.room_changed(worker)
 
     def _holds_old(self, worker: Worker) -> bool:
         """Whether it has a lease that was granted before the reservation."""
         return any(lease_id < self._first_id for lease_id in worker.leases)
 
-    def choose(self, backlog: Backlog, task: Task, now: float) -> list[Worker] | None:
-        """The workers of the ranks, in their order. None: too few are idle; they are reserved, if there are enough."""
+    def choose_or_reserve(self, backlog: Backlog, task: Task, now: float) -> list[Worker] | None:
+        """The workers of the ranks, in their order. None: too few are idle; those that will be are reserved, if they
+        are enough.
+        """
         shape = backlog.shape
         mine = self._reserved if self._key == backlog.key else {}
         able = self._able(backlog.strategy, shape, mine)
@@ -84,7 +86,8 @@ class Gangs:
             if self._key == backlog.key:
                 self._end()
             return chosen(idle, min(len(idle), shape.world_size), shape)
-        # What takes the memory of a worker without leases is unknown. If it is reserved, it may be its last task.
+        # A worker without leases that is not idle lacks memory: nobody knows for how long, so it is not reserved. One
+        # that is reserved already stays so: its last task may not have freed its memory yet.
         able = [worker for worker in able if worker.leases or worker.occupied or worker in idle or worker in mine]
         able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
@@ -116,14 +119,14 @@ class Gangs:
             self._attempts.regroup(lease, now)
 
     def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
-        """Reserves workers for a backlog, those that it has first."""
+        """Reserves workers for a backlog, and keeps those that it has already."""
         size = backlog.shape.world_size_min
         kept = [worker for worker in able if worker in self._reserved]
         others = [worker for worker in able if worker not in self._reserved]
         wanted = dict.fromkeys(kept + chosen(others, size - len(kept), backlog.shape))
         if self._key is None:
             self._key = backlog.key
-            self._first_id = self._next_id()
+            self._first_id = self._peek_id()
             number = self._number = self._number + 1
             self._timers.at(now + RESERVED_S, lambda at_s: self._expire(number, at_s))
         for worker in self._reserved:
@@ -160,7 +163,7 @@ class Gangs:
 
     def _free(self, worker: Worker) -> None:
         worker.leases_limit = None
-        self._fleet.gained_room(worker)
+        self._fleet.room_changed(worker)
 
     def reserved_for(self, strategy: Strategy, shape: Shape) -> list[Worker]:
         """The workers that are reserved for gangs of this shape."""
@@ -180,21 +183,21 @@ def one_per_device(workers: Iterable[Worker]) -> list[Worker]:
 
 
 def chosen(workers: list[Worker], n: int, shape: Shape) -> list[Worker]:
-    """Of these workers n for ranks of the shape, in the order of the ranks; the first of them where nothing else
-    decides.
+    """Chooses n of these workers for ranks of the shape, and returns them in the order of the ranks. Where nothing else
+    decides, the first of them.
     """
     if shape.spread_ranks:
-        ranks, nth = Counter[str](), dict[Worker, int]()  # a worker's place among those of its host
+        of_host, nth = Counter[str](), dict[Worker, int]()  # a worker's place among those of its host
         for worker in workers:
-            nth[worker] = ranks[worker.info.host]
-            ranks[worker.info.host] += 1
+            nth[worker] = of_host[worker.info.host]
+            of_host[worker.info.host] += 1
         workers = sorted(workers, key=lambda worker: nth[worker])[:n]
     return packed(workers, n)
 
 
 def packed(workers: list[Worker], n: int) -> list[Worker]:
-    """So many workers, on as few hosts as possible and there on as few groups of devices that NVLink connects. Those of
-    a host, and of a group, are one after the other.
+    """Chooses n workers, on as few hosts as possible and there on as few groups of devices that NVLink connects. Those
+    of a host, and of a group, are one after the other.
     """
 
     def host(worker: Worker) -> str:

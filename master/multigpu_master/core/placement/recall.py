@@ -6,8 +6,8 @@ a free slot, and less urgent leases for a task that waits for room in a window. 
 has not begun and continues the others: nothing runs twice. Each lease is recalled at most once a session. A lease whose
 model its worker still loads is recalled, too, for a worker with a free slot that has the model.
 
-Only workers that have more leases than slots, or load a model, are checked. They are checked every LOOK_S, because most
-leases on fast tasks have ended by then and need no check.
+Only workers that have more leases than slots, or load a model, are checked. They are not checked at each event but
+every LOOK_S: by then, most leases of fast tasks have ended.
 """
 
 from collections.abc import Callable
@@ -23,30 +23,30 @@ from multigpu_master.core.workers.fleet import Fleet
 
 # Seconds between two checks of the windows, and seconds that a lease waits in a window before it may be recalled.
 LOOK_S = 0.05
-# Limit of the (queue, shape) pairs for which one check looks for workers with free slots, and of the backlogs for which
-# it looks for less urgent leases.
+# Limit of the different queues and shapes for which one check looks for workers with free slots, and of the backlogs
+# for which it looks for less urgent leases.
 CHECKED_MAX = 64
 
 
 class Recalls:
-    """See the module. `grants` returns whether leases can be granted now."""
+    """See the module. `can_grant` returns whether leases can be granted now."""
 
     def __init__(
-        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, grants: Callable[[float], bool]
+        self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, can_grant: Callable[[float], bool]
     ) -> None:
         self._ledger = ledger
         self._fleet = fleet
         self._timers = timers
         self._commands = commands
-        self._grants = grants
-        self._checked: dict[Worker, None] = {}  # all workers for which _may_keep_waiting is true, or was
+        self._can_grant = can_grant
+        self._checked: dict[Worker, None] = {}  # all workers for which _has_waiting_leases is true, or was
         self._armed = False  # whether the timer of the next check is set
 
     def watch(self, worker: Worker, now: float) -> None:
         """Call when a worker was granted leases, or has fewer slots for them. If leases may wait there, checks it from
         now on.
         """
-        if _may_keep_waiting(worker):
+        if _has_waiting_leases(worker):
             self._checked[worker] = None
             if not self._armed:
                 self._arm(now)
@@ -56,14 +56,14 @@ class Recalls:
         self._timers.at(now + LOOK_S, self._look)
 
     def _look(self, now: float) -> None:
-        checked = self._checked = {w: None for w in self._checked if w.session and _may_keep_waiting(w)}
+        checked = self._checked = {w: None for w in self._checked if w.session and _has_waiting_leases(w)}
         self._armed = False
         if not checked:
             return
         self._arm(now)
         for worker in self._over_slots():
             self._fleet.adjust_silent_worker(worker, now)
-        if self._grants(now):
+        if self._can_grant(now):
             self._recall_for_slots(now)
             self._recall_for_urgent(now)
         # Begin the next check with another worker: the first workers may use up the CHECKED_MAX pairs of each check.
@@ -76,20 +76,20 @@ class Recalls:
 
     def _recall_for_slots(self, now: float) -> None:
         """Recalls leases that wait in windows, for the workers that have free slots. Each of these gets leases for its
-        free slots; within its window also more, up to an equal part of the leases that wait at one worker.
+        free slots. If a worker has many that wait, it gets more, within its window: an equal part of them.
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
         takers: dict[tuple[str, Shape, bool], list[Worker]] = {}
         for worker in self._checked if free else ():
             waiting = self._waiting(worker, now)
-            loads = len(worker.leases) <= worker.slots  # it is checked only because it loads a model
-            if loads:
-                waiting = [lease for lease in waiting if lease.model in worker.residency.began_s]
+            only_loading = len(worker.leases) <= worker.slots  # it is checked only because it loads a model
+            if only_loading:
+                waiting = [lease for lease in waiting if lease.model in worker.residency.loading_since_s]
             quota = len(waiting) // (len(free) + 1)
             recalled = []
             for lease in waiting:
-                others = self._takers(lease, free, takers, loaded=loads)
+                others = self._takers(lease, free, takers, loaded=only_loading)
                 while others:
                     other = others[-1]
                     held = len(other.leases)
@@ -101,18 +101,18 @@ class Recalls:
             self._commands.recall(worker, recalled)
 
     def _takers(
-        self, lease: Lease, free: list[Worker], known: dict[tuple[str, Shape, bool], list[Worker]], *, loaded: bool
+        self, lease: Lease, free: list[Worker], cache: dict[tuple[str, Shape, bool], list[Worker]], *, loaded: bool
     ) -> list[Worker]:  # fmt: skip
         """The free workers that may get the lease's task. `loaded`: only those that have its model."""
         fleet, ledger, spec = self._fleet, self._ledger, lease.task.spec
         shape = shape_of(spec)
-        found = known.get((spec.queue, shape, loaded))
+        found = cache.get((spec.queue, shape, loaded))
         if found is None:
-            if len(known) >= CHECKED_MAX:
+            if len(cache) >= CHECKED_MAX:
                 return []
             strategy, able = ledger.strategy_of(ledger.queues[spec.queue]), fleet.eligible(shape)
             queued = ledger.classes.queued(strategy, shape) + 1  # with the lease's own task
-            found = known[spec.queue, shape, loaded] = [
+            found = cache[spec.queue, shape, loaded] = [
                 w for w in free
                 if w in able and not w.full and not obstructed(fleet, strategy, shape, w)
                 and backlog_suffices(fleet, strategy, shape, w, queued)
@@ -143,9 +143,9 @@ class Recalls:
         return nsmallest(CHECKED_MAX, self._ledger.classes.backlogs.values(), key=lambda backlog: backlog.position)
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
-        """A worker's leases that may be recalled, in the order in which they should begin, or with last_first in the
-        reverse order. In both cases the oldest come last, one for each slot without a running or recalled lease: they
-        likely run, although no heartbeat has reported that yet.
+        """A worker's leases that may be recalled, the best to recall first: in the order in which they should begin, or
+        with last_first in the reverse order. Behind these come the oldest, one for each slot without a running or
+        recalled lease: they likely run, although no heartbeat has reported that yet.
         """
         leases, excluded = [], 0
         for lease in worker.leases.values():
@@ -168,6 +168,6 @@ class Recalls:
         return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))
 
 
-def _may_keep_waiting(worker: Worker) -> bool:
+def _has_waiting_leases(worker: Worker) -> bool:
     """Whether a worker has leases that can't begin now: more than its slots, or on a model that it loads."""
-    return len(worker.leases) > worker.slots or (bool(worker.leases) and bool(worker.residency.began_s))
+    return len(worker.leases) > worker.slots or (bool(worker.leases) and bool(worker.residency.loading_since_s))

@@ -1,8 +1,8 @@
 """Queued tasks, in the order in which they are dispatched: by priority, and then by age.
 
 - A *resource class* has the tasks of one queue, priority and shape.
-- A *backlog* has the resource classes of unpaused queues that a strategy places alike: by the same shape, for pinned
-  strategies on the same worker. If no worker can take its first task, none can take the others. It is *ready* to be
+- A *backlog* has the resource classes of unpaused queues with the same strategy and shape, and the same worker if the
+  strategy is pinned. If no worker can take its first task, none can take the others. It is *ready* to be
   tried, or *blocked* until one of its workers changes.
 """
 
@@ -23,7 +23,7 @@ SORTED_IN = 64
 STALE_MIN = 64
 
 
-# Of the entries in all orders: an item may have moved from one order to another.
+# All heaps share these numbers, because an item may move from one heap to another.
 _TICKETS = itertools.count(1)
 # The priority and the task_id of a first task.
 Position = tuple[int, int]
@@ -33,7 +33,7 @@ class _Item(Protocol):
     # Of its entry in the heap; 0: it has none.
     ticket: int
     # Its position in that entry.
-    placed: Position
+    placed_at: Position
 
     @property
     def position(self) -> Position: ...
@@ -54,9 +54,9 @@ class ByFirstTask(Generic[I]):
     def place(self, item: I) -> None:
         """Adds an item, or moves it after a change of its position."""
         heap, before, position = self._heap, item.ticket, item.position
-        if before and item.placed == position:
+        if before and item.placed_at == position:
             return
-        item.ticket, item.placed = next(_TICKETS), position
+        item.ticket, item.placed_at = next(_TICKETS), position
         entry = position, item.ticket, item
         if before and heap[0][1] == before:
             heapreplace(heap, entry)
@@ -87,7 +87,7 @@ class ResourceClass:
     entry, which is dropped when it comes first, or when most entries are such.
     """
 
-    __slots__ = ("backlog", "placed", "position", "priority", "queue", "shape", "size", "tasks", "ticket")
+    __slots__ = ("backlog", "placed_at", "position", "priority", "queue", "shape", "size", "tasks", "ticket")
 
     def __init__(self, queue: Queue, priority: int, shape: Shape) -> None:
         self.queue = queue
@@ -98,7 +98,7 @@ class ResourceClass:
         self.position: Position = (priority, 0)
         self.backlog: Backlog | None = None  # None: nothing waits, or the queue is paused
         self.ticket = 0  # in the order of its backlog
-        self.placed = self.position
+        self.placed_at = self.position
 
     def key(self) -> tuple[str, int, Shape]:
         return self.queue.name, self.priority, self.shape
@@ -131,18 +131,18 @@ class Backlog:
     """See the module."""
 
     __slots__ = (
-        "blocked_by", "classes", "no_room_for_model", "pin", "placed", "shape", "size", "strategy", "ticket",
+        "blocked_by", "classes", "no_room_for_model", "pin", "placed_at", "shape", "size", "strategy", "ticket",
         "too_few_tasks",
     )  # fmt: skip
 
     def __init__(self, strategy: Strategy, shape: Shape, pin: Worker | None) -> None:
         self.strategy = strategy
         self.shape = shape  # without a partition
-        self.pin = pin  # the only worker for its tasks, if the strategy is pinned; None: there is none now
+        self.pin = pin  # the only worker for its tasks, if the strategy is pinned and there is one
         self.classes: ByFirstTask[ResourceClass] = ByFirstTask()
         self.size = 0  # waiting tasks
         self.ticket = 0  # in the order of the ready backlogs
-        self.placed: Position = (0, 0)
+        self.placed_at: Position = (0, 0)
         self.blocked_by: Blocker | None = None  # None: it is ready
         self.too_few_tasks = False  # a worker has room, but needs a larger backlog
         self.no_room_for_model = False  # a worker has room in its window, but none for the model
@@ -163,7 +163,8 @@ class Backlog:
         return first.head() if first is not None else None
 
 
-# The pin, or id() of the dict of workers.
+# Blocked backlogs with the same key wait for the same workers: the pin, or id() of the dict that Fleet.eligible
+# returns.
 Blocker = Worker | int
 
 
@@ -216,7 +217,7 @@ class ResourceClasses:
         resource_class.tasks.popleft()
         self._shrink(resource_class)
 
-    def leave(self, resource_class: ResourceClass, task: Task) -> None:
+    def remove_ended(self, resource_class: ResourceClass, task: Task) -> None:
         """Removes a waiting task that ends now."""
         resource_class.drop(task)
         self._shrink(resource_class)
@@ -335,7 +336,7 @@ class ResourceClasses:
     # --- blocked backlogs --------------------------------------------------------------------------------------------
 
     def block(self, backlog: Backlog, workers: dict[Worker, None]) -> None:
-        """Blocks a backlog until one of the workers has changed and has room in its window."""
+        """Blocks a backlog until one of the workers has changed, see Dispatcher."""
         self.ready.remove(backlog)
         blocker = backlog.blocked_by = backlog.pin or id(workers)
         self.blocked.setdefault(blocker, (workers, {}))[1][backlog] = None
@@ -345,16 +346,16 @@ class ResourceClasses:
         self.ready.place(backlog)
 
     def unblock_for(self, changed: Iterable[Worker]) -> None:
-        """Unblocks what may go to workers that have changed and have room in their windows."""
+        """Unblocks what may go to these workers."""
         for workers, backlogs in list(self.blocked.values()):
             if not workers.keys().isdisjoint(changed):
                 for backlog in list(backlogs):
                     self.unblock(backlog)
 
-    def unblock_all(self, *, growing: bool = False) -> None:
-        """Unblocks all backlogs. `growing`: only those for which a worker has room, but needs a larger backlog."""
+    def unblock_all(self, *, only_too_small: bool = False) -> None:
+        """Unblocks all backlogs, or only those for which a worker has room, but needs a larger backlog."""
         for _, backlogs in list(self.blocked.values()):
-            for backlog in [b for b in backlogs if b.too_few_tasks or not growing]:
+            for backlog in [b for b in backlogs if b.too_few_tasks or not only_too_small]:
                 self.unblock(backlog)
 
     def _forget_blocker(self, backlog: Backlog) -> None:

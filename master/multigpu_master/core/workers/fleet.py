@@ -128,7 +128,7 @@ class Fleet:
         else:
             self.with_room.pop(worker, None)
 
-    def gained_room(self, worker: Worker) -> None:
+    def room_changed(self, worker: Worker) -> None:
         """Call when a worker may have gained room."""
         self.freed[worker] = None
         self.touch(worker)
@@ -140,9 +140,9 @@ class Fleet:
 
     def models_changed(self, worker: Worker) -> None:
         """Call when a worker's models, or its room for them, changed."""
-        worker.residency.changed()
+        worker.residency.invalidate()
         self._resident_changed()
-        self.gained_room(worker)
+        self.room_changed(worker)
 
     def _resident_changed(self) -> None:
         self._resident.clear()
@@ -377,7 +377,7 @@ class Fleet:
         if not lease.rank:
             lease.task.lease = None
         self.released(lease.worker, [lease], len(lease.task.payload))
-        self.gained_room(lease.worker)
+        self.room_changed(lease.worker)
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
         """Subtracts leases from the worker's sums. The caller has removed them from worker.leases and their tasks."""

@@ -102,7 +102,7 @@ class LoadReservations:
 
     def _free(self, worker: Worker) -> bool:
         residency = worker.residency
-        return worker.accepting and not (residency.room_for or residency.resting or residency.began_s)
+        return worker.accepting and not (residency.room_for or residency.resting or residency.loading_since_s)
 
     def _bytes_to_unload(self, backlog: Backlog, worker: Worker) -> int | None:
         """The memory of the models that must go. None: the model can't be loaded there."""
@@ -174,7 +174,7 @@ class LoadReservations:
 
     def model_answered(self, worker: Worker, model: str, now: float) -> None:
         """Records that a model is loaded, because a task has succeeded on it."""
-        if model in worker.residency.began_s:
+        if model in worker.residency.loading_since_s:
             worker.residency.ready(model, now)
             self.start_rest_timer(worker)
 
@@ -188,7 +188,7 @@ def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
     important = {x.model for x in worker.leases.values() if x.task.spec.priority < priority}
     used = [m for m in residency.in_use() if m not in {model, residency.room_for}]
     size = sum(map(residency.memory_of, used)) + residency.memory_of(model)
-    may_go = [m for m in used if m not in pinned and m not in important and m in residency.uses]
+    may_go = [m for m in used if m not in pinned and m not in important and m in residency.lease_counts]
     going: list[str] = []
     for other in sorted(may_go, key=residency.last_use):
         if size <= residency.limit_bytes:

@@ -26,7 +26,7 @@ MEASURED_MAX = 10_000
 # been sent before the model was loaded.
 GONE_BEATS = 2
 # A measurement that differs from the known value by at most this share of it is ignored.
-SAME = 0.1
+SAME_SHARE = 0.1
 
 
 class Block(Enum):
@@ -51,7 +51,7 @@ class ModelSizes:
         """Records a measurement; 0: not measured."""
         for table, value in (self.memory_bytes, memory_bytes), (self.load_s, load_s):
             known = table.get(model, 0.0)
-            if value and abs(value - known) > SAME * known:
+            if value and abs(value - known) > SAME_SHARE * known:
                 table[model] = value
                 if len(table) > MEASURED_MAX:
                     del table[next(iter(table))]
@@ -66,13 +66,13 @@ class Residency:
     limit_bytes: int = 0  # for all loaded models; 0: unknown
     offered: dict[str, Model] = field(default_factory=dict)  # by id
     names: dict[str, str] = field(default_factory=dict)  # names and ids in tasks -> id
-    ids: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) of tasks -> id: Fleet's cache
+    ids: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) -> id: cache of Fleet.model_id
     reported: dict[str, Resident] = field(default_factory=dict)  # in the last heartbeat
-    uses: dict[str, int] = field(default_factory=dict)  # live leases
+    lease_counts: dict[str, int] = field(default_factory=dict)  # live leases
     granted: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease, until acknowledged
     going: dict[str, str] = field(default_factory=dict)  # model that will be unloaded -> the model to load instead
-    used: dict[str, int] = field(default_factory=dict)  # model -> number of its last grant or release, in order
-    began_s: dict[str, float] = field(default_factory=dict)  # start of each loading
+    last_uses: dict[str, int] = field(default_factory=dict)  # model -> number of its last grant or release, in order
+    loading_since_s: dict[str, float] = field(default_factory=dict)  # start of each loading
     pins: dict[str, None] = field(default_factory=dict)  # names or ids that an operator wants loaded
     unwanted: dict[str, int] = field(default_factory=dict)  # ids to unload -> heartbeats in a row without them
     resting: bool = False  # the worker has just loaded a model
@@ -82,8 +82,8 @@ class Residency:
     # For workers that offer no models by id: (kind, model) of the leases granted since the worker was last idle. These
     # models are loaded, or will be.
     granted_without_id: dict[tuple[str, str], None] = field(default_factory=dict)
-    _uses: int = 0
-    _sizes: int = 0  # the `sizes.changes` that the sums are based on
+    _use_counter: int = 0
+    _sizes_version: int = 0  # the `sizes.changes` that the sums are based on
     # Caches; None: stale.
     _in_use: dict[str, None] | None = None
     _in_use_bytes: int | None = None
@@ -98,10 +98,10 @@ class Residency:
         self.names = {model_id: model_id for model_id in self.offered}
         self.names |= {m.name: model_id for model_id, m in self.offered.items() if m.current or not m.version}
         self.ids = {}
-        self.used = {m: nth for m, nth in self.used.items() if m in self.offered}
-        self.changed()
+        self.last_uses = {m: nth for m, nth in self.last_uses.items() if m in self.offered}
+        self.invalidate()
 
-    def changed(self) -> None:
+    def invalidate(self) -> None:
         self._in_use = self._in_use_bytes = self._placed_bytes = None
 
     def memory_of(self, model: str) -> int:
@@ -122,7 +122,7 @@ class Residency:
         reported = self.reported.get(model)
         if reported is not None and reported.state is not ModelState.UNLOADING and model not in self.going:
             return True
-        return model in self.granted or model in self.uses
+        return model in self.granted or model in self.lease_counts
 
     def loading(self, model: str) -> bool:
         """Whether the worker reports that it loads the model now."""
@@ -136,7 +136,7 @@ class Residency:
     def in_use(self) -> dict[str, None]:
         """The ids of the models that can't be unloaded."""
         if self._in_use is None:
-            self._in_use = dict.fromkeys(self.uses) | self.pinned() | dict.fromkeys(self.began_s)
+            self._in_use = dict.fromkeys(self.lease_counts) | self.pinned() | dict.fromkeys(self.loading_since_s)
             self._in_use |= {r.model: None for r in self.reported.values() if r.pinned}
             if self.room_for:
                 self._in_use[self.room_for] = None
@@ -152,7 +152,7 @@ class Residency:
             return None
         if model in self.retiring:
             return Block.RETIRING
-        if model in self.uses:
+        if model in self.lease_counts:
             return None
         if not self.fits(model):
             return Block.NO_ROOM
@@ -160,15 +160,15 @@ class Residency:
             return None
         if self.room_for:
             return Block.RESERVED
-        if idle or not (self.resting or self.began_s):
+        if idle or not (self.resting or self.loading_since_s):
             return None
         return Block.RESTING if self.excess_bytes(model) > 0 else None
 
     def fits(self, model: str) -> bool:
         """Whether the model fits into memory beside the models in use. If there are none, it may always be tried."""
-        if self._sizes != self.sizes.changes:
-            self._sizes = self.sizes.changes
-            self.changed()
+        if self._sizes_version != self.sizes.changes:
+            self._sizes_version = self.sizes.changes
+            self.invalidate()
         if self._in_use_bytes is None:
             self._in_use_bytes = sum(self.memory_of(m) for m in self.in_use())
         mine = self.memory_of(model)
@@ -180,7 +180,7 @@ class Residency:
         if not self.limit_bytes or self.placed(model):
             return 0
         if self._placed_bytes is None:
-            known = dict.fromkeys((*self.reported, *self.granted, *self.uses))
+            known = dict.fromkeys((*self.reported, *self.granted, *self.lease_counts))
             self._placed_bytes = sum(self.memory_of(m) for m in known if self.placed(m))
         return self._placed_bytes + self.memory_of(model) - self.limit_bytes
 
@@ -200,7 +200,7 @@ class Residency:
     def last_use(self, model: str) -> tuple[int, float]:
         """Sort key by which the least recently used model comes first."""
         reported = self.reported.get(model)
-        return self.used.get(model, 0), reported.last_use_s if reported is not None else 0.0
+        return self.last_uses.get(model, 0), reported.last_use_s if reported is not None else 0.0
 
     def cost_s(self, model: str) -> float:
         """The model's loading time plus that of the models that it evicts, as they will be loaded again."""
@@ -210,41 +210,41 @@ class Residency:
 
     def grant(self, model: str, frame: int, now: float) -> bool:
         """Records a lease on the model. Returns whether the worker has to load it."""
-        uses = self.uses.get(model, 0)
+        uses = self.lease_counts.get(model, 0)
         loads = not uses and not self.placed(model)
         if loads:
             # Evicted models do not count as placed until a heartbeat lists this one, or its leases have ended.
             for other in self.evicted_for(model):
                 self.going[other] = model
                 self.granted.pop(other, None)
-        self.uses[model] = uses + 1
+        self.lease_counts[model] = uses + 1
         self.granted[model] = frame
         self._note_use(model)
         if not uses:
-            self.changed()
+            self.invalidate()
         if loads:
-            self.began_s[model] = now
+            self.loading_since_s[model] = now
         return loads
 
     def _note_use(self, model: str) -> None:
-        self._uses += 1
-        self.used[model] = self._uses
+        self._use_counter += 1
+        self.last_uses[model] = self._use_counter
 
     def release(self, model: str) -> bool:
         """Records the end of a lease. Returns whether the model is no longer placed."""
-        uses = self.uses[model] - 1
+        uses = self.lease_counts[model] - 1
         self._note_use(model)
         if uses:
-            self.uses[model] = uses
+            self.lease_counts[model] = uses
         else:
-            del self.uses[model]
-            self.changed()
+            del self.lease_counts[model]
+            self.invalidate()
         return not uses and not self.placed(model)
 
     def ready(self, model: str, now: float) -> None:
         """The model is loaded. The worker rests for as long as that took."""
-        took_s = now - self.began_s.pop(model)
-        self.changed()
+        took_s = now - self.loading_since_s.pop(model)
+        self.invalidate()
         if self.limit_bytes:
             self.resting = True
             self.rest_until_s = max(self.rest_until_s, now + took_s)
@@ -256,25 +256,25 @@ class Residency:
         self.reported = {r.model: r for r in models}
         for model in [m for m, frame in self.granted.items() if frame <= last_frame]:
             del self.granted[model]
-        for model in [m for m, other in self.going.items() if other in self.reported or other not in self.uses]:
+        for model in [m for m, other in self.going.items() if other in self.reported or other not in self.lease_counts]:
             del self.going[model]
         for resident in self.reported.values():
             if resident.state is ModelState.LOADING:
-                self.began_s.setdefault(resident.model, now)
-            elif resident.state is ModelState.READY and resident.model in self.began_s:
+                self.loading_since_s.setdefault(resident.model, now)
+            elif resident.state is ModelState.READY and resident.model in self.loading_since_s:
                 self.ready(resident.model, now)
-        for model in [m for m in self.began_s if not self.placed(m)]:
-            del self.began_s[model]  # it could not be loaded
-        self.changed()
+        for model in [m for m in self.loading_since_s if not self.placed(m)]:
+            del self.loading_since_s[model]  # it could not be loaded
+        self.invalidate()
         after = {m for m in (*self.reported, *self.granted) if self.placed(m)}
         return before != after or sizes != {r.model: r.memory_bytes for r in self.reported.values()}
 
     def lost(self) -> None:
         """The session is over: nothing is known until the next heartbeat. `pins` and `unwanted` stay."""
-        self.reported, self.granted, self.going, self.began_s, self.granted_without_id = {}, {}, {}, {}, {}
+        self.reported, self.granted, self.going, self.loading_since_s, self.granted_without_id = {}, {}, {}, {}, {}
         self.resting, self.rest_until_s = False, 0.0
         self.room_for, self.retiring = "", {}
-        self.changed()
+        self.invalidate()
 
     # --- reservations and operators' requests ------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Residency:
         """Unloads the model, or all its versions, for an operator. A model that is not loaded is only unpinned."""
         for pin in [p for p in self.pins if is_version(p, name) or self.names.get(p) == name]:
             del self.pins[pin]
-        known = dict.fromkeys((*self.reported, *self.granted, *self.uses, *self.began_s))
+        known = dict.fromkeys((*self.reported, *self.granted, *self.lease_counts, *self.loading_since_s))
         for model in [m for m in known if is_version(m, name)]:
             self.unwanted[model] = 0
 
@@ -301,7 +301,8 @@ class Residency:
         """After a heartbeat: forgets unwanted models that are unloaded by now. Returns whether there were any."""
         gone = []
         for model in self.unwanted:
-            self.unwanted[model] = 0 if model in self.reported or model in self.uses else self.unwanted[model] + 1
+            loaded = model in self.reported or model in self.lease_counts
+            self.unwanted[model] = 0 if loaded else self.unwanted[model] + 1
             if self.unwanted[model] >= GONE_BEATS:
                 gone.append(model)
         for model in gone:

@@ -151,7 +151,7 @@ class Sessions:
             fleet.models_changed(worker)
             self._commands.desire(worker)
         self._reservations.start_rest_timer(worker)
-        fleet.gained_room(worker)
+        fleet.room_changed(worker)
         self._reconcile_leases(worker, event, now)
         worker.occupied = event.occupied_slots
         if worker.occupied:
@@ -212,10 +212,10 @@ class Sessions:
             spec = succeeded[0].spec
             units = sum([task.units for task in succeeded])
             fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s)
-        if succeeded and worker.residency.began_s:
+        if succeeded and worker.residency.loading_since_s:
             spec = succeeded[0].spec
             self._reservations.model_answered(worker, fleet.model_id(worker, spec.kind, spec.model), now)
-        fleet.gained_room(worker)  # its window may have grown, even if every report was stale
+        fleet.room_changed(worker)  # its window may have grown, even if every report was stale
 
     def _succeeded(self, worker: Worker, event: ev.Reports, now: float) -> list[Task]:
         """Settles the tasks reported as succeeded whose leases the worker still holds. Returns these tasks."""
@@ -312,7 +312,7 @@ class Sessions:
         if worker is None:
             return
         worker.heard_s = now
-        fresh: dict[Task, ev.Forward] = {}
+        fresh: dict[Task, ev.ForwardPartials] = {}
         for partial in event.partials:
             lease = worker.leases.get(partial.lease_id)
             if lease is None or lease.rank:  # of a gang, rank 0 alone has outputs and checkpoints
@@ -334,7 +334,7 @@ class Sessions:
             if partial.checkpoint:
                 task.ensure_extra().checkpoint = partial.checkpoint
             if task.streams:
-                forward = fresh.setdefault(task, ev.Forward(task))
+                forward = fresh.setdefault(task, ev.ForwardPartials(task))
                 forward.partials.append((partial.index, partial.data, partial.content_type))
         for forward in fresh.values():
             self._commands.add(forward)

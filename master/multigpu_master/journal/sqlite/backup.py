@@ -112,7 +112,8 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
             with contextlib.suppress(FileNotFoundError):
                 held[name] = _pin(data_dir / name)
         missing = wanted - held.keys()
-        # The master deletes what no row refers to. What was gone before, and has a row still, it did not delete.
+        # The master deletes only what no row refers to. A segment that is missing twice, and has a row, was lost
+        # before.
         if missing <= gone:
             return held
         gone |= missing
@@ -124,7 +125,9 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
 
 
 def _pin(path: Path) -> Segment:
-    """FileNotFoundError: it is gone."""
+    """Opens a segment, so that it can be read after its name is gone; a shared one is locked against reuse, too.
+    FileNotFoundError: it is gone.
+    """
     if path.parent.name != payloads.DIRECTORY_NAME:
         return Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     segment = Directory(path.parent, b"").pin(path.name)
@@ -143,7 +146,8 @@ def _clear(target: Path) -> None:
 
 def salvage(data_dir: Path) -> Iterator[str]:
     """Makes a damaged journal one that a master can start from, and says what is gone: transactions behind damage of
-    the log, tasks and dead letters without their payload, and results. Those results stay lost; nothing else is kept.
+    the log, tasks and dead letters whose payload is gone, and results. Such tasks and dead letters are deleted;
+    outcomes stay, without their result.
     """
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():

@@ -1,8 +1,9 @@
 """The embedded journal: one SQLite file, one thread that writes it, and readers that never wait for the writer.
 
-`append` puts entries into a queue. The journal's thread writes all entries that were queued during the last commit as
-one transaction. Of a task submitted and settled in one transaction, only the outcome is written. After each call into
-SQLite the thread waits for the interpreter, so a transaction is as few calls as possible (statements.py).
+`append` puts entries into a queue. The journal's thread writes what was queued during the last commit as one
+transaction, within limits (room.py). Of a task submitted and settled in one transaction, only the outcome is written.
+After each call into SQLite the thread waits for Python's global lock, so a transaction is as few calls as possible
+(statements.py).
 
 Near the end of the disk, and at the size limit, submits are rejected and all else is written (room.py). If another
 program has filled the disk, the waiting entries are written one by one with the space of the reserve; those that find
@@ -34,13 +35,13 @@ RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two sweeps
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for sweeping
 SWEEP_AFTER_S = 5.0  # the first sweep, after `open`: the tasks are recovered first
-_DAMAGE = (ValueError, LookupError, TypeError)  # of a setting
+_DAMAGE = (ValueError, LookupError, TypeError)  # what parsing a damaged setting raises
 _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
 class SqliteJournal(JournalReads):
-    """A journal in a directory of its own. At `size_max_bytes` it rejects submits. The callback given to `open` runs on
-    the journal's thread; it must neither raise nor wait. Reads may be made from any thread.
+    """A journal in a directory of its own. At `size_max_bytes` it rejects submits. It calls `on_commit` (see `open`) on
+    its own thread; that must neither raise nor wait. Reads may be made from any thread.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SqliteJournal(JournalReads):
         self._full: JournalFullError | None = None  # submits are rejected
         self._stuck = False  # entries in `_pending` found no space: they are tried again at `_retry_at_s`
         self._retry_at_s = self._sweep_at_s = 0.0  # on the monotonic clock
-        self._rejected: set[int] = set()  # tasks whose submit found no room, while there is none
+        self._rejected: set[int] = set()  # tasks whose submits it has rejected since the disk is full
 
     @property
     def writable(self) -> bool:
@@ -85,7 +86,9 @@ class SqliteJournal(JournalReads):
     def open(
         self, on_commit: CommitCallback, begin_clock: Callable[[float], None] = lambda _newest_s: None
     ) -> Recovered:
-        """`begin_clock` is called with the newest time in the journal, before anything expires; 0.0: there is none."""
+        """Locks, checks and opens the journal, starts its thread, and returns what a new master needs. `begin_clock` is
+        called, on this thread, with the newest time in the journal, before anything expires; 0.0: there is none.
+        """
         assert self._thread is None, "a journal is opened once"
         try:
             epoch, incarnations, lease_key = self._open()
@@ -97,8 +100,10 @@ class SqliteJournal(JournalReads):
         begin_clock(self.newest_time_s())
         downtime_s = self._retention.resume(self._last_cursor + 1)
         try:
-            with self._room.reserve_released():  # empties the log: the database says then that the journal is open
-                # Before outcomes are written that the next master must not take for older ones.
+            # This also empties the log: the database itself, without it, says then that the journal is open.
+            with self._room.reserve_released():
+                # The time is saved before new outcomes are written, so that these are not taken for older ones, which
+                # are not aged by the time during which no master ran.
                 if not self._fits(self._sweeper.save_time) or not self._room.accepts():
                     self._full = failures.full(self._path)
         except (OSError, sqlite3.Error) as error:
@@ -139,6 +144,8 @@ class SqliteJournal(JournalReads):
             assert not (entry.submits and entry.settles), "submits may be rejected, settles may not: keep them apart"
         if self._fatal is not None:
             raise self._fatal
+        if self._thread is None:
+            raise JournalError(f"The journal {self._path} is closed.")
         self._queue.put(entries)
 
     def close(self, timeout_s: float) -> None:
@@ -197,7 +204,7 @@ class SqliteJournal(JournalReads):
         except queue.Empty:
             return
         if any(entry is _CLOSE for entry in taken):
-            self._closing = True  # entries that a session appended after _CLOSE are written as well
+            self._closing = True  # entries that are in the queue behind _CLOSE are written as well
             taken = [entry for entry in taken if entry is not _CLOSE]
         self._pending.extend(taken if self._full is None else self._without_submits(taken))
 
@@ -206,12 +213,12 @@ class SqliteJournal(JournalReads):
         return [entry for _ in range(self._queue.qsize()) for entry in self._queue.get_nowait()]
 
     def _write(self) -> bool:
-        """Writes the next waiting entries as one transaction, if there may be room. True if any were written."""
-        look = self._full is not None and time.monotonic() >= self._retry_at_s
-        if look:
+        """Writes the next waiting entries, if there may be room. Returns whether any were written."""
+        retry_due = self._full is not None and time.monotonic() >= self._retry_at_s
+        if retry_due:
             self._stuck = False
         written = bool(self._pending) and not self._stuck and self._write_batch()
-        if look:
+        if retry_due:
             self._retry_at_s = time.monotonic() + RETRY_S
             if not self._pending:
                 self._look_for_room()
@@ -239,7 +246,7 @@ class SqliteJournal(JournalReads):
         """Rejects submits from now on."""
         self._full = problem
         self._retry_at_s = time.monotonic() + RETRY_S
-        self._on_commit([], 0, problem)  # no entries: only outcomes may wait, and they are not rejected
+        self._on_commit([], 0, problem)  # no entries: only submits are rejected, all others wait
         self._pending = deque(self._without_submits(self._pending))
 
     def _write_now(self, batch: Sequence[Entry], bytes_total: int) -> None:
@@ -250,7 +257,8 @@ class SqliteJournal(JournalReads):
 
     def _write_one_by_one(self) -> bool:
         """Writes waiting entries with the space of the reserve. What finds no space waits, and later outcomes wait
-        behind an outcome, and settings behind settings. Each outcome makes room for the next: it deletes its task.
+        behind an outcome, and settings behind settings. Entries that free space (room.frees) overtake them. Each
+        outcome makes room for the next: it deletes its task.
         """
         written, waits = False, set[str]()
         with self._room.reserve_released():
@@ -339,7 +347,7 @@ class SqliteJournal(JournalReads):
         short = self._full is not None and self._room.is_short()
         with self._room.reserve_released() if short else contextlib.nullcontext():
             try:
-                more = self._sweeper.step(full=short)
+                more = self._sweeper.step(disk_full=short)
             except (sqlite3.Error, OSError) as error:
                 if not isinstance(failures.explain(error, self._path), JournalFullError):
                     raise

@@ -23,9 +23,10 @@ from multigpu_master.journal.sqlite.segments import Segments
 from multigpu_master.journal.sqlite.statements import setting
 
 _ZONE_CURSORS = 1024
-_PERIOD_S = 30.0  # minimum time between two examinations of a zone
+_PERIOD_S = 30.0  # between two examinations of a zone, unless there is more to delete
 _STEP_BYTES = 16 << 20  # of bodies deleted in one step
-_CUT_PAGES, _CUT_PAGES_FULL = 256, 16  # returned to the file system in one step; that needs free space
+# Returned to the file system in one step. The log grows first, so less on a full disk.
+_CUT_PAGES, _CUT_PAGES_FULL = 256, 16
 _CUT_SHARE = 0.25  # of the pages must be empty before the file is truncated
 _CUT_PAGES_MIN = 1024
 _USAGE_PERIOD_S = 3600.0  # between two sweeps of usage
@@ -62,23 +63,32 @@ class Sweeper:
         ((oldest, newest),) = writer.execute("SELECT min(cursor), max(cursor) FROM outcome").fetchall()
         self._last_cursor: int = newest or 0
         first_zone, self._newest_zone = (oldest or 0) // _ZONE_CURSORS, self._last_cursor // _ZONE_CURSORS
-        self._zones = [(0.0, zone) for zone in range(first_zone, self._newest_zone + 1)]  # a heap of (due_s, zone)
+        # A heap of (due_s, zone). An entry is stale unless it is the zone's in _entries.
+        self._zones: list[tuple[float, int]] = []
+        self._entries: dict[int, tuple[float, int]] = {}
+        for zone in range(first_zone, self._newest_zone + 1):
+            self._examine(zone, 0.0)
 
     def note_commit(self, last_cursor: int, deleted_letters: Sequence[int]) -> None:
         """Records the newest cursor. The outcomes of deleted dead letters may now expire: their zones are due."""
         self._last_cursor = last_cursor
         while self._newest_zone < last_cursor // _ZONE_CURSORS:
             self._newest_zone += 1
-            heapq.heappush(self._zones, (self._now() + _PERIOD_S, self._newest_zone))
+            self._examine(self._newest_zone, self._now() + _PERIOD_S)
         for task_id in deleted_letters:
             for (cursor,) in self._writer.execute(
                 "SELECT cursor FROM outcome WHERE task_id = ?", (task_id,)
             ).fetchall():
-                heapq.heappush(self._zones, (0.0, cursor // _ZONE_CURSORS))
+                self._examine(cursor // _ZONE_CURSORS, 0.0)
 
-    def step(self, *, full: bool = False) -> bool:
-        """Does one part of the due work; False if there is none. `full`: the disk is full, so all unused space of the
-        files is returned to it.
+    def _examine(self, zone: int, due_s: float) -> None:
+        """Sets when a zone is examined next."""
+        entry = self._entries[zone] = due_s, zone
+        heapq.heappush(self._zones, entry)
+
+    def step(self, *, disk_full: bool = False) -> bool:
+        """Does one part of the due work; False if there is none. `disk_full`: all unused space of the files is returned
+        to the disk, also a little.
         """
         if self._retention.due():
             self.save_time()
@@ -87,8 +97,8 @@ class Sweeper:
             or self._sweep_specs()
             or self._sweep_usage()
             or self._segments.delete_unused(self._writer)
-            or (full and self._segments.punch_next(self._writer))
-            or self._cut_file(full)
+            or (disk_full and self._segments.punch_next(self._writer))
+            or self._cut_file(disk_full)
         )
 
     def save_time(self) -> None:
@@ -99,7 +109,11 @@ class Sweeper:
         now = self._now()
         if not self._zones or self._zones[0][0] > now:
             return False
-        _, zone = heapq.heappop(self._zones)
+        entry = heapq.heappop(self._zones)
+        zone = entry[1]
+        if self._entries.get(zone) is not entry:
+            return True
+        del self._entries[zone]
         low, high = zone * _ZONE_CURSORS, (zone + 1) * _ZONE_CURSORS - 1
         try:
             due_s = self._due_s(low, high)
@@ -107,14 +121,14 @@ class Sweeper:
                 self._forget(low, high, self._retention.now(low))
                 due_s = self._due_s(low, high)
         except sqlite3.Error:
-            heapq.heappush(self._zones, (now + _PERIOD_S, zone))
+            self._examine(zone, now + _PERIOD_S)
             raise
         if due_s is not None and due_s <= now:  # _STEP_BYTES was reached
-            heapq.heappush(self._zones, (now, zone))
+            self._examine(zone, now)
         elif due_s is not None:
-            heapq.heappush(self._zones, (max(due_s, now + _PERIOD_S), zone))
+            self._examine(zone, max(due_s, now + _PERIOD_S))
         elif high >= self._last_cursor:  # nothing expires yet, but the zone has the newest row or later ones
-            heapq.heappush(self._zones, (now + _PERIOD_S, zone))
+            self._examine(zone, now + _PERIOD_S)
         return True
 
     def _due_s(self, low: int, high: int) -> float | None:
@@ -157,11 +171,11 @@ class Sweeper:
         self._usage_at_s = now if more else now + _USAGE_PERIOD_S
         return more
 
-    def _cut_file(self, full: bool) -> bool:
+    def _cut_file(self, disk_full: bool) -> bool:
         ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
         ((pages,),) = self._writer.execute("PRAGMA page_count").fetchall()
-        if empty_pages < (1 if full else max(_CUT_PAGES_MIN, pages * _CUT_SHARE)):
+        if empty_pages < (1 if disk_full else max(_CUT_PAGES_MIN, pages * _CUT_SHARE)):
             return False
-        pages = _CUT_PAGES_FULL if full else _CUT_PAGES
+        pages = _CUT_PAGES_FULL if disk_full else _CUT_PAGES
         self._writer.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
         return True

@@ -104,12 +104,14 @@ class DeadLetterCalls:
         # The journal's readers find a dead letter before the core hears of the commit. Wait until the core has
         # forgotten the task.
         while letter.task_id in self._driver.core.ledger.tasks:
-            await self._driver.settled(letter.task_id, DURABLE_S)
+            await self._driver.wait_settled(letter.task_id, DURABLE_S)
         request_id = letter.request_id
-        known = self._driver.core.ledger.requests.get(request_id) or self._driver.known([request_id]).get(request_id)
+        known = self._driver.core.ledger.requests.get(request_id) or self._driver.find_settled([request_id]).get(
+            request_id
+        )
         if known is not None and known.task_id != letter.task_id:
             return ev.Rejection(FAILED_PRECONDITION, REPLACED.format(request_id=request_id, task_id=known.task_id))
         spec = self._driver.specs.restore(letter.spec)
         task = Task(spec, request_id, letter.payload, letter.partition_key, letter.units)
         task.task_id = letter.task_id
-        return await self._driver.submit_durably(spec, task, replaces=letter.task_id)
+        return await self._driver.resubmit_dead_letter(spec, task, replaces=letter.task_id)

@@ -129,7 +129,7 @@ def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
 def _holds(worker: Worker, name: str) -> bool:
     """Whether a worker has a model of this name or id loaded, pinned, or about to be loaded."""
     residency = worker.residency
-    held = (*residency.reported, *residency.granted, *residency.uses, *residency.pins, *residency.pinned())
+    held = (*residency.reported, *residency.granted, *residency.lease_counts, *residency.pins, *residency.pinned())
     return any(is_version(m, name) for m in held)
 
 

@@ -9,6 +9,6 @@ from multigpu_master.errors import ExhaustedError, JournalError
 async def save(driver: Driver, settings: Mapping[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
     """Returns once the settings and deletions are synced. ExhaustedError: they cannot be."""
     try:
-        await driver.journaling.save(dict(settings), deleted_dead_letters)
+        await driver.write_buffer.save(dict(settings), deleted_dead_letters)
     except JournalError as error:
         raise ExhaustedError(f"done, but it may not survive a restart of the master: {error}") from None

@@ -78,7 +78,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         workers = self._core.fleet.workers
         sent: dict[str, tuple[Worker, int]] = {}
         while True:
-            changed = self._driver.watchers.workers
+            changed = self._driver.changes.workers
             response = pb.WatchWorkersResponse(removed_worker_ids=[i for i in sent if i not in workers])
             for worker_id in response.removed_worker_ids:
                 del sent[worker_id]
@@ -257,7 +257,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             workers_active=active,
             workers_lost=len(core.fleet.workers) - active,
             journal_bytes=self._driver.journal.size_bytes(),
-            journal_writable=self._driver.journaling.writable,
+            journal_writable=self._driver.write_buffer.writable,
             memory_bytes=queries.rss_bytes(),
             strategy=core.ledger.strategy,
             outcomes_retained=sum(

@@ -37,10 +37,10 @@ class TokenCalls:
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from None
         try:
-            await self._driver.journaling.save(token.setting())
+            await self._driver.write_buffer.save(token.setting())
         except JournalError as error:
             # `save` may have timed out, and the journal can still write the setting: delete it then (None deletes).
-            self._driver.journaling.remember(dict.fromkeys(token.setting()))
+            self._driver.write_buffer.remember(dict.fromkeys(token.setting()))
             raise ExhaustedError(f"no token was made: {error}") from None
         tokens.add(token)
         return pb.CreateTokenResponse(token=_message(token), secret=secret)
@@ -62,7 +62,7 @@ class TokenCalls:
         if token is None:
             raise NotFoundError(f"there is no token {request.token_id!r}; `mgpuctl tokens list` shows all tokens")
         try:
-            await self._driver.journaling.save(dict.fromkeys(token.setting()))
+            await self._driver.write_buffer.save(dict.fromkeys(token.setting()))
         except JournalError as error:
             raise ExhaustedError(
                 "the token is revoked now, but after a restart of the master it may be valid again: revoke it again "

@@ -13,20 +13,20 @@ from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.wire import outcomes as wire_outcomes
 from multigpu_master.wire import specs as wire_specs
-from multigpu_master.write_buffer import DEFER_S, Journaling
+from multigpu_master.write_buffer import DEFER_S, WriteBuffer
 
 SPEC = wire_specs.SpecReader().read(task_pb2.TaskSpec(kind="echo"))
 
 
 class Stage:
-    """Journaling on a real journal, without a core."""
+    """WriteBuffer on a real journal, without a core."""
 
     def __init__(self, data_dir: Path, size_max_bytes: int = 1 << 30) -> None:
         self.data_dir = data_dir
         self.journal = SqliteJournal(data_dir, size_max_bytes=size_max_bytes)
         self.events: list[ev.Event] = []
-        self.journaling = Journaling(self.journal, self.events.append, lambda: None, self._die)
-        list(self.journal.open(self.journaling.on_commit).tasks)
+        self.write_buffer = WriteBuffer(self.journal, self.events.append, lambda: None, self._die)
+        list(self.journal.open(self.write_buffer.on_commit).tasks)
         self.outcomes = wire_outcomes.OutcomeWriter()
 
     @staticmethod
@@ -35,7 +35,7 @@ class Stage:
 
     def settle(self, task: Task) -> None:
         task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, b"result")
-        self.journaling.settles([(task, self.outcomes.write(task))])
+        self.write_buffer.settles([(task, self.outcomes.write(task))])
 
     def close(self) -> list[int]:
         """Ends it, and returns the tasks that the next master would find."""
@@ -63,7 +63,7 @@ def ignore(_error: JournalError | None) -> None:
 async def test_a_task_that_settles_soon_is_written_as_its_outcome_only(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.journaling.submits_deferred([one, two], ignore)
+    stage.write_buffer.submits_deferred([one, two], ignore)
     stage.settle(one)
     await until(lambda: stage.journal.get_outcome(1) is not None)
     assert stage.close() == []
@@ -72,9 +72,9 @@ async def test_a_task_that_settles_soon_is_written_as_its_outcome_only(tmp_path:
 async def test_an_unsettled_task_is_written_after_the_delay(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.journaling.submits_deferred([one], ignore)
+    stage.write_buffer.submits_deferred([one], ignore)
     await asyncio.sleep(1.5 * DEFER_S)
-    stage.journaling.submits_deferred([two], ignore)
+    stage.write_buffer.submits_deferred([two], ignore)
     assert stage.close() == [1]
 
 
@@ -83,9 +83,9 @@ async def test_a_submit_that_has_joined_a_task_is_answered_after_that_is_rejecte
     stage = Stage(tmp_path, size_max_bytes=256 << 10)
     large = Task(SPEC, "request-1", bytes(200_000), submit_s=1000.0, task_id=1)
     acknowledged: list[int] = []
-    stage.journaling.submits([large], ignore, (), urgent=False)
-    stage.journaling.submits_deferred(tasks(2), lambda _error: acknowledged.append(len(stage.events)))
-    stage.journaling.flush()
+    stage.write_buffer.submits([large], ignore, (), urgent=False)
+    stage.write_buffer.submits_deferred(tasks(2), lambda _error: acknowledged.append(len(stage.events)))
+    stage.write_buffer.flush()
     await until(lambda: bool(acknowledged))
     assert acknowledged == [2], "the core has heard of both rejections before"
     stage.close()
@@ -99,7 +99,7 @@ async def test_a_dead_letter_goes_with_the_outcome_that_replaces_it_or_not_at_al
     handed_over: list[Entry] = []
     monkeypatch.setattr(SqliteJournal, "append", lambda _journal, *entries: handed_over.extend(entries))
     two, four = tasks(2, 4)
-    stage.journaling.submits([two, four], ignore, [(2, 1), (4, 3)], urgent=False)
+    stage.write_buffer.submits([two, four], ignore, [(2, 1), (4, 3)], urgent=False)
     stage.settle(two)
     await until(lambda: bool(handed_over))
     submitted, settled = handed_over
@@ -114,28 +114,48 @@ async def test_outcomes_that_do_not_fit_as_one_are_written_as_far_as_there_is_ro
     ended = tasks(*range(1, 17))
     for task in ended:
         task.outcome = Outcome(OutcomeState.SUCCEEDED, task.submit_s + 1, bytes(1 << 20))
-    stage.journaling.settles([(task, stage.outcomes.write(task)) for task in ended])
+    stage.write_buffer.settles([(task, stage.outcomes.write(task)) for task in ended])
     await until(lambda: stage.journal.get_outcome(1) is not None)
+    stage.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_outcomes_in_two_entries_are_durable_once_both_are(order: tuple[int, int], tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    written: list[Entry] = []
+    stage.journal.append = lambda *entries: written.extend(entries)  # type: ignore[method-assign]  # the disk is full
+    ended = tasks(1, 2)
+    for task in ended:
+        task.outcome = Outcome(OutcomeState.CANCELLED, task.submit_s + 1)
+    told: list[JournalError | None] = []
+    stage.write_buffer.settles([(task, bytes(200 << 10)) for task in ended], told.append)
+    await until(lambda: len(written) == 2)
+    for nth in order:
+        assert not told, "the other one waits for room"
+        stage.write_buffer.on_commit([written[nth]], 1, None)
+        await asyncio.sleep(0.01)
+    assert told == [None]
+    del stage.journal.append
     stage.close()
 
 
 async def test_a_task_waits_although_older_ones_have_settled(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     one, two = tasks(1, 2)
-    stage.journaling.submits_deferred([one], ignore)
+    stage.write_buffer.submits_deferred([one], ignore)
     stage.settle(one)
-    stage.journaling._write_due()
-    stage.journaling.submits_deferred([two], ignore)
-    stage.journaling._write_due()
+    stage.write_buffer._write_due()
+    stage.write_buffer.submits_deferred([two], ignore)
+    stage.write_buffer._write_due()
     assert stage.close() == []
 
 
 async def test_an_acknowledged_submit_follows_all_earlier_entries_to_the_disk(tmp_path: Path) -> None:
     """A Submit that joins a task which waits patiently is answered when that task is durable."""
     stage = Stage(tmp_path)
-    stage.journaling.submits_deferred(tasks(1), ignore)
+    stage.write_buffer.submits_deferred(tasks(1), ignore)
     acknowledged: list[JournalError | None] = []
-    stage.journaling.submits([], acknowledged.append, (), urgent=True)
+    stage.write_buffer.submits([], acknowledged.append, (), urgent=True)
     await until(lambda: bool(acknowledged))
     assert acknowledged == [None]
     assert stage.close() == [1]
@@ -143,8 +163,8 @@ async def test_an_acknowledged_submit_follows_all_earlier_entries_to_the_disk(tm
 
 async def test_a_stream_that_ends_leaves_nothing_to_memory(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    stage.journaling.submits_deferred(tasks(1, 2), ignore)
-    stage.journaling.flush()
+    stage.write_buffer.submits_deferred(tasks(1, 2), ignore)
+    stage.write_buffer.flush()
     assert stage.close() == [1, 2]
 
 
@@ -152,8 +172,8 @@ async def test_a_task_without_a_payload_is_not_written_after_its_outcome(tmp_pat
     """It would run again in the next master."""
     stage = Stage(tmp_path)
     empty = Task(SPEC, "request-1", b"", submit_s=1000.0, task_id=1)
-    stage.journaling.submits_deferred([empty], ignore)
+    stage.write_buffer.submits_deferred([empty], ignore)
     stage.settle(empty)
     await until(lambda: stage.journal.get_outcome(1) is not None)
-    await stage.journaling.all_durable()
+    await stage.write_buffer.all_durable()
     assert stage.close() == []
