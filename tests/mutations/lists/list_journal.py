@@ -135,7 +135,7 @@ JOURNAL = (
         "a dead letter goes before the outcome that replaces it",
         "settles.get(task_id, pending.entry)",
         "pending.entry",
-        checker="master/journal/test_journaling.py::"
+        checker="master/journal/test_write_buffer.py::"
         "test_a_dead_letter_goes_with_the_outcome_that_replaces_it_or_not_at_all",
     ),
     statements("a dead letter can be tried again twice", "for task_id in written]\n", "for task_id in ()]\n"),
