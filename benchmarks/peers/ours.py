@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import multigpu_master
-from multigpu import AsyncClient
+from multigpu import AsyncClient, Outcome
 
 from benchmarks.relay import loop_runner
 
@@ -84,9 +83,13 @@ class Peer:
 
     def stream(self, op: str, payloads: Sequence[bytes], give_up_s: float) -> Iterator[tuple[int, bytes]]:
         numbers = {payload: i for i, payload in enumerate(payloads)}
-        outcomes = self.client.map_outcomes(self.kind(op), payloads, ordered=False)
 
-        async def following() -> Any:
+        async def begin() -> AsyncIterator[Outcome]:
+            return self.client.map_outcomes(self.kind(op), payloads, ordered=False)
+
+        outcomes = self.run(begin())
+
+        async def following() -> Outcome | None:
             return await asyncio.wait_for(anext(outcomes, None), give_up_s)
 
         for _ in itertools.count():
