@@ -91,7 +91,7 @@ def backup(data_dir: Path, target: Path) -> None:
     lost before the backup: it is listed.
     """
     raise_descriptor_limit()  # every segment is opened
-    lost = _offline(lambda: journal_backup.backup(data_dir, target))
+    lost = _or_exit(lambda: journal_backup.backup(data_dir, target))
     for line in lost:
         click.echo(f"not in the copy: {line}")
     if lost:
@@ -109,13 +109,13 @@ def backup(data_dir: Path, target: Path) -> None:
 @click.pass_obj
 def salvage(data_dir: Path) -> None:
     """Makes a damaged journal one that a master can start from, and says what is gone. No master may be running."""
-    gone = _offline(lambda: list(journal_backup.salvage(data_dir)))
+    gone = _or_exit(lambda: list(journal_backup.salvage(data_dir)))
     for line in gone:
         click.echo(f"gone: {line}")
-    click.echo(f"a master can start on {data_dir}; {len(gone) or 'nothing'} gone")
+    click.echo(f"a master can start on {data_dir}; losses: {len(gone)}")
 
 
-def _offline(work: Callable[[], list[str]]) -> list[str]:
+def _or_exit(work: Callable[[], list[str]]) -> list[str]:
     try:
         return work()
     except (OSError, sqlite3.Error, JournalError) as error:

@@ -1,6 +1,7 @@
 """What ends by the clock: deadlines, timeouts, drains and silent sessions."""
 
 from multigpu_master.core import events as ev
+from multigpu_master.core.attempts import LOSSES_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
 from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.scheduler import Limits
@@ -98,6 +99,19 @@ def test_a_drain_that_is_overruled_or_long_over_revokes_what_it_should() -> None
     commands = stage.worker("w", [held_lease(lease, running=True)])
     assert task.lease is None  # it comes back after the deadline
     assert any(isinstance(c, ev.Revoke) and c.lease_ids == [lease.lease_id] for c in commands)
+
+
+def test_drain_deadlines_never_end_a_task() -> None:
+    stage, task = leased(Spec(kind="run", attempts_max=1))
+    for _ in range(LOSSES_MAX + 2):
+        stage.beat(running=True, after_s=1.0)
+        stage.handle(ev.Drain("w", stage.now + 1))
+        commands = stage.handle(ev.Tick(), 2.0)
+        (revoked,) = [c for c in commands if isinstance(c, ev.Revoke)]
+        assert revoked.reason == "the drain deadline of worker w has passed"
+        assert (task.lease, task.outcome, task.attempts) == (None, None, 0)
+        stage.handle(ev.Uncordon("w"))
+        assert task.lease is not None, "at once"
 
 
 def test_a_task_that_its_worker_did_not_end_says_how_long_it_ran() -> None:

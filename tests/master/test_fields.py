@@ -19,6 +19,14 @@ def test_fields_of_nested_messages_count_and_bytes_do_not() -> None:
     assert more_fields_than(fields - 1, RUN, data)
 
 
+def test_a_message_with_an_error_hides_no_other() -> None:
+    """A parser reads all messages before it."""
+    many = task_service_pb2.RunRequest(batches=[task_pb2.TaskBatch(inputs=[task_pb2.TaskInput()] * 1000)])
+    batches = task_service_pb2.RunRequest.BATCHES_FIELD_NUMBER << 3 | 2
+    for wrong in (b"\x07", b"\x80"):
+        assert more_fields_than(900, RUN, many.SerializeToString() + bytes([batches, 1]) + wrong)
+
+
 def test_fixed_width_numbers_and_times() -> None:
     leases = [worker_pb.HeldLease(lease_id=1 << 50, task_id=300, attempt=1, proof=7)] * 10
     frame = worker_pb.SessionRequest(heartbeat=worker_pb.Heartbeat(leases=leases, last_frame=1 << 40))

@@ -6,6 +6,7 @@
 - A lease that only waited in a window is not charged. But a task may kill its workers before they can report that it
   runs. So each loss of such a lease after the first lengthens the task's pause, which separates the task from others
   that were lost with it; after LOSSES_MAX losses the task becomes a dead letter.
+- A drain deadline that passes ends an attempt without charge, however often.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from multigpu_master.core.model import (
 from multigpu_master.core.restart import RecoveryHold
 from multigpu_master.core.timers import TimeLimit, Timers
 
-# A task becomes a dead letter when more than this many workers were lost while it waited in their windows.
+# A task becomes a dead letter after more than this many uncharged losses of its leases (Extra.losses).
 LOSSES_MAX = 16
 # Times that a device may fall sick while it runs a task; each further time is charged to the task.
 SICK_RETURNS_MAX = 2
@@ -53,11 +54,13 @@ class Attempts:
     def failed(
         self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float, *, condemned: bool = False
     ) -> None:
-        """Charges a failed attempt. Requeues the task after a pause, unless no attempt is left or it is `condemned`."""
+        """Charges a failed attempt. Requeues the task after a pause, unless the error is not retryable, no attempt is
+        left, or the task is `condemned`.
+        """
         task, worker = lease.task, lease.worker
         extra = task.ensure_extra()
         extra.last_error, extra.avoids = error, worker.device_key
-        if error.retryable and task.attempts < task.spec.attempts_max + len(extra.forgiven) and not condemned:
+        if error.retryable and task.attempts < task.spec.attempts_max + len(extra.blamed) and not condemned:
             self._record(lease, start_s, finish_s, f"{error.type}: {error.message}")
             self._requeue(task, now, self._backoff_s(task, task.attempts))
             return
@@ -69,8 +72,9 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
-        """Requeues the task without charge, up to LOSSES_MAX times. Returns by a `sick` device are not counted, unless
-        devices fell sick more than SICK_RETURNS_MAX times while they ran the task.
+        """Requeues the task without charge, and counts the loss; after LOSSES_MAX losses the task is a dead letter.
+        What a `sick` device returned is no loss; if devices fell sick more than SICK_RETURNS_MAX times while they ran
+        the task, the attempt is charged.
         """
         task, worker = lease.task, lease.worker
         self._ledger.counters.requeued += 1
@@ -109,18 +113,21 @@ class Attempts:
             self.lost(lease, f"worker {worker_id} was lost", now)
 
     def requeue_uncharged(self, lease: Lease, now: float, after_s: float) -> None:
-        """Requeues the task uncharged, any number of times: its worker had no room, or returned a recalled lease."""
+        """Requeues the task uncharged, any number of times: its worker had no room, returned a recalled lease, or did
+        not begin it within the run_timeout; or the attempt was interrupted.
+        """
         self._uncharge(lease)
         if lease.recalled:
             lease.task.ensure_extra().avoids = lease.worker.worker_id
         self._requeue(lease.task, now, after_s)
-        self.overdue(lease.task, now)
+        self.end_if_overdue(lease.task, now)
 
-    def regroup(self, lease: Lease, now: float) -> None:
-        """Ends an attempt of a gang, uncharged, so that it begins again with more workers."""
+    def interrupt(self, lease: Lease, why: str, now: float) -> None:
+        """Ends an attempt, uncharged, so that it begins again elsewhere."""
         self._ledger.counters.requeued += 1
-        self._withdraw(lease, MORE_WORKERS)
-        self._record(lease, lease.run_s, now, MORE_WORKERS)
+        self._withdraw(lease, why)
+        if lease.running:
+            self._record(lease, lease.run_s, now, why)
         self.requeue_uncharged(lease, now, 0.0)
 
     @staticmethod
@@ -138,19 +145,22 @@ class Attempts:
 
     # --- live leases -------------------------------------------------------------------------------------------------
 
-    def take_back(self, lease: Lease, error: TaskError | None, now: float) -> None:
-        """Revokes a lease and requeues its task. With an error the attempt is charged."""
-        self._withdraw(lease, "taken back by the master" if error is None else error.message)
-        if error is not None:
-            self._ledger.counters.requeued += 1
-            self.failed(lease, error, lease.run_s, now, now)
-        else:
-            self.lost(lease, f"worker {lease.worker.worker_id} lost or gave up the lease", now)
+    def revoke_charged(self, lease: Lease, error: TaskError, now: float) -> None:
+        """Revokes a lease, and charges its task with the error."""
+        self._withdraw(lease, error.message)
+        self._ledger.counters.requeued += 1
+        self.failed(lease, error, lease.run_s, now, now)
+
+    def revoke_uncharged(self, lease: Lease, why: str, now: float) -> None:
+        """Revokes a lease, which counts as lost."""
+        self._withdraw(lease, why)
+        self.lost(lease, why, now)
 
     def take_back_all(self, worker: Worker, now: float) -> None:
         """Takes back the leases of a worker whose drain deadline has passed."""
         for lease in sorted(worker.leases.values(), key=lambda x: -x.task.task_id):
-            self.take_back(lease, None, now)
+            if lease.lease_id in worker.leases:  # else it ended with another rank
+                self.interrupt(lease, f"the drain deadline of worker {worker.worker_id} has passed", now)
 
     def _withdraw(self, lease: Lease, why: str) -> None:
         self._ledger.release(lease)
@@ -165,17 +175,17 @@ class Attempts:
         if lease is not None:
             outcome.dispatch_s, outcome.start_s = lease.stages(lease.run_s, now)
             outcome.worker_id, outcome.device_id = lease.worker.worker_id, lease.worker.info.device_id
-        self.leave(task, error.message)
+        self.detach(task, error.message)
         self._ledger.settle(task, outcome)
 
-    def leave(self, task: Task, why: str) -> None:
+    def detach(self, task: Task, why: str) -> None:
         """Revokes a task's lease, or removes the task from its resource class."""
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:
             self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
-    def due(self, task: Task, what: TimeLimit, now: float) -> None:
+    def apply_limit(self, task: Task, what: TimeLimit, now: float) -> None:
         """Applies a time limit of an unsettled task that has passed."""
         if what is TimeLimit.DEADLINE:
             error = TaskError("DeadlineExceeded", "the deadline passed before the task ended", retryable=False)
@@ -188,11 +198,11 @@ class Attempts:
         else:
             self._queue_timeout(task, now)
 
-    def overdue(self, task: Task, now: float) -> bool:
+    def end_if_overdue(self, task: Task, now: float) -> bool:
         """Ends a task that waits past its deadline or its queue_timeout. Returns whether it has ended."""
         spec = task.spec
         if spec.deadline_s is not None and spec.deadline_s <= now:
-            self.due(task, TimeLimit.DEADLINE, now)
+            self.apply_limit(task, TimeLimit.DEADLINE, now)
         elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:
             self._queue_timeout(task, now)
         return task.outcome is not None
@@ -231,7 +241,7 @@ class Attempts:
             self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)
         elif lease.running:
             error = TaskError("RunTimeout", "the attempt ran too long and its worker did not end it")
-            self.take_back(lease, error, now)
+            self.revoke_charged(lease, error, now)
         else:
             self._withdraw(lease, NOT_BEGUN)
             self._ledger.counters.requeued += 1
@@ -241,17 +251,17 @@ class Attempts:
     # --- back to the queue -------------------------------------------------------------------------------------------
 
     def pause(self, task: Task, now: float, after_s: float) -> None:
-        """Requeues a task, which is in no class, in after_s seconds."""
+        """Puts a task, which is in no resource class now, back after after_s seconds."""
         not_before_s = task.ensure_extra().not_before_s = now + after_s
 
-        def due(_now: float) -> None:
+        def put_back(_now: float) -> None:
             extra = task.extra
             assert extra is not None, "pause() has created it"
             if task.task_id and task.outcome is None and extra.not_before_s == not_before_s:
                 extra.not_before_s = 0.0
                 self._ledger.classes.put_back(self._ledger.class_of(task), task)
 
-        self._timers.at(not_before_s, due)
+        self._timers.at(not_before_s, put_back)
 
     def _requeue(self, task: Task, now: float, after_s: float) -> None:
         """Requeues a released task, now or after a pause."""

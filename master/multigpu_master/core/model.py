@@ -24,7 +24,7 @@ from multigpu_master.core.workers.info import (
 from multigpu_master.core.workers.pace import Pace
 from multigpu_master.core.workers.residency import Residency
 
-# Ids of tasks and leases come in ranges of this many, each of which begins at a multiple of it.
+# The number of ids of an epoch: epoch n has those from n * EPOCH_IDS on (ids.py).
 EPOCH_IDS = 1 << 24
 PARTITIONS = 4096
 # Bytes, or a reference to them: the core only needs the length.
@@ -102,12 +102,12 @@ class Extra:
     partials_bytes: int = 0  # including PARTIAL_OVERHEAD_BYTES for each, and the log
     last_error: TaskError | None = None
     not_before_s: float = 0.0
-    losses: int = 0  # times that a worker was lost while the task waited in its window
+    losses: int = 0  # uncharged ends of leases whose worker, or gang, was lost, or that were lost or returned
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
-    avoids: str = ""  # device_key of the last failed attempt, or worker_id from which its last lease was recalled
+    avoids: str = ""  # device_key where it last failed or was not begun, or worker_id that returned a recalled lease
     broke: tuple[str, ...] = ()  # devices, believed to be healthy, on which the task broke an engine
-    forgiven: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
+    blamed: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
     log: str = ""  # the last lines that its ended attempts have written
     attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
 
@@ -202,14 +202,16 @@ SLOT = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The grant of one attempt of a task to one session of a worker; the only fencing token."""
+    """The grant of one attempt of a task to a worker; the only fencing token. The worker's next session keeps the lease
+    if the worker still holds it.
+    """
 
     lease_id: int
     task: Task
     worker: "Worker"
     attempt: int
     dispatch_s: float
-    frame: int  # the session's frame that carried it; 0: adopted
+    frame: int  # the session's frame that carried it; 0: the worker held it before this session
     cost_s: float  # expected run time
     running: bool = False
     run_s: float = 0.0  # when the master first heard that it runs
@@ -218,14 +220,15 @@ class Lease:
     note: str = ""
     log: str = ""  # its last lines, as last reported
     recalled: int = 0  # the session in which it was recalled
-    model: str = ""  # id of the worker's model that it needs; "": none, or the worker offers no models by id
+    model: str = ""  # id of the worker's model that it needs; "": none, or the worker lists its models by name only
     share: int = SLOT  # of a slot, less where a slot runs several tasks together
     gang: "Gang | None" = None  # with the leases of the task's other ranks
     rank: int = 0
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
         """The attempt's dispatch and start time, for its outcome. The arguments are of the worker's clock, which may be
-        wrong; a start of 0.0 is unknown. The dispatch time of an adopted lease is unknown: it is before the start.
+        wrong; a start of 0.0 is unknown. An adopted lease was dispatched by an earlier master, at an unknown time
+        before the start.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
@@ -243,7 +246,7 @@ class Gang:
     succeeded: int = 0  # ranks
     outcome: Outcome | None = None  # that of rank 0, which is the task's
     energy: list[Energy] = field(default_factory=list)  # of ranks that have succeeded and were measured
-    device_s: float = 0.0  # of ranks that have succeeded before the last
+    device_s: float = 0.0  # device time of the ranks that have succeeded, without that of the last rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +276,11 @@ class Worker:
     telemetry: Telemetry = field(default_factory=Telemetry)
     health: Health = HEALTHY
     engine: EngineReport = field(default_factory=EngineReport)
-    occupied: int = 0  # slots in which cancelled calls run on
+    occupied: int = 0  # slots in which cancelled calls still run
     # Reasons to grant it no leases.
     cordon: Cordon | None = None
     quarantined: bool = False  # it gets no leases because of its health
-    checks_asked: int = 0  # see multigpu.v1.DesiredState.check; 0: no check that it has not passed
+    checks_asked: int = 0  # number of the newest check that it was asked for (DesiredState.check); 0: it has passed all
     check_at_once: bool = False  # an operator asked for the check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -289,7 +292,7 @@ class Worker:
     residency: Residency = field(default_factory=Residency)
     # What it has done.
     pace: Pace = field(default_factory=Pace)
-    last_dispatch: int = 0  # the fleet's count of granted leases after this worker's newest
+    last_dispatch: int = 0  # number of its newest lease, in the order of all leases that the fleet granted
     succeeded: int = 0
     failed: int = 0
     version: int = 0  # counts changes that may change its score
@@ -327,14 +330,14 @@ class Worker:
         return self.info.device_id if self.info.device_id != "cpu" else f"cpu of {self.info.worker_id}"
 
     @property
-    def suspected(self) -> bool:
+    def check_open(self) -> bool:
         """Whether the master has asked for a check that the device has not passed yet."""
         return self.checks_asked > self.health.checks_passed
 
     @property
     def window_full(self) -> bool:
-        """Whether its window is used up by count: it holds as many leases as its pace allows and, where a slot runs
-        several tasks together, enough leases to fill its slots and one more.
+        """Whether it holds as many leases as it may: pace.leases_max, or more where a slot runs several tasks together,
+        as many as fill one slot more than it has. It never holds more than window_tasks.
         """
         held = len(self.leases)
         if held < self.pace.leases_max:
@@ -355,7 +358,7 @@ class Worker:
         return used / total if total and used is not None else None
 
     def memory_free_bytes(self) -> int | None:
-        """Free memory of the device, or of that of several which has least; None: not reported."""
+        """Free memory of the device; of several devices, of the one that has least. None: not reported."""
         if self.telemetry.memory_free_bytes is not None:
             return self.telemetry.memory_free_bytes
         total, used = self.telemetry.memory_total_bytes, self.telemetry.memory_used_bytes

@@ -24,7 +24,7 @@ class Operators:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, event: ev.RegisterWorker, now: float) -> None:
-        gone = self._fleet.evict_lost_worker(event.info.worker_id)
+        gone = self._fleet.make_place_for(event.info.worker_id)
         if gone is not None:
             self._commands.worker_changed(gone, remember=True, gone=True)
         worker = self._fleet.register(event.info)

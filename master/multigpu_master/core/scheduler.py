@@ -91,7 +91,7 @@ class Core:
         """Handles one event and returns the commands to execute. `now`: seconds since 1970, never decreasing."""
         self.timers.fire(now)
         for task, what in self.ledger.expiries.due(now):
-            self._attempts.due(task, what, now)
+            self._attempts.apply_limit(task, what, now)
         self._handlers[type(event)](event, now)
         self._dispatcher.run(now)
         commands = self._commands.take()
@@ -211,14 +211,14 @@ class Core:
             assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
             ledger.enter(task, ledger.class_of(task))
         for task, what in self.ledger.expiries.due(now):  # deadlines that passed while there was no master
-            self._attempts.due(task, what, now)
+            self._attempts.apply_limit(task, what, now)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
         ledger = self.ledger
         for task in event.tasks:
             ledger.forget(task)
             if task.outcome is None:
-                self._attempts.leave(task, "the master could not write the task to its journal")
+                self._attempts.detach(task, "the master could not write the task to its journal")
                 ledger.uncount(task)
                 ledger.counters.unwritten += 1
                 task.task_id = 0

@@ -1,4 +1,4 @@
-"""The scheduler's data type Spec. It has a module of its own because compiled classes have no weak references."""
+"""The scheduler's data type Spec. mypyc does not compile this module: compiled classes have no weak references."""
 
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ class Spec:
     result_ttl_s: float = 86_400.0
     wait_for_worker: bool = False
     retry_failed: bool = False
-    world_size: int = 1  # the workers that run the task at the same time, at most
-    world_size_min: int = 0  # and at least; 0: as many
-    spread_ranks: bool = False  # these are on as many hosts as possible, not on as few
+    world_size: int = 1  # most workers that run the task together
+    world_size_min: int = 0  # fewest workers; 0: world_size
+    spread_ranks: bool = False  # the ranks are on as many hosts as possible; False: on as few
     submitter: str = ""  # name of the token; "": the master runs without tokens
     identity: int = 0  # 31 bits of a CRC of kind, model, content type and parameters; see identity.py
     wire: bytes = b""  # the serialized TaskSpec, for the journal and the workers

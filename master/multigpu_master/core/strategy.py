@@ -1,11 +1,11 @@
 """The protocol of strategies: policies that choose the worker for the next task of a shape.
 
-The core calls a strategy only for workers that can run the shape and whose window is not full. The strategy excludes
-further workers, and gives each of the others a score; the lowest score gets the task. Both depend on their arguments
-alone (no I/O, no clock, no state), so that the rpc Explain gets the same answer as the dispatch. The core computes the
-scores of the workers that have room once for each event and shape, and within the event that of a worker again when it
-was granted a lease. So a score may change only when its worker changes (a lease granted or ended, a heartbeat), or the
-fleet's averages do.
+The core calls a strategy only for workers that can run the shape; their windows may be full, and for Explain they may
+be lost. The strategy excludes further workers, and gives each of the others a score; the lowest score gets the task.
+Both depend on their arguments alone (no I/O, no clock, no state), so that the rpc Explain gets the same answer as the
+dispatch. In each event the core computes a score for each worker with room, once for each shape, and computes a
+worker's score again after it was granted a lease. So a score may change only when its worker changes (a lease granted
+or ended, a heartbeat), or the fleet's averages do.
 
 A strategy is a class behind an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
 """
@@ -19,20 +19,23 @@ class FleetView(Protocol):
     """The information about the whole fleet that a strategy may use."""
 
     memory_threshold: float
-    """The share of device memory in use above which memory_usage gives a device nothing new, 0 to 1."""
+    """The strategy memory_usage gives nothing new to a device with more than this share of its memory in use, 0 to 1.
+    """
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
         """Expected run time of a task of this shape on this worker.
 
-        Measured seconds per unit of work, on this worker or else on the fleet, times `units`. 0 units: the average of
-        such tasks.
+        Measured seconds per unit of work, on this worker or else on the fleet (10 ms if nothing is measured), times
+        `units`. 0 units: the average of such tasks.
         """
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """Time to load the shape's model on the worker; 0.0 if it is resident or none is needed."""
+        """Time to load the shape's model on the worker, and later again the models that are unloaded for it. 0.0: it is
+        loaded, or is being loaded for a lease, or the tasks need none.
+        """
 
     def resident_workers(self, shape: Shape) -> int:
-        """How many workers that accept work have the shape's model loaded."""
+        """How many workers that accept work have the shape's model loaded, or are loading it."""
 
 
 class Strategy(Protocol):
@@ -50,7 +53,9 @@ class Strategy(Protocol):
         """Why this worker must not get tasks of this shape now, as a text for people. None: it may get them."""
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-        """The worker's score. Of the workers not excluded, the lowest gets the task; on a tie, the oldest dispatch."""
+        """The worker's score. Of the workers not excluded, the lowest gets the task; on a tie, the worker whose last
+        lease was granted the longest ago.
+        """
 
     def min_backlog(self, shape: Shape, worker: Worker, fleet: FleetView) -> int:
         """How many tasks of this shape must be queued before the worker gets one.

@@ -1,9 +1,10 @@
 """The master's side of payloads by reference (multigpu._transport.payloads): which peers share the directory, which
 references are valid, which files must be synced, and which may be deleted.
 
-Each segment to which any task, outcome or entry of the journal refers has one `Stored`: Python counts the references.
-After the last reference, the segment is deleted unless a row of the journal refers to it or another process has a lock
-on it. A scan finds segments that were never reported to the master, because their client was killed before.
+Each segment to which a task, an outcome or an unwritten entry in the master's memory refers has one `Stored`, whose
+references Python counts. After the last reference, the segment is deleted unless a row of the journal refers to it or
+another process has a lock on it. A scan finds segments that were never reported to the master, because their client was
+killed before.
 
 Files are opened relative to the directory, never through links, and must belong to the master's user alone.
 """
@@ -52,7 +53,9 @@ _TRASH = "trash"
 
 # Initial metadata for peers.
 Offer = tuple[tuple[str, bytes], ...]
-WRONG_KEY = "payload_key is not what this master keeps in KEY; leave it out to send and get bytes"
+WRONG_KEY = (
+    "payload_key differs from the file KEY in this master's directory of payloads; leave it out to send and get bytes"
+)
 
 
 class BadReferenceError(Exception):
@@ -263,7 +266,8 @@ class Payloads:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # New references need `_stored` from here on. Check the rows first: a released reference may be in a row.
+            # No process writes to the segment now, so that new references enter `_stored` first. Rows count, too: a
+            # reference leaves `_stored` when it is released, but its row stays.
             if name in self._journaled and self._in_use(name):
                 return True
             free = self._free_name() if os.fstat(fd).st_size >= SEGMENT_BYTES // 2 else None
@@ -277,8 +281,8 @@ class Payloads:
         return True
 
 
-# The text of a reference in a row of the journal. A body's also has the bytes before it, in hexadecimal, and a
-# payload's has its CRC, if that is known.
+# The text of a reference in a row of the journal: name:offset:size:head[:crc], in hexadecimal. `head` has the bytes of
+# an outcome's body before its result. The CRC is that of a payload, if it is known.
 
 
 def reference_text(reference: Reference, head: bytes = b"") -> str:

@@ -9,12 +9,13 @@ from multigpu.daemon.metrics import Metric, metric, sample
 
 from multigpu_master.core.model import Lease, Task, Worker
 
-# Among the last events of a job there are few that are no reports.
+# How many of a job's newest events are searched for metrics. Few events are anything else.
 EVENTS_READ = 16
+FLOAT_END = 1 << 1023  # a float can hold all integers below
 
 
 def running_jobs(workers: Iterable[Worker]) -> list[Lease]:
-    """The leases of jobs, of several ranks that of rank 0. What runs is first among the leases of a worker."""
+    """The leases of running jobs; of several ranks, that of rank 0. A worker runs its oldest leases first."""
     oldest = (lease for worker in workers for lease in islice(worker.leases.values(), worker.slots))
     return [lease for lease in oldest if lease.task.spec.kind == KIND and lease.rank == 0]
 
@@ -34,19 +35,23 @@ def job_metrics(leases: list[Lease]) -> Iterator[Metric]:
 
 
 def last_report(task: Task) -> dict[str, float]:
-    """The metrics of the last step that are numbers, with the step."""
+    """The metrics of the last step that are numbers, and the step itself."""
     partials = task.extra.partials if task.extra is not None else []
     found: dict[str, object] = {}
     for data in islice(reversed(partials), EVENTS_READ):
         match _event(data):
             case {"metrics": dict(metrics), "step": step} if not found or found["step"] == step:
                 found = {**metrics, **found, "step": step}
-    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) < FLOAT_END)
+    }
 
 
 def _event(data: bytes) -> object:
     """None: the worker has sent something else."""
     try:
         return json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -20,7 +20,7 @@ def parse_page_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
     return int(number or 0)
 
 
-def make_token(number: int) -> str:
+def make_page_token(number: int) -> str:
     """An opaque page token."""
     return f"{PAGE_PREFIX}{number}"
 
@@ -32,14 +32,14 @@ def make_cursor(incarnation: str, number: int) -> str:
 
 def read_cursor(cursor: str) -> tuple[str, int]:
     """The incarnation that issued a Watch cursor, and its number. InvalidArgumentError: as for tokens."""
-    name, _, _ = cursor.removeprefix(CURSOR_PREFIX).partition(".")
-    return name, parse_page_token(cursor, "cursor", f"{CURSOR_PREFIX}{name}.")
+    incarnation, _, _ = cursor.removeprefix(CURSOR_PREFIX).partition(".")
+    return incarnation, parse_page_token(cursor, "cursor", f"{CURSOR_PREFIX}{incarnation}.")
 
 
 def check_count(count: int, limit: int, items: str) -> None:
     """InvalidArgumentError: there are too many items, and serving them in one call would delay other calls."""
     if count > limit:
-        raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed: send several")
+        raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed")
 
 
 def read_page_size(size: int) -> int:
@@ -53,4 +53,4 @@ def page_of(items: Sequence[T], request: Any) -> tuple[Sequence[T], str]:
     """The page that a List request asks for, and the token of the next page."""
     size, start = read_page_size(request.page_size), parse_page_token(request.page_token, "page_token")
     end = start + size
-    return items[start:end], make_token(end) if end < len(items) else ""
+    return items[start:end], make_page_token(end) if end < len(items) else ""

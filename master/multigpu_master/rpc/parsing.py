@@ -1,7 +1,7 @@
 """Requests from bytes, within limits that keep the event loop free.
 
-Parsing many small fields holds the event loop, about 60 ms a MiB, and a field of two bytes takes a hundred as an
-object. So a request's size is checked first, and the fields of a large request are counted.
+Parsing many small fields blocks the event loop, for about 60 ms per MiB, and a field of two bytes becomes an object of
+a hundred. So a request's size is checked first, and the fields of a large request are counted.
 """
 
 from functools import cache
@@ -40,16 +40,16 @@ def parse(message_type: Any, data: bytes) -> Any:
 
 
 def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
-    """Whether the serialized message and the messages in it have more fields than this. False for invalid bytes."""
+    """Whether the serialized message and the messages in it have more fields than this. Of an invalid message, the
+    fields up to the error count, because a parser reads them, too.
+    """
     todo = [(0, len(data), descriptor)]
-    try:
-        while todo:
-            at, end, descriptor = todo.pop()
-            messages = _messages(descriptor)
-            while at < end:
+    while todo and count_max >= 0:
+        at, end, descriptor = todo.pop()
+        messages = _messages(descriptor)
+        try:
+            while at < end and count_max >= 0:
                 count_max -= 1
-                if count_max < 0:
-                    return True
                 tag, at = _varint(data, at)
                 kind = tag & 7
                 if kind == VARINT:
@@ -62,10 +62,10 @@ def more_fields_than(count_max: int, descriptor: Any, data: bytes) -> bool:
                 elif kind in (FIXED64, FIXED32):
                     at += 8 if kind == FIXED64 else 4
                 elif kind not in (GROUP, GROUP_END):
-                    return False
-    except IndexError:
-        pass
-    return False
+                    break
+        except IndexError:
+            pass
+    return count_max < 0
 
 
 @cache

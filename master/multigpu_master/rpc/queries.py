@@ -15,7 +15,7 @@ from multigpu_master.core.scheduler import Core
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
-from multigpu_master.rpc.paging import make_token, parse_page_token, read_page_size
+from multigpu_master.rpc.paging import make_page_token, parse_page_token, read_page_size
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.wire.payloads import outcome_lost
 from multigpu_master.wire.tasks import task_message, task_state
@@ -188,7 +188,7 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
     ids = sorted(found, reverse=not oldest_first)
     response = task_service_pb2.ListResponse(tasks=[found[i]() for i in ids[:size]])
     if len(ids) > size:
-        response.next_page_token = make_token(ids[size - 1])
+        response.next_page_token = make_page_token(ids[size - 1])
     return response
 
 

@@ -1,4 +1,4 @@
-"""Reads requests that need no token, and so may come from anyone."""
+"""Reads health checks: they need no token, and so may come from anyone."""
 
 import asyncio
 import time
@@ -8,8 +8,7 @@ import grpc
 
 from multigpu_master.errors import ExhaustedError, InvalidArgumentError
 
-# While one is read, gRPC receives a message of up to 64 MiB, at about a millisecond of CPU
-# time for 1 MiB.
+# gRPC accepts messages of up to 64 MiB, and needs about 1 ms of CPU to receive 1 MiB.
 SMALL_BYTES_MAX = 4096
 SMALL_CPU_S, SMALL_TIMEOUT_S, SMALL_POLL_S = 0.02, 1.0, 0.002
 
@@ -20,11 +19,11 @@ async def read_small(context: Any) -> Any:
     All such calls together hold at most what gRPC receives within SMALL_CPU_S.
     """
     reading = asyncio.ensure_future(context.read())
-    cpu_s, end_s = time.process_time() + SMALL_CPU_S, time.monotonic() + SMALL_TIMEOUT_S
+    cpu_end_s, end_s = time.process_time() + SMALL_CPU_S, time.monotonic() + SMALL_TIMEOUT_S
     try:
         await asyncio.wait([reading], timeout=SMALL_POLL_S)
         while not reading.done():
-            if time.process_time() > cpu_s or time.monotonic() > end_s:
+            if time.process_time() > cpu_end_s or time.monotonic() > end_s:
                 text = "the request is large, or did not come with the call: send both at once, or try again"
                 raise ExhaustedError(text)
             await asyncio.wait([reading], timeout=SMALL_POLL_S)
@@ -32,6 +31,8 @@ async def read_small(context: Any) -> Any:
         reading.cancel()
     data = reading.result()
     if data is not grpc.aio.EOF and len(data) > SMALL_BYTES_MAX:
-        text = f"the request has {len(data)} bytes, and {SMALL_BYTES_MAX} are allowed: name a service of this master"
+        text = (
+            f"the request has {len(data)} bytes, and {SMALL_BYTES_MAX} are allowed: it only needs the name of a service"
+        )
         raise InvalidArgumentError(text)
     return data

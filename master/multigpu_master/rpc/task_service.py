@@ -55,7 +55,11 @@ class TaskService:
         self._watches = 0
 
     async def Submit(self, request: Any, context: Any) -> task_service_pb2.SubmitResponse:
-        check_count(count_tasks(request.batches, self._submit_tasks_max), self._submit_tasks_max, "tasks in one Submit")
+        check_count(
+            count_tasks(request.batches, self._submit_tasks_max),
+            self._submit_tasks_max,
+            "tasks in one Submit (send several)",
+        )
         await self._driver.write_buffer.room()
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
@@ -181,7 +185,7 @@ class TaskService:
 
     async def Cancel(self, request: Any, context: Any) -> task_service_pb2.CancelResponse:
         count = len(request.task_ids) + len(request.request_ids)
-        check_count(count, CANCEL_TASKS_MAX, "tasks in one Cancel")
+        check_count(count, CANCEL_TASKS_MAX, "tasks in one Cancel (send several)")
         core = self._driver.core
         response = task_service_pb2.CancelResponse()
         live: dict[int, Task] = {}

@@ -168,7 +168,7 @@ class SessionReader:
         if frame.partials:
             handle(ev.Partials(session, partial_outputs(frame.partials)))
         await self._read_reports(frame.report_batches)
-        # Until then the worker only keeps the results, so acknowledgements can be rare.
+        # A worker keeps the files of results until they are acknowledged. Nothing waits for that, so it can be rare.
         unacknowledged = self._results_taken - self._results_acknowledged
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
             self._results_acknowledged = self._outbox.room_for(16).results_taken = self._results_taken

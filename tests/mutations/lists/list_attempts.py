@@ -42,13 +42,11 @@ ATTEMPTS = (
     attempts("revoke not sent", "self._commands.revoke(lease.worker.session, [lease.lease_id], why)"),
     attempts(
         "P4: a task that never ends is tried for ever",
-        """        if error is not None:
-            self._ledger.counters.requeued += 1
-            self.failed(""",
-        """        if error is not None:
-            self.lost(lease, error.message, now)
-        elif error is not None:
-            self.failed(""",
+        """        self._withdraw(lease, error.message)
+        self._ledger.counters.requeued += 1
+        self.failed(lease, error, lease.run_s, now, now)""",
+        """        self._withdraw(lease, error.message)
+        self.lost(lease, error.message, now)""",
     ),
     attempts(
         "a settled task stays in its class", "self._ledger.classes.remove_ended(self._ledger.class_of(task), task)"
@@ -93,7 +91,7 @@ ATTEMPTS = (
     ),
     attempts("a settled task wakes", "if task.task_id and task.outcome is None and extra", "if task.task_id and extra"),
     attempts("a rejected task wakes", "task.task_id and task.outcome is None", "task.outcome is None", seeds=5000),
-    attempts("P7: a pause without end", "self._timers.at(not_before_s, due)"),
+    attempts("P7: a pause without end", "self._timers.at(not_before_s, put_back)"),
     Mutation(
         "the first reported attempt of a task is adopted",
         "ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts",

@@ -186,7 +186,7 @@ TRANSPORT = (
     ),
     small_requests(
         "health requests may be large",
-        "time.process_time() > cpu_s or time.monotonic()",
+        "time.process_time() > cpu_end_s or time.monotonic()",
         "time.monotonic()",
         HTTP2 + "health_requests_hold_little_together",
     ),

@@ -16,7 +16,7 @@ EVENTS = (
     scheduler(
         "deadlines ignored",
         "        for task, what in self.ledger.expiries.due(now):\n"
-        "            self._attempts.due(task, what, now)\n"
+        "            self._attempts.apply_limit(task, what, now)\n"
         "        self._handlers",
         "        self._handlers",
     ),
@@ -45,7 +45,7 @@ EVENTS = (
     ),
     scheduler(
         "a failed submit stays in its class",
-        'self._attempts.leave(task, "the master could not write the task to its journal")',
+        'self._attempts.detach(task, "the master could not write the task to its journal")',
     ),
     scheduler("a failed submit keeps its place in the accounts", "ledger.uncount(task)"),
     scheduler("P1: a task is acknowledged that the journal could not write", "task.task_id = 0"),

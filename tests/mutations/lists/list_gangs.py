@@ -82,7 +82,11 @@ GANGS = (
     gangs("ranks are never spread", "if shape.spread_ranks:", "if False:"),
     gangs("NVLink does not matter", "for place in (host, group):", "for place in (host,):"),
     gangs("an elastic gang grows by a worker of its device", "if worker.device_key not in devices]", "]"),
-    gangs("an elastic gang never grows", "            self._attempts.regroup(lease, now)", "            pass"),
+    gangs(
+        "an elastic gang never grows",
+        "            self._attempts.interrupt(lease, MORE_WORKERS, now)",
+        "            pass",
+    ),
     attempts(
         "only_too_small is charged",
         "        self.requeue_uncharged(lease, now, 0.0)\n\n    @static",

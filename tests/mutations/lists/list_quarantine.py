@@ -56,19 +56,19 @@ QUARANTINE = (
     ),
     quarantine(
         "a poison task has all its attempts",
-        "            self._condemn(kind, now)\n            return True\n",
-        "            self._condemn(kind, now)\n            return False\n",
+        "            self._condemn(key, now)\n            return True\n",
+        "            self._condemn(key, now)\n            return False\n",
     ),
-    quarantine("a device is counted twice", "if device in extra.broke or device in extra.forgiven:"),
+    quarantine("a device is counted twice", "if device in extra.broke or device in extra.blamed:"),
     quarantine(
         "failures of a poison task count against devices",
-        "            kept = {i: m for i, m in marks.items() if m[1] != kind}\n",
+        "            kept = {i: m for i, m in marks.items() if m[1] != key}\n",
         "            kept = dict(marks)\n",
     ),
     quarantine("a suspected device costs an attempt", "(device,)  # the device stays", "()  # the device stays"),
     quarantine(
         "a sick device is not to blame",
-        "        if not worker.health.fit:\n            extra.forgiven += (device,)\n            return False\n",
+        "        if not worker.health.fit:\n            extra.blamed += (device,)\n            return False\n",
     ),
     quarantine(
         "a device is suspected without another to compare",

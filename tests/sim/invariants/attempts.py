@@ -2,10 +2,12 @@
 
 - A failed attempt, a run that was too long, and a run whose worker was lost are charged.
 - Any other end is not charged; it counts as a loss, and adoption takes one loss back. Leases returned by a sick device
-  (of running tasks, the first two), recalled leases, and leases that a worker did not start in time are no losses.
+  (of running tasks, the first two), recalled leases, leases that a worker did not start in time, and those taken back
+  at a drain's deadline are no losses.
 - A charged task pauses, for longer each time, or has ended; a task that was lost pauses from its second loss on.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from multigpu_master.core.workers.sessions import MAKES_ROOM, RECALLED
 
 from tests.sim.world import ViolationError, check
 
+DRAINED = re.compile("the drain deadline of worker .* has passed")
+LOST = re.compile("worker .* lost the lease|the master lacks earlier partial outputs of the attempt on .*")
 Entry = tuple[Lease, bool, int]  # a lease, whether it runs, its session
 
 
@@ -51,7 +55,9 @@ class Attempts:
             # What was taken back first (a drain's deadline passed while the master slept) ends by nothing else.
             why = revoked.get((session, lease.lease_id))
             charge = self._charge(event if why is None else None, lease, running, session, now)
-            if why == "taken back by the master" and charge is False and lease.task.outcome is not None:
+            drained = why is not None and DRAINED.fullmatch(why) is not None
+            lost = why is not None and LOST.fullmatch(why) is not None
+            if (drained or lost) and charge is False and lease.task.outcome is not None:
                 self._tallies[lease.task].attempts -= self._tallies[lease.task].attempts == lease.attempt
             charge = charge or (why is not None and why.startswith("payloads and partial outputs exceed"))
             spared = isinstance(event, ev.Reports) and why is None and not lease.worker.health.fit
@@ -62,6 +68,7 @@ class Attempts:
                     charge, spared = True, False
             if why == NOT_BEGUN:
                 self._not_begun(lease, running, now)
+            if why == NOT_BEGUN or drained:
                 charge, spared = False, True
             self._ended(lease, charge, now, spared=spared or (why is None and self._returned(event, lease)))
         if isinstance(event, ev.Hello):
@@ -164,7 +171,7 @@ class Attempts:
             if held.lease_id in adopted and held.lease_id not in live:
                 tally = self._tallies.setdefault(task, Tally())
                 tally.attempts = max(tally.attempts, held.attempt) - (tally.attempts <= held.attempt)
-                tally.losses = max(0, tally.losses - 1) + 1
+                tally.losses = max(0, tally.losses - 1)
 
     def _settled(self, task: Task, now: float) -> None:
         """An end by the clock had its reason; what is settled is no longer followed."""

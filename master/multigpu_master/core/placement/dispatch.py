@@ -63,7 +63,7 @@ class Dispatcher:
                 break
             backlog, resource_class, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
-            if limited and self._attempts.overdue(task, now):  # its expiry is due, but beyond DUE_MAX
+            if limited and self._attempts.end_if_overdue(task, now):  # its expiry is due, but beyond DUE_MAX
                 expired += 1
                 continue
             worker = None

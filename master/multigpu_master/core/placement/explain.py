@@ -12,7 +12,7 @@ from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.scheduler import Core
 
-# Limit of resource classes, and of tasks of each, that are visited to count the tasks before one.
+# To count the tasks before one, at most this many resource classes are visited, and as many tasks of each.
 COUNTED_MAX = 10_000
 
 
@@ -58,7 +58,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
-    # queued() wants the shape without its partition. The task itself counts, also if it does not wait.
+    # queued() wants the shape without its partition. A task that does not wait counts if it would be the only one.
     queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
     for candidate in [c for c in free if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
@@ -74,7 +74,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
         candidate.rank = rank
     excluded.sort(key=lambda c: (len(c.excluded_by), c.worker.worker_id))
     ahead = _ahead(core, task)
-    before = f"{ahead} task(s) go before it"
+    before = f"{ahead or 0} task(s) go before it"
     summary = _summary(core, task, free, pin, before, now)
     return Explanation(summary, strategy.name, strategy.score_meaning, ahead, free + excluded)
 
@@ -145,7 +145,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
 
 
 def _gang_start(core: Core, shape: Shape, now: float) -> str:
-    """When enough workers may be idle, by what tasks took before; empty if too few of them accept tasks."""
+    """When enough workers may be idle, judging by earlier run times; empty if too few of them accept tasks."""
     able = one_per_device(sorted(
         (worker for worker in core.fleet.eligible(shape) if worker.accepting),
         key=lambda worker: _left_s(worker, now),
@@ -153,7 +153,7 @@ def _gang_start(core: Core, shape: Shape, now: float) -> str:
     if len(able) < shape.world_size_min:
         return ""
     left_s = _left_s(able[shape.world_size_min - 1], now)
-    return f"; by what tasks took before, {shape.world_size_min} may be idle in {left_s:.0f} s"
+    return f"; judging by earlier run times, {shape.world_size_min} may be idle in {left_s:.0f} s"
 
 
 def _left_s(worker: Worker, now: float) -> float:

@@ -19,7 +19,7 @@ Each rank has a device of its own: NCCL takes no two on one.
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable
 
-from multigpu_master.core.attempts import Attempts
+from multigpu_master.core.attempts import MORE_WORKERS, Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker, shape_of
@@ -116,7 +116,7 @@ class Gangs:
         devices = {rank.worker.device_key for rank in gang.leases}
         able = [worker for worker in self._able(strategy, shape, ()) if worker.device_key not in devices]
         if any(_is_idle(worker, shape) for worker in able):
-            self._attempts.regroup(lease, now)
+            self._attempts.interrupt(lease, MORE_WORKERS, now)
 
     def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
         """Reserves workers for a backlog, and keeps those that it has already."""

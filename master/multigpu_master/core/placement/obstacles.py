@@ -60,8 +60,8 @@ def obstacles(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) ->
     if worker.stopping:
         why.append("stopping")
     if worker.leases_limit is not None and len(worker.leases) >= worker.leases_limit:
-        gang = next((lease.task.task_id for lease in worker.leases.values() if lease.gang is not None), 0)
-        why.append(f"runs a rank of task {gang}" if gang else "reserved for a task that several workers run")
+        task_id = next((lease.task.task_id for lease in worker.leases.values() if lease.gang is not None), 0)
+        why.append(f"runs a rank of task {task_id}" if task_id else "reserved for a task that several workers run")
     if worker.window_full:
         leases, allowed = len(worker.leases), worker.pace.leases_max
         if worker.shares:
@@ -93,6 +93,7 @@ def _model_blocked(fleet: Fleet, worker: Worker, shape: Shape, block: Block) -> 
 
 def _illness(worker: Worker) -> str:
     reasons = [reason.message or reason.code for reason in worker.health.reasons]
-    if worker.suspected:
-        reasons.append("different tasks failed on it, and its device has not passed a check yet")
+    if worker.check_open:
+        asked = "an operator asked for a check" if worker.check_at_once else "different tasks failed on it"
+        reasons.append(f"{asked}, and its device has not passed a check yet")
     return "; ".join(reasons) or "its device is being checked"

@@ -72,7 +72,7 @@ class Fleet:
         self._measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
         self.members_changed(worker)
 
-    def evict_lost_worker(self, worker_id: str, token_id: str = "") -> Worker | None:
+    def make_place_for(self, worker_id: str, token_id: str = "") -> Worker | None:
         """Call before a worker joins. If the worker is new, and LOST_WORKERS_MAX workers are lost, or
         LOST_WORKERS_TOKEN_MAX with this token, deletes and returns the one of them that was lost first. Keeps cordoned
         workers: if one were deleted, it could reconnect and would get tasks.

@@ -98,7 +98,7 @@ class Resident:
     state: ModelState = ModelState.READY
     memory_bytes: int = 0
     last_use_s: float = 0.0
-    loads: int = 0
+    loads: int = 0  # how often the worker has loaded it
     pinned: bool = False
 
 
@@ -127,7 +127,7 @@ class WorkerInfo:
     model_memory_bytes: int = 0  # limit for all loaded models together; 0: unknown
     labels: Mapping[str, str] = field(default_factory=dict)
     nvlink_peers: tuple[str, ...] = ()  # ids of devices that are connected to its own by NVLink
-    store_address: str = ""  # where its engine, as rank 0 of a gang, meets the others; "": it takes no ranks
+    store_address: str = ""  # of the store that its engine opens as rank 0 of a gang; "": it takes no ranks
     slots: int = 1
     window_tasks: int = 1024
     window_bytes: int = 64 << 20

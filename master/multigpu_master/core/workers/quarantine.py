@@ -6,9 +6,9 @@ requested, its worker is quarantined: it gets no leases. A heartbeat that report
 An engine may break because of the task or because of the device. Two observations distinguish the causes:
 - a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and neither device
   is blamed for it, nor for other tasks of its kind and model, for a while;
-- a device on which SUSPECTS different tasks broke the engine, none of them condemned, is suspected: the master requests
-  a check from its worker, and the tasks get the attempt back. This needs another connected device to compare with.
-A device that reports that it is sick is blamed for the engines that broke on it.
+- a device on which SUSPECT_AT_TASKS different tasks broke the engine, none of them condemned, is suspected: the master
+  requests a check from its worker, and the tasks get the attempt back. This needs another connected device to compare
+  with. A device that reports that it is sick is blamed for the engines that broke on it.
 
 The breaker counts the devices quarantined within a window. More than a share of the connected fleet points to a common
 cause (a driver, a power supply, a bad release): the breaker trips. Until an operator resets it, only devices that can't
@@ -25,9 +25,9 @@ from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Health
 
 # A device is suspected when this many different tasks broke its engine.
-SUSPECTS = 3
+SUSPECT_AT_TASKS = 3
 # A task is condemned when it broke engines on this many different devices.
-DEVICES = 2
+CONDEMN_AT_DEVICES = 2
 # Codes of reasons that only repeat that the master has asked for a check.
 ASKED = ("tasks_fail", "check_requested")
 # Limit of (kind, model) pairs that are kept as having a condemned task.
@@ -48,7 +48,7 @@ class Breaker:
         self.quarantines = {k: at_s for k, at_s in self.quarantines.items() if at_s > now - self.window_s}
         return len(self.quarantines)
 
-    def most(self, devices: int) -> int:
+    def limit(self, devices: int) -> int:
         """How many of the connected devices may be quarantined within the window; at least one."""
         return max(1, int(self.share * devices))
 
@@ -70,11 +70,11 @@ class Quarantine:
         """Applies the health in a heartbeat."""
         own_findings = any(reason.code not in ASKED for reason in health.reasons)
         worker.health = health
-        if worker.checks_asked and not worker.suspected:  # a later process of the worker counts from zero
-            worker.checks_asked = 0
+        if worker.checks_asked and not worker.check_open:
+            worker.checks_asked = 0  # a worker that starts again counts its checks from 0
             self._commands.worker_changed(worker, remember=True)
         if not health.fit and own_findings:
-            self._forgive(worker.device_key)
+            self._blame(worker.device_key)
         self._judge(worker, now)
 
     def check(self, event: ev.CheckDevice, now: float) -> None:
@@ -85,7 +85,7 @@ class Quarantine:
             self._set(worker, quarantined=True)
 
     def _judge(self, worker: Worker, now: float) -> None:
-        sick = worker.suspected or not worker.health.fit
+        sick = worker.check_open or not worker.health.fit
         if not sick:
             if worker.quarantined:
                 self._set(worker, quarantined=False)
@@ -99,7 +99,7 @@ class Quarantine:
 
     # --- the breaker -------------------------------------------------------------------------------------------------
 
-    def devices(self) -> int:
+    def device_count(self) -> int:
         """How many devices are connected."""
         return len({w.device_key for w in self._fleet.sessions.values()})
 
@@ -109,12 +109,12 @@ class Quarantine:
         if breaker.tripped_s:
             return False
         breaker.quarantines[worker.device_key] = now
-        count, most = breaker.count(now), breaker.most(self.devices())
+        count, most = breaker.count(now), breaker.limit(self.device_count())
         if count <= most:
             return True
         breaker.tripped_s = now
         message = (
-            f"{count} of {self.devices()} devices fell sick within {breaker.window_s:g} s, and at most {most} are "
+            f"{count} of {self.device_count()} devices fell sick within {breaker.window_s:g} s, and at most {most} are "
             "quarantined automatically: look for a common cause (driver, power, cooling, a new release), then run "
             "mgpuctl breaker reset"
         )
@@ -137,36 +137,36 @@ class Quarantine:
         """Records that an attempt, whose lease is released, broke its engine. Returns whether its task is condemned."""
         task, worker = lease.task, lease.worker
         extra, device = task.ensure_extra(), worker.device_key
-        if device in extra.broke or device in extra.forgiven:
+        if device in extra.broke or device in extra.blamed:
             return False  # another attempt on the same device is no new evidence
         if not worker.health.fit:
-            extra.forgiven += (device,)
+            extra.blamed += (device,)
             return False
         extra.broke += (device,)
-        kind = (task.spec.kind, task.spec.model)
-        if len(extra.broke) >= DEVICES:
-            self._condemn(kind, now)
+        key = (task.spec.kind, task.spec.model)
+        if len(extra.broke) >= CONDEMN_AT_DEVICES:
+            self._condemn(key, now)
             return True
         window_s = self.breaker.window_s
-        if now - self._condemned.get(kind, -window_s) < window_s:
+        if now - self._condemned.get(key, -window_s) < window_s:
             return False
         marks = {i: mark for i, mark in self._marks.get(device, {}).items() if mark[0] > now - window_s}
-        marks[task.task_id] = (now, kind)
-        if len(marks) > SUSPECTS:  # there was no other device to compare with
+        marks[task.task_id] = (now, key)
+        if len(marks) > SUSPECT_AT_TASKS:  # there was no other device to compare with
             del marks[next(iter(marks))]
         self._marks[device] = marks
-        if len(marks) >= SUSPECTS and any(w.device_key != device for w in self._fleet.sessions.values()):
+        if len(marks) >= SUSPECT_AT_TASKS and any(w.device_key != device for w in self._fleet.sessions.values()):
             self._suspect(device, now)
         return False
 
-    def _condemn(self, kind: tuple[str, str], now: float) -> None:
+    def _condemn(self, key: tuple[str, str], now: float) -> None:
         """Records that tasks of this kind and model break engines: no device is blamed for them for a while."""
-        self._condemned.pop(kind, None)
-        self._condemned[kind] = now
+        self._condemned.pop(key, None)
+        self._condemned[key] = now
         if len(self._condemned) > KINDS_MAX:
             del self._condemned[next(iter(self._condemned))]
         for device, marks in list(self._marks.items()):
-            kept = {i: m for i, m in marks.items() if m[1] != kind}
+            kept = {i: m for i, m in marks.items() if m[1] != key}
             if kept:
                 self._marks[device] = kept
             else:
@@ -174,9 +174,9 @@ class Quarantine:
 
     def _suspect(self, device: str, now: float) -> None:
         """Requests a check of a device, and gives the tasks that failed on it their attempt back."""
-        for task in self._marked(device):
+        for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
-            extra.forgiven += (device,)  # the device stays in extra.broke: the next device condemns the task
+            extra.blamed += (device,)  # the device stays in extra.broke: the next device condemns the task
         for worker in list(self._fleet.sessions.values()):
             if worker.device_key == device:
                 self._ask_check(worker, at_once=False)
@@ -188,14 +188,14 @@ class Quarantine:
         self._commands.desire(worker)
         self._commands.worker_changed(worker, remember=True)
 
-    def _marked(self, device: str) -> list[Task]:
+    def _take_marked_tasks(self, device: str) -> list[Task]:
         """Removes a device's marks. Returns their tasks, except those that the core has forgotten."""
         tasks = [self._ledger.tasks.get(task_id) for task_id in self._marks.pop(device, {})]
         return [task for task in tasks if task is not None]
 
-    def _forgive(self, device: str) -> None:
+    def _blame(self, device: str) -> None:
         """Blames the device for its marks: their tasks get the attempt back, and no longer count as suspects."""
-        for task in self._marked(device):
+        for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
-            extra.forgiven += (device,)
+            extra.blamed += (device,)
             extra.broke = tuple(each for each in extra.broke if each != device)

@@ -63,7 +63,7 @@ class Sessions:
         if worker is not None and worker.session:
             commands.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
-        if (gone := fleet.evict_lost_worker(event.info.worker_id, event.token_id)) is not None:
+        if (gone := fleet.make_place_for(event.info.worker_id, event.token_id)) is not None:
             commands.worker_changed(gone, remember=True, gone=True)
         worker = fleet.register(event.info)
         worker.token_id = event.token_id
@@ -175,7 +175,7 @@ class Sessions:
         if len(worker.leases) > len(held):
             gone = [x for x in worker.leases.values() if x.lease_id not in held and x.frame <= event.last_frame]
             for lease in reversed(gone):  # each task is put at the front of its class, so the oldest lease comes last
-                self._attempts.take_back(lease, None, now)
+                self._attempts.revoke_uncharged(lease, f"worker {worker.worker_id} lost the lease", now)
         for lease in saved:
             if lease.task.lease is lease:
                 self._gangs.saved(lease, now)
@@ -322,13 +322,14 @@ class Sessions:
             if partial.index < known:
                 continue  # repeated after a reconnect
             if partial.index > known:
-                # This master lacks earlier partial outputs of the attempt: only a new attempt sends all of them.
-                self._attempts.take_back(lease, None, now)
+                # Only a new attempt sends all of them.
+                why = f"the master lacks earlier partial outputs of the attempt on {worker.worker_id}"
+                self._attempts.revoke_uncharged(lease, why, now)
                 continue
             size = len(partial.data) + len(partial.content_type) + PARTIAL_OVERHEAD_BYTES
             error = self._no_room(task, size)
             if error is not None:
-                self._attempts.take_back(lease, error, now)
+                self._attempts.revoke_charged(lease, error, now)
                 continue
             self._ledger.add_partial(task, partial.data, partial.content_type, size)
             if partial.checkpoint:

@@ -2,7 +2,8 @@
 
 It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds until its process ends. A new
 database is created under another name and renamed, so it always has the whole schema, an application id and a version.
-Both are read from the header as bytes before SQLite opens the file, because SQLite writes to a file that has a log.
+Without a log, both are read from the header before SQLite opens the file; with one, through a connection that can't
+write, because the log may have newer values.
 """
 
 import contextlib
@@ -129,7 +130,7 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
 
 
 def _check_contents(path: Path) -> None:
-    """Looks for damage through a connection that can't write, and leaves no trace: a file is as it was if rejected."""
+    """Looks for damage through a connection that can't write. Changes nothing, and removes what SQLite adds."""
     log = path.with_name(f"{DATABASE_NAME}-wal")
     index = path.with_name(f"{DATABASE_NAME}-shm")
     absent = [file for file in (log, index) if not file.exists()]
@@ -141,7 +142,7 @@ def _check_contents(path: Path) -> None:
         whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX
         scopes = ("1",) if whole else ("'task'", "'setting'", "'dead_letter'")
         try:
-            # Again: a newer multigpu that was killed may have said it in the log only.
+            # Again: a newer multigpu that was killed may have written its version to the log only.
             told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             _check_identity(path, *told)
             if log in absent and left_open(connection):
@@ -160,7 +161,7 @@ def _check_contents(path: Path) -> None:
 
 
 def _check_remains(path: Path) -> None:
-    """What belongs to a database that is gone would be read as the new one's, or deleted."""
+    """JournalError: there is no database, but files of one, which a new database would adopt or delete."""
     if path.with_name(PART_NAME).exists():
         raise JournalError(
             f"{path.parent} is no journal, but a backup that was broken off ({PART_NAME}). Restore another one."

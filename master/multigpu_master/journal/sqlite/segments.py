@@ -1,9 +1,11 @@
-"""Large payloads and bodies, beside the database: appended to files of at most about 64 MiB, to which its rows refer.
+"""Large payloads and bodies, beside the database: appended to files, to which its rows refer. A file is closed once it
+has 64 MiB.
 
-SQLite would write each byte twice: for 1 MiB in and out, an append takes a fifth of the time. A row has the bytes (a
-BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC), or to a file of shared payloads, whose name
-has a dash (journal/payload_files.py). The bytes are synced before the transaction that refers to them. Segments without
-references are deleted. Payloads and bodies have separate segments, because they are deleted at different times.
+SQLite would write each byte twice, to its log and to the database: for 1 MiB in and out, files take a fifth of the
+time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC), or to a file of
+shared payloads, whose name has a dash (journal/payload_files.py). The bytes are synced before the transaction that
+refers to them. Segments without references are deleted. Payloads and bodies have separate segments, because they are
+deleted at different times.
 
 On a full disk, holes are punched into segments where no row refers to them.
 """
@@ -25,9 +27,9 @@ from multigpu_master.journal.payload_files import Payloads, is_shared, parse_ref
 from multigpu_master.journal.protocol import LargeBody
 from multigpu_master.journal.sqlite.files import sync_directory
 
-LARGE_BYTES = 128 << 10  # what is as large goes into a segment
-SEGMENT_BYTES = 64 << 20  # a segment as large is closed, and the next one begun
-LIMIT_SHARE = 16  # or as large a part of the journal's limit
+LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a segment
+SEGMENT_BYTES = 64 << 20  # a segment that has reached this size is closed
+LIMIT_SHARE = 16  # or this part of the journal's limit, if that is less
 PUNCHED_MAX = 64  # segments that are looked at in one step
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _PAGE_BYTES = 4096
@@ -69,7 +71,7 @@ class LargeObjects:
             return None
 
     def read(self, reference: str) -> bytes:
-        """The bytes. OSError: the file is gone, as when the row was deleted since it was read, or cannot be read.
+        """The bytes. OSError: the file can't be read, or is gone: the row may have been deleted since it was read.
         ValueError: the bytes are not those that were written.
         """
         if is_shared(reference):
@@ -80,7 +82,7 @@ class LargeObjects:
         segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
         with (self.directory / f"{segment:08x}").open("rb") as file:
             if offset + size > os.fstat(file.fileno()).st_size:
-                raise ValueError("its segment ends before")
+                raise ValueError("its segment is too short for it")
             file.seek(offset)
             data = file.read(size)
         if zlib.crc32(data) != crc:  # a disk that forgets a bit must not give a wrong result
@@ -118,7 +120,7 @@ class Segments:
 
     @property
     def size_bytes(self) -> int:
-        """With what lies in the directory of payloads."""
+        """Of the segments, and of the shared files in the directory of payloads."""
         return sum(self._sizes.values()) + self._shared.size_bytes
 
     @property
@@ -171,7 +173,9 @@ class Segments:
             self._referred = []
 
     def abandon(self) -> None:
-        """Forgets what was put and not flushed, or not wholly. What was flushed is closed: it may be deleted."""
+        """Forgets what no successful flush has written, and cuts off what was written in part. Closes segments that
+        have bytes, so that they may be deleted.
+        """
         self._referred = []
         for appender in (self._payloads, self._bodies):
             appender.waiting, appender.waiting_bytes = [], 0

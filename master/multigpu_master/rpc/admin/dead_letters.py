@@ -14,7 +14,7 @@ from multigpu_master.errors import PreconditionError
 from multigpu_master.journal.protocol import SubmitRecord
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.saving import save
-from multigpu_master.rpc.paging import check_count, make_token, parse_page_token, read_page_size
+from multigpu_master.rpc.paging import check_count, make_page_token, parse_page_token, read_page_size
 from multigpu_master.security.auth import caller_queues
 from multigpu_master.write_buffer import DURABLE_S
 
@@ -42,7 +42,7 @@ class DeadLetterCalls:
         )  # fmt: skip
         response = pb.ListDeadLettersResponse(tasks=[queries.stored_task(r, whole=False) for r in rows[:size]])
         if len(rows) > size:
-            response.next_page_token = make_token(rows[size - 1].task_id)
+            response.next_page_token = make_page_token(rows[size - 1].task_id)
         return response
 
     async def RequeueDeadLetters(self, request: Any, _context: Any) -> pb.RequeueDeadLettersResponse:
@@ -84,7 +84,7 @@ class DeadLetterCalls:
 
     async def _named(self, request: Any) -> tuple[list[int], str]:
         """The ids in the request, or else one page of the queue's dead letters; and the next page's token, or ""."""
-        check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call")
+        check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call (make several)")
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""
         before = parse_page_token(request.page_token, "page_token") or queries.NEWEST
@@ -93,7 +93,7 @@ class DeadLetterCalls:
             queue=request.queue, before_task_id=before, limit=QUEUE_LETTERS_MAX + 1,
         )  # fmt: skip
         ids = [row.task_id for row in rows[:QUEUE_LETTERS_MAX]]
-        return ids, make_token(ids[-1]) if len(rows) > len(ids) else ""
+        return ids, make_page_token(ids[-1]) if len(rows) > len(ids) else ""
 
     async def _letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         """Reads those of the dead letters that exist."""

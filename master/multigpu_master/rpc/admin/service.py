@@ -20,7 +20,7 @@ from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.admin.models import ModelCalls
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.admin.tokens import TokenCalls
-from multigpu_master.rpc.paging import make_token, page_of, parse_page_token, read_page_size
+from multigpu_master.rpc.paging import make_page_token, page_of, parse_page_token, read_page_size
 from multigpu_master.security.auth import Auth, caller_queues
 from multigpu_master.settings import STRATEGY, breaker_setting, queue_setting, worker_setting
 from multigpu_master.strategies.registry import canonical_name
@@ -71,7 +71,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
             response.workers.append(message)
         end = start + len(response.workers)
         if end < len(workers):
-            response.next_page_token = make_token(end)
+            response.next_page_token = make_page_token(end)
         return response
 
     async def WatchWorkers(self, _request: Any, context: Any) -> None:
@@ -237,7 +237,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         message = pb.Breaker(
             tripped=bool(breaker.tripped_s),
             quarantines=breaker.count(self._driver.now()),
-            quarantines_max=breaker.most(quarantine.devices()),
+            quarantines_max=breaker.limit(quarantine.device_count()),
         )
         if breaker.tripped_s:
             set_time(message.trip_time, breaker.tripped_s)
