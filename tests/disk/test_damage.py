@@ -59,4 +59,4 @@ def test_a_reference_to_other_bytes_is_noticed(data_dir: Path) -> None:
         database.commit()
     with opened(data_dir) as journal:
         ended = journal.get_outcome(ENDED)
-        assert ended is not None and "segment ends before" in ended.lost
+        assert ended is not None and "segment is too short" in ended.lost

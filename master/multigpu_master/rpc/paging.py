@@ -36,10 +36,10 @@ def read_cursor(cursor: str) -> tuple[str, int]:
     return incarnation, parse_page_token(cursor, "cursor", f"{CURSOR_PREFIX}{incarnation}.")
 
 
-def check_count(count: int, limit: int, items: str) -> None:
+def check_count(count: int, limit: int, items: str, advice: str = "") -> None:
     """InvalidArgumentError: there are too many items, and serving them in one call would delay other calls."""
     if count > limit:
-        raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed")
+        raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed" + (f": {advice}" if advice else ""))
 
 
 def read_page_size(size: int) -> int:

@@ -185,7 +185,7 @@ class TaskService:
 
     async def Cancel(self, request: Any, context: Any) -> task_service_pb2.CancelResponse:
         count = len(request.task_ids) + len(request.request_ids)
-        check_count(count, CANCEL_TASKS_MAX, "tasks in one Cancel (send several)")
+        check_count(count, CANCEL_TASKS_MAX, "tasks in one Cancel", "send several")
         core = self._driver.core
         response = task_service_pb2.CancelResponse()
         live: dict[int, Task] = {}

@@ -84,7 +84,7 @@ class DeadLetterCalls:
 
     async def _named(self, request: Any) -> tuple[list[int], str]:
         """The ids in the request, or else one page of the queue's dead letters; and the next page's token, or ""."""
-        check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call (make several)")
+        check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call", "make several")
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""
         before = parse_page_token(request.page_token, "page_token") or queries.NEWEST

@@ -67,7 +67,7 @@ class ModelCalls:
         known.
         """
         ids = sorted(set(worker_ids))
-        check_count(len(ids), WORKERS_MAX, "workers in one call (make several)")
+        check_count(len(ids), WORKERS_MAX, "workers in one call", "make several")
         return [self._known_worker(worker_id) for worker_id in ids or sorted(self._driver.core.fleet.workers)]
 
     async def _handle(self, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
