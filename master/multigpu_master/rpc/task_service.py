@@ -58,7 +58,8 @@ class TaskService:
         check_count(
             count_tasks(request.batches, self._submit_tasks_max),
             self._submit_tasks_max,
-            "tasks in one Submit (send several)",
+            "tasks in one Submit",
+            "send several",
         )
         await self._driver.write_buffer.room()
         loop = asyncio.get_running_loop()
