@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel with compiled modules, runs tests of the master and the simulator against them, and checks that seeds of
+# Builds the wheel with compiled modules, runs tests of these and the simulator against them, and checks that seeds of
 # the simulator take the same course as with the sources. Needs a C compiler; takes some five minutes.
 # PYTHON names the Python of an environment with what the tests need: default .venv-ci, which tools/test.sh makes.
 set -euo pipefail
@@ -27,7 +27,8 @@ version="$("${compiled[@]}" -m multigpu_master.main --version)"
 }
 
 echo "==> pytest"
-"${compiled[@]}" -m pytest -p no:cacheprovider -n "$(nproc)" tests/core tests/master tests/sim
+"${compiled[@]}" -m pytest -p no:cacheprovider -n "$(nproc)" \
+  tests/client/transport tests/core tests/master tests/sim tests/worker/session
 
 echo "==> $seeds seeds, compiled and interpreted"
 course() { "$@" -m tests.sim --seeds "$seeds" --coverage | sed 's/, in .* of CPU//'; }

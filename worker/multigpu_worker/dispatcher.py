@@ -25,7 +25,8 @@ from multigpu_worker.processes.process import EngineProcess
 from multigpu_worker.processes.reports import BatchReports
 from multigpu_worker.repository.model import BatchRules
 from multigpu_worker.session.batcher import Batcher
-from multigpu_worker.session.session import Lease, Report, ReportState, Session, Spec, TaskError
+from multigpu_worker.session.lease import Lease, Spec
+from multigpu_worker.session.session import Report, ReportState, Session, TaskError
 
 # With more unsent bytes the engines have to wait, until half of them are sent.
 UNSENT_BYTES_MAX = 64 << 20

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from multigpu._calls.mapping import MakeCall, MapBuffer, MapCall
 from multigpu._calls.streaming import Part
 from multigpu._encoding import RAW, encode
+from multigpu._transport.call import Answer, Call
 from multigpu._transport.connection import MESSAGE_BYTES_MAX
 from multigpu._transport.payloads import LARGE_BYTES
-from multigpu._transport.run_state import Answer, Call
 from multigpu.errors import INVALID_ARGUMENT, NOT_FOUND, InvalidTaskError, NotFoundError, RejectedError
 from multigpu.options import Input, SpecCache, per_task_fields
 from multigpu.outcome import Outcome

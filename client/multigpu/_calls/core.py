@@ -30,9 +30,9 @@ from multigpu._calls.streaming import Part
 from multigpu._calls.submitting import MakeHandle, Submission
 from multigpu._calls.timeouts import CANCELLED, GOES_ON, pop_timeout, within
 from multigpu._transport import forks
+from multigpu._transport.call import Answer, Call
 from multigpu._transport.connection import UNARY_TIMEOUT_S, Connection
 from multigpu._transport.credentials import Credentials
-from multigpu._transport.run_state import Answer, Call
 from multigpu._transport.run_stream import RunStream, closed_error
 from multigpu._transport.traceparent import current_traceparent
 from multigpu._transport.window import Window

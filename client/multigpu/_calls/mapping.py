@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from multigpu._calls.timeouts import CANCELLED, timeout_error, within
+from multigpu._transport.call import Answer, Call
 from multigpu._transport.loop_thread import LoopThread
-from multigpu._transport.run_state import Answer, Call
 from multigpu._transport.run_stream import RunStream
 from multigpu.outcome import Outcome
 

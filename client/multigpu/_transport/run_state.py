@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from multigpu._transport.call import OVERHEAD_BYTES, Answer, Call
 from multigpu._transport.payload_sharing import Sharing
 from multigpu._transport.payloads import LARGE_BYTES, Directory, Reference, is_transient
 from multigpu._transport.window import Window
@@ -37,53 +38,12 @@ from multigpu.v1 import task_pb2, task_service_pb2
 # master can work on one frame while the next is being written.
 FRAME_TASKS_MAX = 1024
 FRAME_BYTES_MAX = 1 << 20
-# Approximate bytes of a task in a frame, beside its payload.
-_OVERHEAD_BYTES = 32
 # Withdrawn tasks that the master has not confirmed. It never answers for a task that it doesn't know.
 _CANCELLING_MAX = 10_000
 # The error type of a withdrawn task, and the codes by which a withdrawal is rejected.
 WITHDRAWN = "Withdrawn"
 _WITHDRAWAL_CODES = (CANCELLED, NOT_FOUND)
 _IN_USE = "this client waits for another task with this request_id; use a request_id for one task only"
-
-Answer = Outcome | MultigpuError
-
-
-class Call:
-    """One task that a caller waits for. A subclass handles the answer."""
-
-    # True: the task was submitted before, by whomever, and goes on when the caller leaves.
-    follows = False
-    # True, of a call that follows: it needs the partial outputs from the first on, also if another call has them.
-    streams = False
-
-    __slots__ = (
-        "deferred", "done", "nbytes", "own", "partials_received", "payload", "place", "request_id", "sent", "spec"
-    )  # fmt: skip
-
-    def __init__(self, spec: task_pb2.TaskSpec, payload: bytes, request_id: str, own: dict[str, Any] | None) -> None:
-        self.spec = spec
-        self.payload = payload
-        # Where a large payload lies for the master to read; None: not written yet.
-        self.place: Reference | None = None
-        self.request_id = request_id
-        # Further fields of TaskInput.
-        self.own = own
-        self.nbytes = len(payload) + _OVERHEAD_BYTES
-        self.partials_received = 0
-        # True once a frame of any stream took it: the master may know it.
-        self.sent = False
-        # True during the delay that a rejection asked for.
-        self.deferred = False
-        # True once settled or withdrawn: it must not be sent.
-        self.done = False
-
-    def settle(self, answer: Answer) -> None:
-        """Called once, on the event loop."""
-        raise NotImplementedError
-
-    def receive_partial(self, data: bytes, content_type: str) -> None:
-        """The next output of a running task. Ignored by default: the outcome has all of them."""
 
 
 class RunState:
@@ -206,7 +166,7 @@ class RunState:
                     break  # as the first of the next frame it waits for the offer
                 place = self._place_of(call)
                 if place is not None:
-                    call_bytes = _OVERHEAD_BYTES
+                    call_bytes = OVERHEAD_BYTES
             if tasks and nbytes + call_bytes > FRAME_BYTES_MAX:
                 break
             outbox.popleft()

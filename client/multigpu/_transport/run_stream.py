@@ -21,9 +21,10 @@ import grpc
 import grpc.aio
 
 from multigpu import errors
+from multigpu._transport.call import Call
 from multigpu._transport.connection import RETRYABLE_CODES, Connection, backoff_s, jittered_s
 from multigpu._transport.payloads import Directory
-from multigpu._transport.run_state import Call, RunState
+from multigpu._transport.run_state import RunState
 from multigpu._transport.window import Window
 from multigpu.v1 import task_service_pb2
 

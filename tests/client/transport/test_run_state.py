@@ -5,8 +5,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from multigpu._transport.call import Answer, Call
 from multigpu._transport.payloads import LARGE_BYTES, Directory, read_file
-from multigpu._transport.run_state import FRAME_BYTES_MAX, FRAME_TASKS_MAX, Answer, Call, RunState
+from multigpu._transport.run_state import FRAME_BYTES_MAX, FRAME_TASKS_MAX, RunState
 from multigpu._transport.window import Window
 from multigpu.errors import AlreadyExistsError, ClientClosedError, InvalidTaskError
 from multigpu.outcome import Outcome

@@ -9,7 +9,7 @@ from typing import Any
 import multigpu
 import pytest
 from multigpu import AsyncClient, Input
-from multigpu._transport.run_state import Answer, Call
+from multigpu._transport.call import Answer, Call
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2
 

@@ -8,7 +8,8 @@ from random import Random
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from multigpu._transport.run_state import Answer, Call, RunState
+from multigpu._transport.call import Answer, Call
+from multigpu._transport.run_state import RunState
 from multigpu._transport.window import Window
 from multigpu.cli.failures import Failure
 from multigpu.cli.tasks.lines import count_lines, read_lines

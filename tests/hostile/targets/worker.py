@@ -27,7 +27,8 @@ from multigpu_worker.processes.ipc.blobs import BlobMemory
 from multigpu_worker.repository.model import Scan
 from multigpu_worker.session import wire
 from multigpu_worker.session.batcher import Batcher, BatchLimits
-from multigpu_worker.session.session import Lease, Session, SessionLimits, Spec
+from multigpu_worker.session.lease import Lease, Spec
+from multigpu_worker.session.session import Session, SessionLimits
 
 from tests.hostile.targets.base import Crash, Target, mute
 from tests.hostile.targets.inputs import Maker, pack, unpack

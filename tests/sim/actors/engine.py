@@ -9,6 +9,7 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import SICK_RETURNS_MAX
 from multigpu_master.core.model import TaskError
 from multigpu_worker.session import session as ws
+from multigpu_worker.session.lease import Lease
 
 from tests.sim.world import check
 
@@ -24,11 +25,11 @@ class SimEngine:
 
     def __init__(self, worker: SimWorker) -> None:
         self._worker = worker
-        self.running: dict[int, ws.Lease] = {}
+        self.running: dict[int, Lease] = {}
         self.occupied = 0  # slots in which cancelled calls run on
         self.run_timeouts_s: dict[int, float] = {}  # by lease_id
 
-    def drop(self, leases: list[ws.Lease]) -> None:
+    def drop(self, leases: list[Lease]) -> None:
         for lease in leases:
             assert isinstance(lease.payload, bytes), "simulated payloads are small"
             deaf = not {b"stuck", b"deaf"}.isdisjoint(lease.payload.split())
@@ -52,7 +53,7 @@ class SimEngine:
             if lease.lease_id not in self.running and not self._worker.stopping:
                 self._begin(lease)
 
-    def _begin(self, lease: ws.Lease) -> None:
+    def _begin(self, lease: Lease) -> None:
         lease.running = True
         self.running[lease.lease_id] = lease
         assert isinstance(lease.payload, bytes), "simulated payloads are small"
@@ -84,11 +85,11 @@ class SimEngine:
         if "deaf" not in options:
             self._worker.world.after(run_s, lambda: self._finish(lease, options, began_s, life))
 
-    def _save(self, lease: ws.Lease, options: list[str], life: int) -> None:
+    def _save(self, lease: Lease, options: list[str], life: int) -> None:
         if self._worker.life == life and self._worker.alive and self.running.get(lease.lease_id) is lease:
             self._worker.held.save(lease, options[0].encode())
 
-    def _finish(self, lease: ws.Lease, options: list[str], began_s: float, life: int) -> None:
+    def _finish(self, lease: Lease, options: list[str], began_s: float, life: int) -> None:
         if self._worker.life != life or not self._worker.awake(lambda: self._finish(lease, options, began_s, life)):
             return
         if self.running.get(lease.lease_id) is not lease:
@@ -120,7 +121,7 @@ class SimEngine:
         else:
             self._worker.flush()
 
-    def _sicken(self, lease: ws.Lease, attempts_max: int) -> None:
+    def _sicken(self, lease: Lease, attempts_max: int) -> None:
         """The task is returned with all others, as after an XID that needs a reset."""
         world = self._worker.world
         world.fell_sick.update(each.task_id for each in self.running.values())

@@ -23,13 +23,14 @@ from multigpu_master.core.workers.info import (
     WorkerInfo,
 )
 from multigpu_worker.session import session as ws
+from multigpu_worker.session.lease import Lease, Spec
 
 from tests.sim.actors.engine import SimEngine, reports_of
 from tests.sim.actors.grant import PROOFS, Grant
 from tests.sim.actors.master import Master
 from tests.sim.world import Inbox, Link, World, check
 
-SPEC = ws.Spec(kind="sim")
+SPEC = Spec(kind="sim")
 
 
 class SimWorker:
@@ -282,7 +283,7 @@ class SimWorker:
                 check(command.frame > self._last_frame, "frames must count up")
                 self._last_frame = command.frame
                 self.held.grant([
-                    ws.Lease(
+                    Lease(
                         lease_id, task_id, attempt, SPEC, payload, proof=proof, checkpoint=checkpoint,
                         partials_received=partials,
                         # Another master would not have those outputs.

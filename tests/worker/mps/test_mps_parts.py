@@ -25,7 +25,7 @@ from multigpu_worker.processes.batch import EngineBatch
 from multigpu_worker.processes.blame.evidence import Evidence
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.ipc.slots import SlotState
-from multigpu_worker.session.session import Lease, Spec
+from multigpu_worker.session.lease import Lease, Spec
 
 FAKE = Path(__file__).resolve().parents[2] / "fakes" / "mps_control"
 HEAD = "[2026-04-28 18:20:41.986 Server  4428] "

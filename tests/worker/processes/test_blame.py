@@ -9,7 +9,8 @@ from multigpu_worker.processes.blame.evidence import Evidence
 from multigpu_worker.processes.blame.limits import Limits, Violation
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.ipc.slots import SlotState
-from multigpu_worker.session.session import Lease, Spec, TaskError
+from multigpu_worker.session.lease import Lease, Spec
+from multigpu_worker.session.session import TaskError
 
 SECOND = 1_000_000_000
 CRASHED, KILLED = -11, -9

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from multigpu.v1 import task_pb2
 from multigpu_worker.repository.model import BatchRules
 from multigpu_worker.session.batcher import AGE_TASKS, Batcher, BatchLimits
-from multigpu_worker.session.session import Lease, Spec
+from multigpu_worker.session.lease import Lease, Spec
 from multigpu_worker.session.wire import spec_of
 
 ECHO = Spec(kind="echo")

@@ -4,16 +4,15 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from multigpu_worker.session.lease import Lease, Spec
 from multigpu_worker.session.session import (
     GROUP_BYTES_MAX,
     REPORT_BYTES,
     Frame,
-    Lease,
     Report,
     ReportState,
     Session,
     SessionLimits,
-    Spec,
     TaskError,
 )
 

@@ -25,7 +25,8 @@ from multigpu_worker.processes.pool import EnginePool
 from multigpu_worker.processes.process import EngineProcess
 from multigpu_worker.processes.reports import ModelLoaded
 from multigpu_worker.repository.model import Scan
-from multigpu_worker.session.session import Lease, Session, Spec, TaskError
+from multigpu_worker.session.lease import Lease, Spec
+from multigpu_worker.session.session import Session, TaskError
 
 log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.models.measured_sizes import ModelSize
 from multigpu_worker.models.residency import ModelState, Resident
 from multigpu_worker.repository.model import BatchRules, ModelSpec, Scan
-from multigpu_worker.session.session import Spec
+from multigpu_worker.session.lease import Spec
 
 # Kind and model name; the name is empty for the kind's default model.
 Route = tuple[str, str]

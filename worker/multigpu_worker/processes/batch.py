@@ -8,7 +8,7 @@ from multigpu._transport.payloads import Elsewhere, Reference
 
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.slots import SlotState
-from multigpu_worker.session.session import Lease, Spec
+from multigpu_worker.session.lease import Lease, Spec
 
 # Earlier outputs of a task that an engine gets.
 PARTIALS_BYTES_MAX = 1 << 20

@@ -16,7 +16,7 @@ from multigpu_worker.processes.default_process import DefaultProcess
 from multigpu_worker.processes.model_process import ModelLoaderCallbacks, ModelProcess
 from multigpu_worker.processes.process import Callbacks, EngineProcess
 from multigpu_worker.repository.model import ModelSpec
-from multigpu_worker.session.session import Lease
+from multigpu_worker.session.lease import Lease
 from multigpu_worker.waiting import until
 
 # Time for an engine to write what it has to: when it is unloaded, and when the worker stops.

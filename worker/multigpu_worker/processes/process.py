@@ -27,8 +27,8 @@ from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.output import OutputLog
 from multigpu_worker.processes.reports import BatchReports, pin_results, read_reports
 from multigpu_worker.session.batcher import tokens_of
+from multigpu_worker.session.lease import Lease
 from multigpu_worker.session.pace import Pace
-from multigpu_worker.session.session import Lease
 from multigpu_worker.supervision import supervised
 from multigpu_worker.waiting import until
 

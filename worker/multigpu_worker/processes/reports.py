@@ -8,8 +8,9 @@ from multigpu.v1 import worker_service_pb2 as pb
 
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.repository.signature import UNKNOWN, Signature
+from multigpu_worker.session.lease import Lease
 from multigpu_worker.session.payload_sharing import Sharing
-from multigpu_worker.session.session import Lease, Report, ReportState, TaskError
+from multigpu_worker.session.session import Report, ReportState, TaskError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from multigpu_worker.repository.model import BatchRules
-from multigpu_worker.session.session import Lease, Spec
+from multigpu_worker.session.lease import Lease, Spec
 
 # A rough rule for English text, to bound the cost of a batch.
 BYTES_PER_TOKEN = 4

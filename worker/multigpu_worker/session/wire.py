@@ -15,7 +15,8 @@ from multigpu_worker.device.energy import Energy
 from multigpu_worker.device.health import Health
 from multigpu_worker.device.interface import DeviceInfo, Telemetry
 from multigpu_worker.mps.control import MpsStatus
-from multigpu_worker.session.session import Frame, Held, Lease, Report, Reports, ReportState, Spec
+from multigpu_worker.session.lease import Lease, Spec
+from multigpu_worker.session.session import Frame, Held, Report, Reports, ReportState
 from multigpu_worker.session.store_address import StoreAddress
 
 PROTOCOL_VERSION = 2

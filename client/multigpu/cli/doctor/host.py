@@ -37,14 +37,16 @@ LISTENING = "0A"
 
 
 def check_versions(_: Host) -> Finding:
-    """Installed packages, and whether the master in this environment is compiled."""
+    """Installed packages, and whether multigpu is compiled."""
     parts = [f"Python {platform.python_version()}"]
     for package in ("multigpu", "grpcio", "protobuf", "torch", "nvidia-ml-py", "amdsmi"):
         try:
             parts.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ok("versions", f"{', '.join(parts)}; the master is {build_of('multigpu_master.driver')}")
+    return ok(
+        "versions", f"{', '.join(parts)}; multigpu is {build_of('multigpu._transport.run_state')}"
+    )
 
 
 def check_limits(_: Host) -> Finding:

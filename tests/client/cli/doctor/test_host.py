@@ -31,7 +31,7 @@ def test_limits(files: str, verdict: str) -> None:
 def test_versions() -> None:
     message = checked(doctor_host.check_versions, host_of()).message
     assert "grpcio" in message
-    assert message.endswith("; the master is pure Python")
+    assert message.endswith("; multigpu is pure Python")
 
 
 def test_a_healthy_disk(tmp_path: Path) -> None:

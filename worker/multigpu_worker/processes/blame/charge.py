@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from multigpu_worker.processes.batch import EngineBatch, running_leases
 from multigpu_worker.processes.blame.limits import Violation, accused_of
 from multigpu_worker.processes.ipc.slots import SlotState
-from multigpu_worker.session.session import Lease, TaskError
+from multigpu_worker.session.lease import Lease
+from multigpu_worker.session.session import TaskError
 
 # More than it takes to halve the largest batch down to one.
 DEATHS_MAX = 20

@@ -21,7 +21,8 @@ from multigpu_worker.processes.blame.charge import (
 )
 from multigpu_worker.processes.blame.limits import Violation
 from multigpu_worker.processes.death import Death
-from multigpu_worker.session.session import Lease, Report, ReportState, TaskError
+from multigpu_worker.session.lease import Lease
+from multigpu_worker.session.session import Report, ReportState, TaskError
 
 # Under MPS, a fault that nobody is charged for may come from this engine: a lease survives no more of them.
 UNKNOWN_FAULTS_MAX = 3

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from multigpu_worker.processes.batch import EngineBatch, running_leases
 from multigpu_worker.processes.ipc.slots import SlotState
-from multigpu_worker.session.session import Lease, TaskError
+from multigpu_worker.session.lease import Lease
+from multigpu_worker.session.session import TaskError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
