@@ -1,4 +1,4 @@
-"""One task that a caller waits for. mypyc does not compile this module: others have subclasses of Call."""
+"""One task that a caller waits for. mypyc does not compile this module, because classes of Python inherit from Call."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from multigpu.v1 import task_pb2
 
 # Approximate bytes of a task in a frame, beside its payload.
 OVERHEAD_BYTES = 32
+
 Answer = Outcome | MultigpuError
 
 

@@ -1,6 +1,6 @@
 """The leases that a worker holds, and what their tasks have in common.
 
-mypyc does not compile this module: attributes that an object lacks are those of its class.
+mypyc does not compile this module, because most attributes of a lease stay with its class.
 """
 
 from collections.abc import Sized

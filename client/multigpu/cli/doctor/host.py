@@ -44,9 +44,7 @@ def check_versions(_: Host) -> Finding:
             parts.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ok(
-        "versions", f"{', '.join(parts)}; multigpu is {build_of('multigpu._transport.run_state')}"
-    )
+    return ok("versions", f"{', '.join(parts)}; multigpu is {build_of('multigpu._transport.run_state')}")
 
 
 def check_limits(_: Host) -> Finding:
