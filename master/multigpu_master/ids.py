@@ -86,7 +86,7 @@ class LeaseProofs:
 
     def _make_encryptor(self, worker_id: str) -> CipherContext:
         key = blake2b(worker_id.encode(), digest_size=16, key=self._key).digest()
-        return Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305  blocks of random ids, not of text
+        return Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305  no two leases have the same block
 
 
 class Incarnations:

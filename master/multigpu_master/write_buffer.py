@@ -269,7 +269,7 @@ class WriteBuffer:
             for task_id, letter in pending.replaced:  # deleted by the transaction that writes the new task
                 entry = settles.get(task_id, pending.entry)
                 entry.deleted_dead_letters = [*entry.deleted_dead_letters, letter]
-        with contextlib.suppress(JournalError):  # the journal has failed: `_on_fatal` was or will be called
+        with contextlib.suppress(JournalError):  # it is closed, or has failed and `_on_fatal` is called
             self._journal.append(*[pending.entry for pending in lingering])
 
     def _forget_deferred(self, settled: Iterable[Task]) -> set[int]:

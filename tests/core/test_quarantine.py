@@ -4,6 +4,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.ledger import Limits
 from multigpu_master.core.model import OutcomeState, Task, TaskError, Worker
+from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import (
     HEALTHY,
@@ -84,6 +85,16 @@ def test_a_cordon_is_the_operators_whatever_health_says() -> None:
     assert task.lease is None
     fleet.handle(ev.Uncordon("w0"))
     assert task.lease is not None
+
+
+def test_explain_says_who_asked_for_a_check() -> None:
+    fleet = Fleet().gpus(1)
+    fleet.handle(ev.CheckDevice("w0"))
+    (task,) = fleet.submit()
+    (candidate,) = explain(fleet.core, task, fleet.now).candidates
+    assert candidate.excluded_by == [
+        "quarantined: an operator asked for a check, and its device has not passed a check yet"
+    ]
 
 
 def test_a_quarantine_survives_a_reconnect_until_the_worker_says_otherwise() -> None:

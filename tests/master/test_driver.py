@@ -19,7 +19,7 @@ from multigpu_master.core.model import Lease, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
-from multigpu_master.errors import ExhaustedError, JournalError
+from multigpu_master.errors import ExhaustedError, JournalError, JournalFullError
 from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
@@ -321,3 +321,26 @@ async def test_a_cancellation_without_room_changes_nothing(stage: Stage, monkeyp
         await stage.service.Cancel(request, None)
     assert [task.outcome for task in tasks] == [None, None]
     assert len(leases_of(tasks)) == 2
+
+
+async def test_a_cancellation_that_a_full_disk_ends_says_what_remains(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaces_a_method()
+    tasks = stage.submit("a", "b", "c", "d")
+    room = [1, 1, 0]  # cancellations
+
+    async def not_durable(_tasks: Sequence[Task], _timeout_s: float) -> bool:
+        return False
+
+    with monkeypatch.context() as full:
+        full.setattr(stage.driver.write_buffer, "writable", False)
+        full.setattr(stage.driver.write_buffer, "cancellations_max", lambda: room.pop(0))
+        full.setattr(stage.driver, "wait_cancellations", not_durable)
+        with pytest.raises(JournalFullError, match=r"^1 tasks were cancelled, but .* and 3 were not cancelled"):
+            await stage.driver.cancel(tasks)
+        with pytest.raises(JournalFullError, match=r"^cancelled, but a restart of the master may bring the tasks back"):
+            await stage.driver.cancel(tasks[1:2])
+        with pytest.raises(JournalFullError, match=r"^0 tasks were cancelled, 2 were not"):  # of four, two have ended
+            await stage.driver.cancel(tasks)
+    await stage.durable()

@@ -1,4 +1,4 @@
-"""One task that a caller waits for. mypyc does not compile this module, because classes of Python inherit from Call."""
+"""The base class of a client's calls. mypyc does not compile this module, because classes of Python inherit from it."""
 
 from typing import Any
 

@@ -123,7 +123,7 @@ class Attempts:
         self.end_if_overdue(lease.task, now)
 
     def interrupt(self, lease: Lease, why: str, now: float) -> None:
-        """Ends an attempt, uncharged, so that it begins again elsewhere."""
+        """Ends an attempt, uncharged: the task begins again."""
         self._ledger.counters.requeued += 1
         self._withdraw(lease, why)
         if lease.running:

@@ -190,6 +190,13 @@ def test_close_commits_queued_entries(tmp_path: Path) -> None:
         assert len(it.tasks) == 20_000
 
 
+def test_a_closed_journal_drops_nothing_silently(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as it:
+        pass
+    with pytest.raises(JournalError, match="is closed"):
+        it.journal.append(Entry(submits=[submit(1)]))
+
+
 def test_read_outcomes_keeps_to_its_limits(tmp_path: Path) -> None:
     with opened(tmp_path / "data") as it:
         it.write(Entry(settles=[settle(i, b"x" * 100) for i in range(1, 51)]))

@@ -34,7 +34,7 @@ BacklogKey = tuple[str, Shape, Worker | None]  # of a backlog
 
 
 class Gangs:
-    """`peek_id`: the next id of a lease."""
+    """`peek_id`: returns the id of the next lease, and does not take it."""
 
     def __init__(
         self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts,

@@ -129,7 +129,7 @@ class Fleet:
             self.with_room.pop(worker, None)
 
     def room_changed(self, worker: Worker) -> None:
-        """Call when a worker may have gained room."""
+        """Call when a worker may have gained room, or lost some."""
         self.freed[worker] = None
         self.touch(worker)
 

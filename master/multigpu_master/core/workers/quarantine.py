@@ -8,7 +8,8 @@ An engine may break because of the task or because of the device. Two observatio
   is blamed for it, nor for other tasks of its kind and model, for a while;
 - a device on which SUSPECT_AT_TASKS different tasks broke the engine, none of them condemned, is suspected: the master
   requests a check from its worker, and the tasks get the attempt back. This needs another connected device to compare
-  with. A device that reports that it is sick is blamed for the engines that broke on it.
+  with.
+A device that reports that it is sick is blamed for the engines that broke on it.
 
 The breaker counts the devices quarantined within a window. More than a share of the connected fleet points to a common
 cause (a driver, a power supply, a bad release): the breaker trips. Until an operator resets it, only devices that can't

@@ -68,7 +68,7 @@ class Residency:
     names: dict[str, str] = field(default_factory=dict)  # names and ids in tasks -> id
     ids: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) -> id: cache of Fleet.model_id
     reported: dict[str, Resident] = field(default_factory=dict)  # in the last heartbeat
-    lease_counts: dict[str, int] = field(default_factory=dict)  # live leases
+    lease_counts: dict[str, int] = field(default_factory=dict)  # model -> live leases
     granted: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease, until acknowledged
     going: dict[str, str] = field(default_factory=dict)  # model that will be unloaded -> the model to load instead
     last_uses: dict[str, int] = field(default_factory=dict)  # model -> number of its last grant or release, in order

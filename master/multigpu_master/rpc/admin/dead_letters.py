@@ -106,9 +106,8 @@ class DeadLetterCalls:
         while letter.task_id in self._driver.core.ledger.tasks:
             await self._driver.wait_settled(letter.task_id, DURABLE_S)
         request_id = letter.request_id
-        known = self._driver.core.ledger.requests.get(request_id) or self._driver.find_settled([request_id]).get(
-            request_id
-        )
+        driver = self._driver
+        known = driver.core.ledger.requests.get(request_id) or driver.find_settled([request_id]).get(request_id)
         if known is not None and known.task_id != letter.task_id:
             return ev.Rejection(FAILED_PRECONDITION, REPLACED.format(request_id=request_id, task_id=known.task_id))
         spec = self._driver.specs.restore(letter.spec)
