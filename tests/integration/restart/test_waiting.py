@@ -37,6 +37,13 @@ def widen(fleet: Fleet, kind: str, payload: bytes, **spec: Any) -> None:
         assert fleet.outcome(task_id).state == SUCCEEDED
 
 
+def until_read(fleet: Fleet, worker_id: str) -> None:
+    """Wait for two heartbeats of a worker: between them it has read what the master had sent it."""
+    for _ in range(2):
+        beat_ns = fleet.worker(worker_id).last_heartbeat_time.ToNanoseconds()
+        until(lambda: fleet.worker(worker_id).last_heartbeat_time.ToNanoseconds() > beat_ns)  # noqa: B023
+
+
 def ended(fleet: Fleet, task_id: int) -> Any:
     assert fleet.outcome(task_id).state == SUCCEEDED
     return fleet.get(task_id)
@@ -80,6 +87,7 @@ def test_urgent_tasks_overtake_leases_sent_ahead(fleet: Fleet, tmp_path: Path, g
     until(lambda: sum(fleet.get(task_id).state == LEASED for task_id in ordinary) >= 2)
     (urgent,) = fleet.submit("trial.logged", b"urgent", priority=1, parameters={"log": str(log)})
     until(lambda: fleet.get(urgent).state == LEASED, timeout_s=20, what="a place in a window")
+    until_read(fleet, fleet.get(urgent).worker_id)
     (before,) = [i for i, task_id in enumerate(long) if fleet.get(task_id).worker_id == fleet.get(urgent).worker_id]
     closed[before].touch()
     assert fleet.outcome(urgent).state == SUCCEEDED
