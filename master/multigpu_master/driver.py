@@ -344,7 +344,7 @@ class Driver:
                 outbox = streams.get(stream)
                 if outbox is not None:
                     if type(body) is bytes:
-                        outbox.room_for(len(body)).add_outcome(body)
+                        outbox.frame_for(len(body)).add_outcome(body)
                     else:
                         self.add_large_outcome(outbox, body, task.request_id)
                     outbox.add_pending(-1)
@@ -378,20 +378,20 @@ class Driver:
             tail = body.tail
             if isinstance(tail, bytes) or not outbox.peer.lend(tail, self._stream_bytes_max):
                 try:
-                    outbox.room_for(len(body)).add_large_outcome(body)
+                    outbox.frame_for(len(body)).add_large_outcome(body)
                 except (OSError, MemoryError) as error:
                     if is_transient(error):
                         code, message, delay_s = payload_messages.NOT_READABLE
-                        rejected = outbox.room_for(256).message.rejected.add(
+                        rejected = outbox.frame_for(256).message.rejected.add(
                             request_id=request_id, code=code, message=message
                         )
                         rejected.retry_delay.CopyFrom(duration(delay_s))
                         return
                     lost = payload_messages.outcome_lost(body, error)
-                    outbox.room_for(len(lost)).add_outcome(lost)
+                    outbox.frame_for(len(lost)).add_outcome(lost)
                 return
             body = payload_messages.outcome_at(body, tail)
-        outbox.room_for(len(body)).add_outcome(body)
+        outbox.frame_for(len(body)).add_outcome(body)
 
     def _forward(self, command: ev.ForwardPartials) -> None:
         task = command.task
@@ -402,7 +402,7 @@ class Driver:
                 for index, data, content_type in command.partials:
                     if index < first:
                         continue
-                    outbox.room_for(len(data) + 64).message.partials.add(
+                    outbox.frame_for(len(data) + 64).message.partials.add(
                         request_id=task.request_id, task_id=task.task_id, index=index, data=data,
                         content_type=content_type,
                     )  # fmt: skip

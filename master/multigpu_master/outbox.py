@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from multigpu_master.errors import CallError
+from multigpu_master.errors import CallError, call_error
 from multigpu_master.wire.payloads import Peer
 
-# Limits of a frame. Only a frame with a single item may be larger than FRAME_BYTES.
+# A frame takes no more once it has this much. What one call of `frame_for` is for stays together, whatever its size.
 FRAME_BYTES = 4 << 20
 FRAME_ITEMS = 2048
 
@@ -22,7 +22,7 @@ F = TypeVar("F")
 
 
 class Outbox(Generic[F]):
-    """Frames of one type for one stream. Callers fill `room_for(...)`; the stream's writer takes frames with `next`."""
+    """Frames of one type for one stream. Callers fill what `frame_for` returns; the writer takes frames with `next`."""
 
     def __init__(self, frame_type: Callable[[], F], peer: Peer) -> None:
         self.peer = peer
@@ -43,7 +43,7 @@ class Outbox(Generic[F]):
         self.pending_outcomes = 0  # outcomes that the peer waits for
         self._none_pending = asyncio.Event()
 
-    def room_for(self, size: int, items: int = 1) -> F:
+    def frame_for(self, size: int, items: int = 1) -> F:
         """Counts items of this total size as waiting, wakes the writer, and returns the open frame. The caller must add
         the items to the frame before the next await.
         """
@@ -54,10 +54,12 @@ class Outbox(Generic[F]):
         self._open_items += items
         self._open_bytes += size
         self.bytes += size
-        wake = self._wake
-        if wake is not None and not wake.done():
-            wake.set_result(None)
+        self._wake_writer()
         return self._open
+
+    def _wake_writer(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     async def next(self) -> F | None:
         """Takes the next frame to write; waits until there is one. None: the stream has finished."""
@@ -76,15 +78,13 @@ class Outbox(Generic[F]):
             await self._wake
             self._wake = None
         self.bytes -= size
-        if not self._drained.is_set():
-            self._drained.set()
+        self._drained.set()
         return frame
 
     def finish(self) -> None:
         """Ends the stream with OK after the waiting frames are sent."""
         self._finished = True
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        self._wake_writer()
 
     def abort(self, error: CallError) -> None:
         """Ends the stream with this error at once, and drops the waiting frames. The first error counts."""
@@ -124,7 +124,12 @@ async def serve_stream(
 
     async def write_frames() -> None:
         while (frame := await outbox.next()) is not None:
-            await context.write(serialize(frame))
+            try:
+                data = serialize(frame)
+            except Exception as error:  # noqa: BLE001  without its frame the peer would wait for ever
+                outbox.abort(call_error(error, "a stream"))
+                return
+            await context.write(data)
 
     writer = asyncio.create_task(write_frames())
 

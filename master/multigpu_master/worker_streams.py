@@ -71,7 +71,7 @@ class WorkerStreams:
         nobody sends.
         """
         outbox = self._outboxes.get(session)
-        return outbox.room_for(size) if outbox is not None else worker_service_pb2.SessionResponse()
+        return outbox.frame_for(size) if outbox is not None else worker_service_pb2.SessionResponse()
 
     def reload_handlers(self, session: int) -> None:
         """Tells a worker to reload its handlers; does nothing if the session has ended."""
@@ -103,7 +103,7 @@ class WorkerStreams:
             leases, inlined, lost = payload_messages.readable(leases, outbox.peer)
             if lost:
                 self._loop.call_soon(self._handle, ev.Reports(session, failures=lost))
-        response = outbox.room_for(size, len(leases))
+        response = outbox.frame_for(size, len(leases))
         response.frame = number
         if leases:
             fill_leases(response.lease_batches.add(), self._specs, self._proofs, leases, inlined)

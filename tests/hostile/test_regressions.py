@@ -29,7 +29,7 @@ from multigpu_master.core.model import Worker
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.fleet import LOST_WORKERS_MAX, LOST_WORKERS_TOKEN_MAX, Fleet
 from multigpu_master.core.workers.info import WorkerInfo
-from multigpu_master.core.workers.pace import PACES_MAX
+from multigpu_master.core.workers.pace import MODEL_KEYS_MAX
 from multigpu_master.errors import InvalidMessageError, JournalError
 from multigpu_master.journal.sqlite.reads import JournalReads
 from multigpu_master.rpc import queries
@@ -264,11 +264,11 @@ def test_an_outcome_of_a_newer_master_is_no_crash() -> None:
 def test_paces_of_models_are_limited() -> None:
     fleet = Fleet(0.8)
     worker = fleet.register(WorkerInfo(worker_id="w"))
-    for n in range(PACES_MAX + 1000):
+    for n in range(MODEL_KEYS_MAX + 1000):
         fleet.learned(worker, ("kind", f"model-{n}"), 1, 1, 0.1 + n)
     tables = [worker.pace.unit_s, fleet._unit_s.values, fleet._unit_s._exact, fleet._units.values, fleet._units._exact]
-    assert [len(table) for table in tables] == [PACES_MAX] * 5
-    assert ("kind", f"model-{PACES_MAX + 999}") in worker.pace.unit_s
+    assert [len(table) for table in tables] == [MODEL_KEYS_MAX] * 5
+    assert ("kind", f"model-{MODEL_KEYS_MAX + 999}") in worker.pace.unit_s
 
 
 def test_the_oldest_lost_worker_is_forgotten_by_the_journal_too() -> None:
@@ -321,7 +321,7 @@ def test_a_long_status_is_cut(local: LocalMaster) -> None:
     code, details = local.loop.run_until_complete(local._call("TaskService/Get", request, to_its_end=True))
     assert code.name == "NOT_FOUND"
     assert len(details) < 4000
-    assert details.endswith("its result_ttl is over")
+    assert details.endswith("the master has forgotten it")
 
 
 def test_a_request_without_payloads_is_small(local: LocalMaster) -> None:

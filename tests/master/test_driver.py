@@ -5,6 +5,7 @@ that failed half way the master does nothing more but end.
 import asyncio
 import itertools
 import os
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from multigpu_master.errors import ExhaustedError, JournalError, JournalFullErro
 from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
+from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
 from multigpu_master.rpc.intake import Intake
@@ -224,6 +226,48 @@ async def test_a_dead_letter_is_requeued_or_deleted_by_one_call(stage: Stage) ->
     assert not calls._taken
 
 
+async def test_a_dead_letter_whose_payload_is_lost_can_be_deleted(stage: Stage) -> None:
+    stage.spec = stage.driver.specs.read(task_pb2.TaskSpec(kind="echo", attempts_max=1))
+    (task,) = stage.submit("lost")
+    task.payload = bytes(SEGMENT_BYTES)
+    failure = ev.Failure(leases_of([task])[0].lease_id, TaskError("ValueError", "no"))
+    stage.driver.handle(ev.Reports(1, failures=[failure]))
+    await stage.durable()
+    shutil.rmtree(stage.journal.payloads.path.parent / "segments")
+    calls = DeadLetterCalls()
+    calls._driver, calls._taken = stage.driver, set()
+    with pytest.raises(JournalError, match=r"payload of task \d+ is missing"):
+        await calls.RequeueDeadLetters(admin_service_pb2.RequeueDeadLettersRequest(task_ids=[task.task_id]), None)
+    request = admin_service_pb2.DeleteDeadLettersRequest(task_ids=[task.task_id, 7])
+    answer = await calls.DeleteDeadLetters(request, None)
+    assert (answer.deleted, list(answer.unknown_task_ids)) == (1, [7])
+    assert not stage.journal.existing_dead_letters([task.task_id])
+
+
+async def test_usage_that_was_just_passed_to_the_journal_is_in_the_next_answer(stage: Stage) -> None:
+    (task,) = stage.submit("used")
+    stage.driver.handle(ev.Reports(1, [x.lease_id for x in leases_of([task])], [b"1"], device_s=2.0))
+    stage.driver.usage._run()  # the timer's call
+    stage.driver.usage.stop()
+    await stage.driver.usage.flush()
+    assert [used.device_s for _, used in stage.journal.usage(0, 1e12)] == [2.0]
+
+
+async def test_a_task_that_the_journal_rejects_while_it_is_listed_is_not_in_the_list(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaces_a_method()
+    kept, rejected = stage.submit("kept", "rejected")
+
+    async def meanwhile(*_: Any, **__: Any) -> list[Any]:
+        stage.driver.handle(ev.SubmitFailed([rejected]))
+        return []
+
+    monkeypatch.setattr(queries.asyncio, "to_thread", meanwhile)  # type: ignore[attr-defined]  # it reads the journal
+    listed = await stage.service.List(task_service_pb2.ListRequest(), None)
+    assert [task.task_id for task in listed.tasks] == [kept.task_id]
+
+
 async def test_a_stream_that_joins_a_withdrawn_task_gets_the_durable_cancellation(stage: Stage) -> None:
     (task,) = stage.submit("withdrawn")
     stage.driver.handle(ev.Cancel([task]))
@@ -246,7 +290,7 @@ async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_mo
     def fail(_sessions: object) -> None:
         raise OSError("a fault of ours")
 
-    monkeypatch.setattr(stage.outbox, "room_for", fail)
+    monkeypatch.setattr(stage.outbox, "frame_for", fail)
     reports = ev.Reports(1, [x.lease_id for x in leases_of(tasks)], [b"1", b"2"])
     with pytest.raises(BrokenError, match="ends after an internal error"):
         stage.driver.handle(reports)

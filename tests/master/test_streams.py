@@ -1,5 +1,6 @@
-"""Streams that end in two ways at once."""
+"""Streams that end in two ways at once, or in an unusual way."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ class _Context:
         return b"x"
 
 
+class _Silent:
+    async def read(self) -> bytes:
+        await asyncio.sleep(60)
+        return b"x"
+
+
 async def test_a_stream_that_is_aborted_while_its_message_is_rejected_ends_once(tmp_path: Path) -> None:
     """A session is taken over while the master rejects a frame of its worker."""
     outbox: Outbox[Any] = Outbox(bytearray, Peer(Payloads(tmp_path, lambda _name: False)))
@@ -27,3 +34,18 @@ async def test_a_stream_that_is_aborted_while_its_message_is_rejected_ends_once(
     with pytest.raises(CallError, match="taken over") as ended:
         await serve_stream(_Context(), outbox, on_message, bytes)
     assert ended.value.code is grpc.StatusCode.ABORTED
+
+
+async def test_a_stream_whose_frame_can_not_be_serialized_ends(tmp_path: Path) -> None:
+    """It stayed open, and sent nothing any more."""
+    outbox: Outbox[Any] = Outbox(bytearray, Peer(Payloads(tmp_path, lambda _name: False)))
+    outbox.frame_for(1)
+
+    async def on_message(_data: bytes) -> None:
+        raise AssertionError
+
+    def serialize(_frame: Any) -> bytes:
+        raise MemoryError("no room for a frame")
+
+    with pytest.raises(CallError, match="no room for a frame"):
+        await asyncio.wait_for(serve_stream(_Silent(), outbox, on_message, serialize), 20)

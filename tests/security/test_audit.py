@@ -1,12 +1,14 @@
 """The audit log: administrative calls, and no others."""
 
 import json
+import os
 import time
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import grpc
+import pytest
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu_master.security import audit
 from multigpu_master.security.auth import roles_of
@@ -81,6 +83,19 @@ def test_files_are_rotated(tmp_path: Path, monkeypatch: Any) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["audit.log", *(f"audit.log.{n}" for n in range(1, 5))]
     kept = b"".join((tmp_path / f"audit.log{end}").read_bytes() for end in (".4", ".3", ".2", ".1", ""))
     assert [int(line) for line in kept.split()] == list(range(15, 40))
+
+
+def test_a_line_that_was_cut_off_by_a_full_disk_is_an_error_and_spoils_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, write = audit.Audit(tmp_path), os.write
+    log._append(log._open(), b"first\n")
+    with monkeypatch.context() as full:
+        full.setattr(audit.os, "write", lambda descriptor, data: write(descriptor, data[:3]))  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="No space"):
+            log._append(log._open(), b"second\n")
+    log._append(log._open(), b"third\n")
+    assert log.path.read_bytes() == b"first\nsec\nthird\n"
 
 
 def test_a_cancelled_call_is_audited_or_has_no_effect(own_secured: SecuredFleet) -> None:

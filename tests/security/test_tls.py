@@ -261,6 +261,21 @@ def test_metrics_on_another_address_need_a_certificate(tmp_path: Path) -> None:
         certificate = x509.load_pem_x509_certificate((secured.ca / "master.crt").read_bytes())
         (expiry,) = [line for line in text.splitlines() if line.startswith(b"mgpu_certificate_expiry_timestamp")]
         assert float(expiry.split()[1]) == certificate.not_valid_after_utc.timestamp()
+
+        def serial() -> int:
+            plain = socket.create_connection(("127.0.0.1", port), timeout=10)
+            with context.wrap_socket(plain, server_hostname="localhost") as tls:
+                return x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"").serial_number
+
+        # The certificate is renewed a moment before its key.
+        elsewhere = tmp_path / "renewed"
+        shutil.copytree(secured.ca, elsewhere)
+        authority.issue(elsewhere, "master", "master", ["localhost", "127.0.0.1"])
+        shutil.copy(elsewhere / "master.crt", secured.ca)
+        until(lambda: secured.fleet.master.events("a new certificate is not used for metrics"))
+        assert serial() == certificate.serial_number
+        shutil.copy(elsewhere / "master.key", secured.ca)
+        until(lambda: serial() == authority.read(elsewhere / "master.crt").serial_number)
         assert "Traceback" not in secured.fleet.master.log()
 
 

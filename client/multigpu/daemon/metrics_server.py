@@ -43,8 +43,10 @@ class MetricsServer:
         self._thread.start()
 
     def reload_certificate(self, certificate: str, key: str) -> None:
-        """Uses this certificate for new connections. OSError, SSLError: it is invalid."""
+        """Uses this certificate for new connections. OSError, SSLError: it is invalid, and the present one stays."""
         assert self._context is not None, "only a server with TLS has a certificate"
+        # A context that has failed to load a pair has lost its key, so the pair is tried with another one first.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
         self._context.load_cert_chain(certificate, key)
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ def unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
         there = f"{_near(spec.model, models)} (the fleet has {_listed(models)})"
         return f"no worker has model {spec.model!r} for kind {spec.kind!r}{there}; {wait}"
     shape = shape_of(spec)
-    if able := fleet.places(shape):
+    if able := fleet.device_count(shape):
         what = f"{shape.world_size_min} workers, each on its own device, have to run this task at the same time"
         return f"{what}, and {able} could; {wait}"
     why = "; ".join(f"{w.worker_id}: {fleet.unfit(w, shape)}" for w in workers[:5])

@@ -1,8 +1,8 @@
 """The scheduler. A task's stages: Submit -> resource class -> lease -> report -> settled -> committed -> forgotten.
 
-`handle` takes one event, changes the state, then dispatches tasks. Each part of the state has one owner, an attribute
-of Core. sessions.py handles the events of workers, operators.py the events of operators, this module those of clients
-and the journal.
+`handle` takes one event, changes the state, then dispatches tasks. Each part of the state has one owner, made in
+Core.__init__. sessions.py handles the events of workers, operators.py and quarantine.py those of operators, this module
+those of clients and the journal.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,7 @@ class Core:
         return not self.hold.active(now) and not self.ledger.clogged() and self.ids.next_id < self.ids.end
 
     @property
-    def unfinished(self) -> bool:
+    def dispatch_unfinished(self) -> bool:
         """Whether dispatch has not tried all backlogs: a Tick is due at once."""
         return self._dispatcher.unfinished_s is not None
 
@@ -189,12 +189,12 @@ class Core:
         return None
 
     def _cancel(self, event: ev.Cancel, now: float) -> None:
-        ended = [t for t in dict.fromkeys(event.tasks) if t.outcome is None]
+        unsettled = [t for t in dict.fromkeys(event.tasks) if t.outcome is None]
         error_type = WITHDRAWN if event.withdrawn else "Cancelled"
         error = TaskError(error_type, event.reason or "cancelled by the client", retryable=False)
-        for task in ended:
+        for task in unsettled:
             self._attempts.end(task, OutcomeState.CANCELLED, error, now)
-        self._commands.add(ev.Cancelled(ended))
+        self._commands.add(ev.Cancelled(unsettled))
 
     # --- the journal -------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 It consists of Bloom filters (Bloom, 1970) that set two bits of one byte. They find every request_id that was added, and
 a few that were not: for each one found the journal is read. A full filter is followed by another, as in scalable Bloom
-filters (Almeida et al., 2007). No request_id can be removed, so once more were added than were loaded, the filters are
-rebuilt from the journal. Before the first load, every request_id counts as found.
+filters (Almeida et al., 2007). No request_id can be removed, so once the filters hold twice as many as were loaded, or
+CAPACITY_MIN more, they are rebuilt from the journal. Before the first load, every request_id counts as found.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import structlog
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
-# 1.5 bytes for each request_id. A full filter finds 4.0 % of new request_ids.
+# 1.5 bytes for each request_id. A full filter finds 4.1 % of new request_ids.
 FILTER_BITS = 12
 _PAIRS = bytes(1 << a | 1 << b for a, b in combinations(range(8), 2))
 CAPACITY_MIN = 1 << 19  # request_ids
@@ -54,7 +54,7 @@ class RequestFilter:
 
     @property
     def full(self) -> bool:
-        """Whether to load again: more request_ids were added since the last load than it loaded."""
+        """Whether to load again: more request_ids were added than the loaded filter can take."""
         return 0 < self._loaded_capacity < self._added
 
     def add(self, request_ids: Sequence[str]) -> None:
@@ -87,7 +87,9 @@ class RequestFilter:
                 loaded = await asyncio.to_thread(_read, journal)
                 break
             except JournalError as error:
-                log.warning("known request_ids could not be read, and will be again", error=str(error), wait_s=RETRY_S)
+                log.warning(
+                    "the journal's request_ids could not be read: trying again", error=str(error), wait_s=RETRY_S
+                )
                 await asyncio.sleep(RETRY_S)
         self._filters = [loaded, *self._filters[since:]]
         self._loaded_capacity = loaded.capacity

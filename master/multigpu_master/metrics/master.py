@@ -1,8 +1,8 @@
 """The master's metrics, for Prometheus and OTLP.
 
-The event loop, which owns the counters, takes a snapshot once a second. Scrapes and exports get the last snapshot. The
-search for the oldest task of each queue takes several rounds of the event loop, so that other coroutines run meanwhile.
-The last snapshot, which `stop` takes, has the result of the last search that ended.
+The event loop, which owns the counters, takes a snapshot once a second. Scrapes and exports get the newest snapshot.
+The search for the oldest task of each queue takes several rounds of the event loop, so that other coroutines run
+meanwhile. The final snapshot, which `stop` takes, has the result of the last search that ended.
 """
 
 import asyncio
@@ -48,6 +48,7 @@ class MasterMetrics:
         if self._listen and config.tls_client_ca and not is_loopback(self._listen):
             cert, key, ca = (str(Path(p).expanduser()) for p in (config.tls_cert, config.tls_key, config.tls_client_ca))
             self._tls = cert, key, ca
+        self._certificate_is_new = False  # the endpoint does not use the certificate on the disk yet
         self._last: tuple[Metric, ...] = ()
         self._devices: list[DeviceSnapshot] = []
         self._oldest: dict[str, float] = {}  # by queue: when its oldest queued task was submitted
@@ -68,7 +69,7 @@ class MasterMetrics:
             self._loop_task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Takes and exports a last snapshot, and ends the exporter and the endpoint."""
+        """Takes and exports a final snapshot, and ends the exporter and the endpoint."""
         if self._loop_task is not None:
             self._loop_task.cancel()
             self._take_snapshot()
@@ -88,16 +89,25 @@ class MasterMetrics:
                 log.exception("metrics were not taken")
 
     def _take_snapshot(self) -> None:
-        certificate_changed = self._certificate is not None and self._certificate.read_if_changed()
-        if certificate_changed and self._tls is not None:
-            assert self._prometheus is not None, "_tls needs an endpoint"
-            try:
-                self._prometheus.reload_certificate(self._tls[0], self._tls[1])
-            except OSError as error:
-                log.warning("a new certificate is not used for metrics", certificate=self._tls[0], error=str(error))
+        if self._certificate is not None and self._certificate.read_if_changed():
+            self._certificate_is_new = True
+            self._reload_certificate(log.warning)
+        elif self._certificate_is_new:  # its key may have come since
+            self._reload_certificate(log.debug)
         self._devices = snapshots(self._driver.core.fleet.workers.values())
         certificate = self._certificate.metrics() if self._certificate is not None else ()
         self._last = (*_metrics(self._driver, self._oldest), *certificate)
+
+    def _reload_certificate(self, write_log: Callable[..., None]) -> None:
+        if self._tls is None:
+            return
+        assert self._prometheus is not None, "_tls needs an endpoint"
+        try:
+            self._prometheus.reload_certificate(self._tls[0], self._tls[1])
+        except OSError as error:
+            write_log("a new certificate is not used for metrics", certificate=self._tls[0], error=str(error))
+        else:
+            self._certificate_is_new = False
 
     def _collect(self) -> Iterator[Metric]:
         """Runs on the scraper's thread, because a thousand devices have tens of thousands of samples."""
@@ -161,7 +171,8 @@ def _of_tasks(core: Core) -> Iterator[Metric]:
     states = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
     settled = [sample(getattr(c, state), outcome=state) for state in states]
     yield metric("mgpu_tasks_settled_total", "Settled tasks, by outcome.", *settled)
-    text = "Leases that lost workers held, that workers returned, or that the master took back; recalled ones excluded."
+    text = "Leases that ended without a result: their worker was lost or returned them, or they were revoked. Without "
+    text += "leases that were recalled for another worker."
     yield metric("mgpu_leases_requeued_total", text, sample(c.requeued))
     yield metric("mgpu_reports_stale_total", "Reports that came too late to count.", sample(c.stale_reports))
     queues = list(core.ledger.queues.values())
@@ -178,12 +189,16 @@ def _of_usage(totals: Mapping[UsageKey, Used]) -> Iterator[Metric]:
     yield each("mgpu_usage_device_seconds_total", "Device time of tasks.", lambda used: used.device_s)
     text = "Device time of tasks for which energy was measured."
     yield each("mgpu_usage_measured_device_seconds_total", text, lambda used: used.measured_s)
-    yield each("mgpu_usage_energy_joules_total", "Energy of that time, with idle power.", lambda used: used.joules)
+    yield each(
+        "mgpu_usage_energy_joules_total",
+        "Energy in the measured device time of tasks, with idle power.",
+        lambda used: used.joules,
+    )
 
 
 def _of_fleet(core: Core, now: float) -> Iterator[Metric]:
     active, workers = len(core.fleet.sessions), core.fleet.workers.values()
-    yield metric("mgpu_workers_active", "Connected workers, including those that get no tasks.", sample(active))
+    yield metric("mgpu_workers_connected", "Connected workers, including those that get no tasks.", sample(active))
     yield metric("mgpu_workers_lost", "Known workers that are not connected.", sample(len(workers) - active))
     held = {
         "cordoned": sum(w.cordon is not None for w in workers),

@@ -49,8 +49,8 @@ class Intake:
         """Submits a batch of tasks with these request_ids, within the limits of the running call's caller.
 
         Returns for each input, in order: its task, the journal's record if the task has settled, or a rejection. `done`
-        is always called after the return, once the tasks are durable. `peer`: the sender, which may refer to shared
-        payloads. `deferred`: no task is acknowledged before it settles.
+        is called once, later: when the accepted tasks are durable or, with an error, lost. `peer`: the sender, which
+        may refer to shared payloads. `deferred`: no task is acknowledged before it settles.
         """
         driver, caller = self._driver, current_caller()
         count = len(request_ids)

@@ -1,4 +1,6 @@
-"""Queries for tasks: live ones in the core and settled ones in the journal, merged."""
+"""Queries for tasks. The core has unsettled tasks, and settled ones until it learns that their outcomes are on disk.
+The journal has the outcomes. Where both have a task, the core's state of it counts.
+"""
 
 import asyncio
 import math
@@ -64,14 +66,14 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
     return (task.spec.queue if isinstance(task, Task) else task.queue) in queues
 
 
-def live_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task_pb2.Task:
+def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task_pb2.Task:
     """A task of the core as clients see it. `whole`: with result and partial outputs. `rank`: whose log."""
     message = task_message(task, driver.now())
     if whole and task.final_outcome is None:
         message.log = task.log if not rank else _log_of(task, rank)
     if task.final_outcome is not None:
         body = driver.outcomes.write(task)
-        fill_live(message.outcome, body)
+        fill_from_core(message.outcome, body)
         if not whole:
             _strip(message.outcome)
     return message
@@ -83,7 +85,7 @@ def _log_of(task: Task, rank: int) -> str:
     return gang.leases[rank].log if gang is not None and rank < len(gang.leases) else ""
 
 
-def fill_live(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
+def fill_from_core(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
     """Fills the Outcome of a settled task of the core. MemoryError, OSError: not now."""
     try:
         whole = body if isinstance(body, bytes) else body.whole()
@@ -176,7 +178,7 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
     blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or NEWEST)
     async for block in pausing(blocks):
         for task in filter(wanted.matches, block):
-            found[task.task_id] = lambda t=task: live_task(driver, t, whole=False)  # type: ignore[misc]
+            found[task.task_id] = lambda t=task: core_task(driver, t, whole=False)  # type: ignore[misc]
         if len(found) > size:
             break
     if wanted.settled:
@@ -186,7 +188,8 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
         for row in rows:
             found.setdefault(row.task_id, lambda r=row: stored_task(r, whole=False))  # type: ignore[misc]
     ids = sorted(found, reverse=not oldest_first)
-    response = task_service_pb2.ListResponse(tasks=[found[i]() for i in ids[:size]])
+    tasks = [found[i]() for i in ids[:size]]
+    response = task_service_pb2.ListResponse(tasks=[t for t in tasks if t.task_id])  # 0: the journal has rejected it
     if len(ids) > size:
         response.next_page_token = make_page_token(ids[size - 1])
     return response

@@ -31,8 +31,13 @@ READ_OUTCOMES, READ_BYTES = 1024, 256 << 10
 ACKNOWLEDGE_S = 0.05
 NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it has ended, or was never submitted")
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
-DETACHED = ev.Rejection(1, "another call submitted this task: it is not cancelled, and this stream gets no outcome")
-NOT_KNOWN = ev.Rejection(5, "no task has this request_id: it was never submitted, or its result_ttl is over")
+DETACHED = ev.Rejection(
+    1,
+    "this client did not submit the task, or before the master started: it goes on, and this stream does not follow it",
+)
+NOT_KNOWN = ev.Rejection(
+    5, "no task has this request_id: it was never submitted, or so long ago that the master has forgotten it"
+)
 CLIENT_ID_BYTES_MAX = 64
 
 
@@ -46,7 +51,7 @@ class RunStream:
         self._stream = stream
         self._outbox = outbox
         self._outcomes_only = False
-        self._durable: list[Task] = []  # tasks whose acceptances must be sent
+        self._to_accept: list[Task] = []  # tasks whose acceptances must be sent
         self._ended: list[SettledTask | Task] = []  # tasks of this frame that ended before the frame came
         self._acknowledging = False
 
@@ -77,7 +82,7 @@ class RunStream:
         """InvalidArgumentError: the frame is too large or has a wrong key."""
         if frame.payload_key and (caller_queues() is not None or not self._outbox.peer.show(frame.payload_key)):
             raise InvalidArgumentError(WRONG_KEY)
-        check_count(len(frame.client_id), CLIENT_ID_BYTES_MAX, "characters in a client_id")
+        check_count(len(frame.client_id.encode()), CLIENT_ID_BYTES_MAX, "bytes in a client_id")
         check_count(count_tasks(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
         check_count(len(frame.cancel_request_ids), CANCEL_TASKS_MAX, "cancellations in one frame of a Run stream")
         check_count(len(frame.follow_request_ids), FRAME_TASKS_MAX, "followed tasks in one frame of a Run stream")
@@ -87,13 +92,10 @@ class RunStream:
     def _submit(self, batch: task_pb2.TaskBatch, request_ids: Sequence[str]) -> None:
         accepted: list[Task] = []
 
-        def done(error: JournalError | None) -> None:
-            # The batch may have joined tasks of another call, whose write may have failed.
-            if error is None and all(task.task_id for task in accepted):
-                self._acknowledge(accepted)
-            else:
-                self._reject_lost([task for task in accepted if not task.task_id])
-                self._acknowledge([task for task in accepted if task.task_id])
+        def done(_error: JournalError | None) -> None:
+            # Also without an error: the batch may have joined tasks of another call, whose write has failed.
+            self._reject_lost([task for task in accepted if not task.task_id])
+            self._acknowledge([task for task in accepted if task.task_id])
 
         answers = self._intake.take(
             batch, request_ids, self._stream, done, self._outbox.peer, deferred=self._outcomes_only
@@ -112,7 +114,7 @@ class RunStream:
                 self._ended.append(answer)
 
     def _reject(self, rejection: ev.Rejection, request_id: str) -> None:
-        frame = self._outbox.room_for(len(rejection.message) + 64)
+        frame = self._outbox.frame_for(len(rejection.message) + 64)
         fill_rejection(frame.message.rejected.add(), rejection, request_id)
 
     def _reject_lost(self, tasks: list[Task]) -> None:
@@ -131,17 +133,17 @@ class RunStream:
     def _acknowledge(self, tasks: list[Task]) -> None:
         """Sends acceptances after ACKNOWLEDGE_S, except for tasks that ended by then, and for outcomes_only streams."""
         if not self._outcomes_only:
-            self._durable.extend(tasks)
-        if self._durable and not self._acknowledging:
+            self._to_accept.extend(tasks)
+        if self._to_accept and not self._acknowledging:
             self._acknowledging = True
             asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._send_acceptances)
 
     def _send_acceptances(self) -> None:
         self._acknowledging = False
-        for task in self._durable:
+        for task in self._to_accept:
             if task.outcome is None:
-                self._outbox.room_for(32).message.accepted.add(request_id=task.request_id, task_id=task.task_id)
-        self._durable.clear()
+                self._outbox.frame_for(32).message.accepted.add(request_id=task.request_id, task_id=task.task_id)
+        self._to_accept.clear()
 
     def _send_partials(self, task: Task, received: int) -> None:
         """Sends the partial outputs from before this stream joined the task, from number `received` on."""
@@ -149,7 +151,7 @@ class RunStream:
         assert extra is not None, "it has partial outputs"
         for index in range(received, len(extra.partials)):
             data, content_type = extra.partials[index], extra.partial_content_types[index]
-            self._outbox.room_for(len(data) + 64).message.partials.add(
+            self._outbox.frame_for(len(data) + 64).message.partials.add(
                 request_id=task.request_id, task_id=task.task_id, index=index, data=data, content_type=content_type
             )
 
@@ -194,16 +196,16 @@ class RunStream:
                 tasks.append(task)
             if task is None or task.outcome is not None or self._stream not in task.streams:
                 elsewhere.append((request_id, task))
-        ended = CANCELLED_ELSEWHERE
+        answer = CANCELLED_ELSEWHERE
         others = [task for _, task in elsewhere if task is not None]
         try:
             await self._driver.cancel(tasks, withdrawn=True)
             if others and not await self._driver.wait_cancellations(others, DURABLE_S):
-                ended = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
+                answer = ev.Rejection(RESOURCE_EXHAUSTED, NOT_DURABLE)
         except JournalFullError as error:  # the stream's own tasks need no rejection: their outcomes come when they end
-            ended = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
+            answer = ev.Rejection(RESOURCE_EXHAUSTED, str(error))
         for request_id, task in elsewhere:
-            self._reject(NOTHING_TO_CANCEL if task is None else ended, request_id)
+            self._reject(NOTHING_TO_CANCEL if task is None else answer, request_id)
 
     # --- outcomes of known tasks -------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class RunStream:
                     self._reject(ev.Rejection(*NOT_READABLE), settled.request_id)
                 bodies = [b""] * len(part)
             for body in filter(None, bodies):
-                outbox.room_for(len(body)).add_outcome(body)
+                outbox.frame_for(len(body)).add_outcome(body)
             del stored[: len(bodies)]
 
 

@@ -153,7 +153,9 @@ class TaskService:
                 found = await self._find(again)
         if found is None:
             name = request.request_id or request.task_id
-            raise NotFoundError(f"no task {name!r}: it was never submitted, or its result_ttl is over")
+            raise NotFoundError(
+                f"no task {name!r}: it was never submitted, or so long ago that the master has forgotten it"
+            )
         if isinstance(found, StoredOutcome):
             message = queries.stored_task(found, whole=True)
             if found.state == OutcomeState.DEAD_LETTERED:
@@ -162,7 +164,7 @@ class TaskService:
                     message.payload_bytes = len(letter.payload)
                     message.dead_letter = True
         else:
-            message = queries.live_task(self._driver, found, whole=True, rank=request.rank)
+            message = queries.core_task(self._driver, found, whole=True, rank=request.rank)
         return task_service_pb2.GetResponse(task=message)
 
     async def _find(self, request: Any) -> Task | StoredOutcome | None:

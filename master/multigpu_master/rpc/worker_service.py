@@ -95,7 +95,7 @@ class WorkerService:
         token_id = caller.token_id if caller is not None else ""
         session = next(self._sessions)
         outbox = self._driver.workers.open(session, hello.process)
-        self._fill_welcome(outbox.room_for(256).welcome, session)
+        self._fill_welcome(outbox.frame_for(256).welcome, session)
         try:
             held = held_leases(hello, self._driver.proofs)
             ids_end = self._driver.incarnations.ids_end(hello.incarnation)
@@ -171,7 +171,7 @@ class SessionReader:
         # A worker keeps the files of results until they are acknowledged. Nothing waits for that, so it can be rare.
         unacknowledged = self._results_taken - self._results_acknowledged
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
-            self._results_acknowledged = self._outbox.room_for(16).results_taken = self._results_taken
+            self._results_acknowledged = self._outbox.frame_for(16).results_taken = self._results_taken
         if frame.HasField("heartbeat"):
             check_count(len(frame.heartbeat.leases), self._leases_max, LEASES)
             handle(heartbeat(frame.heartbeat, session))

@@ -6,6 +6,7 @@ The line of a successful call is synced before the answer. A cancelled call runs
 
 import asyncio
 import datetime as dt
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,17 +14,16 @@ from typing import Any
 
 import structlog
 from google.protobuf import json_format
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
 from multigpu_master.errors import PreconditionError, call_error
 from multigpu_master.journal.sqlite.files import sync_directory
-from multigpu_master.security.auth import ROLES_OF, Serve, current_caller
+from multigpu_master.security.auth import Serve, current_caller, is_administrative
 
 log = structlog.get_logger()
 
 FILE = "audit.log"
-FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 FILE_BYTES_MAX, FILES_MAX = 10_000_000, 5
 # Longer requests are cut: a call may name ten thousand tasks.
 REQUEST_CHARS_MAX = 4000
@@ -41,7 +41,7 @@ class Audit:
 
         The call's effect and its line are one task, which continues if the caller cancels the call.
         """
-        if method in ROLES_OF:
+        if not is_administrative(method):
             return serve
 
         async def audited(request: Any, context: Any) -> Any:
@@ -92,12 +92,17 @@ class Audit:
         return os.open(self.path, FLAGS, 0o600)
 
     def _append(self, descriptor: int, line: bytes) -> None:
-        """Runs on a thread. Writes the line with one call, so that lines of concurrent calls do not mix."""
+        """Runs on a thread. Writes the line with one call, so that lines of concurrent calls do not mix. OSError: it is
+        not, or only in part, on the disk.
+        """
         try:
-            new = os.fstat(descriptor).st_size == 0
-            os.write(descriptor, line)
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line  # there was no room for the end of the line before
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
-            if new:
+            if not size:
                 sync_directory(self.path.parent)
         finally:
             os.close(descriptor)
@@ -124,7 +129,7 @@ def _request(message_type: Any, data: bytes) -> Any:
     except DecodeError:
         return "not a request"
     try:
-        fields: Any = MessageToDict(message, preserving_proto_field_name=True)
+        fields: Any = json_format.MessageToDict(message, preserving_proto_field_name=True)
         text = json.dumps(fields, ensure_ascii=False)
     except (json_format.Error, ValueError):  # for example a duration out of JSON's range
         fields = text = str(message)

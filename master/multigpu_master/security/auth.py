@@ -26,8 +26,8 @@ _READERS = frozenset({READ, SUBMIT, ADMIN})
 _WORKERS = frozenset({WORKER})
 _ADMINS = frozenset({ADMIN})
 _ANY = frozenset({READ, SUBMIT, ADMIN, WORKER})
-# Roles that may call each method. Methods missing here, such as a new one, are for administrators.
-ROLES_OF = {
+# Roles that may call each method. Administrative methods, and a new one, are missing here: they are for administrators.
+_ROLES = {
     "TaskService/Submit": _SUBMITTERS,
     "TaskService/Run": _SUBMITTERS,
     "TaskService/Cancel": _SUBMITTERS,
@@ -73,7 +73,12 @@ def caller_queues() -> frozenset[str] | None:
 
 def roles_of(method: str) -> frozenset[str]:
     """The roles that may call "Service/Method"."""
-    return ROLES_OF.get(method, _ADMINS)
+    return _ROLES.get(method, _ADMINS)
+
+
+def is_administrative(method: str) -> bool:
+    """Whether "Service/Method" changes the fleet, and is audited."""
+    return method not in _ROLES
 
 
 class Auth:

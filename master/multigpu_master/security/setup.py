@@ -41,7 +41,7 @@ async def load_auth(
 
 async def _first_token(tokens: Tokens, path: Path, save: Save) -> None:
     """Writes an administrator's token into the data directory, if its file is missing or its token invalid, and revokes
-    the previous one. A reader of the directory could change the journal anyway.
+    the previous one. The token is no secret from a user who can read that file: the same user can change the journal.
     """
     known = tokens.find(_read_secret(path))
     if known is not None and ADMIN in known.roles:

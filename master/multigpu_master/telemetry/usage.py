@@ -1,7 +1,7 @@
 """Usage of devices, summed by queue, submitter, kind and model: written to the journal, and kept in memory for metrics.
 
 The core sums it by spec. Every FLUSH_S the sums go to the journal, which adds them to those of the current interval: a
-crash of the master loses at most the last FLUSH_S.
+crash of the master loses at most the last FLUSH_S. While the disk is full, the sums stay in the core.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from multigpu_master.core.usage import Usage, Used
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import USAGE_INTERVAL_S, UsageKey, UsageRecord
-from multigpu_master.write_buffer import WriteBuffer, tell
+from multigpu_master.write_buffer import Done, WriteBuffer, tell
 
 FLUSH_S = 10.0
 # A call that reads usage waits for at most this long until the newest sums are written.
@@ -46,13 +46,15 @@ class UsageLog:
     async def flush(self) -> None:
         """Writes the newest sums; returns when they are written, or after FLUSH_WAIT_S."""
         future: asyncio.Future[JournalError | None] = asyncio.get_running_loop().create_future()
-        if self._flush(future):
-            await asyncio.wait([future], timeout=FLUSH_WAIT_S)
+        self._flush(tell(future))
+        await asyncio.wait([future], timeout=FLUSH_WAIT_S)
 
-    def _flush(self, written: "asyncio.Future[JournalError | None] | None") -> bool:
-        """Passes sums to the journal. False: there are none, or the disk is full, and they stay in the core."""
+    def _flush(self, done: Done | None) -> None:
+        """Passes sums to the journal. `done` is called when these and all earlier sums are written; not while the disk
+        is full.
+        """
         if not self._write_buffer.writable:
-            return False
+            return
         now_s = int(self._now())
         begin_s = now_s - now_s % USAGE_INTERVAL_S
         if begin_s != self._interval_s:
@@ -64,10 +66,8 @@ class UsageLog:
             self._keys.add(kept)
             sums.setdefault(kept, Used()).add(used)
             self.totals.setdefault(_kept(key, self.totals), Used()).add(used)
-        if sums:
-            records = [UsageRecord(begin_s, key, used) for key, used in sums.items()]
-            self._write_buffer.add_usage(records, None if written is None else tell(written))
-        return bool(sums)
+        if sums or done is not None:
+            self._write_buffer.add_usage([UsageRecord(begin_s, key, used) for key, used in sums.items()], done)
 
 
 def _kept(key: UsageKey, keys: Collection[UsageKey]) -> UsageKey:

@@ -26,6 +26,13 @@ def texts_by_result(fleet: Fleet) -> Counter[str]:
     return counts
 
 
+def wait_for_counts(fleet: Fleet, *, hit: int, miss: int) -> None:
+    expected = {"hit": hit, "joined": 0, "miss": miss}
+    with contextlib.suppress(AssertionError):  # the next line says which counts there are
+        until(lambda: texts_by_result(fleet) == expected)
+    assert texts_by_result(fleet) == expected
+
+
 def vectors_in(file: Path) -> int:
     with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as db:
         return int(db.execute("SELECT count(*) FROM vectors").fetchone()[0])
@@ -44,7 +51,7 @@ def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_
         with fleet.client() as client:
             first = client.embed(TEXTS, batch_size=10)
             np.testing.assert_array_equal(client.embed(TEXTS, batch_size=7), first)
-            until(lambda: texts_by_result(fleet) == {"hit": 30, "joined": 0, "miss": 30}, 60, "the counts")
+            wait_for_counts(fleet, hit=30, miss=30)
             # What an engine has not written when it is killed is lost.
             until(lambda: vectors_in(file) == 30, 60, "the file")
             fleet.workers["w0"].kill()
@@ -52,7 +59,7 @@ def test_what_a_killed_worker_computed_is_known_to_the_next_and_tasks_alike_are_
             fleet.wait_for_workers("w1")
             np.testing.assert_array_equal(client.embed(TEXTS, batch_size=30), first)
             # The lost worker's last report is still shown.
-            until(lambda: texts_by_result(fleet) == {"hit": 60, "joined": 0, "miss": 30}, 60, "the counts")
+            wait_for_counts(fleet, hit=60, miss=30)
             alike = [f"Sentence {n} that four hundred tasks ask for." for n in range(40)]
             # Ten in a row: in one batch, and in the next, which is prepared meanwhile.
             vectors = client.embed([text for text in alike for _ in range(10)], batch_size=1).reshape(40, 10, -1)

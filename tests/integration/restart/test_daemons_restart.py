@@ -142,8 +142,9 @@ def test_a_task_that_kills_its_workers_becomes_a_dead_letter_and_the_innocent_su
 
 
 def test_a_stopping_worker_finishes_or_returns_leases_and_none_is_charged(fleet: Fleet) -> None:
+    before = {w.worker_id: w.succeeded for w in fleet.list_workers()}
     ids = fleet.submit("trial.nap", *(b"%d" % n for n in range(60)), parameters={"seconds": "0.05"})
-    until(lambda: all(w.leases for w in fleet.list_workers()))
+    until(lambda: all(w.leases and w.succeeded > before[w.worker_id] for w in fleet.list_workers()))
     assert fleet.workers["w0"].stop(60) == 0
     outcomes = [fleet.outcome(i) for i in ids]
     assert [o.result for o in outcomes] == [(b"%d" % n)[::-1] for n in range(60)]

@@ -1,9 +1,11 @@
 """The journal when things go wrong: a damaged file, a broken disk, deleted files. tests/disk kills it at any moment."""
 
+import contextlib
 import hashlib
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from multigpu_master.errors import JournalError
+from multigpu_master.errors import JournalDamagedError, JournalError
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import connections
 from multigpu_master.journal.sqlite import schema as journal_schema
@@ -154,6 +156,15 @@ def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
         assert writer.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
         assert writer.execute("PRAGMA synchronous").fetchall() == [(2,)]
         writer.close()
+
+
+def test_a_time_that_is_no_number_is_damage(tmp_path: Path) -> None:
+    with opened(tmp_path) as (journal, commits):
+        commit(journal, commits, Entry(submits=[submit(1)]))
+    with contextlib.closing(sqlite3.connect(tmp_path / journal_schema.DATABASE_NAME, isolation_level=None)) as writer:
+        writer.execute("UPDATE task SET submit_time_s = 'yesterday'")
+    with pytest.raises(JournalDamagedError, match=r"newest time is 'yesterday'.* salvage"), opened(tmp_path):
+        pass
 
 
 def test_close_gives_up_in_time(tmp_path: Path) -> None:

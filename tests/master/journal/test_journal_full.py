@@ -304,3 +304,9 @@ def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path) -> None:
         assert answered(commits, kept) == "committed"
         until(lambda: journal.writable)
         commit(journal, commits, Entry(submits=[submit(3, bytes(LARGE_BYTES))]))
+
+
+def test_the_payloads_of_dead_letters_and_different_specs_take_room() -> None:
+    assert journal_room.content_bytes(Entry(settles=[dead(1, bytes(1000))])) == len("out") + 1000 + len("spec")
+    submits = [submit(n, b"12345", spec) for n, spec in enumerate([b"one", b"one", b"two"], 1)]
+    assert journal_room.content_bytes(Entry(submits=submits)) == 3 * 5 + 2 * 3

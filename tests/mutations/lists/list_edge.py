@@ -32,8 +32,8 @@ admin = partial(Mutation, module="multigpu_master.rpc.admin.service")
 SECURITY = (
     auth("any token may call any method", "if not token.roles & roles:", "if not token.roles:",
          TOKENS + "each_role_may_call_exactly_its_methods"),
-    auth("readers may call administrative methods", "return ROLES_OF.get(method, _ADMINS)",
-         "return ROLES_OF.get(method, _READERS)", TOKENS + "each_role_may_call_exactly_its_methods"),
+    auth("readers may call administrative methods", "return _ROLES.get(method, _ADMINS)",
+         "return _ROLES.get(method, _READERS)", TOKENS + "each_role_may_call_exactly_its_methods"),
     auth("the first of two tokens counts", "if len(headers) == 1 and isinstance(text, str) and",
          "if isinstance(text, str) and", TOKENS + "two_tokens_or_another_scheme_are_rejected"),
     auth("streams of a revoked token go on", "call.cancel()", checker=TOKENS + "revoking_a_token_ends_its_streams"),

@@ -244,7 +244,7 @@ GANGS = (
     admission(
         "a gang for which there are too few workers waits",
         "fleet.placeable(shape):\n        return None",
-        "fleet.places(shape):\n        return None",
+        "fleet.device_count(shape):\n        return None",
     ),
     worker("a rank begins beside other models", "first.exclusive and not self._loader.alone(model)", "False"),
     loader("models stay beside a rank", " or (self._exclusive and not resident.leases)\n", "\n"),

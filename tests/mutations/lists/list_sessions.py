@@ -61,7 +61,7 @@ SESSIONS = (
     sessions("a worker's models are not noted", "fleet.heard(worker, event.models, event.last_frame, now)"),
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.members_changed(worker)"),
-    sessions("loading for ever", "fleet.idle(worker)"),
+    sessions("loading for ever", "fleet.became_idle(worker)"),
     sessions("a heartbeat leaves the score as it was", "fleet.room_changed(worker)\n", "fleet.freed[worker] = None\n"),
     sessions("a heartbeat frees nothing", "        fleet.room_changed(worker)\n", "        fleet.touch(worker)\n"),
     sessions("revoke not sent to a heartbeat", "self._commands.revoke(event.session, unknown, STALE)", seeds=5000),

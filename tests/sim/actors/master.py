@@ -188,7 +188,7 @@ class Master:
             world.trace("  %s", event, brief=True)
         self.invariants.before(event)
         commands = core.handle(event, self.now)
-        if core.unfinished:
+        if core.dispatch_unfinished:
             coverage["core: classes left for the next event"] += 1
         for command in commands:
             coverage[type(command).__name__] += 1

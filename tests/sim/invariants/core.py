@@ -136,10 +136,10 @@ class Invariants:
         self._attempts.after(event, commands, now)
         self._time.after(event, commands, now)
         self._windows.after(commands, now)
-        if core.unfinished:
+        if core.dispatch_unfinished:
             due_s = core.next_timer_s() or 0.0
             check(due_s <= now, "nothing wakes the master for the classes that it has not tried")
-        if waiting and core.can_grant(now) and not core.unfinished:
+        if waiting and core.can_grant(now) and not core.dispatch_unfinished:
             self._placement.nothing_idles(commands, waiting)
 
     def _quiet(self, event: ev.Event, commands: Sequence[ev.Command]) -> bool:

@@ -10,8 +10,8 @@ from itertools import islice
 from multigpu_master.core.model import SLOT, Lease, Shape, Worker
 from multigpu_master.core.workers.info import Capability, ModelState, Resident, WorkerInfo
 from multigpu_master.core.workers.pace import (
+    MODEL_KEYS_MAX,
     PACE_S,
-    PACES_MAX,
     WINDOW_S,
     Key,
     SteppedAverages,
@@ -40,7 +40,7 @@ class Fleet:
         self.freed: dict[Worker, None] = {}  # workers that may have gained room since the last take_freed
         self.membership_changes = 0  # counts the calls of members_changed
         self.averages_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
-        self.resident_changes = 0  # counts changes that may have changed resident_workers()
+        self.resident_changes = 0  # counts changes of models or leases that may have changed resident_workers()
         self.models_by_id = False  # whether any worker has ever offered models by id
         self.sizes = ModelSizes()
         self._dispatches = 0  # granted leases
@@ -74,8 +74,8 @@ class Fleet:
 
     def make_place_for(self, worker_id: str, token_id: str = "") -> Worker | None:
         """Call before a worker joins. If the worker is new, and LOST_WORKERS_MAX workers are lost, or
-        LOST_WORKERS_TOKEN_MAX with this token, deletes and returns the one of them that was lost first. Keeps cordoned
-        workers: if one were deleted, it could reconnect and would get tasks.
+        LOST_WORKERS_TOKEN_MAX with this token, deletes and returns the one of them that was last heard the longest ago.
+        Keeps cordoned workers: if one were deleted, it could reconnect and would get tasks.
         """
         if worker_id in self.workers:
             return None
@@ -121,7 +121,9 @@ class Fleet:
         self.touch(worker)
 
     def touch(self, worker: Worker) -> None:
-        """Call when a worker changed in a way that may change its score."""
+        """Call when a worker's score may have changed, or when it may have lost room. (If it may have gained some:
+        room_changed.)
+        """
         worker.version += 1
         if worker.accepting and not worker.full:
             self.with_room[worker] = None
@@ -198,13 +200,15 @@ class Fleet:
             found = self._eligible[shape] = self._groups.setdefault(tuple(found), found)
         return found
 
-    def places(self, shape: Shape) -> int:
+    def device_count(self, shape: Shape) -> int:
         """On how many workers the ranks of such a task could run: no two share a device. Lost workers count, too."""
         return len({worker.device_key for worker in self.eligible(shape)})
 
     def placeable(self, shape: Shape) -> bool:
         """Whether there are enough workers for such a task, lost ones included."""
-        return bool(self.eligible(shape)) and (shape.world_size_min == 1 or self.places(shape) >= shape.world_size_min)
+        return bool(self.eligible(shape)) and (
+            shape.world_size_min == 1 or self.device_count(shape) >= shape.world_size_min
+        )
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -224,7 +228,7 @@ class Fleet:
             return ""
         found = residency.ids.get((kind, model))
         if found is None:
-            if len(residency.ids) > PACES_MAX:
+            if len(residency.ids) > MODEL_KEYS_MAX:
                 residency.ids.clear()
             name = self.model_of(worker, _plain_shape((kind, model)))
             found = residency.ids[kind, model] = residency.names.get(name, "")
@@ -273,7 +277,7 @@ class Fleet:
             self._resident_changed()
             self._measured((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
 
-    def idle(self, worker: Worker) -> None:
+    def became_idle(self, worker: Worker) -> None:
         """Call when the worker holds no lease. Then its heartbeats list all models that are loaded, so the record of
         the models of granted leases is deleted.
         """
@@ -360,7 +364,7 @@ class Fleet:
         elif key not in residency.granted_without_id:
             loads = self.load_s(worker, _plain_shape(key)) > 0
             residency.granted_without_id[key] = None
-            if len(residency.granted_without_id) > PACES_MAX:
+            if len(residency.granted_without_id) > MODEL_KEYS_MAX:
                 del residency.granted_without_id[next(iter(residency.granted_without_id))]
         if loads:
             self._resident_changed()

@@ -1,4 +1,4 @@
-"""Load reservations: models that wait for room are loaded in the order in which their tasks came.
+"""Load reservations: models that wait for room get it in the order in which they began to ask for it.
 
 Tasks whose model is placed nowhere wait while models in use take up every worker's memory, and new tasks for those
 models could block them for ever. So once the first task of a backlog has waited as long as its model takes to load, the
@@ -7,9 +7,9 @@ from its last loading; of the models that ask, the one that has asked longest ge
 that must go get no new leases there; their leases end as usual, and then the waiting model gets its lease. A
 reservation takes no room from pinned models, nor from models with leases of a more important priority.
 
-So a model behind n others is being loaded at the latest after its own loading time, plus for each of the n others and
-itself: the rest (as long as the loading before it), that loading, and the time until the leases of the models that go
-have ended. docs/decisions/0011-residency.md has the reasoning.
+So a model that asks while n others ask begins to load at the latest after n + 1 times: the loading before it, a rest of
+the same length, and the time until the leases of the models that go have ended. docs/decisions/0011-residency.md has
+the reasoning.
 """
 
 from multigpu_master.core.model import Worker
@@ -41,7 +41,7 @@ class LoadReservations:
     def _check_later(self, backlog: Backlog, now: float) -> None:
         """Checks a backlog when its first task has waited long enough; if it has already, after the same time again."""
         head, wait_s = backlog.head(), self._wait_s(backlog)
-        due_s = max(head.submit_s if head is not None else now, now - wait_s) + wait_s
+        due_s = (head.submit_s if head is not None else now) + wait_s
         self._timers.at(due_s if due_s > now else now + wait_s, lambda now: self._check(backlog, now))
 
     def _wait_s(self, backlog: Backlog) -> float:
@@ -180,8 +180,8 @@ class LoadReservations:
 
 
 def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
-    """The models in use to unload for `model`, the least recently used first. None: the models that may be unloaded
-    (neither pinned, nor with leases of a more important priority) do not free enough memory.
+    """The models in use to unload for `model`, the least recently used first. A model may be unloaded if it has leases,
+    none of a more important priority, and is not pinned. None: these models do not free enough memory, and others stay.
     """
     residency = worker.residency
     pinned = residency.pinned() | {r.model: None for r in residency.reported.values() if r.pinned}
@@ -195,5 +195,5 @@ def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
             break
         size -= residency.memory_of(other)
         going.append(other)
-    alone = len(going) == len(used)  # if the model is larger than the worker's memory, the worker rejects it
+    alone = len(going) == len(used)  # nothing else is left: if the model is too large all the same, the worker says so
     return going if size <= residency.limit_bytes or alone else None

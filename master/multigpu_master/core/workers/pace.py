@@ -19,7 +19,7 @@ PACE_S, FIRST_PACE_S = 0.1, 0.005
 GAIN = 0.5
 # Limit of entries in each dict by (kind, model): the averages here, and `ids` and `granted_without_id` of Residency.
 # Beyond it, the averages and `granted_without_id` lose the entry that was added first; `ids`, a cache, is emptied.
-PACES_MAX = 10_000
+MODEL_KEYS_MAX = 10_000
 
 # The kind and the model that tasks name.
 Key = tuple[str, str]
@@ -86,7 +86,7 @@ class SteppedAverages:
         if value is not None and value * 0.8 <= exact <= value * 1.25:
             return False
         self.values[key] = exact
-        if len(self.values) > PACES_MAX:
+        if len(self.values) > MODEL_KEYS_MAX:
             del self.values[next(iter(self.values))]
         return True
 
@@ -95,7 +95,7 @@ def update_average(averages: dict[Key, float], key: Key, sample: float) -> float
     """Adds a sample to the moving average of a key. Returns the average."""
     old = averages.get(key)
     new = averages[key] = sample if old is None else GAIN * sample + (1 - GAIN) * old
-    if len(averages) > PACES_MAX:
+    if len(averages) > MODEL_KEYS_MAX:
         del averages[next(iter(averages))]
     return new
 

@@ -140,7 +140,7 @@ class Sessions:
         if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.residency.granted_without_id:
-            fleet.idle(worker)
+            fleet.became_idle(worker)
         if event.catalog is not None:
             self._replace_catalog(worker, event.catalog)
         fleet.heard(worker, event.models, event.last_frame, now)

@@ -228,7 +228,7 @@ class SqliteJournal(JournalReads):
         batch, bytes_total = self._room.batch(self._pending)
         try:
             if submits := sum([len(entry.submits) for entry in batch]):
-                self._room.need_for_submits(submits, bytes_total)
+                self._room.require_room_for_submits(submits, bytes_total)
             self._write_now(batch, bytes_total)
         except Exception as error:
             self._pending.extendleft(reversed(batch))
@@ -279,7 +279,7 @@ class SqliteJournal(JournalReads):
     def _write_one(self, entry: Entry) -> None:
         bytes_total = content_bytes(entry)
         if not frees(entry):
-            self._room.need_for_outcome(bytes_total)
+            self._room.require_room_for_outcome(bytes_total)
         self._write_now([entry], bytes_total)
 
     def _fits(self, write: Callable[[], object]) -> bool:
@@ -308,7 +308,7 @@ class SqliteJournal(JournalReads):
 
     def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
         """Writes the entries as one transaction, and syncs it."""
-        self._room.need_for_transaction(bytes_total)
+        self._room.require_room_for_transaction(bytes_total)
         statements, outcomes = transaction(batch, self._last_cursor + 1, bytes_total, self._segments)
         if self._segments.waiting:
             self._segments.flush()
@@ -359,7 +359,7 @@ class SqliteJournal(JournalReads):
         else:
             self._sweep_at_s = ended + TICK_S
             self._room.measure()
-            if self._full is None and not self._fits(partial(self._room.need_for_submits, 0, 0)):
+            if self._full is None and not self._fits(partial(self._room.require_room_for_submits, 0, 0)):
                 self._begin_full(failures.full(self._path))
 
     def _fail(self, error: Exception) -> None:

@@ -37,7 +37,7 @@ _SETTLED_COLUMNS = (
 )
 _OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
-_READ_OUTCOMES_ROWS = 64  # fetched at a time, so that little more than `bytes_max` is ever read
+_LOST_ROWS = 64  # in one page of `lost`; few, because their payloads and results are read as well
 _TASKS_ROWS = 4096
 # A task has an outcome for each time that it was requeued as a dead letter. The newest counts.
 _NEWEST = "NOT EXISTS (SELECT 1 FROM outcome newer WHERE newer.task_id = o.task_id AND newer.cursor > o.cursor)"
@@ -133,7 +133,7 @@ class JournalReads:
             return outcome
         try:
             if not isinstance(body, str):
-                raise ValueError("a body is bytes, or refers to them")  # noqa: TRY301, TRY004  as damage is
+                raise ValueError("a body is bytes, or refers to them")  # noqa: TRY301, TRY004  it is damaged, see `read`
             outcome.body = self._large.read(body)
         except (OSError, ValueError) as error:
             if is_transient(error):
@@ -201,7 +201,7 @@ class JournalReads:
         for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
             is_outcome = table == "outcome"
             key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", schema.TASK_COLUMNS)
-            sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_READ_OUTCOMES_ROWS}"
+            sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_LOST_ROWS}"
             last = 0
             while rows := self._rows(sql, (last,)):
                 last = rows[-1][0]
@@ -241,8 +241,7 @@ class JournalReads:
         """What tasks have used in the intervals that this period touches, summed by these fields of UsageKey (the
         others are empty), the largest device time first. queues: None for all.
         """
-        own = None if queues is None else json.dumps(list(queues))
-        return [usage.read(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, own))]
+        return [usage.read(row) for row in self._rows(*usage.select(begin_s, end_s, group_by, _list(queues)))]
 
     def find_requests(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
         """The settled tasks with these request_ids."""
@@ -252,7 +251,7 @@ class JournalReads:
             size = next((size for size in _KEYS_SIZES if size >= len(request_ids) - at), _KEYS_SIZES[-1])
             chunk = list(request_ids[at : at + size])
             chunk += chunk[-1:] * (size - len(chunk))
-            # In the order of cursors: should a request_id have been used again after its time, its newest task counts.
+            # In the order of cursors: if several tasks had a request_id, one after the other, the newest counts.
             sql = (
                 f"SELECT {_REQUEST_COLUMNS} FROM outcome o "
                 f"WHERE o.request_id IN ({','.join('?' * size)}) AND o.request_id <> '' ORDER BY o.cursor"
@@ -326,10 +325,10 @@ class JournalReads:
         """
         task = "SELECT submit_time_s FROM task ORDER BY task_id DESC LIMIT 1"
         outcome = "SELECT settle_time_s FROM outcome ORDER BY cursor DESC LIMIT 1"
-        newest_s = max((time_s for sql in (task, outcome) for (time_s,) in self._rows(sql, ())), default=0.0)
-        if not 0 <= newest_s < TIME_END_S:
-            raise JournalDamagedError(f"the newest time in the journal is {newest_s:g} s: restore a backup")
-        return float(newest_s)
+        times_s: list[float] = [0.0, *[time_s for sql in (task, outcome) for (time_s,) in self._rows(sql, ())]]
+        if strange := [each for each in times_s if not (isinstance(each, float) and 0 <= each < TIME_END_S)]:
+            raise self._damaged(f"its newest time is {strange[0]!r} s")
+        return max(times_s)
 
     def settings(self) -> dict[str, bytes]:
         with self._connection() as connection:
@@ -354,6 +353,11 @@ class JournalReads:
             raise self._damaged(f"there are outcomes of state {strange[0]!r}")
         return counts
 
+    def existing_dead_letters(self, task_ids: Collection[int]) -> set[int]:
+        """Those of these dead letters that exist, also if their payloads are lost."""
+        sql = "SELECT task_id FROM dead_letter WHERE task_id IN (SELECT value FROM json_each(?))"
+        return {task_id for (task_id,) in self._rows(sql, (json.dumps(list(task_ids)),))}
+
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         """The existing ones of these dead letters, with their payloads."""
         sql = f"SELECT {schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN (SELECT value FROM json_each(?))"
@@ -374,8 +378,12 @@ class JournalReads:
             f"WHERE {_NEWEST} AND (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) "
             "AND (?4 IS NULL OR o.queue IN (SELECT value FROM json_each(?4))) ORDER BY d.task_id DESC LIMIT ?3"
         )
-        own = None if queues is None else json.dumps(list(queues))
-        return [self._outcome(row) for row in self._rows(sql, (queue, before_task_id, limit, own))]
+        return [self._outcome(row) for row in self._rows(sql, (queue, before_task_id, limit, _list(queues)))]
+
+
+def _list(names: Collection[str] | None) -> str | None:
+    """A parameter for json_each."""
+    return None if names is None else json.dumps(list(names))
 
 
 def _are(row: Sequence[Any], types: Sequence[Any]) -> bool:

@@ -97,7 +97,7 @@ class Room:
         # Each record may change a page of its own in an index.
         self._transaction_records = min(max(self._share_bytes // PAGE_BYTES, 16), TRANSACTION_RECORDS)
         self._used_bytes = 0
-        self._measure_in_bytes = 0  # how much may be written before `_used_bytes` is measured again
+        self._bytes_until_measure = 0  # how much may be written before `_used_bytes` is measured again
         # The reserve must hold the pages that are in the log and not in the database.
         connections.limit_log(writer, self._share_bytes // 2, max(size_max_bytes // _SHARE, PAGE_BYTES))
 
@@ -113,28 +113,29 @@ class Room:
             batch.append(entry)
         return batch, bytes_total
 
-    def need_for_submits(self, records: int, size_bytes: int) -> None:
+    def require_room_for_submits(self, records: int, size_bytes: int) -> None:
         """JournalFullError: a transaction with so many submits and bytes would pass the watermark or the limit."""
-        self._measure_in_bytes -= records * PAGE_BYTES + size_bytes
-        if self._measure_in_bytes < 0:
+        self._bytes_until_measure -= records * PAGE_BYTES + size_bytes
+        if self._bytes_until_measure < 0:
             self.measure()
         if self._used_bytes + size_bytes + self._share_bytes > self.size_max_bytes:
             raise failures.full(self._path)
-        self.need(2 * size_bytes + self._share_bytes)
+        self.require(2 * size_bytes + self._share_bytes)
 
-    def need_for_outcome(self, size_bytes: int) -> None:
+    def require_room_for_outcome(self, size_bytes: int) -> None:
         """JournalFullError: an outcome on a full disk would take what is kept for entries that empty the journal."""
-        self.need(size_bytes + self._share_bytes // 2)
+        self.require(size_bytes + self._share_bytes // 2)
 
-    def need_for_transaction(self, size_bytes: int) -> None:
-        """JournalFullError: less is free than for the log and the database. Without room in the database, the log could
-        not be emptied.
+    def require_room_for_transaction(self, size_bytes: int) -> None:
+        """JournalFullError: the disk has no room for a transaction of this size, which is written to the log and then
+        to the database, there first to empty pages. Without room in the database, the log could not be emptied. Small
+        transactions always pass.
         """
         if size_bytes > _SHARE_BYTES_MIN:
             ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
-            self.need(size_bytes + max(0, size_bytes - empty_pages * PAGE_BYTES))
+            self.require(size_bytes + max(0, size_bytes - empty_pages * PAGE_BYTES))
 
-    def need(self, size_bytes: int) -> None:
+    def require(self, size_bytes: int) -> None:
         """JournalFullError: fewer bytes are free on the disk. JournalError: the directory is gone."""
         try:
             free = free_bytes(self._path.parent)
@@ -144,18 +145,18 @@ class Room:
             raise failures.full(self._path)
 
     def measure(self) -> None:
-        """Measures the bytes that count for the limit: all except the log. Two calls into SQLite: not for each
-        transaction.
+        """Measures the bytes that count for the limit: all except the log and empty pages of the database. Two calls
+        into SQLite: not for each transaction.
         """
         self._used_bytes = connections.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
-        self._measure_in_bytes = self._share_bytes // 2
+        self._bytes_until_measure = self._share_bytes // 2
 
     def accepts(self) -> bool:
         """Whether tasks may be accepted again. Makes the reserve whole if there is space."""
         try:
             self._reserve.make()
             self.measure()
-            self.need_for_submits(0, self._share_bytes // 4)  # room for more than the next few tasks
+            self.require_room_for_submits(0, self._share_bytes // 4)  # room for more than the next few tasks
         except (OSError, JournalFullError):
             return False
         return self._reserve.size_bytes >= self._share_bytes
@@ -186,9 +187,12 @@ class Room:
 
 
 def content_bytes(entry: Entry) -> int:
-    """The bytes of payloads, bodies and settings; usage takes almost none."""
-    settings_bytes = sum([len(value or b"") for value in entry.settings.values()]) if entry.settings else 0
-    return settings_bytes + sum([len(r.payload) for r in entry.submits]) + sum([len(r.body) for r in entry.settles])
+    """The bytes of payloads, different specs, bodies and settings; usage takes almost none."""
+    size = sum([len(value or b"") for value in entry.settings.values()]) if entry.settings else 0
+    submits = [*entry.submits, *[r.dead for r in entry.settles if r.dead is not None]]
+    if submits:
+        size += sum([len(r.payload) for r in submits]) + sum(map(len, {r.spec for r in submits}))
+    return size + sum([len(r.body) for r in entry.settles])
 
 
 def frees(entry: Entry) -> bool:

@@ -1,5 +1,5 @@
-"""The statements of a transaction: as few as possible. Rows go in by the hundred, with one statement each for tasks and
-for outcomes, prepared for a few sizes and filled up with rows of NULL that the statement skips.
+"""The statements of a transaction: as few as possible. Rows of tasks, outcomes and dead letters are inserted by up to
+512. These statements are prepared for a few sizes and filled up with rows of NULL, which they skip.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -44,24 +44,24 @@ def inserts(table: str, fields: int, values: list[Any], bytes_total: int) -> Ite
         yield _insert_sql(table, fields, size), chunk
 
 
-def task_values(records: Iterable[SubmitRecord], large: Segments | None, specs: dict[str, bytes]) -> list[Any]:
-    """The columns of `task` or `dead_letter`, flat. Large specs go to `specs`, large payloads to `large` if given."""
+def task_values(records: Iterable[SubmitRecord], segments: Segments, specs: dict[str, bytes]) -> list[Any]:
+    """The columns of `task` or `dead_letter`, flat. Large specs go to `specs`, large payloads to `segments`."""
     values: list[Any] = []
     for r in records:
         payload: bytes | Sized | str = r.payload
-        if large is not None and len(payload) >= LARGE_BYTES:
-            payload = large.put_payload(r.payload)
+        if len(payload) >= LARGE_BYTES:
+            payload = segments.put_payload(r.payload)
         spec = journal_specs.column(r.spec, specs)
         values += (r.task_id, r.request_id, r.partition_key, r.units, r.submit_time_s, spec, payload)
     return values
 
 
-def outcome_values(records: Sequence[SettleRecord], first_cursor: int, large: Segments | None) -> list[Any]:
+def outcome_values(records: Sequence[SettleRecord], first_cursor: int, segments: Segments) -> list[Any]:
     values: list[Any] = []
     for cursor, r in enumerate(records, first_cursor):
         body: bytes | LargeBody | str = r.body
-        if large is not None and len(body) >= LARGE_BYTES:
-            body = large.put_body(r.body)
+        if len(body) >= LARGE_BYTES:
+            body = segments.put_body(r.body)
         values += (
             cursor, r.task_id, r.request_id, r.state, r.queue, r.kind, r.model, r.worker_id,
             r.submit_time_s, r.settle_time_s, r.expire_time_s, body, r.fingerprint,
@@ -84,23 +84,21 @@ def transaction(
     if settles:  # what begins and ends in this transaction is written as its outcome only
         settled = {record.task_id for record in settles}
         submits = [record for record in submits if record.task_id not in settled]
-    large = segments if bytes_total >= LARGE_BYTES else None
     specs = dict[str, bytes]()
-    letters: dict[int, SubmitRecord] = {}  # a task may become one, or be deleted and become one again
+    letters: dict[int, SubmitRecord] = {}  # to insert; the batch may delete one that it has made, and make it again
     statements: list[Statement] = []
     for entry in batch:
         written = [task_id for task_id in entry.deleted_dead_letters if letters.pop(task_id, None) is None]
         statements += [("DELETE FROM dead_letter WHERE task_id = ?", (task_id,)) for task_id in written]
         letters |= {record.task_id: record.dead for record in entry.settles if record.dead is not None}
-    statements += inserts("task", TASK_FIELDS, task_values(submits, large, specs), bytes_total)
-    outcomes = outcome_values(settles, first_cursor, large)
+    statements += inserts("task", TASK_FIELDS, task_values(submits, segments, specs), bytes_total)
+    outcomes = outcome_values(settles, first_cursor, segments)
     statements += inserts("outcome", OUTCOME_FIELDS, outcomes, bytes_total)
     if ended := [record.task_id for record in settles if record.submitted]:
         statements.append(("DELETE FROM task WHERE task_id IN (SELECT value FROM json_each(?))", (json.dumps(ended),)))
     if letters:
-        sizes = [len(letter.payload) for letter in letters.values()]
-        large = segments if max(sizes) >= LARGE_BYTES else None
-        statements += inserts("dead_letter", TASK_FIELDS, task_values(letters.values(), large, specs), sum(sizes))
+        size = sum([len(letter.payload) for letter in letters.values()])
+        statements += inserts("dead_letter", TASK_FIELDS, task_values(letters.values(), segments, specs), size)
     statements += [(journal_specs.INSERT, each) for each in specs.items()]
     for entry in batch:
         statements += [setting(key, value) for key, value in entry.settings.items()]

@@ -20,7 +20,7 @@ from multigpu_master.write_buffer import DURABLE_S
 
 LETTERS_MAX = 10_000  # dead letters that one request can name
 QUEUE_LETTERS_MAX = 1000  # dead letters in one page of a queue
-BATCH = 16  # dead letters handled at a time; few, because their payloads are in memory meanwhile
+BATCH = 16  # dead letters requeued at a time; few, because their payloads are in memory meanwhile
 REPLACED = (
     "task {task_id} has the same request_id {request_id!r} and was submitted later, so this task must not run again; "
     "delete this dead letter"
@@ -35,7 +35,7 @@ class DeadLetterCalls:
 
     async def ListDeadLetters(self, request: Any, _context: Any) -> pb.ListDeadLettersResponse:
         size = read_page_size(request.page_size)
-        before = parse_page_token(request.page_token, "page_token") or queries.NEWEST
+        before = parse_page_token(request.page_token, "page_token")
         rows = await asyncio.to_thread(
             self._driver.journal.list_dead_letters,
             queue=request.queue, before_task_id=before, limit=size + 1, queues=caller_queues(),
@@ -69,12 +69,10 @@ class DeadLetterCalls:
 
     async def DeleteDeadLetters(self, request: Any, _context: Any) -> pb.DeleteDeadLettersResponse:
         ids, token = await self._named(request)
-        known = set[int]()
         taken = {task_id for task_id in ids if task_id not in self._taken}
         self._taken |= taken
         try:
-            for batch in queries.batched([task_id for task_id in ids if task_id in taken], BATCH):
-                known.update([letter.task_id for letter in await self._letters(batch)])
+            known = await asyncio.to_thread(self._driver.journal.existing_dead_letters, taken)
             if known:
                 await save(self._driver, {}, sorted(known))
         finally:
@@ -87,7 +85,7 @@ class DeadLetterCalls:
         check_count(len(request.task_ids), LETTERS_MAX, "dead letters in one call", "make several")
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""
-        before = parse_page_token(request.page_token, "page_token") or queries.NEWEST
+        before = parse_page_token(request.page_token, "page_token")
         rows = await asyncio.to_thread(
             self._driver.journal.list_dead_letters,
             queue=request.queue, before_task_id=before, limit=QUEUE_LETTERS_MAX + 1,
@@ -103,14 +101,13 @@ class DeadLetterCalls:
         """Submits the task of a dead letter, which is deleted with the same write to the journal."""
         # The journal's readers find a dead letter before the core hears of the commit. Wait until the core has
         # forgotten the task.
-        while letter.task_id in self._driver.core.ledger.tasks:
-            await self._driver.wait_settled(letter.task_id, DURABLE_S)
-        request_id = letter.request_id
-        driver = self._driver
+        driver, request_id = self._driver, letter.request_id
+        while letter.task_id in driver.core.ledger.tasks:
+            await driver.wait_settled(letter.task_id, DURABLE_S)
         known = driver.core.ledger.requests.get(request_id) or driver.find_settled([request_id]).get(request_id)
         if known is not None and known.task_id != letter.task_id:
             return ev.Rejection(FAILED_PRECONDITION, REPLACED.format(request_id=request_id, task_id=known.task_id))
-        spec = self._driver.specs.restore(letter.spec)
+        spec = driver.specs.restore(letter.spec)
         task = Task(spec, request_id, letter.payload, letter.partition_key, letter.units)
         task.task_id = letter.task_id
-        return await self._driver.resubmit_dead_letter(spec, task, replaces=letter.task_id)
+        return await driver.resubmit_dead_letter(spec, task, replaces=letter.task_id)

@@ -150,8 +150,10 @@ def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
                 entry = pb.ModelEntry(model=message)
                 alike.append(entry)
             elif message.memory_bytes > entry.model.memory_bytes or (message.digest and not entry.model.digest):
-                # Show this worker's message instead: it has more memory, or a digest that the entry lacks.
+                # Show what this worker reports: the model takes more memory there, or the digest is known.
+                digest = message.digest or entry.model.digest
                 entry.model.CopyFrom(message)
+                entry.model.digest = digest
             entry.worker_ids.append(worker.worker_id)
             if (resident := residency.reported.get(model_id)) is not None:
                 entry.places.add(worker_id=worker.worker_id, residency=resident_message(resident))

@@ -295,7 +295,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         if found is None:
             found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
         if found is None or not queries.may_see(found):
-            raise NotFoundError(f"no task {request.task_id}: it was never submitted, or its result_ttl is over")
+            raise NotFoundError(
+                f"no task {request.task_id}: it was never submitted, or so long ago that the master has forgotten it"
+            )
         if isinstance(found, StoredOutcome):
             message = queries.stored_task(found, whole=False)
             state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
@@ -306,7 +308,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         response = pb.ExplainResponse(
             summary=explanation.summary,
             strategy=explanation.strategy,
-            task=queries.live_task(self._driver, found, whole=False),
+            task=queries.core_task(self._driver, found, whole=False),
         )
         if explanation.ahead is not None:
             response.ahead = explanation.ahead

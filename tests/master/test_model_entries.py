@@ -1,0 +1,20 @@
+"""What ListModels shows of models that several workers offer."""
+
+from multigpu.v1 import model_pb2
+from multigpu_master.core.workers.fleet import Fleet
+from multigpu_master.core.workers.info import Model, WorkerInfo
+from multigpu_master.rpc.admin.models import _entries
+
+
+def test_a_worker_that_has_not_hashed_the_files_yet_takes_no_digest_away() -> None:
+    """Files with another digest were then shown as the same model."""
+    fleet = Fleet(0.8)
+    offers = [("a", "X", 10), ("b", "", 20), ("c", "Y", 10)]
+    for worker_id, digest, memory_bytes in offers:
+        wire = model_pb2.Model(name="m", digest=digest, memory_bytes=memory_bytes).SerializeToString()
+        fleet.register(WorkerInfo(worker_id=worker_id, models=(Model(name="m", version="1", wire=wire),)))
+    entries = _entries(fleet.workers.values(), "")
+    assert [(e.model.digest, e.model.memory_bytes, list(e.worker_ids)) for e in entries] == [
+        ("X", 20, ["a", "b"]),
+        ("Y", 10, ["c"]),
+    ]
