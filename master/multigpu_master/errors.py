@@ -2,14 +2,21 @@
 `rpc.registration` sends their status.
 """
 
+from urllib.parse import quote
+
 import grpc
 import structlog
 from multigpu._transport.payloads import is_transient
 
 log = structlog.get_logger()
 
-# Clients reject a status as a whole if its header is too long.
-DETAILS_CHARS_MAX = 2000
+# Limit of the text of a status, as its header is encoded: clients reject a status as a whole if its header is too long.
+DETAILS_BYTES_MAX = 3000
+_UNCHANGED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters that the encoding does not change
+
+
+# Exceptions that reading a damaged setting raises.
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 class JournalError(Exception):
@@ -35,10 +42,11 @@ class CallError(Exception):
 
     def __init__(self, details: str, code: grpc.StatusCode | None = None) -> None:
         """A long text is cut in the middle: the remedy is at its end."""
-        if len(details) > DETAILS_CHARS_MAX:
-            half = DETAILS_CHARS_MAX // 2
-            details = f"{details[:half]} … {details[-half:]}"
-        super().__init__(details)
+        shown, half = details, DETAILS_BYTES_MAX // 2
+        while len(shown) > DETAILS_BYTES_MAX or len(quote(shown, _UNCHANGED, errors="replace")) > DETAILS_BYTES_MAX:
+            half = half * 2 // 3
+            shown = f"{details[:half]} … {details[-half:]}"
+        super().__init__(shown)
         self.code = code or self.code
 
 
@@ -66,6 +74,14 @@ class UnauthenticatedError(CallError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
+def damaged_setting(key: str, error: Exception) -> JournalError:
+    """The JournalError for one of the journal's settings that can't be read: see DAMAGE."""
+    return JournalError(
+        f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or remove "
+        "its row from the table `setting` of journal.sqlite3 (with sqlite3)."
+    )
+
+
 def call_error(error: Exception, method: str) -> CallError:
     """The status for any exception of a method. Logs those that are not the caller's fault."""
     if isinstance(error, CallError):
@@ -77,6 +93,6 @@ def call_error(error: Exception, method: str) -> CallError:
         return CallError(str(error), grpc.StatusCode.DATA_LOSS)
     if isinstance(error, JournalError) or is_transient(error):
         log.error("a call failed: the journal cannot be read now", method=method, error=repr(error))
-        return CallError(f"the master cannot read it now ({error!r}); try again", grpc.StatusCode.UNAVAILABLE)
+        return CallError(f"the master cannot read its journal now ({error!r}); try again", grpc.StatusCode.UNAVAILABLE)
     log.error("a call failed by a fault of the master", method=method, exc_info=error)
     return CallError(f"the master failed to serve {method}: {error!r}; its log has the details")

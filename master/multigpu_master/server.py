@@ -211,7 +211,7 @@ class Master:
         }
 
     def _listen(self, driver: Driver) -> int:
-        """Binds the ports of gRPC and the metrics. Returns the first."""
+        """Loads the certificates, binds the port of gRPC, and starts metrics, history and usage. Returns the port."""
         config = self.config
         try:
             if config.tls_cert:
@@ -223,7 +223,7 @@ class Master:
             driver.usage.start()
         except listeners.ListenError as error:
             raise SettingError(str(error)) from error
-        except ConfigError as error:  # for example a port in use
+        except ConfigError as error:  # for example, the port for metrics is in use
             raise StartError(str(error)) from error
         except RuntimeError as error:
             raise StartError(
@@ -242,14 +242,14 @@ class Master:
         if change.remember and not self._intake.stopping:
             setting = settings.worker_setting(worker)
             driver.write_buffer.remember(dict.fromkeys(setting) if change.gone else setting)
-            state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
-            self._health.set(
-                HEALTH_WORKER + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
-            )
+        state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING
+        self._health.set(
+            HEALTH_WORKER + worker.worker_id, health_service.RESPONSE.SERVICE_UNKNOWN if change.gone else state
+        )
         driver.changes.worker_changed()
 
     def _die(self, reason: str) -> None:
-        """Ends the process: only a new one, which reads the journal again, knows what was written."""
+        """Makes the master stop with an error: only a new process, which reads the journal, knows what was written."""
         if self.fatal is None:
             self.fatal = reason
             log.critical("master ends", reason=reason)
@@ -276,12 +276,12 @@ class Master:
         self._health.stop()
         self.driver.usage.stop()
         if self.fatal is None:
-            await asyncio.wait([asyncio.ensure_future(self.driver.write_buffer.all_durable())], timeout=timeout_s / 3)
+            await asyncio.wait([asyncio.ensure_future(self.driver.write_buffer.all_durable())], timeout=timeout_s / 4)
         # Streams do not end by themselves: their peers reconnect to the next master.
-        await self._server.stop(min(0.2, timeout_s / 3))
-        await self._audit.finish(timeout_s / 3)
+        await self._server.stop(min(0.2, timeout_s / 4))
+        await self._audit.finish(timeout_s / 4)
         try:
-            await asyncio.to_thread(self.journal.close, timeout_s / 3)
+            await asyncio.to_thread(self.journal.close, timeout_s / 4)
         except JournalError as error:
             self._die(str(error))
         self._metrics.stop()

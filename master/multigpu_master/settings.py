@@ -12,15 +12,13 @@ from typing import Any, TypeVar
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Queue, Worker
 from multigpu_master.core.workers.info import Capability, WorkerInfo
-from multigpu_master.errors import JournalError
+from multigpu_master.errors import DAMAGE, damaged_setting
 from multigpu_master.wire.devices import device_message
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
 
 STRATEGY, QUEUE, WORKER, BREAKER = "strategy", "queue/", "worker/", "breaker"
 # Workers list their models again when they reconnect.
 _INFO = tuple(f.name for f in dataclasses.fields(WorkerInfo) if f.name not in ("models", "nvlink_peers"))
-# Exceptions that a damaged setting raises.
-_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 COUNT_END = 1 << 64
 T = TypeVar("T")
 Handle = Callable[[ev.Event], object]
@@ -60,7 +58,9 @@ def breaker_setting(tripped_s: float) -> dict[str, bytes | None]:
 
 
 def restore(handle: Handle, strategies: Container[str], settings: dict[str, bytes]) -> int:
-    """Passes the settings to a new core as events. Returns how many workers were connected when the last one ended."""
+    """Passes the settings to a new core as events. Returns how many workers were connected when the last master ended.
+    JournalError: a setting is damaged.
+    """
     expected = 0
     for key, value in settings.items():
         try:
@@ -73,35 +73,28 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
                 handle(registration)
                 expected += registration.expected
             elif key == BREAKER:
-                handle(ev.RestoreBreaker(_seconds(json.loads(value)["tripped_s"])))
-        except _DAMAGE as error:
-            raise _damaged(key, error) from error
+                handle(ev.RestoreBreaker(_check_seconds(json.loads(value)["tripped_s"])))
+        except DAMAGE as error:
+            raise damaged_setting(key, error) from error
     return expected
 
 
-def _damaged(key: str, error: Exception) -> JournalError:
-    return JournalError(
-        f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or remove "
-        "its row from the table `setting` of journal.sqlite3 (with sqlite3)."
-    )
-
-
 def _restore_queue(handle: Handle, strategies: Container[str], name: str, rules: dict[str, Any]) -> None:
-    tasks_max, bytes_max = _count(rules["tasks_max"]), _count(rules["bytes_max"])
-    handle(ev.ConfigureQueue(name, _typed(rules["paused"], bool), tasks_max, bytes_max))
-    if _text(rules["strategy"]) in strategies:
+    tasks_max, bytes_max = _check_count(rules["tasks_max"]), _check_count(rules["bytes_max"])
+    handle(ev.ConfigureQueue(name, _check_type(rules["paused"], bool), tasks_max, bytes_max))
+    if _check_text(rules["strategy"]) in strategies:
         handle(ev.SetStrategy(rules["strategy"], name))
 
 
 def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
     return ev.RegisterWorker(
         _info(fields["info"]),
-        _typed(fields["cordoned"], bool),
-        _text(fields["cordon_reason"]),
-        _typed(fields["connected"], bool),
-        _typed(fields.get("quarantined", False), bool),
-        _count(fields.get("checks_asked", 0)),
-        tuple(_text(model) for model in fields.get("pinned_models", ())),
+        _check_type(fields["cordoned"], bool),
+        _check_text(fields["cordon_reason"]),
+        _check_type(fields["connected"], bool),
+        _check_type(fields.get("quarantined", False), bool),
+        _check_count(fields.get("checks_asked", 0)),
+        tuple(_check_text(model) for model in fields.get("pinned_models", ())),
     )
 
 
@@ -113,9 +106,9 @@ def _info(fields: dict[str, Any]) -> WorkerInfo:
 
 
 def _capability(value: Any) -> Capability:
-    models = tuple(map(_text, value["models"]))
-    concurrency = _count(value.get("concurrency", 1))  # older journals lack it
-    return Capability(kind=_text(value["kind"]), models=models, concurrency=concurrency)
+    models = tuple(map(_check_text, value["models"]))
+    concurrency = _check_count(value.get("concurrency", 1))  # older journals lack it
+    return Capability(kind=_check_text(value["kind"]), models=models, concurrency=concurrency)
 
 
 def _check_field(name: str, value: Any) -> Any:
@@ -125,31 +118,31 @@ def _check_field(name: str, value: Any) -> Any:
         case "capabilities":
             return tuple(_capability(each) for each in value)
         case "labels":
-            return {_text(key): _text(label) for key, label in value.items()}
+            return {_check_text(key): _check_text(label) for key, label in value.items()}
         case "worker_id" | "host" | "version" | "device_id" | "store_address":
-            return _text(value)
-    return _count(value, 1 << 32 if name in ("pid", "slots", "window_tasks") else COUNT_END)
+            return _check_text(value)
+    return _check_count(value, 1 << 32 if name in ("pid", "slots", "window_tasks") else COUNT_END)
 
 
-def _typed(value: Any, wanted: type[T]) -> T:
+def _check_type(value: Any, wanted: type[T]) -> T:
     if type(value) is not wanted:
         raise TypeError(f"{value!r} is not a {wanted.__name__}")
     return value
 
 
-def _text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     """UnicodeEncodeError, a ValueError: JSON can hold surrogates, which protobuf messages cannot."""
-    _typed(value, str).encode()
+    _check_type(value, str).encode()
     return str(value)
 
 
-def _count(value: Any, end: int = COUNT_END) -> int:
-    if not 0 <= _typed(value, int) < end:
+def _check_count(value: Any, end: int = COUNT_END) -> int:
+    if not 0 <= _check_type(value, int) < end:
         raise ValueError(f"{value!r} is out of range")
     return int(value)
 
 
-def _seconds(value: Any) -> float:
+def _check_seconds(value: Any) -> float:
     if isinstance(value, bool) or not SECONDS_MIN <= value <= SECONDS_MAX:
         raise ValueError(f"{value!r} is not a time in seconds")
     return float(value)

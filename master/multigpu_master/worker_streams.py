@@ -135,7 +135,7 @@ class WorkerStreams:
             fill_desired(desired, worker)
 
     def end(self, command: ev.EndSession) -> None:
-        """Ends the stream of a session at once. ABORTED tells the worker that another process has its worker_id."""
+        """Ends the stream of a session at once. ABORTED tells the worker that a newer session has replaced it."""
         outbox = self._outboxes.get(command.session)
         if outbox is not None:
             self.end_reasons[command.session] = command.reason

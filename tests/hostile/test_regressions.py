@@ -315,9 +315,10 @@ def test_rules_for_an_invalid_queue_name_are_rejected(local: LocalMaster, method
     assert len(local.master.driver.core.ledger.queues) == before
 
 
-def test_a_long_status_is_cut(local: LocalMaster) -> None:
+@pytest.mark.parametrize("name", ["x" * (1 << 20), "\N{CJK UNIFIED IDEOGRAPH-6A21}" * 1900, "%" * 1900])
+def test_a_long_status_is_cut(local: LocalMaster, name: str) -> None:
     """Its trailer was too large for the client, which reported RESOURCE_EXHAUSTED instead of NOT_FOUND."""
-    request = task_service_pb2.GetRequest(request_id="x" * (1 << 20)).SerializeToString()
+    request = task_service_pb2.GetRequest(request_id=name).SerializeToString()
     code, details = local.loop.run_until_complete(local._call("TaskService/Get", request, to_its_end=True))
     assert code.name == "NOT_FOUND"
     assert len(details) < 4000

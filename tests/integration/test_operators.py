@@ -1,6 +1,7 @@
 """AdminService, health and reflection."""
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -267,6 +268,19 @@ def test_stats_add_up(fleet: Fleet) -> None:
     assert after.memory_bytes > 10 << 20
     assert time.time() - after.start_time.seconds < 300
     until(lambda: fleet.stats().outcomes_retained >= before.outcomes_retained + 31)
+
+
+def test_a_worker_that_stops_is_not_serving_while_its_last_task_runs(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with Fleet(tmp_path / "fleet", workers=1, worker_flags=["--handlers", "trial_handlers"]) as fleet:
+        assert fleet.check_health("worker/w0") == SERVING
+        (task_id,) = fleet.submit("trial.gate", str(gate).encode())
+        until(lambda: fleet.get(task_id).stages.HasField("start_time"))
+        fleet.workers["w0"].signal(signal.SIGTERM)
+        until(lambda: fleet.check_health("worker/w0") == NOT_SERVING)
+        assert fleet.get(task_id).state == task_pb2.TASK_STATE_LEASED
+        gate.touch()
+        assert fleet.outcome(task_id).state == task_pb2.OUTCOME_STATE_SUCCEEDED
 
 
 def test_health_has_a_name_for_the_master_and_one_for_each_worker(fleet: Fleet) -> None:

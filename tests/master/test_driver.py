@@ -268,6 +268,21 @@ async def test_a_task_that_the_journal_rejects_while_it_is_listed_is_not_in_the_
     assert [task.task_id for task in listed.tasks] == [kept.task_id]
 
 
+async def test_cancel_names_a_task_that_the_journal_rejects_meanwhile_as_unknown(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaces_a_method()
+    (rejected,) = stage.submit("rejected")
+
+    async def meanwhile(*_: Any, **__: Any) -> list[Task]:
+        stage.driver.handle(ev.SubmitFailed([rejected]))
+        return []
+
+    monkeypatch.setattr(stage.driver, "cancel", meanwhile)
+    answer = await stage.service.Cancel(task_service_pb2.CancelRequest(request_ids=["rejected"]), None)
+    assert (list(answer.unknown), len(answer.cancelled_task_ids), len(answer.settled_task_ids)) == (["rejected"], 0, 0)
+
+
 async def test_a_stream_that_joins_a_withdrawn_task_gets_the_durable_cancellation(stage: Stage) -> None:
     (task,) = stage.submit("withdrawn")
     stage.driver.handle(ev.Cancel([task]))

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_service_pb2
+from multigpu_master.errors import JournalError
 from multigpu_master.security.tokens import Tokens
 
 from tests.fleet import rejected, until
@@ -256,6 +257,19 @@ def test_a_damaged_token_prevents_the_start(own_secured: SecuredFleet) -> None:
     master = secured.fleet.start_master(wait=False)
     assert master.process.wait(60) == 3
     assert "damaged" in master.log()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"queues": [1]}, {"expire_s": "tomorrow"}, {"create_s": None}, {"tasks_per_s": float("nan")}, {"roles": 1}],
+)
+def test_a_damaged_field_of_a_token_is_found_at_the_start(damage: dict[str, Any]) -> None:
+    token, _ = Tokens({}, time.time).make("t", ["submit"])
+    ((key, value),) = token.setting().items()
+    assert value is not None
+    Tokens({key: value}, time.time)
+    with pytest.raises(JournalError, match=f"setting '{key}' is damaged"):
+        Tokens({key: json.dumps(json.loads(value) | damage).encode()}, time.time)
 
 
 def test_a_master_without_tokens_creates_none(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from multigpu_master.core.workers.fleet import Fleet
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000
-# Limit of shapes in a queue: each shape without a worker costs some microseconds whenever an eligible worker is freed.
+# Limit of shapes in a queue: each that waits costs some microseconds whenever a worker that could run it is freed.
 SHAPES_MAX = 1_000
 # Names that a rejection lists.
 NAMED_MAX = 20
 # With more names, or a longer one, no similar name is searched: that would delay all other clients.
-NEAR_NAMES_MAX, NEAR_NAME_MAX = 64, 64
+NEAR_NAMES_MAX, NEAR_NAME_CHARS_MAX = 64, 64
 
 
 def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Rejection | None:
@@ -36,7 +36,7 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
     shape = shape_of(spec)
     if spec.wait_for_worker or not fleet.sessions or fleet.placeable(shape):
         return None
-    return ev.Rejection(FAILED_PRECONDITION, unplaceable(fleet, spec, queued=False))
+    return ev.Rejection(FAILED_PRECONDITION, why_unplaceable(fleet, spec, queued=False))
 
 
 def full(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
@@ -58,12 +58,12 @@ def full(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection 
     return ev.Rejection(RESOURCE_EXHAUSTED, what + "; try again later", limits.retry_delay_s)
 
 
-def unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
+def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
     """Why no known worker could ever take a task of this spec. `queued`: the task is already in a queue."""
     workers = list(fleet.workers.values())
     if not workers:
         return "no worker has joined this master yet; start one"
-    wait = "start one" if queued else "start one, or set wait_for_worker to queue the task until one comes"
+    wait = "start one that can" if queued else "start one that can, or set wait_for_worker to queue the task until then"
     failed = fleet.load_error(spec.model) if spec.model else None
     if failed is not None:
         worker, error = failed
@@ -85,7 +85,7 @@ def unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
 
 def _near(name: str, names: list[str]) -> str:
     """The nearest name as a question; empty if no name is near, or the search would take long."""
-    search = len(names) <= NEAR_NAMES_MAX and len(name) <= NEAR_NAME_MAX
+    search = len(names) <= NEAR_NAMES_MAX and len(name) <= NEAR_NAME_CHARS_MAX
     near = difflib.get_close_matches(name, names, n=1) if search else []
     return f", did you mean {near[0]!r}?" if near else ""
 

@@ -37,7 +37,7 @@ class Health:
 
     def set(self, name: str, state: int) -> None:
         """Sets the state of a name. SERVICE_UNKNOWN removes the name. Does nothing after `stop`."""
-        if self._stopping:
+        if self._stopping or self._states.get(name, RESPONSE.SERVICE_UNKNOWN) == state:
             return
         if state == RESPONSE.SERVICE_UNKNOWN:
             self._states.pop(name, None)

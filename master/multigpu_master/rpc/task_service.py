@@ -35,7 +35,7 @@ REASON_CHARS_MAX = 1024
 WAIT_MAX_S = 3600.0
 COMMIT_S = 1.0  # Get waits this long for the write of an outcome
 CURSOR_ELSEWHERE = (
-    "the cursor is of another journal, or of outcomes that an older copy of this one, restored since, does not have; "
+    "the cursor is from another journal, or newer than the backup from which this journal was restored; "
     "begin with an empty cursor, which gives the oldest outcome that is there"
 )
 CURSOR_REMOVED = "outcomes after this cursor have been removed; begin with an empty cursor, which gives the oldest"
@@ -118,7 +118,7 @@ class TaskService:
             raise CallError(CURSOR_ELSEWHERE, grpc.StatusCode.OUT_OF_RANGE)
         elif after < journal.removed_cursor:
             raise CallError(CURSOR_REMOVED, grpc.StatusCode.OUT_OF_RANGE)
-        removed = journal.removed_cursor  # before the caller's first outcome
+        removed = journal.removed_cursor  # the caller misses nothing that was removed before this call
         await context.write(task_service_pb2.WatchResponse(cursor=make_cursor(incarnations.current, after)))
         while True:
             committed = changes.commits
@@ -145,7 +145,7 @@ class TaskService:
             found = None
         if isinstance(found, Task) and found.final_outcome is None:
             wait_s = min(seconds_of(request.wait), WAIT_MAX_S) if request.HasField("wait") else 0.0
-            if found.outcome is not None:  # a Run stream may have sent it
+            if found.outcome is not None:  # not on the disk yet, but its client may have got it from Run
                 wait_s = max(wait_s, COMMIT_S)
             await self._driver.wait_settled(found.task_id, max(0.0, wait_s))
             if found.spec.durable:  # by task_id: another task may have the request_id of a withdrawn one by now
@@ -191,7 +191,7 @@ class TaskService:
         check_count(count, CANCEL_TASKS_MAX, "tasks in one Cancel", "send several")
         core = self._driver.core
         response = task_service_pb2.CancelResponse()
-        live: dict[int, Task] = {}
+        live: dict[int, tuple[str, Task]] = {}  # by task_id: the name in the request, the unsettled task
         settled: list[Task] = []
         elsewhere: list[tuple[str, int | str]] = []  # (name in the request, key)
         for name, task, key in [(str(i), core.ledger.tasks.get(i), i) for i in request.task_ids] + [
@@ -200,7 +200,7 @@ class TaskService:
             if not queries.may_see(task):
                 task = None  # noqa: PLW2901  listed among the unknown ids in the order of the request
             if task is not None and task.outcome is None:
-                live[task.task_id] = task
+                live[task.task_id] = name, task
                 continue
             if task is not None:
                 response.settled_task_ids.append(task.task_id)
@@ -209,19 +209,25 @@ class TaskService:
                 elsewhere.append((name, key))
         try:
             cancelled = await self._driver.cancel(
-                live.values(), request.reason[:REASON_CHARS_MAX], withdrawn=request.withdraw
+                [task for _, task in live.values()], request.reason[:REASON_CHARS_MAX], withdrawn=request.withdraw
             )
         except JournalFullError as error:
             raise ExhaustedError(str(error)) from None
         response.cancelled_task_ids.extend(task.task_id for task in cancelled)
         for task in cancelled:
             del live[task.task_id]
-        response.settled_task_ids.extend(task.task_id for task in live.values() if task.outcome is not None)
+        for name, task in live.values():
+            if task.outcome is not None:
+                response.settled_task_ids.append(task.task_id)
+                settled.append(task)
+            else:  # the journal has rejected it meanwhile
+                response.unknown.append(name)
         settled += cancelled
-        if not await self._driver.wait_cancellations([*live.values(), *settled], DURABLE_S):
+        if not await self._driver.wait_cancellations(settled, DURABLE_S):
             raise ExhaustedError(NOT_DURABLE)
         if elsewhere:
-            stored = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])  # with the call's context
+            # On a thread with our contextvars, in which may_see finds the caller.
+            stored = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])
             response.settled_task_ids.extend(stored[key] for _, key in elsewhere if key in stored)
             response.unknown.extend(name for name, key in elsewhere if key not in stored)
         return response

@@ -8,12 +8,13 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from multigpu_master.errors import JournalError
+from multigpu_master.errors import DAMAGE, damaged_setting
 
 SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
 ROLES = (SUBMIT, READ, WORKER, ADMIN)
@@ -91,12 +92,8 @@ class Tokens:
             if key.startswith(SETTING_PREFIX):
                 try:
                     token = _read(key.removeprefix(SETTING_PREFIX), json.loads(value))
-                except (ValueError, LookupError, TypeError) as error:
-                    raise JournalError(
-                        f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a "
-                        "backup, or remove its row from the table `setting` of journal.sqlite3 (with sqlite3) and make "
-                        "a new token."
-                    ) from error
+                except DAMAGE as error:
+                    raise damaged_setting(key, error) from error
                 self._tokens[token.token_id] = token
 
     def find(self, text: str) -> Token | None:
@@ -129,7 +126,7 @@ class Tokens:
         if ttl_s is not None and ttl_s <= 0:
             raise ValueError(f"ttl is {ttl_s:g} s; it must be more than 0, or absent")
         if not 0 <= tasks_per_s <= 1e9:
-            raise ValueError(f"tasks_per_s is {tasks_per_s:g}; use 0 for no limit, or more")
+            raise ValueError(f"tasks_per_s is {tasks_per_s:g}; use 0 for no limit, or up to 1e9")
         if len(self._tokens) >= TOKENS_MAX:
             raise ValueError(f"there are {TOKENS_MAX} tokens already; revoke some")
         token_id, secret, now = secrets.token_hex(6), secrets.token_hex(32), self.now()
@@ -163,7 +160,7 @@ def token_id_of(text: str | bytes) -> str | None:
 
 def _check(name: str, roles: frozenset[str], queues: frozenset[str], worker_ids: tuple[str, ...]) -> None:
     if not _NAME.fullmatch(name):
-        raise ValueError(f"a token's name has 1 to 64 letters, digits, '.', '_', '-' or '@'; {name!r} is none")
+        raise ValueError(f"a token's name has 1 to 64 letters, digits, '.', '_', '-' or '@'; {name!r} has not")
     if not roles or not roles <= set(ROLES):
         raise ValueError(f"a token needs at least one role of {', '.join(ROLES)}")
     if WORKER in roles and len(roles) > 1:
@@ -182,6 +179,9 @@ def _check(name: str, roles: frozenset[str], queues: frozenset[str], worker_ids:
 def _read(token_id: str, kept: dict[str, Any]) -> Token:
     roles, queues, worker_ids = frozenset(kept["roles"]), kept["queues"], tuple(kept["worker_ids"])
     _check(kept["name"], roles, frozenset(queues or ()), worker_ids)
+    numbers = kept["create_s"], kept["expire_s"] or 0.0, kept["tasks_per_s"], kept["calls_max"]
+    if not all(math.isfinite(number) for number in numbers):
+        raise ValueError(f"{numbers} are not all finite")
     return Token(
         **{name: kept[name] for name in _PLAIN_FIELDS} | {"worker_ids": worker_ids},
         token_id=token_id,

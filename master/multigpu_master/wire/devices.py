@@ -14,7 +14,7 @@ from multigpu_master.core.model import Energy
 from multigpu_master.core.workers.info import Health, HealthReason, HealthState, Telemetry, WorkerInfo
 from multigpu_master.wire.times import seconds_of, set_time
 
-# Of a larger message only the fields that the core reads are kept.
+# Of larger telemetry only the fields that the core reads are kept; of a larger description only name and product.
 BYTES_MAX = 64 << 10
 REASONS_MAX, TEXT_CHARS_MAX = 16, 1 << 10
 _CORE_FIELDS = tuple(f.name for f in dataclasses.fields(Telemetry) if f.name not in ("sample_s", "wire"))

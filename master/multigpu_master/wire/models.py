@@ -53,7 +53,7 @@ def _model(m: model_pb2.Model) -> Model:
 
 
 def capabilities_of(messages: Iterable[worker_service_pb2.Capability]) -> tuple[Capability, ...]:
-    """What a worker can run. InvalidMessageError: nothing, or a name is invalid."""
+    """What a worker can run. InvalidMessageError: it can run nothing, or a name is invalid."""
     found = tuple(
         Capability(kind=c.kind, models=tuple(c.models), concurrency=min(max(1, c.concurrency), CONCURRENCY_MAX))
         for c in messages
@@ -79,7 +79,7 @@ def catalog(m: worker_service_pb2.Catalog) -> ev.Catalog:
 
 
 def residents(m: worker_service_pb2.Heartbeat) -> tuple[Resident, ...]:
-    """The models in a worker's memory, by id."""
+    """The models in a worker's memory, sorted by id."""
     found = {each.model: each for each in map(_resident, itertools.islice(m.models, MODELS_MAX))}
     return tuple(found[model] for model in sorted(found))
 

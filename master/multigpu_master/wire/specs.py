@@ -42,16 +42,16 @@ class SpecReader:
         self._skew = skew
 
     def read(self, message: task_pb2.TaskSpec, submitter: str = "") -> Spec:
-        """The Spec of a message, in which the submitter is set. InvalidMessageError, SpecsFullError: it is rejected."""
+        """Sets the message's submitter, and returns its Spec. InvalidMessageError, SpecsFullError: it is rejected."""
         message.submitter = submitter
         wire = message.SerializeToString(deterministic=True)
         spec = self._specs.get(wire)
         if spec is None:
+            # What `_spec` does not check, because the journal may have specs that earlier versions accepted.
             check_size("content_type", message.content_type, NAME_BYTES_MAX)
             for field in ("content_type", "kind", "model", "queue"):
                 check_printable(field, getattr(message, field))
             spec = _spec(message, wire, self._skew())
-            # Checked here only, as these names are: the journal may hold specs that earlier versions accepted.
             both = message.HasField("backoff_initial") and message.HasField("backoff_max")
             if both and seconds_of(message.backoff_max) < spec.backoff_initial_s:
                 raise InvalidMessageError(
@@ -118,10 +118,10 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         )
     if not 0 <= m.attempts_max <= ATTEMPTS_MAX:
         raise InvalidMessageError(f"attempts_max {m.attempts_max} is out of range; use 1 to {ATTEMPTS_MAX}")
-    _mapping("parameters", m.parameters)
+    _check_mapping("parameters", m.parameters)
     if reserved := next((name for name in m.parameters if name.startswith("multigpu.")), None):
         raise InvalidMessageError(f"parameter {reserved!r} is reserved: take a name without multigpu.")
-    _mapping("required_labels", m.required_labels)
+    _check_mapping("required_labels", m.required_labels)
     if m.durability not in task_pb2.Durability.values():
         raise InvalidMessageError(f"durability {m.durability} is unknown; use DURABLE or EPHEMERAL")
     if not 0 <= m.world_size <= WORLD_SIZE_MAX:
@@ -129,7 +129,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
     if not 0 <= m.world_size_min <= (m.world_size or 1):
         raise InvalidMessageError(f"world_size_min {m.world_size_min} is out of range; use 1 to world_size")
     durable = m.durability != task_pb2.DURABILITY_EPHEMERAL
-    initial_s = _timeout(m, "backoff_initial") or BACKOFF_INITIAL_S
+    initial_s = _duration(m, "backoff_initial") or BACKOFF_INITIAL_S
     same = task_pb2.TaskSpec(kind=m.kind, model=m.model, content_type=m.content_type, parameters=m.parameters)
     return Spec(
         kind=m.kind,
@@ -139,13 +139,13 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
         labels=tuple(sorted(m.required_labels.items())),
         memory_bytes=m.required_device_memory_bytes,
         deadline_s=seconds_of(m.deadline) + skew_s if m.HasField("deadline") else None,
-        queue_timeout_s=_timeout(m, "queue_timeout"),
-        run_timeout_s=_timeout(m, "run_timeout"),
+        queue_timeout_s=_duration(m, "queue_timeout"),
+        run_timeout_s=_duration(m, "run_timeout"),
         attempts_max=m.attempts_max or ATTEMPTS_DEFAULT,
         backoff_initial_s=initial_s,
-        backoff_max_s=max(initial_s, _timeout(m, "backoff_max") or BACKOFF_MAX_S),
+        backoff_max_s=max(initial_s, _duration(m, "backoff_max") or BACKOFF_MAX_S),
         durable=durable,
-        result_ttl_s=_timeout(m, "result_ttl") or (DURABLE_TTL_S if durable else EPHEMERAL_TTL_S),
+        result_ttl_s=_duration(m, "result_ttl") or (DURABLE_TTL_S if durable else EPHEMERAL_TTL_S),
         wait_for_worker=m.wait_for_worker,
         retry_failed=m.retry_failed,
         world_size=m.world_size or 1,
@@ -157,7 +157,7 @@ def _spec(m: task_pb2.TaskSpec, wire: bytes, skew_s: float) -> Spec:
     )
 
 
-def _timeout(m: task_pb2.TaskSpec, field: str) -> float | None:
+def _duration(m: task_pb2.TaskSpec, field: str) -> float | None:
     if not m.HasField(field):
         return None
     value = seconds_of(getattr(m, field))
@@ -166,7 +166,7 @@ def _timeout(m: task_pb2.TaskSpec, field: str) -> float | None:
     return value
 
 
-def _mapping(field: str, items: Mapping[str, str]) -> None:
+def _check_mapping(field: str, items: Mapping[str, str]) -> None:
     if len(items) > PARAMETERS_MAX:
         raise InvalidMessageError(f"{field} has {len(items)} entries; at most {PARAMETERS_MAX} are allowed")
     size = sum(len(k.encode()) + len(v.encode()) for k, v in items.items())

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from multigpu_master.errors import JournalDamagedError, JournalError
 from multigpu_master.journal.protocol import Entry
-from multigpu_master.journal.sqlite import connections
+from multigpu_master.journal.sqlite import connections, failures
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
@@ -156,6 +156,17 @@ def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
         assert writer.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
         assert writer.execute("PRAGMA synchronous").fetchall() == [(2,)]
         writer.close()
+
+
+def test_extended_error_codes_of_sqlite_are_explained(tmp_path: Path) -> None:
+    """A damaged index was reported as a failure of the disk, with the advice to start the master again."""
+    for code, name, text in (
+        (sqlite3.SQLITE_CORRUPT_INDEX, "SQLITE_CORRUPT_INDEX", "is damaged"),
+        (sqlite3.SQLITE_BUSY_SNAPSHOT, "SQLITE_BUSY_SNAPSHOT", "locked by another program"),
+    ):
+        error = sqlite3.OperationalError("of SQLite")
+        error.sqlite_errorcode, error.sqlite_errorname = code, name
+        assert text in str(failures.explain(error, tmp_path / "journal.sqlite3"))
 
 
 def test_a_time_that_is_no_number_is_damage(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
-from multigpu_master.core.admission import unplaceable
+from multigpu_master.core.admission import why_unplaceable
 from multigpu_master.core.model import OutcomeState, Shape, Task, Worker, partition_of, shape_of
 from multigpu_master.core.placement.gangs import one_per_device
 from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
@@ -129,7 +129,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         return f"outcomes of {size} bytes wait for the journal, which can't be written; free disk space"
     shape = shape_of(task.spec)
     if not core.fleet.placeable(shape):
-        return unplaceable(core.fleet, task.spec, queued=True)
+        return why_unplaceable(core.fleet, task.spec, queued=True)
     if shape.world_size > 1:
         idle = sum(not (w.leases or w.occupied) for w in core.fleet.eligible(shape) if w.accepting)
         reserved = len(core.gangs.reserved_for(core.ledger.strategy_of(core.ledger.queue(task.spec.queue)), shape))

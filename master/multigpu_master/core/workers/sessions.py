@@ -57,7 +57,7 @@ class Sessions:
     def hello(self, event: ev.Hello, now: float) -> None:
         fleet, commands = self._fleet, self._commands
         worker = fleet.workers.get(event.info.worker_id)
-        # Tasks and leases share one sequence of ids. From ids_end on it is another journal's (see ev.Hello).
+        # Ids of tasks and leases, which share one sequence, are another journal's from ids_end on (see ev.Hello).
         ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
@@ -91,7 +91,7 @@ class Sessions:
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
-        leased, or if the attempt's failure was reported.
+        leased, or if the attempt's failure was reported. Of a gang, it only takes over rank 0's checkpoint.
         """
         task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
@@ -241,21 +241,19 @@ class Sessions:
                     dispatch_s, began_s, worker_id, device_id,
                 )  # fmt: skip
                 if lease.gang is None:
+                    outcome.energy = energy.get(lease_id)
                     lease.task.outcome = outcome
                 elif not self._rank_succeeded(lease, lease.gang, outcome, event.device_s, energy.get(lease_id)):
                     leases.pop()
-        if energy:
-            for lease in leases:
-                if lease.gang is None:
-                    lease.task.outcome.energy = energy[lease.lease_id]  # type: ignore[union-attr]  # it was set above
         self._ledger.counters.stale_reports += stale
         return self._ledger.succeed(worker, leases)
 
     def _rank_succeeded(
         self, lease: Lease, gang: Gang, outcome: Outcome, device_s: float, energy: Energy | None
     ) -> bool:
-        """Notes the success of a rank, whose lease is off its worker's dict. Returns whether it was the last one: then
-        the task has the outcome of rank 0, with the energy of all if all were measured, and this lease.
+        """Notes the success of a rank. The caller has removed its lease from worker.leases. Returns whether it was the
+        last rank: then task.outcome is set (rank 0's, with the energy of all ranks if all were measured), and
+        task.lease is this lease.
         """
         gang.succeeded += 1
         if energy is not None:

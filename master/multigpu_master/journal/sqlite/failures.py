@@ -17,7 +17,8 @@ def explain(error: Exception, path: Path) -> JournalError:
     """The JournalError for a failure of SQLite or of the file system."""
     if isinstance(error, JournalError):
         return error
-    code = getattr(error, "sqlite_errorcode", None)
+    code = getattr(error, "sqlite_errorcode", 0)
+    primary = code & 0xFF  # https://sqlite.org/rescode.html#primary_result_codes_versus_extended_result_codes
     if code in _FULL_CODES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return full(path)
     if getattr(error, "errno", None) in NO_DESCRIPTOR:
@@ -30,9 +31,9 @@ def explain(error: Exception, path: Path) -> JournalError:
             f"The journal's directory {path.parent} can't be used: {error.strerror}. Give a directory that this "
             "user may write to."
         )
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return damaged(path, NO_DATABASE if code == sqlite3.SQLITE_NOTADB else str(error))
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return JournalError(
             f"The journal {path} stayed locked by another program for {BUSY_TIMEOUT_S:.0f} s ({error}). End that "
             "program (fuser says which it is) and start the master again."

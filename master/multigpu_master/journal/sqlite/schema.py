@@ -19,13 +19,12 @@ PAGE_BYTES = 8192
 BUSY_TIMEOUT_S = 30.0  # somebody's sqlite3 shell may hold the file for a moment
 
 SETTING_EPOCH = "journal.epoch"  # the last that was begun
-SETTING_PROBE = "journal.probe"  # multigpu 0.1.0 may have left one
 SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
 # The incarnation that has the journal open, or ended without closing it: its log must be there.
 SETTING_OPEN = "journal.open"
 SETTING_REMOVED = "journal.removed"  # the newest cursor whose outcome the sweeper has deleted
-SETTING_TIME = "journal.time"  # of Retention
-_PRIVATE_SETTINGS = (SETTING_EPOCH, SETTING_PROBE, SETTING_LEASE_KEY, SETTING_OPEN, SETTING_REMOVED, SETTING_TIME)
+SETTING_TIME = "journal.time"  # the newest time, and the times without a master: see retention.py
+_PRIVATE = "journal."  # how the keys of all these begin
 _LEFT_OPEN = f"""
 SELECT EXISTS (SELECT 1 FROM setting WHERE key = '{SETTING_OPEN}'
   AND value = (SELECT name FROM incarnation ORDER BY first_id DESC LIMIT 1))"""
@@ -85,7 +84,7 @@ def left_open(connection: sqlite3.Connection) -> bool:
 
 
 def clear_open_flag(writer: sqlite3.Connection) -> None:
-    """From now on the log may be missing once its content is in the database."""
+    """Notes that the journal is closed: the next start does not need its log."""
     writer.execute("DELETE FROM setting WHERE key = ?", (SETTING_OPEN,))
 
 
@@ -96,4 +95,4 @@ def read_private(connection: sqlite3.Connection, key: str) -> bytes | None:
 
 def read_settings(connection: sqlite3.Connection) -> dict[str, bytes]:
     rows: Iterator[tuple[str, bytes]] = connection.execute("SELECT key, value FROM setting")
-    return {key: value for key, value in rows if key not in _PRIVATE_SETTINGS}
+    return {key: value for key, value in rows if not key.startswith(_PRIVATE)}

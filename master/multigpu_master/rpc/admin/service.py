@@ -158,10 +158,9 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def SetStrategy(self, request: Any, _context: Any) -> pb.SetStrategyResponse:
         core = self._core
-        name = canonical_name(request.strategy, core.ledger.strategies)
-        if request.queue and not request.strategy:
-            name = ""
-        if name is None or (not name and not request.queue):
+        inherit = request.queue and not request.strategy
+        name = "" if inherit else canonical_name(request.strategy, core.ledger.strategies)
+        if name is None:
             names = ", ".join(sorted(core.ledger.strategies))
             raise InvalidArgumentError(f"no strategy {request.strategy!r}; there are: {names}")
         if request.queue:
