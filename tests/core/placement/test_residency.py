@@ -105,6 +105,26 @@ def test_a_workers_estimate_goes_before_the_masters(stage: Models) -> None:
     assert stage.ask("b").lease is None, "700 and 400 bytes don't fit into 1000"
 
 
+def test_a_lease_that_waits_for_a_model_is_not_recalled_for_the_worker_that_loads_it(stage: Models) -> None:
+    """It was given back and granted again while its worker loaded the model; and so by two such workers in turns."""
+    stage.offer("w1")
+    waiting = lease_of(stage.ask("a"))
+    loading = Resident(model="a", state=ModelState.LOADING)
+
+    def recalled() -> list[int]:
+        commands = [c for _ in range(10) for c in stage.says(loading, name="w1", after_s=0.1)]
+        commands += [c for _ in range(10) for c in stage.says(*has, name="w2", after_s=0.1)] if has else []
+        return [lease_id for c in commands if isinstance(c, ev.Recall) for lease_id in c.lease_ids]
+
+    has: tuple[str | Resident, ...] = ()
+    assert recalled() == []
+    stage.offer("w2")
+    has = (loading,)
+    assert recalled() == []
+    has = ("a",)
+    assert recalled() == [waiting.lease_id], "for the worker that has the model by now"
+
+
 def test_a_model_larger_than_all_room_is_the_workers_to_reject(stage: Models) -> None:
     stage.offer(models=(model("a"), model("huge", memory_bytes=5000)))
     assert stage.ask("huge").lease is not None

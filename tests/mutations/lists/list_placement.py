@@ -155,8 +155,11 @@ PLACEMENT = (
         "",
     ),
     recall_story(
-        "leases are recalled for workers that must load the model, too", "not (loaded and fleet", "not (False and fleet"
+        "leases are recalled for workers that must load the model, too",
+        "return not loading and fleet.load_s(worker, shape) == 0.0",
+        "return not loading",
     ),
+    recall_story("leases are recalled for workers that load the model themselves", "return not loading and", "return"),
     recall(
         "adopted leases are not looked at",
         "        self._recalls.watch(worker, now)\n        revoked",

@@ -116,7 +116,7 @@ class Recalls:
                 w for w in free
                 if w in able and not w.full and not obstructed(fleet, strategy, shape, w)
                 and backlog_suffices(fleet, strategy, shape, w, queued)
-                and not (loaded and fleet.load_s(w, shape))
+                and (not loaded or _has_loaded(fleet, w, shape))
             ]  # fmt: skip
         return found
 
@@ -166,6 +166,12 @@ class Recalls:
             return False
         queue = ledger.queues[task.spec.queue]
         return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))
+
+
+def _has_loaded(fleet: Fleet, worker: Worker, shape: Shape) -> bool:
+    """Whether the worker has loaded the shape's model."""
+    loading = fleet.model_id(worker, shape.kind, shape.model) in worker.residency.loading_since_s
+    return not loading and fleet.load_s(worker, shape) == 0.0
 
 
 def _has_waiting_leases(worker: Worker) -> bool:
