@@ -34,7 +34,7 @@ class FillableJournal(SqliteJournal):
 
     def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
         if self.disk_full and not all(map(frees, batch)):
-            raise failures.full(self._path)
+            raise failures.full_error(self._path)
         super()._commit(batch, bytes_total)
 
     def _look_for_room(self) -> None:

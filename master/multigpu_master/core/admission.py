@@ -39,7 +39,7 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
     return ev.Rejection(FAILED_PRECONDITION, why_unplaceable(fleet, spec, queued=False))
 
 
-def full(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
+def full_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
     """Why there is no room for another task with a payload of `size` bytes; None if there is."""
     limits = ledger.limits
     if ids.next_id >= ids.end:

@@ -8,7 +8,7 @@ those of clients and the journal.
 from collections.abc import Callable
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full, rejection
+from multigpu_master.core.admission import RESOURCE_EXHAUSTED, full_rejection, rejection
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.identity import conflict, fingerprint
@@ -147,7 +147,7 @@ class Core:
                 results.append(self._join(known, task, event.stream))
                 pending += not followed and event.stream in known.streams and known.outcome is None
                 continue
-            why_not = reason or full(ledger, ids, queue, len(task.payload))
+            why_not = reason or full_rejection(ledger, ids, queue, len(task.payload))
             if why_not is not None:
                 results.append(why_not)
                 continue

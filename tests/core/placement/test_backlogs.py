@@ -104,7 +104,7 @@ def test_a_queue_with_another_strategy_leaves_the_backlog_of_the_old_one() -> No
 
     def pin_of(key: str) -> Worker | None:
         shape = stage.core.ledger.class_of(Task(Spec(kind="run"), "", b"", key)).shape
-        return stage.core.pins.pin(pins, shape)
+        return stage.core.pins.worker_for(pins, shape)
 
     pinned = next(key for key in map(str, range(100)) if pin_of(key) is stage.core.fleet.workers["a"])
     stage.submit(5, key=pinned)  # more than a's window

@@ -135,6 +135,6 @@ def test_a_pinned_task_goes_to_the_first_of_all_workers_and_a_loss_moves_no_othe
         able = [w for w in fleet.eligible(EMBED) if w.accepting]
         for shape in dice.sample(shapes, 40):
             first = min(able, key=lambda w: (plain.score(shape, w, fleet), w.worker_id), default=None)
-            assert pins.pin(strategy, shape) is first
+            assert pins.worker_for(strategy, shape) is first
         if turn > 10:
             assert len(scored) < 40 * 40 / 2, "not every worker for every shape again"

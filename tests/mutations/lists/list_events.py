@@ -34,7 +34,9 @@ EVENTS = (
         checker="pytest",
     ),
     scheduler("a second stream is not followed", "task.streams = (*open_streams, stream)"),
-    scheduler("P10: queues grow without end", "reason or full(ledger, ids, queue, len(task.payload))", "reason"),
+    scheduler(
+        "P10: queues grow without end", "reason or full_rejection(ledger, ids, queue, len(task.payload))", "reason"
+    ),
     scheduler("rejections ignored", "why_not = reason or", "why_not ="),
     scheduler("cancel lost", "self._attempts.end(task, OutcomeState.CANCELLED, error, now)"),
     scheduler(

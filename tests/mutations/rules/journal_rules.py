@@ -43,7 +43,7 @@ class SmallDisk(SqliteJournal):
         records = sum(len(entry.submits) + len(entry.settles) for entry in batch)
         if journal_room.free_bytes(self._data_dir) < 2 * (bytes_total + records * PAGE_BYTES) + TRANSACTION_BYTES:
             self._writer.execute("BEGIN IMMEDIATE")  # it fails in the middle
-            raise failures.full(self._path)
+            raise failures.full_error(self._path)
         super()._commit(batch, bytes_total)
 
 

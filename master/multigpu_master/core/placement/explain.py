@@ -64,7 +64,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
         free.remove(candidate)
         excluded.append(candidate)
-    pin = core.pins.pin(strategy, shape) if strategy.pinned and shape.world_size == 1 else None
+    pin = core.pins.worker_for(strategy, shape) if strategy.pinned and shape.world_size == 1 else None
     if pin is not None:
         for candidate in [c for c in free if c.worker is not pin]:
             free.remove(candidate)

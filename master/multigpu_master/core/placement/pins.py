@@ -27,7 +27,7 @@ class Pins:
         self._membership = -1
         self._members: dict[Worker, WorkerInfo] = {}  # accepting workers when the pins were last checked
 
-    def pin(self, strategy: Strategy, shape: Shape) -> Worker | None:
+    def worker_for(self, strategy: Strategy, shape: Shape) -> Worker | None:
         """The worker to which a pinned strategy assigns the shape, whether or not it has room now."""
         if self._membership != self._fleet.membership_changes:
             self._move_pins()

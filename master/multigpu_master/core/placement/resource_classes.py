@@ -325,7 +325,7 @@ class ResourceClasses:
 
     def _pin(self, strategy: Strategy, shape: Shape) -> Worker | None:
         """The only worker for tasks of a shape, if the strategy is pinned; None: there is none, or they are gangs."""
-        return self._pins.pin(strategy, shape) if strategy.pinned and shape.world_size == 1 else None
+        return self._pins.worker_for(strategy, shape) if strategy.pinned and shape.world_size == 1 else None
 
     def _regroup(self, changed: Iterable[ResourceClass]) -> None:
         for resource_class in changed:

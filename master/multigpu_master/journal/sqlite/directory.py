@@ -16,7 +16,14 @@ from pathlib import Path
 from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite import wal
 from multigpu_master.journal.sqlite.connections import enable_wal, has_log
-from multigpu_master.journal.sqlite.failures import NO_DATABASE, damaged, damaged_log, explain, gone, missing_log
+from multigpu_master.journal.sqlite.failures import (
+    NO_DATABASE,
+    damaged_error,
+    damaged_log_error,
+    explain,
+    gone_error,
+    missing_log_error,
+)
 from multigpu_master.journal.sqlite.files import sync_directory
 from multigpu_master.journal.sqlite.schema import (
     APPLICATION_ID,
@@ -74,7 +81,7 @@ class OpenFiles:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if self._identity() == self._opened:
                 return
-        raise gone(self._path)
+        raise gone_error(self._path)
 
 
 def prepare(data_dir: Path) -> DirectoryLock:
@@ -111,7 +118,7 @@ def check_header(path: Path) -> None:
         header = file.read(100)
     logged = has_log(path)
     if len(header) < 100 or not (logged or header.startswith(b"SQLite format 3\x00")):
-        raise damaged(path, NO_DATABASE)
+        raise damaged_error(path, NO_DATABASE)
     if logged:
         return
     _check_identity(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
@@ -126,7 +133,7 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
             "Start the newer multigpu that wrote it, or give another --data-dir. Nothing was changed."
         )
     if version < SCHEMA_VERSION:
-        raise damaged(path, f"it has schema version {version}")
+        raise damaged_error(path, f"it has schema version {version}")
 
 
 def _check_contents(path: Path) -> None:
@@ -135,7 +142,7 @@ def _check_contents(path: Path) -> None:
     index = path.with_name(f"{DATABASE_NAME}-shm")
     absent = [file for file in (log, index) if not file.exists()]
     if what := wal.cut(log, index, PAGE_BYTES):
-        raise damaged_log(path, what)
+        raise damaged_log_error(path, what)
     # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.
     mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
@@ -146,9 +153,9 @@ def _check_contents(path: Path) -> None:
             told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             _check_identity(path, *told)
             if log in absent and left_open(connection):
-                raise missing_log(path)
+                raise missing_log_error(path)
             if log not in absent and (what := wal.damage(log, index, PAGE_BYTES)):
-                raise damaged_log(path, what)
+                raise damaged_log_error(path, what)
             verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
             connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()  # noqa: S608  # constants
         finally:
@@ -157,7 +164,7 @@ def _check_contents(path: Path) -> None:
                 file.unlink(missing_ok=True)
     for verdict in verdicts:
         if verdict != "ok":
-            raise damaged(path, verdict.replace("\n", " "))
+            raise damaged_error(path, verdict.replace("\n", " "))
 
 
 def _check_remains(path: Path) -> None:

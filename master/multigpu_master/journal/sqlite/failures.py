@@ -20,7 +20,7 @@ def explain(error: Exception, path: Path) -> JournalError:
     code = getattr(error, "sqlite_errorcode", 0)
     primary = code & 0xFF  # https://sqlite.org/rescode.html#primary_result_codes_versus_extended_result_codes
     if code in _FULL_CODES or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        return full(path)
+        return full_error(path)
     if getattr(error, "errno", None) in NO_DESCRIPTOR:
         return JournalFullError(
             f"The journal {path} can't be written now: no file descriptor is left ({error}). End connections to the "
@@ -32,7 +32,7 @@ def explain(error: Exception, path: Path) -> JournalError:
             "user may write to."
         )
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return damaged(path, NO_DATABASE if code == sqlite3.SQLITE_NOTADB else str(error))
+        return damaged_error(path, NO_DATABASE if code == sqlite3.SQLITE_NOTADB else str(error))
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return JournalError(
             f"The journal {path} stayed locked by another program for {BUSY_TIMEOUT_S:.0f} s ({error}). End that "
@@ -45,7 +45,7 @@ def explain(error: Exception, path: Path) -> JournalError:
     )
 
 
-def full(path: Path) -> JournalFullError:
+def full_error(path: Path) -> JournalFullError:
     return JournalFullError(
         f"The journal {path} is full: the disk has no room left, or the journal's size limit (journal_bytes_max) is "
         "reached. Free space on the disk (never delete files in data_dir), raise the limit, or remove tasks: `mgpuctl "
@@ -53,14 +53,14 @@ def full(path: Path) -> JournalFullError:
     )
 
 
-def gone(path: Path) -> JournalError:
+def gone_error(path: Path) -> JournalError:
     return JournalError(
         f"The journal {path} or its log was deleted, moved or replaced while this master used it: nothing more can be "
         "acknowledged. Bring the directory back, or restore a backup, before the next start; else it begins empty."
     )
 
 
-def damaged(path: Path, what: str) -> JournalDamagedError:
+def damaged_error(path: Path, what: str) -> JournalDamagedError:
     return JournalDamagedError(
         f"The journal {path} is damaged ({what}); nothing in it was changed. Restore its directory from a backup, or "
         f"save what can be read with `sqlite3 {path} .recover`, or move the whole directory away to begin with an "
@@ -68,14 +68,14 @@ def damaged(path: Path, what: str) -> JournalDamagedError:
     )
 
 
-def damaged_log(path: Path, what: str) -> JournalDamagedError:
+def damaged_log_error(path: Path, what: str) -> JournalDamagedError:
     return JournalDamagedError(
         f"The journal {path} is damaged: {what}. Nothing in it was changed. Restore its directory from a backup, or "
         f"run `mgpu-master --data-dir {path.parent} salvage`, which keeps what can be read and says what is gone."
     )
 
 
-def missing_log(path: Path) -> JournalDamagedError:
+def missing_log_error(path: Path) -> JournalDamagedError:
     return JournalDamagedError(
         f"The log {path.name}-wal is missing in {path.parent}, and the last master did not close the journal: "
         "acknowledged transactions are lost, unless another program (such as sqlite3) has copied them into the "

@@ -105,7 +105,7 @@ class SqliteJournal(JournalReads):
                 # The time is saved before new outcomes are written, so that these are not taken for older ones, which
                 # are not aged by the time during which no master ran.
                 if not self._fits(self._sweeper.save_time) or not self._room.accepts():
-                    self._full = failures.full(self._path)
+                    self._full = failures.full_error(self._path)
         except (OSError, sqlite3.Error) as error:
             connections.close_keeping_log(self._path, self._writer)
             self._lock_file.release()
@@ -360,7 +360,7 @@ class SqliteJournal(JournalReads):
             self._sweep_at_s = ended + TICK_S
             self._room.measure()
             if self._full is None and not self._fits(partial(self._room.require_room_for_submits, 0, 0)):
-                self._begin_full(failures.full(self._path))
+                self._begin_full(failures.full_error(self._path))
 
     def _fail(self, error: Exception) -> None:
         """Stops the journal: writes nothing more, and leaves the log for the next master to read."""

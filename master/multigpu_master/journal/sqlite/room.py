@@ -119,7 +119,7 @@ class Room:
         if self._bytes_until_measure < 0:
             self.measure()
         if self._used_bytes + size_bytes + self._share_bytes > self.size_max_bytes:
-            raise failures.full(self._path)
+            raise failures.full_error(self._path)
         self.require(2 * size_bytes + self._share_bytes)
 
     def require_room_for_outcome(self, size_bytes: int) -> None:
@@ -140,9 +140,9 @@ class Room:
         try:
             free = free_bytes(self._path.parent)
         except FileNotFoundError as error:
-            raise failures.gone(self._path) from error
+            raise failures.gone_error(self._path) from error
         if free < size_bytes:
-            raise failures.full(self._path)
+            raise failures.full_error(self._path)
 
     def measure(self) -> None:
         """Measures the bytes that count for the limit: all except the log and empty pages of the database. Two calls
