@@ -66,8 +66,10 @@ class Dispatcher:
 
     def grant(self, spec: Spec, leases: list[Lease]) -> None:
         self.session.grant(leases)
+        serves = self._loader.routes.serves(spec.kind)
         if self._runs(spec):
-            self._pool.preempt_unbegun(self.batcher.add(spec, leases))
+            rank = self.batcher.add(spec, leases)
+            self._pool.preempt_unbegun(rank, self._loader.routes.key_of(spec) if serves else None)
         else:
             self._reject(leases, spec)
 
@@ -114,30 +116,35 @@ class Dispatcher:
         # When processes that have enough for now want their next batches.
         later_s: list[float] = []
         now_s = time.monotonic()
-        one_by_one = self._one_by_one | self._loader.one_by_one
 
         def may(spec: Spec) -> bool:
             process = self._target(spec, self.batcher.first(spec))
             if process is None:
                 waiting.add(spec)
                 return False
-            if spec.kind in one_by_one or process.pace.due_s() <= now_s:
+            if self._is_one_by_one(spec) or process.pace.due_s() <= now_s:
                 return True
             later_s.append(process.pace.due_s())
             return False
 
-        while leases := self.batcher.pop(one_by_one=one_by_one, may=may, now_s=now_s):
+        while leases := self.batcher.pop(one_by_one=self._is_one_by_one, may=may, now_s=now_s):
             spec = leases[0].spec
             process = self._target(spec, leases[0])
             assert process is not None
             self._sampler.begin_work()
-            process.dispatch(leases, one_by_one=spec.kind in one_by_one)
+            process.dispatch(leases, one_by_one=self._is_one_by_one(spec))
             waiting.clear()
         due_s = min([due_s for due_s in (self.batcher.due_s(), *later_s) if due_s is not None], default=None)
         if due_s is not None:
             self._pump_at(due_s, now_s)
         if waiting:
             self._loader.wanted({model for spec in waiting if (model := self._loader.routes.key_of(spec)) is not None})
+
+    def _is_one_by_one(self, spec: Spec) -> bool:
+        """Whether the engine that runs these tasks runs one after the other."""
+        if self._loader.routes.serves(spec.kind):
+            return self._loader.routes.key_of(spec) in self._loader.one_by_one
+        return spec.kind in self._one_by_one
 
     def _target(self, spec: Spec, first: Lease | None) -> EngineProcess | None:
         """The process that can take a batch of these now, which begins with `first`."""
@@ -213,7 +220,8 @@ class Dispatcher:
             asyncio.get_running_loop().call_later(monitor.grace_s, self._report, began_ns, now_ns, judged.reports)
         else:
             self._report(began_ns, now_ns, judged.reports)
-        self.batcher.put_back(judged.again)
+        self.return_leases([lease for lease in judged.again if lease.recalled], "recalled", RECALLED)
+        self.batcher.put_back([lease for lease in judged.again if not lease.recalled])
         if judged.hardware:
             monitor.memory_failed(judged.hardware)
         if death.fault is not None:

@@ -85,6 +85,14 @@ def text_of(text: str, bytes_max: int) -> str:
     return text.encode("utf-8", "replace")[:bytes_max].decode("utf-8", "ignore")
 
 
+def message_of(error: BaseException) -> str:
+    """What an exception says; "" if nothing."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  user code too
+        return "the exception can't say what it is: its __str__ raises"
+
+
 def last_lines(text: str) -> str:
     """The last lines of a task's log that fit into LOG_CHARS_MAX, after CUT if lines are missing."""
     if len(text) <= LOG_CHARS_MAX:

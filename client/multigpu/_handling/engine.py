@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from multigpu import _ranks
 from multigpu._encoding import encode
 from multigpu._handling.arguments import ArgumentsError, Parameters
-from multigpu._handling.attempts import Batch, Item, Reporter
+from multigpu._handling.attempts import Batch, Item, Reporter, message_of
 from multigpu.contexts import LocalContext, current_context, task_log
 from multigpu.handlers import Handler
 
@@ -358,7 +358,7 @@ def report_failure(handler: Handler, item: Item, error: BaseException, reporter:
     text = "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError):
         # Another worker may have more.
-        message = f"the handler ran out of memory, the host's or the worker's engine_memory_bytes: {_message(error)}"
+        message = f"the handler ran out of memory, the host's or the worker's engine_memory_bytes: {message_of(error)}"
         reporter.fail(item, "OutOfMemory", message, retryable=True, traceback=text)
     elif isinstance(error, WrongResultTypeError):
         reporter.fail(item, "WrongResultType", str(error), retryable=False)
@@ -367,16 +367,9 @@ def report_failure(handler: Handler, item: Item, error: BaseException, reporter:
     else:
         left = handler.retries is None or item.attempt <= handler.retries
         retryable = left and isinstance(error, handler.retry_on)
-        reporter.fail(item, _class_name(type(error)), _message(error), retryable=retryable, traceback=text)
+        reporter.fail(item, _class_name(type(error)), message_of(error), retryable=retryable, traceback=text)
 
 
 def _class_name(cls: type[BaseException]) -> str:
     """By which a client that has imported the class's module finds it."""
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001  user code too
-        return "the exception can't say what it is: its __str__ raises"

@@ -1,6 +1,9 @@
 """Limits and charges as values: when an engine must be ended, and which leases are charged for its end."""
 
+import signal
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from multigpu_worker.processes.batch import EngineBatch
@@ -9,6 +12,7 @@ from multigpu_worker.processes.blame.evidence import Evidence
 from multigpu_worker.processes.blame.limits import Limits, Violation
 from multigpu_worker.processes.death import Death
 from multigpu_worker.processes.ipc.slots import SlotState
+from multigpu_worker.processes.process import EngineProcess
 from multigpu_worker.session.lease import Lease, Spec
 from multigpu_worker.session.session import TaskError
 
@@ -218,3 +222,33 @@ def test_a_batch_is_halved_until_the_culprit_is_alone() -> None:
             waiting.append({lease.lease_id: lease for lease in again[:size]})
             again = again[size:]
     assert (found, survivors, deaths) == ([culprit], 255, 9)
+
+
+def test_a_process_killed_by_a_real_time_signal_is_described() -> None:
+    """Most of these signals have no name: the worker ended with a ValueError."""
+    for number in range(1, signal.NSIG):
+        assert Death(returncode=-number, slots=[]).summary.startswith("was killed by ")
+    assert Death(returncode=-(signal.SIGRTMIN + 2), slots=[]).summary == f"was killed by signal {signal.SIGRTMIN + 2}"
+
+
+def test_an_engine_that_is_replaced_while_none_runs_excuses_no_later_death() -> None:
+    evidence = Evidence(lambda _: False, 0)
+    process: Any = SimpleNamespace(child=None, _evidence=evidence, kill=lambda: None)
+    EngineProcess.replace(process)
+    assert evidence.violation is None
+    process.child = object()
+    EngineProcess.replace(process)
+    assert evidence.violation is not None
+
+
+def test_a_process_that_is_unloaded_during_a_self_test_says_so() -> None:
+    """The device was judged unusable."""
+    causes: list[str] = []
+    dispatcher = SimpleNamespace(engine_died=lambda *arguments: causes.append(arguments[-1]))
+    process: Any = SimpleNamespace(
+        batches={}, retiring=True, model="m", occupied=0, slots=1, _evidence=Evidence(lambda _: False, 0),
+        _clear=lambda: None, _limits=SimpleNamespace(reset=lambda: None),
+        _callbacks=SimpleNamespace(dispatcher=dispatcher),
+    )  # fmt: skip
+    EngineProcess._died(process, Death(returncode=0, slots=[]))
+    assert causes == ["it was unloaded"]

@@ -11,7 +11,10 @@ from multigpu_worker.session.wire import spec_of
 ECHO = Spec(kind="echo")
 OTHER = Spec(kind="echo", parameters=(("a", "b"),))
 HANDLER = Spec(kind="mine")
-ONE_BY_ONE = frozenset({"mine"})
+
+
+def one_by_one(spec: Spec) -> bool:
+    return spec.kind == "mine"
 
 
 def leases(ids: Iterable[int], spec: Spec = ECHO, payload_bytes: int = 8) -> list[Lease]:
@@ -27,7 +30,7 @@ def ids(batch: list[Lease]) -> list[int]:
 
 
 def pop(made: Batcher) -> list[int]:
-    return ids(made.pop(one_by_one=ONE_BY_ONE))
+    return ids(made.pop(one_by_one=one_by_one))
 
 
 def test_one_spec_a_batch_and_the_oldest_first_and_no_line_starves_another() -> None:
@@ -80,7 +83,7 @@ def test_dropped_leases_go_nowhere() -> None:
 def test_put_back_goes_first_and_keeps_its_order_across_kinds() -> None:
     made = batcher()
     made.add(ECHO, leases([1, 2, 3, 4]))
-    batch = made.pop(one_by_one=ONE_BY_ONE)
+    batch = made.pop(one_by_one=one_by_one)
     made.add(OTHER, leases([5], OTHER))
     made.add(ECHO, leases([6]))
     made.put_back(batch)
@@ -90,7 +93,7 @@ def test_put_back_goes_first_and_keeps_its_order_across_kinds() -> None:
     made.add(HANDLER, leases([1], HANDLER))
     made.add(ECHO, leases([2]))
     made.add(OTHER, leases([3], OTHER))
-    taken = made.pop(one_by_one=ONE_BY_ONE) + made.pop(one_by_one=ONE_BY_ONE)
+    taken = made.pop(one_by_one=one_by_one) + made.pop(one_by_one=one_by_one)
     made.put_back(taken)
     assert [pop(made), pop(made)] == [[1], [2]]
     made.put_back(taken[1:])
@@ -102,7 +105,7 @@ def test_leases_that_an_engine_gave_back_wait_where_they_waited_before() -> None
     made = batcher()
     made.add(OTHER, leases([1], OTHER))
     made.add(ECHO, leases([2, 3]))
-    taken = made.pop(one_by_one=ONE_BY_ONE, may=lambda spec: spec is ECHO)
+    taken = made.pop(one_by_one=one_by_one, may=lambda spec: spec is ECHO)
     made.add(ECHO, leases([4]))
     made.give_way(taken)
     assert [pop(made), pop(made)] == [[1], [2, 3, 4]]
@@ -126,18 +129,18 @@ def test_batches_grow_with_a_known_speed_and_those_of_slow_tasks_take_bounded_ti
     made.add(HANDLER, leases(range(1, 2001), HANDLER))
     sizes = []
     for _ in range(5):
-        batch = made.pop(one_by_one=ONE_BY_ONE)
+        batch = made.pop(one_by_one=one_by_one)
         sizes.append(len(batch))
         made.measure(HANDLER, len(batch), len(batch) * 1e-6)
     assert sizes == [1, 8, 64, 256, 256]
     made = batcher(batch_s=0.05)
     made.add(HANDLER, leases(range(1, 101), HANDLER))
     for _ in range(4):
-        batch = made.pop(one_by_one=ONE_BY_ONE)
+        batch = made.pop(one_by_one=one_by_one)
         made.measure(HANDLER, len(batch), len(batch) * 0.01)
-    assert len(made.pop(one_by_one=ONE_BY_ONE)) == 5
+    assert len(made.pop(one_by_one=one_by_one)) == 5
     made.measure(HANDLER, 5, 5 * 10.0)
-    assert len(made.pop(one_by_one=ONE_BY_ONE)) == 1
+    assert len(made.pop(one_by_one=one_by_one)) == 1
 
 
 def test_every_slot_gets_a_share() -> None:
@@ -145,7 +148,7 @@ def test_every_slot_gets_a_share() -> None:
     for _ in range(4):
         made.measure(HANDLER, 64, 64 * 1e-6)
     made.add(HANDLER, leases(range(1, 11), HANDLER))
-    assert [len(made.pop(one_by_one=ONE_BY_ONE)) for _ in range(4)] == [3, 2, 2, 1]
+    assert [len(made.pop(one_by_one=one_by_one)) for _ in range(4)] == [3, 2, 2, 1]
 
 
 def test_remembered_speeds_are_bounded() -> None:
@@ -193,9 +196,9 @@ def test_lines_that_may_not_go_keep_their_place() -> None:
         asked.append(spec.kind)
         return spec.kind == "echo"
 
-    assert ids(made.pop(one_by_one=ONE_BY_ONE, may=may)) == [2]
+    assert ids(made.pop(one_by_one=one_by_one, may=may)) == [2]
     assert asked == ["embed", "echo"]
-    assert made.pop(one_by_one=ONE_BY_ONE, may=may) == []
+    assert made.pop(one_by_one=one_by_one, may=may) == []
     assert made.due_s() is None
     made.add(ECHO, leases([3]))
     assert pop(made) == [1]
@@ -208,7 +211,7 @@ def growing() -> Batcher:
 
 
 def pop_at(made: Batcher, now_s: float) -> list[int]:
-    return ids(made.pop(one_by_one=ONE_BY_ONE, now_s=now_s))
+    return ids(made.pop(one_by_one=one_by_one, now_s=now_s))
 
 
 def test_a_batch_waits_to_grow_no_longer_than_its_delay_and_not_again_if_it_returns() -> None:
@@ -229,7 +232,7 @@ def test_a_batch_waits_to_grow_no_longer_than_its_delay_and_not_again_if_it_retu
     made = growing()
     made.add(MODEL, leases([1], MODEL))
     pop_at(made, 1.0)
-    batch = made.pop(one_by_one=ONE_BY_ONE, now_s=2.0)
+    batch = made.pop(one_by_one=one_by_one, now_s=2.0)
     made.put_back(batch)
     assert pop_at(made, 2.0) == [1]
 

@@ -86,3 +86,18 @@ async def test_a_returned_lease_has_not_run(stream: Stream, tmp_path: Path, seed
     succeeded = {n for n, word in stream.reports.items() if word.state == SUCCEEDED}
     assert sorted(ran) == sorted(succeeded)
     assert len(succeeded) < last
+
+
+async def test_a_recalled_lease_in_an_engine_that_dies_is_returned(start_handlers: Start) -> None:
+    """It ran here after all, and perhaps at the same time elsewhere."""
+    worker, stream = await start_handlers()
+    (engine,) = worker.engine_pids()
+    os.kill(engine, signal.SIGSTOP)
+    stream.lease([(2, b"x")], kind="t.upper")
+    stream.send(recalled_lease_ids=[2])
+    beats = len(stream.heartbeats)
+    await stream.until(lambda: len(stream.heartbeats) > beats + 1)  # by now the worker has read both
+    assert 2 not in stream.reports, "it is in the engine"
+    os.kill(engine, signal.SIGKILL)
+    (word,) = await stream.reported(2)
+    assert (word.state, word.error.type) == (RETURNED, "Recalled")

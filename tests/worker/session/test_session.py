@@ -326,3 +326,35 @@ def test_any_order_of_events_loses_and_repeats_nothing(seed: int) -> None:
         peer.arrive()
     assert peer.live == set()
     assert (session.unsent_bytes, session.leases) == (0, {})
+
+
+def test_frames_are_bounded_by_all_that_reports_take(session: Session) -> None:
+    """Error texts and logs did not count: after an outage, one frame was larger than a message may be."""
+    leases = grant(session, *range(3000))
+    for lease in leases[::2]:
+        lease.log = "\N{FULL BLOCK}" * 5000
+    error = TaskError(type="E", message="m" * 8000, retryable=True, traceback="t" * 16000)
+    session.break_stream()
+    session.report(1, 2, [Report(lease, ReportState.FAILED, error=error) for lease in leases])
+    session.welcome([lease.lease_id for lease in leases])
+    seen: list[int] = []
+    while session.has_unsent():
+        taken = [report for group in frame(session).reports for report in group.reports]
+        texts = [r.lease.log.encode() + f"{r.error.message}{r.error.traceback}".encode() for r in taken if r.error]
+        assert sum(map(len, texts)) <= FRAME_BYTES
+        seen += [report.lease.lease_id for report in taken]
+    assert seen == [lease.lease_id for lease in leases]
+
+
+def test_logs_that_do_not_fit_into_a_hello_follow_in_heartbeats(session: Session) -> None:
+    leases = grant(session, *range(3000))
+    for lease in leases:
+        session.log(lease, "\N{FULL BLOCK}" * 16000)
+    session.break_stream()
+    listed = session.held(hello=True)
+    sizes = [sum(len(entry.log.encode()) for entry in listed)]
+    assert len(listed) == 3000
+    while any(lease.log_unsent for lease in leases):
+        sizes.append(sum(len(entry.log.encode()) for entry in session.held(hello=False)))
+    assert max(sizes) <= 32 << 20
+    assert sum(sizes) == sum(len(lease.log.encode()) for lease in leases)

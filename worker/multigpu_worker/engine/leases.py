@@ -11,7 +11,7 @@ class Leases:
     """Shared by all threads. `cancelled` and `unbegun` may be read without a lock."""
 
     def __init__(self, channel: AgentChannel) -> None:
-        # Emptied whenever no batch is here.
+        # Emptied when the last batch here ends.
         self.cancelled: set[int] = set()
         # Leases that no slot has begun. The value is the set of its batch's leases that were given back.
         self.unbegun: dict[int, set[int]] = {}

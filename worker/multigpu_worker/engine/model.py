@@ -4,7 +4,7 @@ import sys
 import time
 import traceback
 
-from multigpu._handling.attempts import MESSAGE_BYTES_MAX, TYPE_BYTES_MAX, text_of
+from multigpu._handling.attempts import MESSAGE_BYTES_MAX, TYPE_BYTES_MAX, message_of, text_of
 
 from multigpu_worker.engine.channel import AgentChannel
 from multigpu_worker.engines.base import EngineSettings, HasSignature, ModelEngine
@@ -50,7 +50,7 @@ def load(channel: AgentChannel, settings: EngineSettings, spec: ModelSpec) -> Lo
         return LoadedModel(spec.kind, engine, engine.load())
     except BaseException as error:  # noqa: BLE001  whatever loading raises is due to the model, or to a lack of memory
         traceback.print_exc()
-        message = text_of(str(error) or type(error).__name__, MESSAGE_BYTES_MAX)
+        message = text_of(message_of(error) or type(error).__name__, MESSAGE_BYTES_MAX)
         error_type = text_of(type(error).__name__, TYPE_BYTES_MAX)
         channel.send(("load_failed", error_type, message, getattr(error, "retryable", True)))
         return None

@@ -20,6 +20,7 @@ from multigpu._handling.attempts import (
     TRACEBACK_BYTES_MAX,
     TYPE_BYTES_MAX,
     last_lines,
+    message_of,
     text_of,
 )
 from multigpu._transport.payloads import LARGE_BYTES, Reference
@@ -222,7 +223,7 @@ class BatchReporter:
         text = "".join(traceback.format_exception(error))
         error_type = "OutOfMemory" if isinstance(error, MemoryError) else type(error).__name__
         for item in self._items:
-            self.fail(item, error_type, str(error) or error_type, retryable=True, traceback=text)
+            self.fail(item, error_type, message_of(error) or error_type, retryable=True, traceback=text)
 
     def _entered(self) -> threading.Lock:
         """Return the lock. In a child that user code forked, end the process instead."""

@@ -39,7 +39,7 @@ OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
 FAULTY = frozenset({"ModelFolderError"})
 # A model in use is measured again at this interval.
 MEASURE_S = 30.0
-# Kills from outside during a load, after which the load counts as failed.
+# Deaths during loads of a model. From this one on, also a kill from outside counts as a failure of the load.
 KILLS_MAX = 2
 
 
@@ -81,8 +81,8 @@ class ModelLoader:
         self._sizes = ModelSizes(settings, sampler, limit_bytes, self._resized)
         self._sizes.prepare(catalog.models)
         self.routes = ModelRoutes(catalog, settings.engine, self._sizes.of)
-        # Kinds whose engines run one task after the other, as far as one was loaded.
-        self.one_by_one: frozenset[str] = frozenset()
+        # Keys of models whose engines run one task after the other; of those that were loaded.
+        self.one_by_one: set[str] = set()
         # The master does not know the current routes yet.
         self.changed = False
         # An exclusive lease was held at the last look.
@@ -283,8 +283,11 @@ class ModelLoader:
         loaded.add(process)
         self._load_watch.forget(process.pid)
         if report.one_by_one:
-            self.one_by_one |= {resident.spec.kind}
+            self.one_by_one.add(resident.key)
+        else:
+            self.one_by_one.discard(resident.key)
         if resident.state is not ModelState.LOADING or len(loaded) < resident.spec.instances:
+            self._dispatcher.routes_changed()  # this process can take batches
             return
         resident.loaded(report.load_s, report.facts, time.monotonic())
         resident.signature = report.signature
@@ -298,6 +301,8 @@ class ModelLoader:
         self._dispatcher.routes_changed()
 
     def facts_changed(self, process: ModelProcess, facts: dict[str, str]) -> None:
+        if process.retiring:
+            return
         self.routes.residents[process.model].facts = facts
         self._report_change()
 
@@ -306,7 +311,8 @@ class ModelLoader:
             return
         resident = self.routes.residents[process.model]
         self._load_watch.forget(process.pid)
-        if resident.state is not ModelState.LOADING:  # an instance that was to replace a dead one
+        others = [each for each in self._pool.models.get(resident.key, ()) if each is not process]
+        if resident.state is not ModelState.LOADING and others:  # it was to replace a dead instance
             log.warning("an instance of a model failed to load", model=process.model, error=message)
             self._pool.end(process)
             return
@@ -347,17 +353,22 @@ class ModelLoader:
         resident = self.routes.residents.get(process.model)
         if resident is None:
             return
-        self._loaded.get(resident.key, set()).discard(process)
+        loaded = self._loaded.get(resident.key, set())
+        was_loaded = process in loaded
+        loaded.discard(process)
+        others = bool(self._pool.models.get(resident.key)) and not self._pool.parked
         if process.retiring:
             gone = resident.key not in self._pool.models and not self._pool.leaving(resident.key)
             if resident.state is ModelState.UNLOADING and gone:
                 resident.enter(ModelState.ABSENT, time.monotonic())
-        elif resident.state is ModelState.LOADING:
+        elif resident.state is ModelState.LOADING or not (was_loaded or others):
             self._died_loading(resident, death)
-        elif self._pool.models.get(resident.key):  # other instances go on: replace this one
+        elif not others:
+            resident.enter(ModelState.ABSENT, time.monotonic())
+        elif was_loaded and resident.state is ModelState.READY:  # other instances go on: replace this one
             self._pool.add(resident.key, resident.spec, slots_of(resident.spec), self.routes.imports_of(resident))
         else:
-            resident.enter(ModelState.ABSENT, time.monotonic())
+            log.warning("an instance of a model is not replaced", model=resident.model, died=death.summary)
         self._reroute(self.routes.switch)
         self._dispatcher.want_heartbeat()
         self.look()

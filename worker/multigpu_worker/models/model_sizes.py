@@ -100,7 +100,7 @@ class ModelSizes:
     async def _measure(self, resident: Resident, pids: Sequence[int], device_bytes: int, *, again: bool) -> None:
         if resident.spec.engine == VLLM or resident.spec.ranks > 1:
             pids = await asyncio.to_thread(with_descendants, pids)
-        found_bytes = await self._memory_of(pids) or device_bytes * len(pids)
+        found_bytes = await self._memory_of(pids) or device_bytes * resident.spec.instances
         if found_bytes > (resident.memory_bytes * (1 + GROWTH) if again else 0):
             resident.memory_bytes, resident.measured = found_bytes, True
             self._changed()

@@ -25,6 +25,8 @@ class Death:
 
     @property
     def summary(self) -> str:
-        if self.returncode < 0:
+        if -self.returncode in list(signal.Signals):
             return f"was killed by {signal.Signals(-self.returncode).name}"
+        if self.returncode < 0:  # a real-time signal, most of which have no name
+            return f"was killed by signal {-self.returncode}"
         return f"ended with exit code {self.returncode}"

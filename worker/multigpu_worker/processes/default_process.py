@@ -139,12 +139,14 @@ class DefaultProcess(EngineProcess):
                 return carry_out
 
     def _is_ready(self, kinds: dict[str, KindInfo], sources: Sources) -> None:
+        if self.child is not None and self.child.killed:  # perhaps to be replaced by one with other sources
+            return
         self.kinds = kinds
         self.slow_start = ""
         if self.sources is None:
             self.sources = sources
         assert self.child is not None
-        self.child.ready = not self.child.killed
+        self.child.ready = True
         self._was_ready = True
         self._start.begun_anew()
         if not self._first_ready.done():

@@ -1,4 +1,4 @@
-"""The process of one model: it imports libraries, loads a model on request, and is not restarted when it dies."""
+"""The process of one model: it imports libraries, and loads a model on request. When it dies, the loader decides."""
 
 import asyncio
 from collections.abc import Callable

@@ -114,9 +114,11 @@ class EnginePool:
             leases = process.recall(leases)
         return leases
 
-    def preempt_unbegun(self, rank: int) -> None:
-        """Ask the engines, once, to give back the batches that a lease of this rank (batcher.py) goes before."""
-        for process in self:
+    def preempt_unbegun(self, rank: int, model: str | None) -> None:
+        """Ask the engines of a model (None: of the tasks without one), once, to give back the batches that a lease of
+        this rank (batcher.py) goes before.
+        """
+        for process in (self.default,) if model is None else self.models.get(model, ()):
             for batch in process.batches.values():
                 lease = next(iter(batch.leases.values()), None)
                 if lease is not None and lease.rank > rank and not batch.asked_back:

@@ -272,8 +272,9 @@ class EngineProcess:
         child.kill()
 
     def replace(self) -> None:
-        """End the engine and charge no lease: its leases go on in another."""
-        self._evidence.replace()
+        """End the engine, if there is one, and charge no lease: its leases go on in another."""
+        if self.child is not None and self._evidence.violation is None:
+            self._evidence.replace()
         self.kill()
 
     def forget(self) -> None:
@@ -335,6 +336,7 @@ class EngineProcess:
     def _reports(self, batch: EngineBatch, read: BatchReports) -> None:
         for report in read.reports:
             batch.leases.pop(report.lease.lease_id, None)
+            self._cancelled_ns.pop(report.lease.lease_id, None)
         batch.settled += len(read.reports)
         # Since something was last settled: frames in between had only parts of the same tasks.
         start_ns = batch.unsettled_ns or read.start_ns
@@ -352,9 +354,8 @@ class EngineProcess:
         del self.batches[batch.batch_id]
         if not batch.one_by_one:
             self.pace.end(batch.batch_id, time.monotonic())
-        if self._cancelled_ns:
-            for lease_id in batch.leases:
-                self._cancelled_ns.pop(lease_id, None)
+        for lease_id in batch.leases if self._cancelled_ns else ():
+            self._cancelled_ns.pop(lease_id, None)
         self._callbacks.dispatcher.batch_done(self, batch, work_ns)
 
     def _given_back(self, lease_ids: list[int]) -> None:
@@ -364,12 +365,14 @@ class EngineProcess:
             if not batch.leases and not batch.settled:  # the report of its end will find no batch
                 del self.batches[batch.batch_id]
                 self.pace.drop(batch.batch_id)
+        for lease in given_back:
+            self._cancelled_ns.pop(lease.lease_id, None)
         self._callbacks.dispatcher.given_back(given_back)
 
     def _died(self, death: Death) -> None:
         inside = bool(self.batches)
         judged = self._evidence.judge(death, self.batches)
-        external_cause = judged.reason if inside or judged.by_others else ""
+        external_cause = judged.reason if inside or judged.by_others else "it was unloaded" if self.retiring else ""
         if inside or not self.retiring:
             log.warning(
                 "engine died",

@@ -9,8 +9,8 @@ so a line has one). A lease of a higher level goes before all that wait, but at 
 level between them overtake a lease.
 
 A batch leaves as soon as an engine can take it, unless its model has a delay: then it waits until the delay is over, a
-limit is reached, or it has one of the sizes that the model prefers. Leases that come back from an engine don't wait
-again. The master watches deadlines and revokes leases; the batcher then drops them.
+limit is reached, or it has one of the sizes that the model prefers. Leases that come back from an engine that ended
+don't wait again. The master watches deadlines and revokes leases; the batcher then drops them.
 
 Kinds that run a batch together (embeddings) have a budget of tokens for each batch. Kinds that run one by one
 (handlers) only save hops between processes by larger batches, and delay reports and revocations. So a batch of theirs
@@ -115,11 +115,12 @@ class Batcher:
             line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))
 
     def pop(
-        self, *, one_by_one: frozenset[str], may: Callable[[Spec], bool] | None = None, now_s: float = 0.0
+        self, *, one_by_one: Callable[[Spec], bool], may: Callable[[Spec], bool] | None = None, now_s: float = 0.0
     ) -> list[Lease]:
         """Cut the next batch: leases of one spec, without dropped ones. Empty: nothing may go now.
 
-        `may`: whether an engine could take this spec now. `now_s`: on a monotonic clock.
+        `one_by_one`: whether the engine of a spec runs one task after the other. `may`: whether an engine could take it
+        now. `now_s`: on a monotonic clock.
         """
         self._due_s = None
         lines = sorted(self._lines, key=self._head) if len(self._lines) > 1 else list(self._lines)
@@ -127,7 +128,7 @@ class Batcher:
             if may is not None and not may(spec):
                 continue
             line = self._lines[spec]
-            if spec.kind in one_by_one:
+            if one_by_one(spec):
                 batch = self._cut(line, self._tasks_max(spec, len(line)), None)
             else:
                 rules = self.rules.get((spec.kind, spec.model), DEFAULT_RULES)

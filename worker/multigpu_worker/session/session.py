@@ -25,9 +25,9 @@ from multigpu_worker.session.lease import Lease
 
 # Reports are grouped up to this size, so that no frame nears the limit of a message.
 GROUP_BYTES_MAX = 4 << 20
-# Of a report, beside its result.
+# Of a report, beside its result, its error and its log.
 REPORT_BYTES = 32
-# In one hello or heartbeat; the rest waits for the next one.
+# Of checkpoints and logs in one hello or heartbeat; the rest waits for the next one.
 CHECKPOINT_BYTES_MAX = 32 << 20
 
 
@@ -178,7 +178,7 @@ class Session:
             for report in wanted:
                 self._resend_partials(report.lease)
             if wanted:
-                size_bytes = sum(len(report.result) + REPORT_BYTES for report in wanted)
+                size_bytes = sum(map(_size_of, wanted))
                 kept_bytes = size_bytes + sum(report.lease.partial_bytes for report in wanted)
                 self._push(Reports(group.start_ns, group.finish_ns, wanted, size_bytes, kept_bytes, group.usage))
         return unwanted
@@ -204,7 +204,7 @@ class Session:
             lease.payload = b""
             if lease.saved_unsent and report.state is not ReportState.SUCCEEDED:
                 self.heartbeat_due = True
-            report_bytes = len(report.result) + len(lease.log) + REPORT_BYTES
+            report_bytes = _size_of(report)
             if group and size_bytes + report_bytes > GROUP_BYTES_MAX:
                 self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, usage))
                 group, size_bytes, partial_bytes = [], 0, 0
@@ -285,8 +285,10 @@ class Session:
                 if left_bytes < 0:
                     checkpoint = None
             log = lease.log if hello or lease.log_unsent else ""
-            lease.log_unsent = False
-            left_bytes -= len(log)
+            left_bytes -= len(log.encode())
+            lease.log_unsent = bool(log) and left_bytes < 0
+            if left_bytes < 0:
+                log = ""
             listed.append(Held(lease=lease, checkpoint=checkpoint, log=log))
         self.heartbeat_due = False
         return listed
@@ -338,3 +340,13 @@ class Session:
             _, oldest = self._sent.popleft()
             self._sent_bytes -= oldest.kept_bytes
             self._sent_reports -= len(oldest.reports)
+
+
+def _size_of(report: Report) -> int:
+    """About the bytes that a report takes in a frame."""
+    size_bytes = len(report.result) + REPORT_BYTES
+    if report.lease.log:
+        size_bytes += len(report.lease.log.encode())
+    if report.error is not None:
+        size_bytes += len(report.error.message.encode()) + len(report.error.traceback.encode())
+    return size_bytes

@@ -34,9 +34,7 @@ class SlotPage:
 
     def __init__(self, fd: int, slots: int) -> None:
         self.fd = fd
-        # How many there is room for, and how many are in use.
-        self.capacity = slots
-        self.slots = slots
+        self.slots = slots  # how many are in use
         self._map = mmap.mmap(fd, slots * self.FIELDS * 8)
         self.view = memoryview(self._map).cast("Q")
 
