@@ -5,7 +5,7 @@
     │   ├── CallTimeoutError        the call's `timeout` has passed; also a TimeoutError
     │   ├── UnavailableError        no master answers at the address
     │   └── AccessError             the token or the certificate is missing, wrong, or not for this call
-    ├── RejectedError               the master rejected the task and keeps nothing of it
+    ├── RejectedError               the master does not take the task; itself with the code 14: it can't do so now
     │   ├── InvalidTaskError        the task is invalid: submitting it again cannot help
     │   ├── AlreadyExistsError      another task has its request_id
     │   ├── ResourceExhaustedError  a limit is hit; retry_delay_s says when to try again
@@ -82,8 +82,9 @@ class AccessError(TransportError):
 
 
 class RejectedError(MultigpuError):
-    """The master rejected the task and keeps nothing of it.
+    """The master does not take the task, and keeps nothing of it.
 
+    With the code UNAVAILABLE it can't do so now: it starts or stops, or it has the task and can't read its outcome.
     `code` is a google.rpc.Code. `retry_delay_s` is the time after which to try again; None: do not try again.
     """
 

@@ -79,6 +79,8 @@ def http_error(error: Exception) -> HttpError:
             return HttpError(CONFLICT, message, code="idempotency_key_in_use")
         case errors.ResourceExhaustedError():
             return HttpError(TOO_MANY, error.message, code="queue_full", retry_s=error.retry_delay_s or 1.0)
+        case errors.RejectedError() if error.retry_delay_s is not None:  # the master starts or stops
+            return HttpError(UNAVAILABLE, error.message, code="master_unavailable", retry_s=error.retry_delay_s)
         case errors.RejectedError():
             denied = error.code == _PERMISSION_DENIED
             return HttpError(FORBIDDEN if denied else BAD_REQUEST, error.message)
