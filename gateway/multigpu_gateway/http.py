@@ -72,7 +72,7 @@ class Request:
         self.secure: bool = scope.get("scheme") == "https"
         self._receive = receive
         self._send = send
-        self._body_bytes_max = body_bytes_max
+        self.body_bytes_max = body_bytes_max
         self.timeout_s = timeout_s
         self.responded = False
         # What was written last, by the loop's clock; 0: no stream has begun.
@@ -110,7 +110,7 @@ class Request:
             raise HttpError(UNSUPPORTED, "the body is compressed: send it as it is")
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return b"".join([part async for part in self.parts(self._body_bytes_max)])
+                return b"".join([part async for part in self.parts(self.body_bytes_max)])
         except TimeoutError:
             raise HttpError(TIMED_OUT, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 

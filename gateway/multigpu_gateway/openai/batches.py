@@ -2,8 +2,9 @@
 
 A batch is a record (a task of kind "echo", as files.py has it) and one task for each line, whose request_id names the
 batch and the line, in a queue of its own. Everything else follows from these: its state from the counts of its queue,
-its output from the outcomes of its tasks. So any gateway can go on with a batch that another one began: a batch whose
-tasks are not all there is submitted again, and the master knows those that it has.
+its output from the outcomes of its tasks. So any gateway can go on with a batch that another one began, or that met a
+limit of the master: a batch whose tasks are not all there is submitted again when somebody looks at it, and the master
+knows those that it has.
 """
 
 import asyncio
@@ -15,16 +16,28 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from multigpu import AsyncClient, Input, NotFoundError, RejectedError
+import structlog
+from multigpu import AsyncClient, Input, MultigpuError, NotFoundError, RejectedError
 from multigpu.outcome import Outcome, OutcomeState, TaskError
 
 from multigpu_gateway.clients import Connected
-from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, HttpError, http_error
+from multigpu_gateway.errors import (
+    BAD_REQUEST,
+    CONFLICT,
+    LATE,
+    NOT_FOUND,
+    TOO_MANY,
+    UNAVAILABLE,
+    HttpError,
+    http_error,
+)
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai import files
 from multigpu_gateway.openai.endpoints import ENDPOINTS, Endpoint
 from multigpu_gateway.openai.errors import error_body
 from multigpu_gateway.tasks import IDEMPOTENCY_KEY
+
+log = structlog.get_logger()
 
 PATH = "/v1/batches"
 QUEUE = "openai-batches"
@@ -37,6 +50,8 @@ LIST_MAX = 100
 _SUBMIT_LINES, _FETCH = 5_000, 64
 OUTPUT, ERRORS = "-output", "-errors"
 ENDED = ("completed", "expired", "cancelled")
+# Errors that pass by themselves: limits, and a master that is away.
+_PASSING = (TOO_MANY, UNAVAILABLE, LATE)
 
 
 class BatchRequest(msgspec.Struct):
@@ -105,7 +120,7 @@ async def get(request: Request, connected: Connected) -> None:
             record = await _get(client, batch_id)
             answer = await _state(client, record)
             if answer["status"] == "validating":
-                await _submit(client, record, await files.describe(client, record.input_file_id))
+                await _go_on(client, record, request.body_bytes_max)
                 answer = await _state(client, record)
     await request.respond(200, msgspec.json.encode(answer))
 
@@ -120,20 +135,46 @@ async def _make(request: Request, connected: Connected) -> None:
         raise HttpError(BAD_REQUEST, "completion_window: it is 24h", param="completion_window")
     async with request.while_connected():
         client = connected.client
-        file = await files.describe(client, asked.input_file_id)
-        lines = await _check(connected, file, asked.endpoint, endpoint)
         key = request.header(IDEMPOTENCY_KEY)
         digest = hashlib.sha256(key.encode()).hexdigest() if key else uuid.uuid4().hex
-        record = Record(
-            f"batch_{digest[:32]}", file.id, asked.endpoint, asked.completion_window, int(time.time()), lines,
-            asked.metadata,
-        )  # fmt: skip
-        if key:  # a retry: the batch may be there
-            record = await _find(client, record.id) or record
-        await files.store(client, record.id, msgspec.json.encode(record), QUEUE)
-        await _submit(client, record, file)
-        answer = await _state(client, record)
+        batch_id = f"batch_{digest[:32]}"
+        record = await _find(client, batch_id) if key else None  # a retry: the batch may be there
+        if record is None:
+            file = await files.describe(client, asked.input_file_id)
+            lines = await _check(connected, file, asked.endpoint, endpoint, request.body_bytes_max)
+            record = Record(
+                batch_id, file.id, asked.endpoint, asked.completion_window, int(time.time()), lines, asked.metadata
+            )
+            await files.store(client, record.id, msgspec.json.encode(record), QUEUE)
+        elif (record.input_file_id, record.endpoint) != (asked.input_file_id, asked.endpoint):
+            message = f"the Idempotency-Key belongs to another request, of {record.id}: use another key"
+            raise HttpError(CONFLICT, message, code="idempotency_key_in_use")
+        await _go_on(client, record, request.body_bytes_max)
+        answer = await _stored(client, record)
     await request.respond(200, msgspec.json.encode(answer))
+
+
+async def _go_on(client: AsyncClient, record: Record, line_bytes_max: int) -> None:
+    """Submits the lines that the master takes now. The record is stored: an error that passes by itself is no answer,
+    or the caller's retry would make another batch. The next GET of the batch goes on.
+    """
+    try:
+        file = await files.describe(client, record.input_file_id)
+        await _submit(client, record, file, line_bytes_max)
+    except (HttpError, MultigpuError) as error:
+        if http_error(error).status not in _PASSING:
+            raise
+        log.info("lines of a batch wait to be submitted", batch=record.id, reason=str(error))
+
+
+async def _stored(client: AsyncClient, record: Record) -> dict[str, Any]:
+    """The state of a batch whose record has been stored, also if the master can't be asked now."""
+    try:
+        return await _state(client, record)
+    except MultigpuError as error:
+        if http_error(error).status not in _PASSING:
+            raise
+        return _as_dict(record, "validating", 0, 0)
 
 
 async def _list(request: Request, client: AsyncClient) -> dict[str, Any]:
@@ -144,16 +185,15 @@ async def _list(request: Request, client: AsyncClient) -> dict[str, Any]:
         raise HttpError(BAD_REQUEST, f"limit is {limit!r}: 1 to {LIST_MAX}", param="limit")
     found: list[dict[str, Any]] = []
     more, after = False, query.get("after", "")
-    async for task in client.list_tasks(queue=QUEUE, kind=files.KIND):
-        if ":" in task.request_id:
-            continue
+    give_up = asyncio.get_running_loop().time() + files.READ_TIMEOUT_S
+    async for name in files.names(client, QUEUE):
         if after:
-            after = "" if task.request_id == after else after
+            after = "" if name == after else after
         elif len(found) == int(limit):
             more = True
             break
-        else:
-            found.append(await _state(client, await _get(client, task.request_id)))
+        elif (record := await files.look(client, name, _record, give_up)) is not None:
+            found.append(await _state(client, record))
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
     return {"object": "list", "data": found, "has_more": more, **ends}
 
@@ -162,10 +202,15 @@ async def _cancel(request: Request, client: AsyncClient, batch_id: str) -> None:
     async with request.while_connected():
         record = await _get(client, batch_id)
         await files.store(client, f"{record.id}:cancelled", b"", QUEUE)
-        names = [record.name(line) for line in range(1, record.lines + 1)]
-        await client.cancel(*names, reason="its batch was cancelled")
+        await _cancel_lines(client, record)
         answer = await _state(client, record)
     await request.respond(200, msgspec.json.encode(answer))
+
+
+async def _cancel_lines(client: AsyncClient, record: Record) -> None:
+    """Cancels the lines that the master knows."""
+    names = [record.name(line) for line in range(1, record.lines + 1)]
+    await client.cancel(*names, reason="its batch was cancelled")
 
 
 def is_output(file_id: str) -> bool:
@@ -173,21 +218,21 @@ def is_output(file_id: str) -> bool:
     return file_id.startswith("file-batch_") and file_id.endswith((OUTPUT, ERRORS))
 
 
-async def output(client: AsyncClient, file_id: str) -> AsyncIterator[bytes]:
+async def output(client: AsyncClient, file_id: str, line_bytes_max: int) -> AsyncIterator[bytes]:
     """The content of such a file. HttpError: there is no such batch, or it has not ended."""
     suffix = OUTPUT if file_id.endswith(OUTPUT) else ERRORS
     record = await _get(client, file_id.removeprefix("file-").removesuffix(suffix))
     if (await _state(client, record))["status"] not in ENDED:
         raise HttpError(NOT_FOUND, f"the batch {record.id} has not ended", param="file_id")
-    return _written(client, record, errors=suffix == ERRORS)
+    return _written(client, record, line_bytes_max, errors=suffix == ERRORS)
 
 
-async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint: Endpoint) -> int:
-    """The number of lines of a file. HttpError: one is wrong, or asks for a model that nobody has."""
+async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint: Endpoint, line_bytes_max: int) -> int:
+    """The number of lines of a file. HttpError: one is wrong or too long, or asks for a model that nobody has."""
     seen: set[str] = set()
     models: dict[str, int] = {}
     number = 0
-    async for text in files.lines(connected.client, file):
+    async for text in files.lines(connected.client, file, line_bytes_max):
         number += 1
         try:
             line = _line.decode(text)
@@ -215,11 +260,11 @@ async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint:
     return number
 
 
-async def _submit(client: AsyncClient, record: Record, file: files.FileInfo) -> None:
+async def _submit(client: AsyncClient, record: Record, file: files.FileInfo, line_bytes_max: int) -> None:
     """Submits the tasks of all lines; the master knows those that it has. A batch that was cancelled or has expired
-    gets no more.
+    gets no more, and what was submitted while it was cancelled is cancelled too.
     """
-    if record.expired or await _is_cancelled(client, record):
+    if not await _is_open(client, record):
         return
     endpoint = ENDPOINTS[record.endpoint]
     deadline = datetime.fromtimestamp(record.expires_at, UTC)
@@ -230,21 +275,37 @@ async def _submit(client: AsyncClient, record: Record, file: files.FileInfo) -> 
     due: list[Input] = []
     of = ""
 
-    async def submit() -> None:
-        for answer in await client.submit_many(endpoint.kind, due, model=of, **options) if due else ():
+    async def submit() -> bool:
+        """Submits those that are due. False: the batch gets no more."""
+        if not due:
+            return True
+        if not await _is_open(client, record):
+            return False
+        for answer in await client.submit_many(endpoint.kind, due, model=of, **options):
             if isinstance(answer, RejectedError):
                 raise answer
         due.clear()
+        return True
 
     number = 0
-    async for text in files.lines(client, file):
-        number += 1
-        model, payload, units = endpoint.task(bytes(_line.decode(text).body))
-        if model != of or len(due) == _SUBMIT_LINES:
-            await submit()
-            of = model
-        due.append(Input(payload=payload, request_id=record.name(number), units=units))
-    await submit()
+    try:
+        async for text in files.lines(client, file, line_bytes_max):
+            number += 1
+            model, payload, units = endpoint.task(bytes(_line.decode(text).body))
+            if model != of or len(due) == _SUBMIT_LINES:
+                if not await submit():
+                    return
+                of = model
+            due.append(Input(payload=payload, request_id=record.name(number), units=units))
+        await submit()
+    finally:  # a cancel meanwhile knew only the lines that were there
+        if await _is_cancelled(client, record):
+            await _cancel_lines(client, record)
+
+
+async def _is_open(client: AsyncClient, record: Record) -> bool:
+    """Whether more of its lines may run."""
+    return not (record.expired or await _is_cancelled(client, record))
 
 
 async def _is_cancelled(client: AsyncClient, record: Record) -> bool:
@@ -258,7 +319,7 @@ async def _is_cancelled(client: AsyncClient, record: Record) -> bool:
 async def _find(client: AsyncClient, batch_id: str) -> Record | None:
     try:
         return _record.decode(await files.fetch(client, batch_id))
-    except (NotFoundError, TaskError, msgspec.DecodeError):
+    except files.UNREADABLE:
         return None
 
 
@@ -271,7 +332,7 @@ async def _get(client: AsyncClient, batch_id: str) -> Record:
 
 
 async def _state(client: AsyncClient, record: Record) -> dict[str, Any]:
-    """OpenAI's object: its state follows from the counts of the batch's queue."""
+    """OpenAI's object; its state follows from the counts of the batch's queue."""
     counts = await client.count(queue=record.id)
     failed = counts.failed + counts.dead_lettered + counts.expired + counts.cancelled
     pending = counts.queued + counts.leased
@@ -284,25 +345,30 @@ async def _state(client: AsyncClient, record: Record) -> dict[str, Any]:
         status = "in_progress"
     else:
         status = "expired" if counts.expired or missing else "completed"
+    return _as_dict(record, status, counts.succeeded, failed)
+
+
+def _as_dict(record: Record, status: str, succeeded: int, failed: int) -> dict[str, Any]:
+    """OpenAI's object."""
     ended = status in ENDED
     return {
         "id": record.id, "object": "batch", "endpoint": record.endpoint, "errors": None,
         "input_file_id": record.input_file_id, "completion_window": record.completion_window, "status": status,
-        "output_file_id": f"file-{record.id}{OUTPUT}" if ended and counts.succeeded else None,
-        "error_file_id": f"file-{record.id}{ERRORS}" if ended and counts.succeeded < record.lines else None,
+        "output_file_id": f"file-{record.id}{OUTPUT}" if ended and succeeded else None,
+        "error_file_id": f"file-{record.id}{ERRORS}" if ended and succeeded < record.lines else None,
         "created_at": record.created_at, "in_progress_at": record.created_at, "expires_at": record.expires_at,
-        "request_counts": {"total": record.lines, "completed": counts.succeeded, "failed": failed},
+        "request_counts": {"total": record.lines, "completed": succeeded, "failed": failed},
         "metadata": record.metadata,
     }  # fmt: skip
 
 
-async def _written(client: AsyncClient, record: Record, *, errors: bool) -> AsyncIterator[bytes]:
+async def _written(client: AsyncClient, record: Record, line_bytes_max: int, *, errors: bool) -> AsyncIterator[bytes]:
     """The lines of the output, or of the errors, in the order of the input."""
     endpoint = ENDPOINTS[record.endpoint]
     file = await files.describe(client, record.input_file_id)
     number = 0
     part: list[bytes] = []
-    async for text in files.lines(client, file):
+    async for text in files.lines(client, file, line_bytes_max):
         part.append(text)
         number += 1
         if len(part) == _FETCH or number == record.lines:

@@ -7,14 +7,15 @@ result, and is deleted by itself after FILE_TTL_S. Reading it needs one connecte
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from multigpu import AsyncClient, NotFoundError
 from multigpu.outcome import TaskError
 
-from multigpu_gateway.errors import NOT_FOUND, UNAVAILABLE, HttpError
+from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, UNAVAILABLE, HttpError
 
+T = TypeVar("T")
 KIND, QUEUE = "echo", "openai-files"
 PATH = "/v1/files"
 FILE_TTL_S = 30 * 86_400
@@ -24,6 +25,10 @@ CHUNK_BYTES = 4 << 20
 READ_TIMEOUT_S = 30.0
 # Chunks that are read ahead.
 _AHEAD = 4
+# The event loop has a turn after lines of so many bytes.
+_TURN_BYTES = 64 << 10
+# Why what is kept under a name is not what belongs there: it was forgotten, cancelled, or somebody else's task.
+UNREADABLE = (NotFoundError, TaskError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 PURPOSES = ("batch", "user_data")
 
 
@@ -46,7 +51,7 @@ class FileInfo(msgspec.Struct):
         }  # fmt: skip
 
 
-_info = msgspec.json.Decoder(FileInfo)
+INFO = msgspec.json.Decoder(FileInfo)
 
 
 async def store(client: AsyncClient, name: str, data: bytes, queue: str = QUEUE) -> None:
@@ -55,9 +60,9 @@ async def store(client: AsyncClient, name: str, data: bytes, queue: str = QUEUE)
     await client.submit(KIND, data, wait_for_worker=True, **options)
 
 
-async def fetch(client: AsyncClient, name: str) -> bytes:
+async def fetch(client: AsyncClient, name: str, wait_s: float = READ_TIMEOUT_S) -> bytes:
     """The bytes kept under a name. NotFoundError: there are none. HttpError: no worker has run their task yet."""
-    outcome = (await client.get(name, wait_s=READ_TIMEOUT_S)).outcome
+    outcome = (await client.get(name, wait_s=wait_s)).outcome
     if outcome is None:
         raise HttpError(UNAVAILABLE, "the master has not got the file ready: it takes a connected worker", retry_s=1.0)
     if not outcome.succeeded:
@@ -68,9 +73,26 @@ async def fetch(client: AsyncClient, name: str) -> bytes:
 async def describe(client: AsyncClient, file_id: str) -> FileInfo:
     """The description of a file. HttpError: there is no such file."""
     try:
-        return _info.decode(await fetch(client, file_id))
-    except (NotFoundError, TaskError, msgspec.DecodeError):
+        return INFO.decode(await fetch(client, file_id))
+    except UNREADABLE:
         raise HttpError(NOT_FOUND, f"there is no file {file_id!r}, or no longer", param="file_id") from None
+
+
+async def names(client: AsyncClient, queue: str) -> AsyncIterator[str]:
+    """The names that a list of files or batches may have, the newest first."""
+    async for task in client.list_tasks(queue=queue, kind=KIND):
+        if task.request_id and ":" not in task.request_id:
+            yield task.request_id
+
+
+async def look(client: AsyncClient, name: str, decoder: "msgspec.json.Decoder[T]", give_up: float) -> T | None:
+    """What is described under a name of a list. None: it can't be read, or no worker has run its task by `give_up`, of
+    the loop's clock; one such entry is not to spoil the list.
+    """
+    try:
+        return decoder.decode(await fetch(client, name, max(0.0, give_up - asyncio.get_running_loop().time())))
+    except (*UNREADABLE, HttpError):
+        return None
 
 
 async def read(client: AsyncClient, file: FileInfo) -> AsyncIterator[bytes]:
@@ -88,13 +110,34 @@ async def read(client: AsyncClient, file: FileInfo) -> AsyncIterator[bytes]:
             each.cancel()
 
 
-async def lines(client: AsyncClient, file: FileInfo) -> AsyncIterator[bytes]:
-    """The lines of a file, without their ends and without empty ones."""
-    rest = b""
+async def lines(client: AsyncClient, file: FileInfo, bytes_max: int) -> AsyncIterator[bytes]:
+    """The lines of a file, without their ends and without empty ones; other tasks of the event loop run between them.
+    HttpError: a line has more than `bytes_max`.
+    """
+    rest: list[bytes] = []
+    number = taken = 0
     async for chunk in read(client, file):
-        *whole, rest = (rest + chunk).split(b"\n")
+        first, *others = chunk.split(b"\n")
+        rest.append(first)
+        whole: list[bytes] = []
+        if others:
+            whole, rest = [b"".join(rest), *others[:-1]], others[-1:]
         for line in whole:
             if line.strip():
+                number += 1
+                _check_size(number, len(line), bytes_max)
                 yield line
-    if rest.strip():
-        yield rest
+            taken += len(line) + 1
+            if taken >= _TURN_BYTES:
+                taken = 0
+                await asyncio.sleep(0)
+        _check_size(number + 1, sum(map(len, rest)), bytes_max)
+    line = b"".join(rest)
+    if line.strip():
+        yield line
+
+
+def _check_size(number: int, size: int, bytes_max: int) -> None:
+    if size > bytes_max:
+        message = f"line {number} of the file: it has more than {bytes_max:,} bytes (body_bytes_max)"
+        raise HttpError(BAD_REQUEST, message, param="input_file_id")

@@ -1,5 +1,6 @@
 """The routes below /v1/files."""
 
+import asyncio
 import time
 import uuid
 from typing import Any
@@ -16,17 +17,22 @@ from multigpu_gateway.openai import batches
 from multigpu_gateway.openai.files import (
     CHUNK_BYTES,
     FILE_BYTES_MAX,
-    KIND,
+    INFO,
     PATH,
     PURPOSES,
     QUEUE,
+    READ_TIMEOUT_S,
     FileInfo,
     describe,
+    look,
+    names,
     read,
     store,
 )  # fmt: skip
 
 LIST_MAX = 10_000
+# Of the form of an upload: fields, and bytes of those other than the file.
+_FIELDS_MAX, _FIELD_BYTES_MAX = 16, 1 << 16
 
 
 async def upload(request: Request, connected: Connected) -> None:
@@ -50,7 +56,7 @@ async def get(request: Request, connected: Connected) -> None:
         if not file_id:
             await _list(request, client)
         elif batches.is_output(file_id):
-            parts = await batches.output(client, file_id)
+            parts = await batches.output(client, file_id, request.body_bytes_max)
             if rest:
                 await request.respond_parts(parts, b"application/jsonl")
                 return
@@ -66,10 +72,11 @@ async def get(request: Request, connected: Connected) -> None:
 async def _list(request: Request, client: AsyncClient) -> None:
     found: list[dict[str, Any]] = []
     purpose = request.query.get("purpose", "")
-    async for task in client.list_tasks(queue=QUEUE, kind=KIND):
-        if ":" not in task.request_id and len(found) < LIST_MAX:
-            info = await describe(client, task.request_id)
-            if purpose in ("", info.purpose):
+    give_up = asyncio.get_running_loop().time() + READ_TIMEOUT_S
+    async for name in names(client, QUEUE):
+        if len(found) < LIST_MAX:
+            info = await look(client, name, INFO, give_up)
+            if info is not None and purpose in ("", info.purpose):
                 found.append(info.as_dict())
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
     await request.respond(200, msgspec.json.encode({"object": "list", "data": found, "has_more": False, **ends}))
@@ -89,7 +96,7 @@ class _Upload:
             {
                 "on_part_begin": self._part_begins, "on_header_field": self._header_field,
                 "on_header_value": self._header_value, "on_header_end": self._header_ends,
-                "on_headers_finished": self._headers_end, "on_part_data": self._data,
+                "on_headers_finished": self._headers_end, "on_part_data": self._data, "on_end": self._ends,
             },
         )  # fmt: skip
         self._name = self._value = b""
@@ -100,6 +107,8 @@ class _Upload:
         self._in_file = False
         self._content = bytearray()
         self._size = self._chunks = 0
+        self._field_count = self._field_bytes = 0
+        self._ended = False
 
     async def take(self, data: bytes) -> None:
         """The next part of the body. HttpError: it is malformed."""
@@ -112,7 +121,9 @@ class _Upload:
             del self._content[:CHUNK_BYTES]
 
     async def end(self) -> FileInfo:
-        """Keeps the rest and the description. HttpError: a field is missing or wrong."""
+        """Keeps the rest and the description. HttpError: a field or the end is missing, or a field is wrong."""
+        if not self._ended:
+            raise HttpError(BAD_REQUEST, "the body has no closing boundary: its end is missing")
         if self._filename is None:
             raise HttpError(BAD_REQUEST, "the field file is missing", param="file")
         purpose = bytes(self._fields.get(b"purpose", b"")).decode("utf-8", "replace")
@@ -136,6 +147,9 @@ class _Upload:
         self._name = self._value = b""
         self._disposition = {}
         self._in_file = False
+        self._field_count += 1
+        if self._field_count > _FIELDS_MAX:
+            raise HttpError(BAD_REQUEST, f"the form has more than {_FIELDS_MAX} fields: send purpose and file")
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._name += data[start:end]
@@ -159,6 +173,10 @@ class _Upload:
         if self._in_file:
             self._content += data[start:end]
             return
+        self._field_bytes += end - start
+        if self._field_bytes > _FIELD_BYTES_MAX:
+            raise HttpError(TOO_LARGE, "the fields of the form, without the file, have more than 64 KiB")
         self._field += data[start:end]
-        if len(self._field) > 1 << 16:
-            raise HttpError(TOO_LARGE, "a field of the form has more than 64 KiB")
+
+    def _ends(self) -> None:
+        self._ended = True

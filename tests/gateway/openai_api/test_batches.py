@@ -21,6 +21,11 @@ EMBEDDINGS: Any = "/v1/embeddings"
 MODEL = "all-MiniLM-L6-v2"
 
 
+FORM = "multipart/form-data; boundary=x"
+PART = b'\r\n--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch'
+PARTS = PART + b'\r\n--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nline\n'
+
+
 def line(number: int, url: str = EMBEDDINGS, **body: Any) -> dict[str, Any]:
     fields = {"model": MODEL, "input": f"text {number}"} if url == EMBEDDINGS else {"model": "tiny"}
     return {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": fields | body}
@@ -67,12 +72,26 @@ def test_a_file_is_kept_as_it_is(client: openai.OpenAI) -> None:
         ("multipart/form-data", b"", "send the file as multipart/form-data"),
         ("multipart/form-data; boundary=x", b"nonsense", "not multipart/form-data"),
         ("multipart/form-data; boundary=x", b"--x--\r\n", "the field file is missing"),
+        (FORM, PARTS, "the body has no closing boundary"),
+        (FORM, PARTS + b"\r\n--x-", "the body has no closing boundary"),
+        (FORM, PARTS + PART * 15 + b"\r\n--x--", "the form has more than 16 fields"),
     ],
 )
 def test_an_upload_that_is_no_form_is_rejected(gateway: GatewayProcess, kind: str, body: bytes, says: str) -> None:
     response, answer = gateway.call("POST", "/v1/files", body, {"Content-Type": kind})
     assert response.status == 400
     assert says in answer["error"]["message"]
+
+
+def test_the_fields_of_a_form_have_a_limit(gateway: GatewayProcess) -> None:
+    body = (PART + b"x" * 40_000) * 2 + PARTS + b"\r\n--x--"
+    response, answer = gateway.call("POST", "/v1/files", body, {"Content-Type": FORM})
+    assert (response.status, answer["error"]["message"]) == (
+        413, "the fields of the form, without the file, have more than 64 KiB",
+    )  # fmt: skip
+    body = PARTS + PART + b"\r\n--x--\r\nwhat follows is not read"
+    response, answer = gateway.call("POST", "/v1/files", body, {"Content-Type": FORM})
+    assert (response.status, answer.get("bytes")) == (200, 5)
 
 
 def test_a_batch_answers_as_its_endpoint_does(client: openai.OpenAI) -> None:
@@ -168,6 +187,10 @@ def test_a_retry_with_the_same_key_is_the_same_batch(client: openai.OpenAI) -> N
     headers = {"Idempotency-Key": "batch-key"}
     first, second = (client.batches.create(**options, extra_headers=headers) for _ in range(2))
     assert (first.id, first.created_at) == (second.id, second.created_at)
+    for change in ({"input_file_id": upload(client, [line(1), line(2)])}, {"endpoint": "/v1/completions"}):
+        with pytest.raises(openai.ConflictError, match="the Idempotency-Key belongs to another request") as caught:
+            client.batches.create(**(options | change), extra_headers=headers)
+        assert caught.value.code == "idempotency_key_in_use"
 
 
 @pytest.mark.slow
