@@ -5,18 +5,21 @@ frame before, how many outcomes to skip, and the last of them. The order of outc
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 
 import grpc
 import grpc.aio
 
-from multigpu._transport.connection import RETRYABLE_CODES, UNARY_TIMEOUT_S, Connection, backoff_s
+from multigpu._transport.connection import RETRYABLE_CODES, UNARY_TIMEOUT_S, Connection, backoff_s, cut_off
 from multigpu.errors import CursorExpiredError, TransportError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_service_pb2
 
 # Of a client's cursor inside a frame: "<cursor>#<outcomes to skip>.<task_id of the last of them>".
 _MARK = "#"
+_MARKED = re.compile(rf"(.*){_MARK}([0-9]{{1,20}})\.([0-9]{{1,20}})", re.DOTALL)
+# Consecutive streams without a response that end in another way than UNAVAILABLE.
 _FAILURES_MAX = 8
 _SKIPPED_ANOTHER = (
     "the outcome at this cursor is not in the journal: it was removed, or an older copy of the journal was restored; "
@@ -31,13 +34,13 @@ async def frames(
     request.cursor, skip, last_task_id = _parse(request.cursor)
     give_up = asyncio.get_running_loop().time() + connection.connect_timeout_s
     reached = False
-    failures = 0
+    failures = odd_failures = 0
     while True:
         stream = connection.stub.Watch(request, metadata=connection.metadata())
         try:
             async for response in stream:
                 reached = True
-                failures = 0
+                failures = odd_failures = 0
                 frame, skip = _frame(request, response, skip, last_task_id)
                 if response.cursor:
                     request.cursor, request.from_now = response.cursor, False
@@ -45,15 +48,20 @@ async def frames(
                     yield frame
         except grpc.aio.AioRpcError:
             pass  # stream.code() has the status
+        except asyncio.CancelledError:
+            if not cut_off():
+                raise
         finally:
             stream.cancel()
         code = await stream.code()
         failures += 1
-        if code not in RETRYABLE_CODES or (code is not grpc.StatusCode.UNAVAILABLE and failures > _FAILURES_MAX):
+        odd_failures = 0 if code is grpc.StatusCode.UNAVAILABLE else odd_failures + 1
+        if code not in RETRYABLE_CODES or odd_failures > _FAILURES_MAX:
             raise connection.explain(code, await stream.details())
         if not reached and asyncio.get_running_loop().time() > give_up:
             raise connection.explain(grpc.StatusCode.UNAVAILABLE, await stream.details())
         await asyncio.sleep(backoff_s(failures))
+        connection.refresh()
 
 
 async def current_cursor(connection: Connection, timeout_s: float | None) -> str:
@@ -94,8 +102,5 @@ def _frame(
 
 def _parse(cursor: str) -> tuple[str, int, int]:
     """The master's part of a cursor, how many outcomes to skip, and the task_id of the last of them."""
-    base, mark, rest = cursor.rpartition(_MARK)
-    count, dot, task_id = rest.partition(".")
-    if not (mark and dot and count.isdigit() and task_id.isdigit()):
-        return cursor, 0, 0
-    return base, int(count), int(task_id)
+    marked = _MARKED.fullmatch(cursor)
+    return (marked[1], int(marked[2]), int(marked[3])) if marked else (cursor, 0, 0)

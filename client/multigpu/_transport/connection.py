@@ -7,6 +7,7 @@ streams reconnect by themselves.
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from typing import Any
@@ -34,8 +35,10 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-# How long one attempt to connect may take; longer where `connect_timeout_s` is.
-_ATTEMPT_S = 5.0
+# How long one attempt to connect may take; longer where `connect_timeout_s` is, which may be infinite.
+_ATTEMPT_S, _ATTEMPT_MAX_S = 5.0, 60.0
+# While there is no connection, certificates are looked at this often.
+_RENEWAL_S = 5.0
 # Statuses that say nothing about the call: the connection or the master went away, or is about to.
 RETRYABLE_CODES = frozenset(
     {
@@ -65,6 +68,12 @@ def backoff_s(failures: int) -> float:
 def jittered_s(delay_s: float) -> float:
     """A delay that the master asked for, plus up to half of it, so that many clients don't return at once."""
     return delay_s * random.uniform(1, 1.5)  # noqa: S311  no secret
+
+
+def cut_off() -> bool:
+    """Of a CancelledError: whether gRPC raised it, as the channel was closed, and nobody cancels this task."""
+    task = asyncio.current_task()
+    return task is not None and not task.cancelling()
 
 
 class Connection:
@@ -98,13 +107,18 @@ class Connection:
             forks.uses()
             self._stamp = self.credentials.stamp()
             try:
-                attempt_ms = int(max(_ATTEMPT_S, self.connect_timeout_s) * 1000)
+                attempt_ms = int(min(max(_ATTEMPT_S, self.connect_timeout_s), _ATTEMPT_MAX_S) * 1000)
                 options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", attempt_ms))
                 self._channel = self.credentials.channel(self.master, options, grpc.aio)
             except ConfigError as error:
                 raise errors.AccessError(str(error)) from error
             self._stub = task_service_pb2_grpc.TaskServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         return self._stub
+
+    @property
+    def channel(self) -> grpc.aio.Channel | None:
+        """The channel of the last stream that was opened, until the next refresh(). None: there is none."""
+        return self._channel
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
         """The metadata of every call: the token, if there is one. AccessError: it can't be read."""
@@ -113,19 +127,19 @@ class Connection:
         except ConfigError as error:
             raise errors.AccessError(str(error)) from error
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """After a failure: gives the next call a new channel if certificates were renewed meanwhile."""
         old = self._channel
         if old is not None and self._stamp and self.credentials.stamp() not in (b"", self._stamp):
             self._channel = None
-            # Pending calls may end on the old one.
+            # Unary calls may end on the old one. Streams are cut off then, and open again on the new one.
             closing = asyncio.get_running_loop().create_task(old.close(UNARY_TIMEOUT_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
     def open_run(self) -> Any:
         """A new Run stream. It is read as pairs of RunResponse and the size of its frame."""
-        self._refresh()
+        self.refresh()
         assert self.stub is not None
         assert self._channel is not None
         multicallable = self._channel.stream_stream(
@@ -136,12 +150,21 @@ class Connection:
         return multicallable(metadata=self.metadata())
 
     async def ready(self, timeout_s: float | None) -> bool:
-        """Waits until the channel is connected. False: not in time."""
-        assert self._channel is not None, "ready() follows a first use of the stub"
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
-            return True
-        return False
+        """Waits until there is a connection, with the certificates that the files have then. False: not in time.
+
+        Raises as `stub`.
+        """
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self.refresh()
+            assert self.stub is not None
+            channel = self._channel
+            assert channel is not None
+            with contextlib.suppress(TimeoutError, grpc.aio.UsageError):  # UsageError: a call has renewed the channel
+                await asyncio.wait_for(channel.channel_ready(), min(_RENEWAL_S, end - time.monotonic()))
+                return True
+            if time.monotonic() >= end:
+                return False
 
     @property
     def admin(self) -> Any:
@@ -173,7 +196,7 @@ class Connection:
                         late = f"no answer within {round(timeout_s, 2):g} s (timeout): {failure}"
                         raise errors.CallTimeoutError(late) from None
                     raise failure from None
-                self._refresh()
+                self.refresh()
             await asyncio.sleep(delay_s)
 
     def late(self, timeout_s: float) -> errors.CallTimeoutError:

@@ -59,7 +59,9 @@ class RunState:
         # Withdrawals sent on this stream that the master has not answered, by request_id. Each is answered once; the
         # answer does not concern a call that was started again meanwhile.
         self._withdrawals: Counter[str] = Counter()
-        # Further calls for the request_id of an unsettled call: they share its answer.
+        # Further calls for the request_id of an unsettled call: they share its answer. But only the master can tell
+        # whether a task is the one that another call follows: it is sent once that call has its answer. And the
+        # rejection of a task concerns no call that follows.
         self._joined: dict[str, list[Call]] = {}
 
     @property
@@ -136,7 +138,7 @@ class RunState:
         first = joined.pop(0)
         self._unsettled[first.request_id] = first
         self._outbox.append(first)
-        first.sent = call.sent
+        first.sent = call.sent and call.follows == first.follows
         if joined:
             self._joined[first.request_id] = joined
 
@@ -245,7 +247,7 @@ class RunState:
             if call is None:
                 continue
             for each in (call, *self._joined.get(output.request_id, ())):
-                if output.index == each.partials_received:
+                if output.index == each.partials_received and (each.follows or not call.follows):
                     each.partials_received += 1
                     each.receive_partial(output.data, output.content_type)
         if response.outcomes:
@@ -258,6 +260,7 @@ class RunState:
         take = self._unsettled.pop
         withdrawals = self._withdrawals
         joined = self._joined
+        unsent: list[Call] = []
         tasks = nbytes = 0
         for message in outcomes:
             request_id = message.request_id
@@ -278,11 +281,15 @@ class RunState:
             call.settle(outcome)
             if joined:
                 for twin in joined.pop(request_id, ()):
+                    if call.follows and not twin.follows:
+                        unsent.append(twin)
+                        continue
                     tasks += 1
                     nbytes += twin.nbytes
                     twin.done = True
                     twin.settle(outcome)
         self._window.free(tasks, nbytes)
+        self.start(unsent)
 
     def _with_result(self, message: task_pb2.Outcome) -> Answer:
         """The outcome with the result that it refers to, or an error if that can't be read at the moment."""
@@ -316,7 +323,12 @@ class RunState:
                 call.deferred = True
                 retries_by_delay.setdefault(error.retry_delay_s, []).append(call)
             else:
+                joined = self._joined.pop(request_id, [])
+                alike = [twin for twin in joined if twin.follows == call.follows]
+                if alike:
+                    self._joined[request_id] = alike
                 self._fail(call, partial(RejectedError.of, rejection))
+                self.start(twin for twin in joined if twin.follows != call.follows)
         return retries_by_delay
 
     def _withdrawal_answered(self, request_id: str) -> None:

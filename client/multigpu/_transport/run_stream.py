@@ -22,7 +22,7 @@ import grpc.aio
 
 from multigpu import errors
 from multigpu._transport.call import Call
-from multigpu._transport.connection import RETRYABLE_CODES, Connection, backoff_s, jittered_s
+from multigpu._transport.connection import RETRYABLE_CODES, Connection, backoff_s, cut_off, jittered_s
 from multigpu._transport.payloads import Directory
 from multigpu._transport.run_state import RunState
 from multigpu._transport.window import Window
@@ -149,7 +149,7 @@ class RunStream:
         self._woken.clear()
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
-        """It ends by close(), or by a bug: then all calls fail, so that none waits for ever."""
+        """It ends by close(), with its event loop, or by a bug: then all calls fail, so that none waits for ever."""
         if self._supervisor is task:
             self._supervisor = None
         error = None if task.cancelled() else task.exception()
@@ -167,11 +167,10 @@ class RunStream:
                 self._first_try = time.monotonic()
             try:
                 code, details = await self._serve_a_stream()
+                await self._recover(code, details)
             except errors.AccessError as error:  # our own token or certificate can't be read
                 self._first_try = None
                 self._state.fail_all(partial(_access_error, str(error), error.__cause__))
-            else:
-                await self._recover(code, details)
 
     async def _serve_a_stream(self) -> tuple[grpc.StatusCode, str]:
         """Opens a stream, serves it until it ends, and returns its status and details.
@@ -179,14 +178,20 @@ class RunStream:
         An error in one of its tasks ends the others, and then the supervisor.
         """
         stream = self._connection.open_run()
+        channel = self._connection.channel
         self._state.stream_opened()
         try:
             async with asyncio.TaskGroup() as group:
-                offer = group.create_task(self._await_handshake(stream), name="multigpu run stream offer")
+                offer = group.create_task(self._await_handshake(stream, channel), name="multigpu run stream offer")
                 writer = group.create_task(self._write(stream, offer), name="multigpu run stream writer")
-                with contextlib.suppress(grpc.aio.AioRpcError):  # stream.code() has the status
+                try:
                     while (frame := await stream.read()) is not grpc.aio.EOF:
                         self._received(*frame)
+                except grpc.aio.AioRpcError:
+                    pass  # stream.code() has the status
+                except asyncio.CancelledError:
+                    if not cut_off():
+                        raise
                 writer.cancel()
                 offer.cancel()
                 stream.cancel()
@@ -194,10 +199,11 @@ class RunStream:
             stream.cancel()
         return await stream.code(), await stream.details() or ""
 
-    async def _await_handshake(self, stream: Any) -> None:
+    async def _await_handshake(self, stream: Any, channel: grpc.aio.Channel | None) -> None:
         """Notes that the master is connected, and what it shares according to the initial metadata."""
         with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # the reader gets the status
-            await self._connection.ready(None)
+            if channel is not None:
+                await channel.channel_ready()
             self._reached = True
             self._broken = ""
             self._state.offered(Directory.of(await stream.initial_metadata()))
@@ -226,6 +232,8 @@ class RunStream:
         self._reached = True
         self._failures = self._empty_streams = 0
         retries_by_delay = self._state.receive(response, nbytes)
+        if self._state.waits_to_send:
+            self._wake()
         sharing = self._state.sharing
         if sharing.report_due:
             self._wake()

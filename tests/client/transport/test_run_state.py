@@ -9,7 +9,7 @@ from multigpu._transport.call import Answer, Call
 from multigpu._transport.payloads import LARGE_BYTES, Directory, read_file
 from multigpu._transport.run_state import FRAME_BYTES_MAX, FRAME_TASKS_MAX, RunState
 from multigpu._transport.window import Window
-from multigpu.errors import AlreadyExistsError, ClientClosedError, InvalidTaskError
+from multigpu.errors import ALREADY_EXISTS, NOT_FOUND, AlreadyExistsError, ClientClosedError, InvalidTaskError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_pb2, task_service_pb2
 
@@ -153,6 +153,69 @@ def test_each_follower_of_a_task_has_all_partial_outputs(state: RunState, window
     assert second.done
     assert third.done
     assert state.idle
+    assert (window.tasks, window.bytes) == (0, 0)
+
+
+def rejected(request_id: str, code: int) -> task_service_pb2.RunResponse:
+    rejection = task_service_pb2.Rejection(request_id=request_id, code=code, message="rejected")
+    return task_service_pb2.RunResponse(rejected=[rejection])
+
+
+def follower_and_run(state: RunState, window: Window) -> tuple[Follower, Recorded]:
+    follower, run = Follower(b"", "a"), Recorded(b"other", "a")
+    started(state, window, follower)
+    assert state.next_frame() is not None
+    started(state, window, run)
+    assert state.next_frame() is None
+    return follower, run
+
+
+def test_a_task_does_not_take_the_outcome_of_one_that_is_followed(state: RunState, window: Window) -> None:
+    """Whether it is the same task, only the master can tell."""
+    follower, run = follower_and_run(state, window)
+    partials = [task_service_pb2.Partial(request_id="a", index=0, data=b"part")]
+    state.receive(task_service_pb2.RunResponse(partials=partials), 0)
+    state.receive(succeeded("a"), 1)
+    assert (len(follower.answers), follower.parts) == (1, [b"part"])
+    assert (run.answers, run.parts) == ([], [])
+    assert ids(state.next_frame()) == ["a"]
+    state.receive(rejected("a", ALREADY_EXISTS), 1)
+    assert [type(answer) for answer in run.answers] == [AlreadyExistsError]
+    assert (window.tasks, window.bytes) == (0, 0)
+
+
+def test_a_task_is_submitted_if_there_is_none_to_follow(state: RunState, window: Window) -> None:
+    follower, run = follower_and_run(state, window)
+    state.receive(rejected("a", NOT_FOUND), 1)
+    assert len(follower.answers) == 1
+    assert ids(state.next_frame()) == ["a"]
+    state.receive(succeeded("a"), 1)
+    assert [isinstance(answer, Outcome) for answer in run.answers] == [True]
+    assert (window.tasks, window.bytes) == (0, 0)
+
+
+def test_a_task_behind_a_follower_that_leaves_was_never_sent(state: RunState, window: Window) -> None:
+    follower, run = follower_and_run(state, window)
+    state.withdraw(follower)
+    assert not run.sent
+    state.withdraw(run)
+    assert state.next_frame() is None, "it must not cancel the task that was followed"
+    assert state.idle
+    assert (window.tasks, window.bytes) == (0, 0)
+
+
+def test_the_rejection_of_a_task_concerns_no_follower(state: RunState, window: Window) -> None:
+    run, twin, follower = Recorded(b"other", "a"), Recorded(b"other", "a"), Follower(b"", "a")
+    started(state, window, run)
+    assert ids(state.next_frame()) == ["a"]
+    started(state, window, twin, follower)
+    state.receive(rejected("a", ALREADY_EXISTS), 1)
+    assert [len(call.answers) for call in (run, twin, follower)] == [1, 1, 0]
+    frame = state.next_frame()
+    assert frame is not None
+    assert set(frame.follow_request_ids) == {"a"}
+    state.receive(succeeded("a"), 1)
+    assert [isinstance(answer, Outcome) for answer in follower.answers] == [True]
     assert (window.tasks, window.bytes) == (0, 0)
 
 
