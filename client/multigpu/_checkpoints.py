@@ -6,11 +6,11 @@ its metadata file without a sync of the folder, so a loss of power could leave i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,9 @@ class Store(Protocol):
         """Makes a checkpoint count, whose files are written and synced. OSError."""
 
     def committed(self) -> list[tuple[int, str]]:
-        """Step and place of each checkpoint that counts, the newest last."""
+        """Step and place of each checkpoint that counts, in the order of their commits. An earlier run of the script
+        may have left higher steps.
+        """
 
     def remove(self, place: str) -> None:
         """What can't be removed stays."""
@@ -44,16 +46,24 @@ def _name(step: int) -> str:
     return f"step-{step:010}-{os.urandom(4).hex()}"
 
 
-def _mark(step: int) -> bytes:
-    return json.dumps({"step": step, "time": time.time()}).encode()
+def _mark(step: int, found: list[tuple[int, int, str]]) -> bytes:
+    """`found`: those committed before. It has a number: the clocks of a job's hosts may differ."""
+    return json.dumps({"step": step, "number": 1 + max((number for number, _, _ in found), default=0)}).encode()
 
 
-def _step(mark: bytes) -> int | None:
-    """None: it is no mark of ours."""
+def _read(mark: bytes, place: str) -> list[tuple[int, int, str]]:
+    """Number, step and place of a checkpoint with this mark; empty: it is no mark of ours. Marks of earlier versions
+    have no number.
+    """
     try:
-        return int(json.loads(mark)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
+        fields = json.loads(mark)
+        return [(int(fields.get("number", 0)), int(fields["step"]), place)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _ordered(found: list[tuple[int, int, str]]) -> list[tuple[int, str]]:
+    return [(step, place) for _, step, place in sorted(found)]
 
 
 class FolderStore:
@@ -68,7 +78,7 @@ class FolderStore:
     def commit(self, place: str, step: int) -> None:
         folder = Path(place)
         fresh = folder / f"{COMMITTED}.new"
-        fresh.write_bytes(_mark(step))
+        fresh.write_bytes(_mark(step, self._found()))
         for path in (folder / ".metadata", fresh, folder):
             sync(path)
         fresh.replace(folder / COMMITTED)
@@ -76,15 +86,14 @@ class FolderStore:
         sync(folder.parent)
 
     def committed(self) -> list[tuple[int, str]]:
+        return _ordered(self._found())
+
+    def _found(self) -> list[tuple[int, int, str]]:
         found = []
         for mark in self._folder.glob(f"step-*/{COMMITTED}"):
-            try:
-                step = _step(mark.read_bytes())
-            except FileNotFoundError:  # it is being removed
-                continue
-            if step is not None:
-                found.append((step, str(mark.parent)))
-        return sorted(found)
+            with contextlib.suppress(FileNotFoundError):  # it is being removed
+                found += _read(mark.read_bytes(), str(mark.parent))
+        return found
 
     def remove(self, place: str) -> None:
         (Path(place) / COMMITTED).unlink(missing_ok=True)
@@ -109,18 +118,18 @@ class UrlStore:
         return str(self._fs.unstrip_protocol(f"{self._path.rstrip('/')}/{_name(step)}"))
 
     def commit(self, place: str, step: int) -> None:
-        self._fs.pipe_file(f"{self._path_of(place)}/{COMMITTED}", _mark(step))
+        self._fs.pipe_file(f"{self._path_of(place)}/{COMMITTED}", _mark(step, self._found()))
 
     def committed(self) -> list[tuple[int, str]]:
+        return _ordered(self._found())
+
+    def _found(self) -> list[tuple[int, int, str]]:
         found = []
         for folder in self._folders():
-            try:
-                step = _step(self._fs.cat_file(f"{folder}/{COMMITTED}"))
-            except FileNotFoundError:
-                continue
-            if step is not None:
-                found.append((step, str(self._fs.unstrip_protocol(folder))))
-        return sorted(found)
+            with contextlib.suppress(FileNotFoundError):
+                mark = self._fs.cat_file(f"{folder}/{COMMITTED}")
+                found += _read(mark, str(self._fs.unstrip_protocol(folder)))
+        return found
 
     def remove(self, place: str) -> None:
         folder = self._path_of(place)

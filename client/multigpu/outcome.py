@@ -6,6 +6,7 @@ tasks should keep the values of outcomes, not the outcomes.
 
 from __future__ import annotations
 
+import concurrent.futures
 import enum
 import functools
 import sys
@@ -54,6 +55,8 @@ class EnergyMethod(OpenEnum):
     SAMPLED_POWER = 2
 
 
+# Errors by which Python ends iterations and calls, whoever raises them.
+_CONTROL = (StopIteration, StopAsyncIteration, concurrent.futures.CancelledError)
 # Plain integers: compared for every outcome.
 _SUCCEEDED = int(OutcomeState.SUCCEEDED)
 _RESULT_MISSING = int(OutcomeState.RESULT_MISSING)
@@ -263,7 +266,8 @@ class TaskFailed(TaskError):  # noqa: N818  an outcome's name, not a category of
     """The last attempt of the task failed. `__cause__` is a RemoteError with the type, message and traceback.
 
     If a handler raised a built-in exception, or one of a module that this program has imported, the error is of that
-    class too: `except ValueError` catches it.
+    class too: `except ValueError` catches it. Not of StopIteration, StopAsyncIteration and CancelledError: raised here,
+    they would end a loop or the call.
     """
 
     @property
@@ -335,7 +339,7 @@ def _task_failed(outcome: Outcome) -> TaskFailed:
 
 def _exception_class(name: str) -> type:
     """The class that a handler raised; TaskFailed if this program has not imported it, and for engines' errors. Also
-    for our own: a CallTimeoutError of the handler's client says nothing about ours.
+    for our own: a CallTimeoutError of the handler's client says nothing about ours; and for those of _CONTROL.
     """
     parts = ("MemoryError" if name == "OutOfMemory" else name).split(".")
     found: Any = None
@@ -345,7 +349,7 @@ def _exception_class(name: str) -> type:
             for part in parts[at:]:
                 found = getattr(found, part, None)
             break
-    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, MultigpuError):
+    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, (MultigpuError, *_CONTROL)):
         return found
     return TaskFailed
 

@@ -2,16 +2,24 @@
 
 import asyncio
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import multigpu
 import numpy as np
 import pytest
+from multigpu._handling.attempts import Item
+from multigpu._handling.engine import WrongResultTypeError, _drive_async
 from multigpu.testing import AsyncLocalClient, LocalClient
+from multigpu.testing._tasks import LocalReporter
+
+from tests.waiting import until
 
 SEEN: list[Any] = []
+OPEN = threading.Event()
 
 
 @multigpu.handler("local.area", retries=1, retry_on=ConnectionError)
@@ -54,6 +62,18 @@ def wait(seconds: float) -> str:
             return "cancelled"
         time.sleep(0.01)
     return "waited"
+
+
+@multigpu.handler("local.gate")
+def gate(number: int) -> int:
+    SEEN.append(number)
+    OPEN.wait(60)
+    return number
+
+
+@multigpu.handler("local.speak")
+def speak(text: str) -> None:
+    raise ValueError(text)
 
 
 @multigpu.handler("local.twice")
@@ -135,6 +155,49 @@ def test_handles_follow_list_and_count_tasks(client: LocalClient) -> None:
     assert client.list_page(queue="night")[0][0].task_id == handle.id
     with pytest.raises(multigpu.NotFoundError):
         client.get(99)
+
+
+def test_a_task_is_compared_also_while_a_handle_waits_for_its_request_id(client: LocalClient) -> None:
+    OPEN.clear()
+    handle = client.submit("local.gate", 1, request_id="one")
+    with ThreadPoolExecutor(3) as pool:
+        waiting = pool.submit(handle.result)
+        stream = client._core._core.stream
+        until(lambda: stream._state.in_flight)
+        same = pool.submit(client.run, "local.gate", 1, request_id="one")
+        other = pool.submit(client.run, "local.gate", 2, request_id="one")
+        until(lambda: len(stream._state.unsettled()) == 3)
+        OPEN.set()
+        assert waiting.result(20) == same.result(20) == 1
+        with pytest.raises(multigpu.AlreadyExistsError):
+            other.result(20)
+    assert SEEN == [1]
+
+
+def test_the_end_of_a_long_traceback_is_kept(client: LocalClient) -> None:
+    with pytest.raises(multigpu.TaskFailed) as raised:
+        client.run("local.speak", "ö" * 20_000 + "the end")
+    assert raised.value.remote.traceback.endswith("the end\n")
+
+
+async def test_an_asynchronous_generator_is_closed_when_its_output_cannot_be_sent() -> None:
+    SEEN.clear()
+
+    async def outputs() -> AsyncGenerator[Any, None]:
+        try:
+            yield object()
+        finally:
+            SEEN.append("closed")
+
+    class Silent(LocalReporter):
+        def __init__(self) -> None:
+            pass
+
+    generator = outputs()
+    item = Item(lease_id=1, task_id=1, attempt=1, payload=b"", units=1, checkpoint=b"", partials_received=0)
+    with pytest.raises(WrongResultTypeError):
+        await _drive_async(generator, item, Silent())
+    assert SEEN == ["closed"]
 
 
 def test_cancellation_and_progress(client: LocalClient) -> None:

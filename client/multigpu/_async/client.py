@@ -22,7 +22,7 @@ from multigpu._calls.progress import ProgressBar, progress_bar
 from multigpu._calls.submitting import cut, single
 from multigpu._kinds import classification, generation, inference
 from multigpu._kinds.documentation import document_options
-from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks, Stack, check_texts
+from multigpu._kinds.embedding import BATCH_SIZE, KIND, Chunks, Stack, check_options, check_texts
 from multigpu._kinds.finetuning import finetune_of
 from multigpu._kinds.training import KIND as TRAIN
 from multigpu._kinds.training import job_of
@@ -242,6 +242,7 @@ class AsyncClient(AsyncBaseClient):
         [≤ batch_size, dimension], and `progress` counts texts.
         """
         check_texts(texts)
+        check_options(options)
         chunks = Chunks(batch_size)
         bar = progress_bar("text", texts, len) if progress else None
         return self._map(KIND, chunks.inputs(texts), {"model": model, **options}, chunks.rows, bar=bar)

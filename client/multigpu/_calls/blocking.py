@@ -198,7 +198,7 @@ class BlockingCore:
             raise
 
     def _confirm_cancellations(self) -> None:
-        with contextlib.suppress(concurrent.futures.CancelledError):
+        with contextlib.suppress(concurrent.futures.CancelledError, ClientClosedError):
             self._thread.submit(self._core.stream.wait_for_cancellations()).result()
 
 

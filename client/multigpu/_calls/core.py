@@ -134,9 +134,8 @@ class Core:
 
     async def withdraw(self, call: Call) -> None:
         """The caller of `start` has left. Harmless if the call is settled."""
-        if call in self._waiting:
-            self._waiting[call].cancel()
-        else:
+        waiting = self._waiting.get(call)
+        if waiting is None or not waiting.cancel():  # it may have ended, and _started is about to run
             self.stream.withdraw(call)
 
     def rejection(self, call: Call) -> str:

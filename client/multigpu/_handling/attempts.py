@@ -93,6 +93,11 @@ def message_of(error: BaseException) -> str:
         return "the exception can't say what it is: its __str__ raises"
 
 
+def end_of(text: str, bytes_max: int) -> str:
+    """As text_of, but the end of the text."""
+    return text[-bytes_max:].encode("utf-8", "replace")[-bytes_max:].decode("utf-8", "ignore")
+
+
 def last_lines(text: str) -> str:
     """The last lines of a task's log that fit into LOG_CHARS_MAX, after CUT if lines are missing."""
     if len(text) <= LOG_CHARS_MAX:

@@ -332,15 +332,15 @@ def _drive(generator: Generator[Any, Any, Any], item: Item, reporter: Reporter) 
 
 async def _drive_async(generator: AsyncGenerator[Any, Any], item: Item, reporter: Reporter) -> None:
     delivered = item.partials_received
-    async for output in generator:
-        if delivered:
-            delivered -= 1
-            reporter.beat()
-        else:
-            reporter.partial(item, *_encode(output))
-        if reporter.cancelled(item):
-            await generator.aclose()
-            return
+    async with contextlib.aclosing(generator):
+        async for output in generator:
+            if delivered:
+                delivered -= 1
+                reporter.beat()
+            else:
+                reporter.partial(item, *_encode(output))
+            if reporter.cancelled(item):
+                return
 
 
 def _encode(value: Any) -> tuple[bytes, str]:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from multigpu.errors import INVALID_ARGUMENT, InvalidTaskError, TransportError
-from multigpu.options import Input
+from multigpu.options import EmbedOptions, Input, MapOptions
 from multigpu.v1 import embed_pb2
 
 if TYPE_CHECKING:
@@ -89,6 +89,13 @@ def check_texts(texts: Any) -> None:
     """TypeError: a single string, which would be embedded character by character."""
     if isinstance(texts, str | bytes):
         raise TypeError("embed takes an iterable of strings; for one text pass [text]")
+
+
+def check_options(options: Any) -> None:
+    """TypeError: an option of a map that embed has not, such as `ordered`: each row belongs to its text."""
+    for name in MapOptions.__annotations__:
+        if name in options and name not in EmbedOptions.__annotations__:
+            raise TypeError(f"{name} is an option of a map: embed has none of this name")
 
 
 class Stack:

@@ -45,7 +45,12 @@ class LoopThread:
             raise ClientClosedError("this client is closed; make a new one") from None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Runs the coroutine on the event loop. ClientClosedError: the loop has ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()
+            raise ClientClosedError("this client is closed; make a new one") from None
 
     def finish(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs a last coroutine, cancels what still runs, and ends the loop and its thread."""

@@ -12,6 +12,7 @@ from multigpu._handling.attempts import (
     TRACEBACK_BYTES_MAX,
     TYPE_BYTES_MAX,
     Item,
+    end_of,
     last_lines,
     text_of,
 )
@@ -101,7 +102,7 @@ class LocalReporter:
     def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
         error = task_pb2.TaskError(
             type=text_of(error_type, TYPE_BYTES_MAX), message=text_of(message, MESSAGE_BYTES_MAX), retryable=retryable,
-            traceback=text_of(traceback[-TRACEBACK_BYTES_MAX:], TRACEBACK_BYTES_MAX),
+            traceback=end_of(traceback, TRACEBACK_BYTES_MAX),
         )  # fmt: skip
         self._report(item, lambda task: self._master.failed(task, error))
 

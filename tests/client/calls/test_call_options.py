@@ -4,14 +4,18 @@ import asyncio
 import contextlib
 import inspect
 import io
+import math
 import pydoc
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import multigpu
 import pytest
+from multigpu.options import SpecCache
 
 from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, ThreadedMaster, echo
 from tests.waiting import until, until_async
@@ -145,6 +149,30 @@ def test_a_map_returns_before_a_slow_source_has_its_items() -> None:
         results = client.map("echo", slow())
         assert pulled < 50
         assert next(results) == 1
+
+
+def test_a_map_of_a_closed_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multigpu._calls.mapping._BEGIN_S", 0.0)  # its source has been pulled from no further
+    with ThreadedMaster() as master:
+        client = multigpu.Client(master.address)
+        results = client.map("echo", iter(range(10)))
+        client.close()
+        with pytest.raises(multigpu.ClientClosedError):
+            next(results)
+
+
+def test_the_limit_of_connecting_may_be_infinite() -> None:
+    with ThreadedMaster() as master, multigpu.Client(master.address, connect_timeout_s=math.inf) as client:
+        assert client.run("echo", 1) == 1
+        client.count()
+
+
+def test_the_two_times_of_an_hour_that_comes_twice_are_two_deadlines() -> None:
+    first = datetime(2026, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"))
+    specs = SpecCache()
+    deadlines = [specs.get("echo", "", {"deadline": first.replace(fold=fold)}).deadline.seconds for fold in (0, 1)]
+    assert deadlines == [first.timestamp(), first.timestamp() + 3600]
+    assert specs.get("echo", "", {"deadline": first}) is specs.get("echo", "", {"deadline": first})
 
 
 async def test_an_asynchronous_map_that_nobody_reads_runs_and_ends() -> None:

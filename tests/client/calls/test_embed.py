@@ -1,6 +1,7 @@
 """AsyncClient.embed: texts in, one array out."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import multigpu
 import numpy as np
@@ -54,6 +55,15 @@ async def test_embed_rejects_other_types_than_texts() -> None:
             await client.embed(["\ud800"])
         with pytest.raises(ValueError, match="batch_size is 0"):
             await client.embed(["x"], batch_size=0)
+
+
+@pytest.mark.parametrize("option", [{"ordered": False}, {"return_exceptions": True}, {"max_in_flight": 5}], ids=repr)
+async def test_embed_has_no_options_of_maps(option: Any) -> None:
+    """Rows in another order would belong to other texts."""
+    async with ScriptedMaster(embed) as master, multigpu.AsyncClient(master.address) as client:
+        with pytest.raises(TypeError, match=f"{next(iter(option))} is an option of a map"):
+            await client.embed(["one", "two"], batch_size=1, **option)
+        assert not master.inputs
 
 
 async def test_a_result_with_another_number_of_vectors_is_an_error() -> None:

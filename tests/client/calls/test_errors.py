@@ -68,7 +68,8 @@ def test_a_failure_is_of_the_class_that_was_raised(type_: str, cls: type[Excepti
 @pytest.mark.parametrize(
     "type_",
     ["BadInput", "RunTimeout", "no.such.Error", "SystemExit", "KeyboardInterrupt", "ExceptionGroup", "print", "os.sep",
-     "multigpu.outcome.TaskFailed", "multigpu.errors.CallTimeoutError", f"{__name__}.ReadOnly", "Exception", ""],
+     "multigpu.outcome.TaskFailed", "multigpu.errors.CallTimeoutError", f"{__name__}.ReadOnly", "Exception", "",
+     "StopIteration", "StopAsyncIteration", "concurrent.futures._base.CancelledError"],
 )  # fmt: skip
 def test_other_names_are_plain_failures(type_: str) -> None:
     error = error_of(type_)

@@ -13,9 +13,11 @@ import multigpu
 import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from multigpu._calls.calls import ThreadCall
 from multigpu.v1 import classify_pb2, infer_pb2, task_pb2, task_service_pb2
 
 from tests.client.scripted_master import Reply, ScriptedMaster, Spec, Task, ThreadedMaster, echo
+from tests.waiting import until_async
 
 SECONDS = 0.2
 
@@ -65,6 +67,19 @@ def test_a_call_that_ends_before_the_window_admits_it_is_never_sent() -> None:
         with pytest.raises(multigpu.CallTimeoutError):
             client.run("echo", "third", timeout=0.5)
         assert [task.payload for task in master.inputs] == [b'"first"', b'"third"']
+
+
+async def test_a_call_that_ends_as_the_window_admits_it_is_withdrawn() -> None:
+    async with ScriptedMaster(never) as master, multigpu.AsyncClient(master.address, max_in_flight=1) as client:
+        core = client._core
+        first, second = (ThreadCall(Spec(kind="echo"), b"x", name, None) for name in ("first", "second"))
+        core.start(first)
+        core.start(second)
+        await until_async(lambda: master.inputs)
+        core.stream.withdraw(first)  # the window admits the second one in the iteration in which its caller leaves
+        await asyncio.create_task(core.withdraw(second))
+        await until_async(lambda: second.done and not core.window.tasks, 10.0)
+        assert [task.request_id for task in master.inputs] == ["first"]
 
 
 @pytest.mark.parametrize("waiting", [1, 2])

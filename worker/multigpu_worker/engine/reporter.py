@@ -19,6 +19,7 @@ from multigpu._handling.attempts import (
     NOTE_BYTES_MAX,
     TRACEBACK_BYTES_MAX,
     TYPE_BYTES_MAX,
+    end_of,
     last_lines,
     message_of,
     text_of,
@@ -145,7 +146,7 @@ class BatchReporter:
                 error_type = text_of(error_type, TYPE_BYTES_MAX)
                 message = text_of(message, MESSAGE_BYTES_MAX)
                 # Keep the end of the traceback, which has the error.
-                traceback = text_of(traceback[-TRACEBACK_BYTES_MAX:], TRACEBACK_BYTES_MAX)
+                traceback = end_of(traceback, TRACEBACK_BYTES_MAX)
                 self._failed.append((lease_id, error_type, message, retryable, traceback))
                 self._waits = True
                 self._flush_if_due(len(message) + len(traceback))
