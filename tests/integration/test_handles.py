@@ -103,6 +103,19 @@ def test_a_handle_outlives_its_client_and_the_master(fleet: Fleet, tmp_path: Pat
     assert subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout == "b'opened'\n"
 
 
+def test_a_handle_gives_the_outcome_of_its_own_task(fleet: Fleet) -> None:
+    """It gave that of the task that had its request_id last."""
+    with fleet.client() as client:
+        first = client.submit("fail", b"no", request_id="again", attempts_max=1)
+        assert not client.get(first.id, wait_s=30).outcome.succeeded  # type: ignore[union-attr]
+        second = client.submit("echo", b"yes", request_id="again", retry_failed=True)
+        assert second.result(30) == b"yes"
+        assert (first.outcome(30).task_id, first.outcome().succeeded) == (first.id, False)
+        assert client.handle(first.id).outcome(30).task_id == first.id
+        (unnamed,) = fleet.submit("echo", b"unnamed")
+        assert client.handle(unnamed).result(30) == b"unnamed"
+
+
 def test_a_wait_that_ends_early_cancels_nothing(fleet: Fleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with fleet.client() as client:

@@ -44,7 +44,7 @@ class AsyncTaskHandle(Generic[R]):
         after its result_ttl.
         """
         if self._outcome is None:
-            self._outcome = await self._core.follow(self.request_id, timeout)
+            self._outcome = await self._core.follow(self.id, self.request_id, timeout)
         return self._outcome
 
     async def follow(self, *, timeout: float | None = None) -> AsyncGenerator[Part | Outcome, None]:

@@ -77,8 +77,8 @@ class BlockingCore:
     def submission(self, timeout_s: float | None, make_handle: MakeHandle) -> BlockingSubmission:
         return BlockingSubmission(self._core.submission(timeout_s, make_handle), self._thread, self._wait)
 
-    def follow(self, request_id: str, timeout_s: float | None) -> Outcome:
-        return self._wait(self._core.follow(request_id, timeout_s))
+    def follow(self, task_id: int, request_id: str, timeout_s: float | None) -> Outcome:
+        return self._wait(self._core.follow(task_id, request_id, timeout_s))
 
     def follow_parts(self, request_id: str, timeout_s: float | None) -> SyncIterator[Part | Outcome]:
         return self._iterate(self._core.follow_parts(request_id, timeout_s))

@@ -164,10 +164,21 @@ class Core:
             if not call.done:
                 self.stream.withdraw(call)
 
-    async def follow(self, request_id: str, timeout_s: float | None) -> Outcome:
+    async def follow(self, task_id: int, request_id: str, timeout_s: float | None) -> Outcome:
         """The outcome of a task that was submitted before."""
         self.connection.check()
-        return await self._outcome(FollowCall(request_id), self._timeout_of(timeout_s), GOES_ON)
+        timeout_s = self._timeout_of(timeout_s)
+        if request_id:
+            found = await self._outcome(FollowCall(request_id), timeout_s, GOES_ON)
+            if found.task_id == task_id:
+                return found
+        # It has no request_id, or has ended before another task got the same one.
+        return await within(timeout_s, self._ended(task_id), str, GOES_ON)
+
+    async def _ended(self, task_id: int) -> Outcome:
+        while (found := (await self.get(task_id, _GET_WAIT_S, None)).outcome) is None:
+            pass
+        return found
 
     async def follow_parts(self, request_id: str, timeout_s: float | None) -> AsyncGenerator[Part | Outcome, None]:
         """The partial outputs of a task that was submitted before, and at last its outcome, whatever it is."""

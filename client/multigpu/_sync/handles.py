@@ -44,7 +44,7 @@ class TaskHandle(Generic[R]):
         after its result_ttl.
         """
         if self._outcome is None:
-            self._outcome = self._core.follow(self.request_id, timeout)
+            self._outcome = self._core.follow(self.id, self.request_id, timeout)
         return self._outcome
 
     def follow(self, *, timeout: float | None = None) -> Generator[Part | Outcome, None, None]:
