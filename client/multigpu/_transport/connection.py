@@ -1,8 +1,8 @@
 """One channel to one master, and the errors of calls on it.
 
-Unary calls are safe to repeat (submits carry request_ids), so while the master doesn't answer they are repeated, with
-backoff and full jitter, until `connect_timeout_s` is over: a restart of the master is invisible. The Run and Watch
-streams reconnect by themselves.
+Unary calls are safe to repeat (submits carry request_ids), but for a few of AdminService. So while the master doesn't
+answer they are repeated, with backoff and full jitter, until `connect_timeout_s` is over: a restart of the master is
+invisible. The Run and Watch streams reconnect by themselves.
 """
 
 import asyncio
@@ -54,6 +54,8 @@ RETRYABLE_CODES = frozenset(
 # The call was not served. A gRPC server with too many waiting calls ends some as CANCELLED unread. (A caller who
 # cancels gets asyncio.CancelledError instead.)
 _REPEATED = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE})
+# Not to be repeated: a second call would make another token, or not find what the first has taken away.
+_ONCE = frozenset({"CreateToken", "RevokeToken", "RequeueDeadLetters"})
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 2.0
 # Unary calls are answered at once, or after one fsync.
@@ -181,6 +183,7 @@ class Connection:
         end = time.monotonic() + timeout_s
         give_up = min(end, time.monotonic() + self.connect_timeout_s)
         failures = 0
+        once = method in _ONCE and await self.ready(self.connect_timeout_s)
         while True:
             try:
                 call = getattr(getattr(self, service), method)
@@ -188,6 +191,11 @@ class Connection:
             except grpc.aio.AioRpcError as error:
                 failures += 1
                 delay_s = backoff_s(failures)
+                if once and error.code() in _REPEATED:
+                    failure = self.explain(grpc.StatusCode.UNAVAILABLE, error.details())
+                    raise errors.UnavailableError(
+                        f"{failure}; the master may have done it: look before you repeat it"
+                    ) from None
                 if error.code() not in _REPEATED or time.monotonic() + delay_s > give_up:
                     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                         raise self.late(timeout_s) from None
