@@ -4,9 +4,11 @@ import contextlib
 import http.client
 import re
 import shlex
+import signal
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +109,30 @@ def _start(engine: engines.Engine, spec: Spec) -> dict[str, Any]:
     with engines.engine_errors():
         cache_dir().mkdir(parents=True, exist_ok=True)
         _pull(engine, spec.image)
+        created: Future[Any] | None = None
         # In a thread: Ctrl-C does not end the request, whose answer names the container to remove.
         with ThreadPoolExecutor(1) as pool:
-            created = pool.submit(engine.create, spec)
             try:
+                with _uninterrupted():
+                    created = pool.submit(engine.create, spec)
                 container = created.result()
                 container.start()
                 _wait(container, spec.port)
             except BaseException:
-                if created.exception() is None:
+                if created is not None and created.exception() is None:
                     _remove(created.result())
                 raise
         return engine.row(container)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block: `submit` waits for its thread, which may have sent the request."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _remove(container: Any) -> None:

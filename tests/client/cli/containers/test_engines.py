@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -158,6 +160,21 @@ def test_ctrl_c_while_the_engine_makes_the_container(docker: Peer, run: Cli) -> 
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
     assert docker.created.wait(30)
+    assert docker.containers == {}
+
+
+def test_ctrl_c_before_the_request_is_known_to_be_sent(docker: Peer, run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container stayed: nothing knew of the request, which another thread had sent."""
+    submit = ThreadPoolExecutor.submit
+
+    def interrupted(*arguments: Any) -> Any:
+        future = submit(*arguments)
+        assert docker.created.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+        return future
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    assert run(*ONE).exit_code == 1  # of click, without our main()
     assert docker.containers == {}
 
 
