@@ -13,7 +13,7 @@ INTERNAL, NOT_IMPLEMENTED, UNAVAILABLE, LATE = 500, 501, 503, 504
 BAD_INPUT = "BadInput"
 UNKNOWN_MODEL = "UnknownModel"
 # The master's advice to programs that can follow it.
-_QUEUE_IT = ", or set wait_for_worker to queue the task until one comes"
+_QUEUE_IT = ", or set wait_for_worker to queue the task until then"
 # google.rpc.Code of a rejection for the token's queues.
 _PERMISSION_DENIED = 7
 

@@ -33,7 +33,7 @@ NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it h
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
 DETACHED = ev.Rejection(
     1,
-    "this client did not submit the task, or before the master started: it goes on, and this stream does not follow it",
+    "this client has not submitted it since the master started: it is not cancelled, and this stream gets no outcome",
 )
 NOT_KNOWN = ev.Rejection(
     5, "no task has this request_id: it was never submitted, or so long ago that the master has forgotten it"
