@@ -52,13 +52,11 @@ def _mark(step: int, found: list[tuple[int, int, str]]) -> bytes:
 
 
 def _read(mark: bytes, place: str) -> list[tuple[int, int, str]]:
-    """Number, step and place of a checkpoint with this mark; empty: it is no mark of ours. Marks of earlier versions
-    have no number.
-    """
+    """Number, step and place of a checkpoint with this mark; empty: it is no mark of ours."""
     try:
         fields = json.loads(mark)
-        return [(int(fields.get("number", 0)), int(fields["step"]), place)]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return [(int(fields["number"]), int(fields["step"]), place)]
+    except (ValueError, KeyError, TypeError):
         return []
 
 

@@ -54,12 +54,10 @@ class Outbox(Generic[F]):
         self._open_items += items
         self._open_bytes += size
         self.bytes += size
-        self._wake_writer()
+        wake = self._wake
+        if wake is not None and not wake.done():
+            wake.set_result(None)
         return self._open
-
-    def _wake_writer(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
 
     async def next(self) -> F | None:
         """Takes the next frame to write; waits until there is one. None: the stream has finished."""
@@ -84,7 +82,8 @@ class Outbox(Generic[F]):
     def finish(self) -> None:
         """Ends the stream with OK after the waiting frames are sent."""
         self._finished = True
-        self._wake_writer()
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     def abort(self, error: CallError) -> None:
         """Ends the stream with this error at once, and drops the waiting frames. The first error counts."""

@@ -322,7 +322,7 @@ def test_a_long_status_is_cut(local: LocalMaster, name: str) -> None:
     code, details = local.loop.run_until_complete(local._call("TaskService/Get", request, to_its_end=True))
     assert code.name == "NOT_FOUND"
     assert len(details) < 4000
-    assert details.endswith("the master has forgotten it")
+    assert details.endswith("the master has forgotten it since")
 
 
 def test_a_request_without_payloads_is_small(local: LocalMaster) -> None:

@@ -173,7 +173,7 @@ class Core:
             if found.task_id == task_id:
                 return found
         # It has no request_id, or has ended before another task got the same one.
-        return await within(timeout_s, self._ended(task_id), str, GOES_ON)
+        return await within(timeout_s, self._ended(task_id), lambda: "", GOES_ON)
 
     async def _ended(self, task_id: int) -> Outcome:
         while (found := (await self.get(task_id, _GET_WAIT_S, None)).outcome) is None:

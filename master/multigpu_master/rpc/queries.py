@@ -25,6 +25,8 @@ from multigpu_master.wire.times import seconds_of, set_time
 
 T = TypeVar("T")
 
+# Why a task can't be found.
+FORGOTTEN = "it was never submitted, or the master has forgotten it since"
 FOREVER_S = 1e12
 NEWEST = 2**62
 # A loop over tasks or batches holds the event loop for at most this time.

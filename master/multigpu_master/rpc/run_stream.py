@@ -33,11 +33,9 @@ NOTHING_TO_CANCEL = ev.Rejection(5, "no unsettled task has this request_id: it h
 CANCELLED_ELSEWHERE = ev.Rejection(1, "cancelled, or ended before; its outcome goes to the stream that submitted it")
 DETACHED = ev.Rejection(
     1,
-    "this client has not submitted it since the master started: it is not cancelled, and this stream gets no outcome",
+    "another client's task, or one from before the master started: it is not cancelled; this stream gets no outcome",
 )
-NOT_KNOWN = ev.Rejection(
-    5, "no task has this request_id: it was never submitted, or so long ago that the master has forgotten it"
-)
+NOT_KNOWN = ev.Rejection(5, f"no task has this request_id: {queries.FORGOTTEN}")
 CLIENT_ID_BYTES_MAX = 64
 
 

@@ -153,9 +153,7 @@ class TaskService:
                 found = await self._find(again)
         if found is None:
             name = request.request_id or request.task_id
-            raise NotFoundError(
-                f"no task {name!r}: it was never submitted, or so long ago that the master has forgotten it"
-            )
+            raise NotFoundError(f"no task {name!r}: {queries.FORGOTTEN}")
         if isinstance(found, StoredOutcome):
             message = queries.stored_task(found, whole=True)
             if found.state == OutcomeState.DEAD_LETTERED:

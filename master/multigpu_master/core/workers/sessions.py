@@ -241,7 +241,8 @@ class Sessions:
                     dispatch_s, began_s, worker_id, device_id,
                 )  # fmt: skip
                 if lease.gang is None:
-                    outcome.energy = energy.get(lease_id)
+                    if energy:
+                        outcome.energy = energy[lease_id]
                     lease.task.outcome = outcome
                 elif not self._rank_succeeded(lease, lease.gang, outcome, event.device_s, energy.get(lease_id)):
                     leases.pop()

@@ -294,9 +294,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         if found is None:
             found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
         if found is None or not queries.may_see(found):
-            raise NotFoundError(
-                f"no task {request.task_id}: it was never submitted, or so long ago that the master has forgotten it"
-            )
+            raise NotFoundError(f"no task {request.task_id}: {queries.FORGOTTEN}")
         if isinstance(found, StoredOutcome):
             message = queries.stored_task(found, whole=False)
             state = task_pb2.OutcomeState.Name(message.outcome.state).removeprefix("OUTCOME_STATE_")
