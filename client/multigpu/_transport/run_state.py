@@ -59,9 +59,9 @@ class RunState:
         # Withdrawals sent on this stream that the master has not answered, by request_id. Each is answered once; the
         # answer does not concern a call that was started again meanwhile.
         self._withdrawals: Counter[str] = Counter()
-        # Further calls for the request_id of an unsettled call: they share its answer. But only the master can tell
-        # whether a task is the one that another call follows: it is sent once that call has its answer. And the
-        # rejection of a task concerns no call that follows.
+        # Further calls for the request_id of an unsettled call. If both submit or both follow, they share its answer. A
+        # call that submits, while one follows, is sent once that one has its answer: only the master can compare their
+        # tasks.
         self._joined: dict[str, list[Call]] = {}
 
     @property
