@@ -50,6 +50,25 @@ def test_one_event_asks_for_each_worker_and_each_lease_not_for_all_workers_again
     assert len(scored) <= 300 + 1000
 
 
+def test_the_next_event_asks_only_for_the_workers_that_have_changed() -> None:
+    stage, scored = Stage(), list[Worker]()
+    auto = stage.core.ledger.strategies["auto"]
+
+    class Counting(Auto):
+        def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
+            scored.append(worker)
+            return auto.score(shape, worker, fleet)
+
+    stage.core.ledger.strategies["auto"] = Counting()
+    for n in range(300):
+        stage.worker(f"w{n}")
+    stage.submit(1)
+    scored.clear()
+    (task,) = stage.submit(1)
+    assert task.lease is not None
+    assert len(scored) == 1, "the worker that got the first task"
+
+
 def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_goes_idle_or_is_busy() -> None:
     replaces_a_method()
     fleet = fleet_of(1000, 10)
@@ -88,7 +107,7 @@ def test_the_best_candidate_is_the_best_of_all_workers(seed: int) -> None:
         fleet.touch(worker)
     backlog = Backlog(strategy, EMBED, None)
     backlog.size = dice.choice((1, 30, 300))
-    candidates = Candidates(fleet, backlog)
+    candidates = Candidates(fleet, backlog, {})
     while True:
         free = [w for w in workers if not w.full]
         able = [w for w in free if strategy.min_backlog(EMBED, w, fleet) <= backlog.size]

@@ -7,22 +7,33 @@ from multigpu_master.core.placement.obstacles import is_one_of, obstructed, shor
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.workers.fleet import Fleet
 
+# A worker's place: the lowest tuple gets the task. (score, last_dispatch, worker_id, version, worker, obstacle). The id
+# breaks ties, so that no two workers are compared.
+Place = tuple[float, int, str, int, Worker, int]
+# Obstacles.
+NONE = 0
+EXCLUDED = 1
+NO_ROOM_FOR_MODEL = 2
+
 
 class Candidates:
     """The workers that may get tasks of a backlog, the lowest score first. Valid for one event, in which no worker
     gains room. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
 
+    `places` has workers' places from earlier events, for the same strategy and shape. A place is valid until its
+    worker's version changes. The caller drops all places when the fleet's members or averages change.
+
     Resets the flags `too_few_tasks` and `no_room_for_model` of the backlog, and sets them when workers are left out for
     these reasons.
     """
 
-    __slots__ = ("_backlog", "_fleet", "_heap", "_pushes")
+    __slots__ = ("_backlog", "_fleet", "_heap", "_places")
 
-    def __init__(self, fleet: Fleet, backlog: Backlog) -> None:
+    def __init__(self, fleet: Fleet, backlog: Backlog, places: dict[Worker, Place]) -> None:
         self._fleet = fleet
         self._backlog = backlog
-        self._heap: list[tuple[float, int, int, int, Worker]] = []  # score, last_dispatch, tie, version, worker
-        self._pushes = 0  # breaks ties, so that no two workers are compared
+        self._places = places
+        self._heap: list[Place] = []
         backlog.too_few_tasks = backlog.no_room_for_model = False
         few, many = sorted((fleet.with_room, fleet.eligible(backlog.shape)), key=len)
         for worker in few:
@@ -48,15 +59,24 @@ class Candidates:
 
     def _rank(self, worker: Worker) -> None:
         """Adds a worker to the heap, unless it may not get the backlog's tasks now."""
-        fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
-        if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
-            return
-        if fleet.models_by_id and fleet.model_block(worker, shape) is not None:
+        place = self._places.get(worker)
+        if place is None or place[3] != worker.version:
+            place = self._places[worker] = self._place(worker)
+        if place[5] == NONE:
+            heappush(self._heap, place)
+        elif place[5] == NO_ROOM_FOR_MODEL:
             self._backlog.no_room_for_model = True
-            return
-        self._pushes += 1
-        score = strategy.score(shape, worker, fleet)
-        heappush(self._heap, (score, worker.last_dispatch, self._pushes, worker.version, worker))
+
+    def _place(self, worker: Worker) -> Place:
+        fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
+        score, obstacle = 0.0, NONE
+        if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
+            obstacle = EXCLUDED
+        elif fleet.models_by_id and fleet.model_block(worker, shape) is not None:
+            obstacle = NO_ROOM_FOR_MODEL
+        else:
+            score = strategy.score(shape, worker, fleet)
+        return score, worker.last_dispatch, worker.worker_id, worker.version, worker, obstacle
 
 
 def elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:

@@ -8,8 +8,8 @@ from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
-from multigpu_master.core.model import Lease, Task, Worker
-from multigpu_master.core.placement.candidates import Candidates, elsewhere
+from multigpu_master.core.model import Lease, Shape, Task, Worker
+from multigpu_master.core.placement.candidates import Candidates, Place, elsewhere
 from multigpu_master.core.placement.gangs import Gangs, form
 from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, short_of_memory
 from multigpu_master.core.placement.recall import Recalls
@@ -23,6 +23,8 @@ from multigpu_master.core.workers.load_reservations import LoadReservations
 BLOCKS_MAX = 1000
 # A task that broke an engine waits for this long, again and again, until another device has room.
 ELSEWHERE_S = 0.05
+# Limit of shapes for which the places of workers are kept.
+SHAPES_MAX = 64
 
 
 class Dispatcher:
@@ -41,6 +43,7 @@ class Dispatcher:
         self._can_grant = can_grant
         self.unfinished_s: float | None = None  # when `run` stopped with backlogs left to try; None: it tried all
         self._candidates: dict[Backlog, Candidates] = {}  # of this event
+        self._places: dict[tuple[str, Shape], dict[Worker, Place]] = {}  # by strategy and shape; see Candidates
         self._membership = -1
         self._averages = -1
         self._resident = -1
@@ -134,7 +137,7 @@ class Dispatcher:
         elif not backlog.strategy.pinned:
             candidates = self._candidates.get(backlog)
             if candidates is None:
-                candidates = self._candidates[backlog] = Candidates(fleet, backlog)
+                candidates = self._candidates[backlog] = Candidates(fleet, backlog, self._places_for(backlog))
             worker = candidates.best()
             if worker is not None:
                 return worker
@@ -143,6 +146,15 @@ class Dispatcher:
         if fleet.models_by_id and backlog.no_room_for_model:
             self._reservations.blocked(backlog, now)
         return None
+
+    def _places_for(self, backlog: Backlog) -> dict[Worker, Place]:
+        key = backlog.strategy.name, backlog.shape
+        places = self._places.get(key)
+        if places is None:
+            if len(self._places) >= SHAPES_MAX:
+                self._places.clear()
+            places = self._places[key] = {}
+        return places
 
     def _elsewhere(self, task: Task, backlog: Backlog, worker: Worker) -> Worker | None:
         """The chosen worker, or another one if the task failed on the chosen worker. None: the task broke an engine
@@ -167,6 +179,7 @@ class Dispatcher:
         if self._membership != fleet.membership_changes:
             classes.repin()
         if (self._membership, self._averages) != (fleet.membership_changes, fleet.averages_changes):
+            self._places.clear()
             classes.unblock_all()
         elif classes.blocked:
             if freed:
