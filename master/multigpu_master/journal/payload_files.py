@@ -257,7 +257,7 @@ class Payloads:
                 os.unlink(name, dir_fd=self._dir_fd)
 
     def _delete_unused(self, name: str) -> bool:
-        """Deletes an unused segment, or keeps it for the next writer. Returns False if another process has it locked."""
+        """Deletes an unused segment, or keeps it for the next writer. Returns False if another process locks it."""
         if name in self._stored:
             return True  # it will be released
         with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:

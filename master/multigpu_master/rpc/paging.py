@@ -31,7 +31,9 @@ def make_cursor(incarnation: str, number: int) -> str:
 
 
 def read_cursor(cursor: str) -> tuple[str, int]:
-    """The incarnation that issued a Watch cursor, and its number. InvalidArgumentError: as for tokens."""
+    """Returns the incarnation that issued a Watch cursor, and the cursor's number; ("", 0) for an empty cursor. Raises
+    InvalidArgumentError if this service did not issue it.
+    """
     incarnation, _, _ = cursor.removeprefix(CURSOR_PREFIX).partition(".")
     return incarnation, parse_page_token(cursor, "cursor", f"{CURSOR_PREFIX}{incarnation}.")
 

@@ -232,5 +232,7 @@ class RunStream:
 
 
 def _read_bodies(journal: SqliteJournal, tasks: Sequence[SettledTask]) -> list[bytes]:
-    """The serialized outcomes of the first of these tasks, about READ_BYTES. JournalError, MemoryError: not now."""
+    """Returns the serialized outcomes of the first of these tasks, about READ_BYTES in total. Raises JournalError or
+    MemoryError if they cannot be read now.
+    """
     return [stored_body(outcome) for outcome in journal.read_settled(tasks, READ_BYTES)]

@@ -231,7 +231,7 @@ class TaskService:
         return response
 
     def _stored(self, keys: list[int | str]) -> dict[int | str, int]:
-        """The task_ids of visible settled tasks, by task_id and request_id."""
+        """Returns by key, a task_id or a request_id, the task_ids of settled tasks that the caller may see."""
         journal = self._driver.journal
         found: dict[int | str, int] = {
             r: s.task_id

@@ -37,8 +37,8 @@ from multigpu_master.worker_streams import SessionOutbox
 PROTOCOL_VERSION = 2
 # Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
-# Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus reported ones that a hello
-# may list again.
+# Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus the recently reported leases
+# that a hello may list.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 IN_USE = (
     "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "
@@ -168,7 +168,8 @@ class SessionReader:
         if frame.partials:
             handle(ev.Partials(session, partial_outputs(frame.partials)))
         await self._read_reports(frame.report_batches)
-        # A worker keeps the files of results until they are acknowledged. Nothing waits for that, so it can be rare.
+        # A worker keeps the files of results until they are acknowledged. Nothing waits for an acknowledgement, so it
+        # may come late.
         unacknowledged = self._results_taken - self._results_acknowledged
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
             self._results_acknowledged = self._outbox.frame_for(16).results_taken = self._results_taken

@@ -21,9 +21,10 @@ Save = Callable[[dict[str, bytes | None]], Awaitable[None]]
 async def load_auth(
     config: MasterConfig, settings: Mapping[str, bytes], now: Callable[[], float], save: Save
 ) -> Auth | None:
-    """Authentication with every token in the journal. None: callers need neither token nor certificate.
+    """Returns authentication with the journal's tokens, or None if callers need neither token nor certificate.
 
-    JournalError: a token is damaged or cannot be written. OSError: the first token's file cannot be written.
+    Deletes expired tokens. Raises JournalError if a token is damaged or cannot be written, and OSError if the file of
+    the first token cannot be read or written.
     """
     tokens = Tokens(settings, now) if config.require_tokens else None
     if tokens is not None:

@@ -1,4 +1,4 @@
-"""Models: what workers offer and have loaded, read for the core; and what operators and workers are told."""
+"""Converts models: what workers offer and have loaded, for the core; and what is sent to operators and workers."""
 
 import itertools
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from multigpu_master.wire.validation import HELLO_BYTES_MAX, MODEL_BYTES_MAX, ch
 
 # Limit of the tasks that a slot runs together.
 CONCURRENCY_MAX = 1 << 20
-# Fields with the same name in a message and in Model. The sizes of a hello and a catalog limit their texts.
+# Fields with the same name in a message and in Model. Their texts are limited by the size of a hello or a catalog.
 _SAME_FIELDS = ("name", "version", "current", "files_bytes", "memory_bytes", "error")
 _RESIDENT_FIELDS = ("memory_bytes", "loads", "pinned")
 _STATES = {
@@ -108,6 +108,6 @@ def resident_message(resident: Resident) -> model_pb2.ModelResidency:
 
 
 def fill_desired(desired: worker_service_pb2.DesiredState, worker: Worker) -> None:
-    """The models that a worker must keep loaded, and those that it must unload."""
+    """Fills in the models that a worker must keep loaded, and those that it must unload."""
     desired.pinned_models.extend(worker.residency.pinned())
     desired.unwanted_models.extend(worker.residency.unwanted)

@@ -78,7 +78,7 @@ class SqliteJournal(JournalReads):
         return self._reserve.size_bytes + room.free_bytes(self._data_dir)
 
     def works(self, within_s: float) -> bool:
-        """Whether the journal's thread runs, and has been busy for at most `within_s` without a pause. From any thread."""
+        """Whether the journal's thread runs, and has been busy for at most `within_s` so far. From any thread."""
         busy_since_s = self._busy_since_s
         late = busy_since_s > 0 and time.monotonic() - busy_since_s > within_s
         return self._thread is not None and self._thread.is_alive() and not late

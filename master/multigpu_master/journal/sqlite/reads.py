@@ -144,7 +144,7 @@ class JournalReads:
         return outcome
 
     def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
-        """`specs`: specs read before, by their column's value. `refer`: return a reference to a payload in a shared file."""
+        """`specs`: specs read before, by column value. `refer`: return a reference to a payload in a shared file."""
         task = SubmitRecord(*row)
         whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
         if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):

@@ -50,7 +50,7 @@ class DeadLetterCalls:
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
         for batch in queries.batched(ids, BATCH):
             # A dead letter stays in the journal until its task is written: another call must not requeue it meanwhile.
-            # For this call, those that another call handles now are unknown.
+            # Dead letters that another call handles now are reported as unknown.
             taken = {task_id for task_id in batch if task_id not in self._taken}
             self._taken |= taken
             try:

@@ -116,8 +116,8 @@ def _misfit(worker: Worker, name: str) -> str:
 
 def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
     """Sort key of workers on which to pin a model; the best is the last. A worker that has the model pinned is best,
-    then one that accepts leases, then one that has the model loaded, then the one with the most memory beside its
-    models in use. Where the limit of the memory is unknown, the memory of these models counts as negative.
+    then one that accepts leases, then one that has the model loaded, then the one with the most memory left by its
+    models in use. If a worker's limit is unknown, the memory of these models counts as a negative rest.
     """
     residency = worker.residency
     model = residency.names[name]
