@@ -119,7 +119,7 @@ async def serve_stream(
     on_message: Callable[[bytes], Awaitable[None]],
     serialize: Callable[[F], bytes],
 ) -> None:
-    """Serves the stream until the peer has half-closed it and no outcome is pending. Raises an abort's CallError."""
+    """Serves the stream until the peer has half-closed it and no outcome is pending. Raises CallError after `abort`."""
 
     async def write_frames() -> None:
         while (frame := await outbox.next()) is not None:

@@ -265,8 +265,8 @@ class Payloads:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # With this lock no other process uses the segment, so a new reference to it can come only from `_stored` or
-            # from a row of the journal, which stays after the row's reference has been released.
+            # The lock was free, so no process writes to the segment. `_stored` has the references in memory. Rows of
+            # the journal are checked too, because they stay after their references have left `_stored`.
             if name in self._journaled and self._in_use(name):
                 return True
             free = self._free_name() if os.fstat(fd).st_size >= SEGMENT_BYTES // 2 else None

@@ -59,7 +59,7 @@ class SettleRecord:
     worker_id: str
     submit_time_s: float
     settle_time_s: float
-    # When the body is deleted, unless the task is a dead letter; later by the time during which no master ran.
+    # When the body is deleted, unless the task is a dead letter. Time during which no master ran is added to it.
     expire_time_s: float
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task as it was submitted, if it became a dead letter

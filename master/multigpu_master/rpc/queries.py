@@ -69,7 +69,9 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
 
 
 def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task_pb2.Task:
-    """A task of the core as clients see it. `whole`: with result, partial outputs and log (of `rank` until it settles)."""
+    """A task of the core as clients see it. `whole`: with result, partial outputs and log. `rank`: whose log, until the
+    task settles.
+    """
     message = task_message(task, driver.now())
     if whole and task.final_outcome is None:
         message.log = task.log if not rank else _log_of(task, rank)

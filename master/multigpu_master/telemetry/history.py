@@ -34,7 +34,7 @@ class History:
         # and by queue: how many tasks had ended, and how many were queued or leased.
         self._ended: dict[str, int] = {}
         self._queues: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(maxlen=RATE_INTERVALS + 1)
-        self._resumed: dict[str, tuple[float, tuple[int, int]]] = {}  # the same at the last resume
+        self._resumed: dict[str, tuple[float, tuple[int, int]]] = {}  # as in _queues, at the queue's last resume
 
     def start(self) -> None:
         self._begin_interval()

@@ -16,7 +16,7 @@ WAL_KEEP_BYTES = 64 << 20
 
 
 def has_log(path: Path) -> bool:
-    """Whether there is a log. If so, the database can't be read without it, and may have only a part of its pages."""
+    """Whether there is a log. If so, the database may lack some of the log's pages, and can't be read without it."""
     log = path.with_name(path.name + "-wal")
     return log.exists() and log.stat().st_size > 0
 

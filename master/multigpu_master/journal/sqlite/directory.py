@@ -111,7 +111,7 @@ def make_directory(data_dir: Path) -> None:
     parents = [data_dir.parent, *(p.parent for p in data_dir.parents if not p.exists())]
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     for parent in parents:  # also if data_dir existed: the process that made it may have been killed before this
-        with contextlib.suppress(PermissionError):  # then this user made no directory in it
+        with contextlib.suppress(PermissionError):  # then this user has made no directory there
             sync_directory(parent)
 
 

@@ -78,7 +78,7 @@ class SqliteJournal(JournalReads):
         return self._reserve.size_bytes + room.free_bytes(self._data_dir)
 
     def works(self, within_s: float) -> bool:
-        """Whether the journal's thread runs, and has been busy for at most `within_s` so far. From any thread."""
+        """Whether the journal's thread runs, and its current write or sweep began at most `within_s` ago."""
         busy_since_s = self._busy_since_s
         late = busy_since_s > 0 and time.monotonic() - busy_since_s > within_s
         return self._thread is not None and self._thread.is_alive() and not late
@@ -100,7 +100,7 @@ class SqliteJournal(JournalReads):
         begin_clock(self.newest_time_s())
         downtime_s = self._retention.resume(self._last_cursor + 1)
         try:
-            # This block also empties the log: then the database says even without its log that the journal is open.
+            # This block also empties the log. Then the database file says, without the log, that the journal is open.
             with self._room.reserve_released():
                 # The downtime is saved before new outcomes are written. Otherwise, if this master dies, the next one
                 # would take the new outcomes for older ones, and add the downtime to their lifetime.

@@ -3,7 +3,7 @@
 Tasks are accepted while more than the watermark is free on the disk and the journal is below its limit. Other entries
 are written while the disk has space for them. A file in the journal's directory, the reserve, keeps space for the time
 when another program has filled the disk: even deletions need space, since the log grows first. The reserve is deleted
-for such transactions and for a new master's start, and made again afterwards with the space that is free. The reserve,
+for transactions at that time and for a new master's start, and made again afterwards from free space. The reserve,
 the watermark and the limit of a transaction's bytes have the same size: a share of the disk or of the size limit.
 """
 

@@ -1,5 +1,5 @@
 """The statements of a transaction: as few as possible. One statement inserts up to 512 tasks, outcomes or dead letters.
-Statements are prepared for a few numbers of rows. Rows of NULL, which a statement skips, make up the number.
+Statements are prepared for a few numbers of rows. If there are fewer rows, the others are NULL, and are skipped.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound

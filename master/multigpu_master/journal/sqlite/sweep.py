@@ -5,7 +5,7 @@ the work is proportional to what there is to delete, without an index on expiry.
 runs between two commits. SQLite reuses empty pages; when they are a large share of the file, the file is truncated.
 
 The row of the newest outcome stays, whatever its age, so that no cursor is issued twice. The outcome of a dead letter
-stays as long as the dead letter. So a row may be deleted before older ones: `removed_cursor` is the newest such row's.
+stays as long as the dead letter. So rows are not always deleted in order: `removed_cursor` is the highest deleted one.
 Time during which no master ran does not age an outcome (retention.py).
 """
 

@@ -1,4 +1,4 @@
-"""Detects damage of the write-ahead log, which SQLite ignores: it takes the first damaged frame for the log's end.
+"""Detects damage of the write-ahead log. SQLite reports none: it assumes that the log ends before a damaged frame.
 
 SQLite reads the log up to the first frame with a wrong checksum or salt. After a loss of power that is correct: the
 newest transaction may be torn, and was never acknowledged. Frames after the end that SQLite assumes may be left from

@@ -116,8 +116,8 @@ def _misfit(worker: Worker, name: str) -> str:
 
 def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
     """Sort key of workers on which to pin a model; the best is the last. A worker that has the model pinned is best,
-    then one that accepts leases, then one that has the model loaded, then the one with the most memory left by its
-    models in use. If a worker's limit is unknown, the memory of these models counts as a negative rest.
+    then one that accepts leases, then one that has the model loaded, then the one whose models in use leave the most of
+    the memory limit. An unknown limit counts as 0.
     """
     residency = worker.residency
     model = residency.names[name]
