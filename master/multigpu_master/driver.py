@@ -319,7 +319,7 @@ class Driver:
             cancelled += part
             await asyncio.sleep(0)  # other calls run meanwhile
             if not self.write_buffer.writable and not await self.wait_cancellations(part, DURABLE_S):
-                rest = sum([task.outcome is None for task in waiting])  # another program has taken the room
+                rest = sum([task.outcome is None for task in waiting])  # another program has used the room
                 message = _NOT_DURABLE_AND_NOT_CANCELLED.format(cancelled=len(cancelled), rest=rest)
                 raise JournalFullError(message if rest else NOT_DURABLE)
         return cancelled

@@ -192,7 +192,7 @@ class Payloads:
         """Syncs these bytes and their files' names to the disk. Called on the journal's thread."""
         fresh = False
         for name in {r.pin.name for r in references}:
-            # A peer may delete its own file: that loses its own task or result only.
+            # A peer may delete a file that it wrote: only the peer's own task or result is lost.
             with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:
                 os.fdatasync(fd)
             fresh = fresh or name not in self._journaled

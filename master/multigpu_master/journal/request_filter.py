@@ -65,7 +65,7 @@ class RequestFilter:
         self._filters[-1].add(request_ids)
 
     def sift(self, request_ids: Sequence[str]) -> list[str]:
-        """Returns those of the request_ids that the journal may know."""
+        """Returns the request_ids that the journal may know, in their order."""
         if not self._loaded_capacity:
             return list(request_ids)
         found = set[str]()

@@ -73,7 +73,7 @@ class WorkerService:
             await self._serve(first, context)
         except (CallError, InvalidMessageError) as error:
             failure = call_error(error, "Session")
-            if failure.code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):  # these end a good session
+            if failure.code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):  # these end a valid session
                 worker_id, rejections = escaped(first.hello.worker_id)[:NAME_BYTES_MAX], self._driver.workers.rejections
                 seen = {"worker_id": worker_id, "peer": context.peer(), "reason": str(failure)}
                 log.warning("worker rejected", pid=first.hello.pid, **seen)
@@ -100,7 +100,7 @@ class WorkerService:
             held = held_leases(hello, self._driver.proofs)
             ids_end = self._driver.incarnations.ids_end(hello.incarnation)
             commands = self._driver.handle(ev.Hello(session, info, held, ids_end, token_id))
-            # A hello also lists recently reported leases; the adopted ones are those that the worker still holds.
+            # Count adopted leases only: a hello also lists recently reported leases, which the worker no longer holds.
             leases = sum(len(c.adopted) for c in commands if isinstance(c, ev.Welcome))
             self._driver.workers.rejections.pop(info.worker_id, None)
             log.info("worker joined", worker_id=info.worker_id, session=session, leases=leases)

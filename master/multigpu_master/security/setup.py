@@ -42,7 +42,7 @@ async def load_auth(
 
 async def _first_token(tokens: Tokens, path: Path, save: Save) -> None:
     """Writes an administrator's token into the data directory, if its file is missing or its token invalid, and revokes
-    the previous one. The token is no secret from a user who can read that file: the same user can change the journal.
+    the previous token. A user who can read that file can also change the journal, so the token gives no further access.
     """
     known = tokens.find(_read_secret(path))
     if known is not None and ADMIN in known.roles:

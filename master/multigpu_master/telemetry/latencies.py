@@ -36,7 +36,7 @@ class Latencies:
         self._kinds: dict[str, tuple[_Counts, ...]] = {}
 
     def observe(self, tasks: Sequence[Task]) -> None:
-        """Counts those of these settled tasks that succeeded."""
+        """Counts the settled tasks that succeeded, and ignores the others."""
         for task in tasks:
             outcome = task.outcome
             if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:

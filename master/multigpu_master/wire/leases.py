@@ -1,4 +1,4 @@
-"""Converts leases: those granted to workers, those that workers hold, and workers' reports on them."""
+"""Converts leases that the master grants, leases that workers hold, and the reports of workers on leases."""
 
 from collections.abc import Iterable, Sequence
 

@@ -26,7 +26,7 @@ _STATES = {
 
 
 def models_of(messages: Iterable[model_pb2.Model]) -> tuple[Model, ...]:
-    """The models that a worker offers, one for each id. InvalidMessageError: one is invalid."""
+    """Returns the models that a worker offers, one for each id. Raises InvalidMessageError if a model is invalid."""
     found: dict[str, Model] = {}
     for message in itertools.islice(messages, MODELS_MAX):
         model = _model(message)
@@ -53,7 +53,7 @@ def _model(m: model_pb2.Model) -> Model:
 
 
 def capabilities_of(messages: Iterable[worker_service_pb2.Capability]) -> tuple[Capability, ...]:
-    """What a worker can run. InvalidMessageError: it can run nothing, or a name is invalid."""
+    """Returns what a worker can run. Raises InvalidMessageError if it can run nothing, or a name is invalid."""
     found = tuple(
         Capability(kind=c.kind, models=tuple(c.models), concurrency=min(max(1, c.concurrency), CONCURRENCY_MAX))
         for c in messages
@@ -68,7 +68,7 @@ def capabilities_of(messages: Iterable[worker_service_pb2.Capability]) -> tuple[
 
 
 def catalog(m: worker_service_pb2.Catalog) -> ev.Catalog:
-    """What a worker offers now. InvalidMessageError: it is invalid."""
+    """Returns the event for a worker's new catalog. Raises InvalidMessageError if the catalog is invalid."""
     capabilities = capabilities_of(m.capabilities)
     if m.ByteSize() > HELLO_BYTES_MAX:
         raise InvalidMessageError(

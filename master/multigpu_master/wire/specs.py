@@ -86,7 +86,7 @@ class SpecReader:
             del self._large_bytes[queue]
 
     def restore(self, wire: bytes) -> Spec:
-        """The Spec of a serialized TaskSpec from the journal. JournalError: it is damaged."""
+        """Returns the Spec of a serialized TaskSpec from the journal. Raises JournalError if it is damaged."""
         spec = self._specs.get(wire)
         if spec is not None:
             return spec

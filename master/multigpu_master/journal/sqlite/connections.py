@@ -43,7 +43,7 @@ def rewrite_log(path: Path) -> None:
 
 def enable_wal(connection: sqlite3.Connection) -> None:
     """Turns on the write-ahead log. On a disk error the pragma raises nothing and returns the old mode, so the mode is
-    checked. sqlite3.OperationalError: the log could not be turned on.
+    checked. Raises sqlite3.OperationalError if the log could not be turned on.
     """
     ((mode,),) = connection.execute("PRAGMA journal_mode = WAL").fetchall()
     if mode != "wal":

@@ -40,8 +40,8 @@ _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
 class SqliteJournal(JournalReads):
-    """A journal in a directory of its own. At `size_max_bytes` it rejects submits. It calls `on_commit` (see `open`) on
-    its own thread; that must neither raise nor wait. Reads may be made from any thread.
+    """A journal in a directory of its own. At `size_max_bytes` it rejects submits. The journal's thread calls
+    `on_commit` (see `open`), which must neither raise nor wait. Any thread may read.
     """
 
     def __init__(

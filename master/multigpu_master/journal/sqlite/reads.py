@@ -361,7 +361,7 @@ class JournalReads:
         return {task_id for (task_id,) in self._rows(sql, (json.dumps(list(task_ids)),))}
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
-        """Returns those of these dead letters that exist, with their payloads."""
+        """Returns the dead letters with these task_ids, with payloads. Leaves out task_ids that are no dead letters."""
         sql = f"SELECT {schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN (SELECT value FROM json_each(?))"
         specs = dict[bytes | str, bytes]()
         found = {row[0]: self._task(row, specs) for row in self._rows(sql, (json.dumps(list(task_ids)),))}
