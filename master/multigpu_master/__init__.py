@@ -1,5 +1,5 @@
-"""mgpu-master: the worker registry, the durable queue, the strategies, and the front doors. docs/architecture.md has
-the map.
+"""mgpu-master: the worker registry, the durable queue, the strategies, and the gRPC services. docs/architecture.md
+describes how they work together.
 """
 
 from multigpu import __version__

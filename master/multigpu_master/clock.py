@@ -1,8 +1,8 @@
-"""The master's clock: seconds since the epoch that never go back and never jump.
+"""The master's clock, in seconds since the epoch. Once started, it never goes back and never jumps.
 
-Sessions, leases, deadlines and the journal's outcomes share it: a jump would end them. It begins at the host's time, or
-at the newest time in the journal if that is later, and then follows the host's monotonic clock. If the host's clock is
-set while the master runs, the next master follows it.
+Sessions, leases, deadlines and the retention of outcomes use this clock, and a jump would end all of them at once. The
+clock starts at the host's time, or at the newest time in the journal if that is later, and then follows the host's
+monotonic clock. If the host's clock is set while the master runs, that takes effect at the next start of a master.
 """
 
 import time
@@ -18,7 +18,7 @@ class Clock:
         self._offset_s = wall() - monotonic()
 
     def begin(self, newest_s: float) -> None:
-        """Goes on to the newest time in the journal. Call it before anything is stamped or can expire."""
+        """Moves the clock to `newest_s`, the journal's newest time, if that is later. Call it before `now` is used."""
         self._offset_s = max(self._offset_s, newest_s - self._monotonic())
 
     def now(self) -> float:
@@ -26,5 +26,5 @@ class Clock:
         return self._offset_s + self._monotonic()
 
     def skew(self) -> float:
-        """By how much this clock is ahead of the host's now."""
+        """Returns by how many seconds this clock is ahead of the host's clock."""
         return self.now() - self._wall()

@@ -1,7 +1,7 @@
 """The driver owns the core: it feeds events to the core, and executes the commands that the core returns.
 
-All of it runs in the event loop's thread and never blocks. Entries for the journal go to write_buffer.py; dispatch and
-delivery don't wait for them. Time is the master's clock (clock.py).
+All of it runs in the event loop's thread and never blocks. Entries for the journal go to write_buffer.py. Dispatch does
+not wait for them, and outcomes wait only as `is_cancelled` says. Times are those of the master's clock (clock.py).
 """
 
 import asyncio
@@ -70,15 +70,15 @@ _UNANSWERED = (ev.Tick, ev.SubmitFailed, ev.SettlesCommitted, ev.IdsRenewed, ev.
 
 
 class BrokenError(CallError):
-    """The master handles no more events."""
+    """The master handles no more events, because one failed half way."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
 @dataclass(slots=True)
 class ChangeEvents:
-    """The events for which calls wait: that outcomes have become durable, and that a worker has changed. Each is set
-    once; then another one takes its place.
+    """The events for which calls wait: `commits` is set when outcomes have become durable, `workers` when a worker or
+    the circuit breaker has changed. Each event is set once, and is then replaced by a new event.
     """
 
     commits: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,7 +94,7 @@ class ChangeEvents:
 
 
 class Driver:
-    """See the module. `on_fatal` is called once, with the reason, when the master can't go on."""
+    """See the module. `on_fatal` is called with the reason when the master can't go on."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class Driver:
         }  # fmt: skip
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Feeds one event to the core, executes the commands and returns them: some are answers. BrokenError: this
-        event or an earlier one failed half way, and the master ends.
+        """Feeds one event to the core, executes the commands and returns them, because some are answers. If this event
+        or an earlier one failed half way, raises BrokenError, or returns [] for an event in _UNANSWERED.
         """
         if not self._broken:
             try:
@@ -156,7 +156,7 @@ class Driver:
                         self._wake(task)
                 self._arm_timer()
             except Exception as error:
-                # The core's state is inconsistent. The journal's is not: the next master starts from that.
+                # The core's state may be inconsistent. The journal is consistent, and the next master starts from it.
                 self._broken = True
                 log.critical("an event failed half way", event_type=type(event).__name__, exc_info=error)
                 self._on_fatal(f"an event ({type(event).__name__}) failed half way: {error!r}")
@@ -182,7 +182,7 @@ class Driver:
         self.handle(ev.Tick())
 
     def open_stream(self) -> tuple[int, RunOutbox]:
-        """A new Run stream."""
+        """Opens a Run stream. Returns its number and its outbox."""
         self._last_stream += 1
         outbox = RunOutbox(RunFrame, payload_messages.Peer(self.journal.payloads))
         outbox.peer_id = f"stream {self._last_stream}"  # until a message of the stream names its client
@@ -194,12 +194,12 @@ class Driver:
         if (outbox := self._streams.pop(stream, None)) is not None:
             outbox.peer.gone()
             self.handle(ev.StreamClosed(stream))
-        # If the master died, the clients of deferred tasks would submit them again, but the client of this stream has
-        # left.
+        # Deferred tasks are only in memory. If the master died, their clients would submit them again, but the client
+        # of this stream has left.
         self.write_buffer.flush()
 
     def find_settled(self, request_ids: Sequence[str]) -> dict[str, SettledTask]:
-        """The tasks of these requests that have settled and that the core has forgotten, by request_id."""
+        """Returns, by request_id, the settled tasks with these request_ids that the core has forgotten."""
         requests = self.core.ledger.requests
         unknown = self.write_buffer.perhaps_known([r for r in request_ids if r and r not in requests])
         found = self.journal.find_requests(unknown) if unknown else {}
@@ -210,10 +210,10 @@ class Driver:
         replaces: Mapping[str, int] = MappingProxyType({}), *, deferred: bool = False,
     ) -> list[Task | ev.Rejection]:  # fmt: skip
         """Submits tasks to the core. `done` is called when the accepted tasks are durable, or with an error when they
-        are lost; for ephemeral tasks it is called soon. The caller must not acknowledge tasks before that.
+        are lost; for ephemeral tasks, in the loop's next round. The caller must not acknowledge a task before that.
 
-        `deferred`: the caller acknowledges no task, so that it may be written after it has settled; not if one replaces
-        a dead letter. `replaces`: dead letters by request_id, deleted when the task with that request_id is durable.
+        `deferred`: the caller acknowledges no submits, so tasks may be written as late as their outcomes; ignored if a
+        task replaces a dead letter. `replaces`: by request_id, the dead letter that is deleted with the task's write.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -234,8 +234,8 @@ class Driver:
         return submitted.results
 
     async def resubmit_dead_letter(self, spec: Spec, task: Task, replaces: int) -> Task | ev.Rejection:
-        """Submits a task in place of the dead letter with the task_id `replaces`, and returns when the journal has
-        written both changes.
+        """Submits a task in place of the dead letter with the task_id `replaces`. Returns when the journal has written
+        both changes; a Rejection if the core or the journal rejected them.
         """
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
         answer = self.submit(spec, [task], 0, tell(future), {task.request_id: replaces})[0]
@@ -297,7 +297,7 @@ class Driver:
             self._send_outcomes([(task, self._deferred_streams.pop(task.task_id), body) for task, body in ended])
 
     def join_deferred_outcome(self, task: Task, stream: int) -> bool:
-        """Whether the task's outcome waits for the disk. If it does, the stream gets it then."""
+        """Returns whether the task's outcome waits for the disk. If so, the stream gets it when it is written."""
         streams = self._deferred_streams.get(task.task_id)
         if streams is not None and stream not in streams:
             streams.append(stream)
@@ -305,8 +305,8 @@ class Driver:
         return streams is not None
 
     async def cancel(self, tasks: Iterable[Task], reason: str = "", *, withdrawn: bool = False) -> list[Task]:
-        """Cancels the unsettled tasks among these, and returns them. On a full disk it cancels no more tasks than the
-        journal has room for. JournalFullError: its message says how many are cancelled.
+        """Cancels the unsettled tasks among these, and returns them. Raises JournalFullError if the disk is full, and
+        not all could be cancelled or some may not be durable; its message says how many are cancelled.
         """
         waiting, cancelled = deque(tasks), list[Task]()
         while waiting:
@@ -319,13 +319,13 @@ class Driver:
             cancelled += part
             await asyncio.sleep(0)  # other calls run meanwhile
             if not self.write_buffer.writable and not await self.wait_cancellations(part, DURABLE_S):
-                rest = sum([task.outcome is None for task in waiting])  # another program has taken the room
+                rest = sum([task.outcome is None for task in waiting])  # another program has used the room
                 message = _NOT_DURABLE_AND_NOT_CANCELLED.format(cancelled=len(cancelled), rest=rest)
                 raise JournalFullError(message if rest else NOT_DURABLE)
         return cancelled
 
     async def wait_cancellations(self, tasks: Sequence[Task], timeout_s: float) -> bool:
-        """Waits until the cancellations of these tasks are on the disk. False: the timeout came first."""
+        """Waits until the cancellations of these tasks are on the disk. Returns False after the timeout."""
         end_s = time.monotonic() + timeout_s
         for task in tasks:
             while task.task_id in self._deferred_streams:

@@ -1,5 +1,5 @@
-"""The master's errors: of the journal, of messages, and CallErrors, which end a call: methods raise them, and
-`rpc.registration` sends their status.
+"""The master's errors. If a gRPC method raises a CallError, or an error that `call_error` converts, `rpc.registration`
+ends the call with its status.
 """
 
 from urllib.parse import quote
@@ -10,12 +10,12 @@ from multigpu._transport.payloads import is_transient
 
 log = structlog.get_logger()
 
-# Limit of the text of a status, as its header is encoded: clients reject a status as a whole if its header is too long.
+# Limit of a status's text, also after the encoding for its header: clients reject a status whose header is too long.
 DETAILS_BYTES_MAX = 3000
 _UNCHANGED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # characters that the encoding does not change
 
 
-# Exceptions that reading a damaged setting raises.
+# Exceptions that parsing a damaged setting may raise.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
@@ -28,7 +28,7 @@ class JournalDamagedError(JournalError):
 
 
 class JournalFullError(JournalError):
-    """There is no room on the disk, or no file descriptor: nothing was written. Try again later."""
+    """The disk or the journal is full, or no file descriptor is left. Trying again later may help."""
 
 
 class InvalidMessageError(Exception):
@@ -41,7 +41,7 @@ class CallError(Exception):
     code = grpc.StatusCode.INTERNAL
 
     def __init__(self, details: str, code: grpc.StatusCode | None = None) -> None:
-        """A long text is cut in the middle: the remedy is at its end."""
+        """Cuts a long text in its middle, because the remedy is at its end."""
         shown, half = details, DETAILS_BYTES_MAX // 2
         while len(shown) > DETAILS_BYTES_MAX or len(quote(shown, _UNCHANGED, errors="replace")) > DETAILS_BYTES_MAX:
             half = half * 2 // 3
@@ -75,7 +75,7 @@ class UnauthenticatedError(CallError):
 
 
 def damaged_setting(key: str, error: Exception) -> JournalError:
-    """The JournalError for one of the journal's settings that can't be read: see DAMAGE."""
+    """Returns the JournalError for a setting in the journal that can't be parsed. `error`: one of DAMAGE."""
     return JournalError(
         f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or remove "
         "its row from the table `setting` of journal.sqlite3 (with sqlite3)."
@@ -83,7 +83,7 @@ def damaged_setting(key: str, error: Exception) -> JournalError:
 
 
 def call_error(error: Exception, method: str) -> CallError:
-    """The status for any exception of a method. Logs those that are not the caller's fault."""
+    """Returns the CallError for any exception of a method. Logs exceptions that the caller did not cause."""
     if isinstance(error, CallError):
         return error
     if isinstance(error, InvalidMessageError):

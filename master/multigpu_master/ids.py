@@ -1,13 +1,13 @@
 """The ids that a master issues, and how later masters recognise them.
 
-An id of a task or a lease has 29 bits of epoch above 24 bits of counter, and so is below 2**53, where JavaScript's
-numbers end. An epoch is on the disk before its first id is used. The epoch is the wall clock in whole seconds since
-2025, and the counter starts at the fraction of the second times 2**23: a master on an empty journal or on an older copy
+An id of a task or a lease has 29 bits of epoch above 24 bits of counter. So it is below 2**53, the end of JavaScript's
+integers. An epoch is on the disk before its first id is used. The epoch is the wall clock in whole seconds since 2025,
+and the counter starts at the fraction of the second times 2**23: a master on an empty journal or on an older copy
 repeats no id, even if it starts in the same second as its predecessor. An epoch is always above the journal's last one.
 
-Each start of a master is an incarnation with a random name, which the journal keeps. A lease or a cursor that a peer
-holds is valid only if the journal knows the incarnation that issued it, and its number is below that incarnation's end:
-else the journal is another one, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
+Each start of a master is an incarnation with a random name, which the journal keeps. A lease_id or a cursor that a peer
+holds is valid only if the journal knows the incarnation that issued it, and if it is below that incarnation's end.
+Otherwise this is a different journal, or an older copy. See docs/decisions/0015-ids-and-incarnations.md.
 """
 
 import secrets
@@ -30,7 +30,7 @@ TIME_END_S = FIRST_EPOCH_S + EPOCHS_END
 CURSORS_END = 1 << 63
 LEASE_KEY_BYTES = 32
 _WORD = (1 << 64) - 1
-# Starts that a journal keeps. Leases and cursors of older ones are not valid.
+# A journal keeps this many incarnations. Leases and cursors of older incarnations are not valid.
 INCARNATIONS_MAX = 1000
 
 
@@ -44,7 +44,7 @@ class Incarnation:
 
 
 def first_id(epoch: int, now_s: float = 0.0) -> int:
-    """The first id that a master issues in an epoch that it begins at `now_s`. At least half of the ids are left."""
+    """The first id that a master issues in an epoch that it begins at `now_s`, in the first half of the epoch's ids."""
     return epoch * EPOCH_IDS + int(now_s % 1.0 * (EPOCH_IDS // 2))
 
 
@@ -53,11 +53,13 @@ def new_name() -> str:
 
 
 def next_epoch(last: int, now_s: float) -> int:
-    """The epoch to begin now, where `last` is the journal's newest. JournalError: there is none below 2**53."""
+    """Returns the epoch to begin now, after the journal's newest epoch `last`. Raises JournalError if its ids would not
+    be below 2**53.
+    """
     epoch = max(last + 1, int(now_s) - FIRST_EPOCH_S)
     if epoch >= EPOCHS_END:
         raise JournalError(
-            f"The ids of this journal are used up: its last epoch is {last}, this host's clock stands for "
+            f"The ids of this journal are used up: its last epoch is {last}, the epoch of this host's clock is "
             f"{int(now_s) - FIRST_EPOCH_S}, and {EPOCHS_END - 1} is the highest. Set the clock if it is wrong, or move "
             "the data directory away to begin with an empty journal."
         )
@@ -65,8 +67,8 @@ def next_epoch(last: int, now_s: float) -> int:
 
 
 class LeaseProofs:
-    """Proves to a later master which worker a lease was granted to: leases are not journaled. A proof is the first 8
-    bytes of AES(key=blake2b(worker_id, journal key), block=(task_id, lease_id ^ attempt << 53)).
+    """Proves to a later master to which worker a lease was granted, because leases are not journaled. A proof is the
+    first 8 bytes of AES(key=blake2b(worker_id, journal key), block=(task_id, lease_id ^ attempt << 53)).
     """
 
     def __init__(self, key: bytes) -> None:
@@ -76,10 +78,10 @@ class LeaseProofs:
     def of(
         self, worker_id: str, lease_ids: Sequence[int], task_ids: Sequence[int], attempts: Sequence[int]
     ) -> Sequence[int]:
-        """A proof for each of a worker's leases. The lists are parallel."""
+        """Returns a proof for each of a worker's leases. Element n of every list belongs to lease n."""
         words = [0] * (2 * len(lease_ids))
         words[::2] = task_ids
-        # Ids are below 2**53.
+        # Ids are below 2**53, so the bits above are for the attempt.
         words[1::2] = [lease ^ (attempt << 53 & _WORD) for lease, attempt in zip(lease_ids, attempts, strict=True)]
         layout = f"<{len(words)}Q"
         return struct.unpack(layout, self._encryptor(worker_id).update(struct.pack(layout, *words)))[::2]

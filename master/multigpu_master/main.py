@@ -124,7 +124,7 @@ def _or_exit(work: Callable[[], list[str]]) -> list[str]:
 
 
 def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
-    """ConfigError: the settings were changed and are invalid."""
+    """Loads and applies the log level and format. Raises ConfigError if the settings have become invalid."""
     config = load(MasterConfig, file=config_file, flags=flags).config
     configure_logging(config.log_level, config.log_format)
 
@@ -163,7 +163,7 @@ def _use_few_arenas() -> None:
 
 
 def _status(master: Master) -> str:
-    """For `systemctl status`."""
+    """Returns the text that `systemctl status` shows."""
     core = master.driver.core
     connected = sum(worker.session != 0 for worker in core.fleet.workers.values())
     journal = "" if master.driver.write_buffer.writable else "; NO ROOM for the journal"

@@ -14,7 +14,7 @@ import grpc
 from multigpu_master.errors import CallError, call_error
 from multigpu_master.wire.payloads import Peer
 
-# A frame takes no more once it has this much. What one call of `frame_for` is for stays together, whatever its size.
+# Limits of a frame. The items of one call of `frame_for` stay in one frame, even if they pass these limits.
 FRAME_BYTES = 4 << 20
 FRAME_ITEMS = 2048
 
@@ -60,7 +60,7 @@ class Outbox(Generic[F]):
         return self._open
 
     async def next(self) -> F | None:
-        """Takes the next frame to write; waits until there is one. None: the stream has finished."""
+        """Waits for the next frame to write, removes and returns it. Returns None if the stream has finished."""
         while True:
             if self._full:
                 frame, size = self._full.popleft()
@@ -119,7 +119,7 @@ async def serve_stream(
     on_message: Callable[[bytes], Awaitable[None]],
     serialize: Callable[[F], bytes],
 ) -> None:
-    """Serves the stream until the peer has half-closed it and no outcome is pending. CallError: it was aborted."""
+    """Serves the stream until the peer has half-closed it and no outcome is pending. Raises CallError after `abort`."""
 
     async def write_frames() -> None:
         while (frame := await outbox.next()) is not None:

@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 # File descriptors that connections leave to the journal, audit.log and the metrics.
 DESCRIPTORS_KEPT = 256
-# A difference between the clock and the journal's last time that is logged at the start.
+# At the start, a larger difference between the clock and the journal's last time is logged.
 CLOCK_DIFFERS_S = 60.0
 HEALTH_MASTER, HEALTH_WORKER = "master", "worker/"
 
@@ -57,7 +57,7 @@ class SettingError(StartError):
 
 
 class Master:
-    """A running master. `clock`: also the journal's. `descriptors`: the process's limit of open files."""
+    """A running master. `clock`: the same as the journal's. `descriptors`: the process's limit of open files."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Master:
         self.certificates: listeners.Certificates | None = None
 
     async def start(self) -> None:
-        """Recovers the journal's tasks and settings, then listens. StartError: it cannot."""
+        """Recovers the journal's tasks and settings, then listens. Raises StartError if it cannot."""
         config = self.config
         try:
             listeners.check(config)
@@ -265,7 +265,7 @@ class Master:
             self._die("the gRPC server ended")
 
     def reload(self) -> None:
-        """Checks the certificate's files again. ListenError: they are invalid, and the previous ones stay in use."""
+        """Checks the certificate's files. Raises ListenError if they are invalid; the old ones stay in use."""
         if self.certificates is not None:
             self.certificates.check_files()
 

@@ -59,7 +59,7 @@ def breaker_setting(tripped_s: float) -> dict[str, bytes | None]:
 
 def restore(handle: Handle, strategies: Container[str], settings: dict[str, bytes]) -> int:
     """Passes the settings to a new core as events. Returns how many workers were connected when the last master ended.
-    JournalError: a setting is damaged.
+    Raises JournalError if a setting is damaged.
     """
     expected = 0
     for key, value in settings.items():
@@ -131,7 +131,7 @@ def _check_type(value: Any, wanted: type[T]) -> T:
 
 
 def _check_text(value: Any) -> str:
-    """UnicodeEncodeError, a ValueError: JSON can hold surrogates, which protobuf messages cannot."""
+    """Raises UnicodeEncodeError, a ValueError, for surrogates: JSON can have them, but protobuf messages cannot."""
     _check_type(value, str).encode()
     return str(value)
 

@@ -35,7 +35,8 @@ LINGER_BYTES_MAX = 256 << 10
 ENTRY_BYTES_MAX = 256 << 10
 # How long an entry waits for others. Each transaction makes the event loop wait for Python's global lock (GIL).
 LINGER_S = 0.02
-# If nothing else causes it, deferred tasks are written after half of this time or more: many in one transaction.
+# Deferred tasks are written after half of this time or more, many in one transaction; earlier only if `flush` is called
+# or another entry's report requires it.
 DEFER_S = 0.5
 DEFERRED_BYTES_MAX = 64 << 20
 # A call waits for at most this long until its changes are on the disk, which may be full.
@@ -200,7 +201,9 @@ class WriteBuffer:
         self._append(pending, urgent=done is not None)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
-        """Writes settings, and returns when they are on the disk. JournalError: they are not after DURABLE_S."""
+        """Writes settings, and returns when they are on the disk. Raises JournalError if they are rejected, or are not
+        on the disk after DURABLE_S.
+        """
         future: asyncio.Future[JournalError | None] = self._loop.create_future()
         self.remember(settings, tell(future), deleted_dead_letters)
         await asyncio.wait([future], timeout=DURABLE_S)
@@ -273,7 +276,9 @@ class WriteBuffer:
             self._journal.append(*[pending.entry for pending in lingering])
 
     def _forget_deferred(self, settled: Iterable[Task]) -> set[int]:
-        """Drops settled tasks from the deferred ones. Returns the task_ids of those, which the journal never had."""
+        """Removes settled tasks from the deferred tasks. Returns the task_ids that it removed: the journal never had
+        these tasks.
+        """
         deferred, unwritten = self._deferred, set[int]()
         if deferred:
             for task in settled:

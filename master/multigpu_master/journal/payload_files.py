@@ -1,12 +1,11 @@
 """The master's side of payloads by reference (multigpu._transport.payloads): which peers share the directory, which
 references are valid, which files must be synced, and which may be deleted.
 
-Each segment to which a task, an outcome or an unwritten entry in the master's memory refers has one `Stored`, whose
-references Python counts. After the last reference, the segment is deleted unless a row of the journal refers to it or
-another process has a lock on it. A scan finds segments that were never reported to the master, because their client was
-killed before.
+Each segment to which a task, an outcome or an unwritten entry in the master's memory refers has one `Stored`. When its
+last reference is gone, the segment is deleted unless a row of the journal refers to the segment or another process has
+a lock on it. A scan finds segments that were never reported to the master, because their writer was killed before.
 
-Files are opened relative to the directory, never through links, and must belong to the master's user alone.
+Files are opened relative to the directory, never through links. They must be of the master's user, with one name.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ DIRECTORY_NAME = "payloads"
 BUSY_S, IDLE_S = 0.05, 0.5
 # After this time, a segment that its writer still has locked is left to the scan.
 WAIT_S = 2.0
-# Time for which unused segments are kept for the next writer.
+# Segments that are kept for the next writer are deleted after this time without another unused segment.
 FREE_S = 3.0
 SCAN_S, SCAN_SEGMENTS = 1.0, 64  # period of the scan, and the segments that it checks in each
 _OFFSET_MAX = 1 << 40
@@ -89,7 +88,7 @@ class Payloads:
         self._key = secrets.token_hex(32).encode()
         self._dir_fd = -1
         self._stored: WeakValueDictionary[str, Stored] = WeakValueDictionary()
-        self._lock = threading.Lock()  # of _stored, and of deletions
+        self._lock = threading.Lock()  # protects _stored, and deletions
         self.released: deque[str] = deque()  # names of segments without references
         self._journaled: set[str] = set()  # rows may refer to these
         self._scan_from = ""
@@ -114,7 +113,7 @@ class Payloads:
         self._measure()
 
     def sweep(self) -> None:
-        """Starts the thread that deletes unused segments. Restore the journal's references before."""
+        """Starts the thread that deletes unused segments. Call it after the journal's references were restored."""
         self._thread = threading.Thread(target=self._run, name="payloads", daemon=True)
         self._thread.start()
 
@@ -127,15 +126,15 @@ class Payloads:
             self._dir_fd = -1
 
     def offer(self) -> Offer:
-        """Initial metadata that tells a peer the directory."""
+        """Returns initial metadata with the directory's path and a hash of its key."""
         return ((METADATA, hashlib.sha256(self._key).digest() + os.fsencode(self.path.absolute())),)
 
     def shared_with(self, key: bytes) -> bool:
-        """Whether a peer has read the key in the directory."""
+        """Returns whether `key` is the directory's: the peer that sent it can read the directory."""
         return hmac.compare_digest(key, self._key)
 
     def resolve(self, name: str, offset: int, size_bytes: int, crc: int = -1) -> Reference:
-        """Checks a peer's reference, and holds its segment."""
+        """Returns a peer's reference, which keeps its segment. Raises BadReferenceError if it is invalid."""
         if NAME.fullmatch(name) is None:
             raise BadReferenceError("the reference names no segment: it must be one that the sender wrote itself")
         if offset >= _OFFSET_MAX or not LARGE_BYTES <= size_bytes < _OFFSET_MAX:
@@ -162,7 +161,7 @@ class Payloads:
         return Reference(stored, offset, size_bytes, crc)
 
     def restore(self, text: str) -> Reference | None:
-        """Holds the segment of a row's reference; None: it is gone."""
+        """Returns a row's reference, which keeps its segment. None if the segment is gone or too short."""
         name, offset, size_bytes, _, crc = parse_reference(text)
         try:
             whole = os.stat(name, dir_fd=self._dir_fd).st_size >= offset + size_bytes
@@ -179,7 +178,7 @@ class Payloads:
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[int]:
-        """The segment's file descriptor, for a `with` block."""
+        """Opens the segment for a `with` block, and yields its file descriptor."""
         # O_NONBLOCK: a FIFO of that name must not block.
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._dir_fd)
         try:
@@ -190,10 +189,10 @@ class Payloads:
     # --- the disk ----------------------------------------------------------------------------------------------------
 
     def sync(self, references: Iterable[Reference]) -> None:
-        """Puts these bytes and their files' names on the disk. On the journal's thread."""
+        """Syncs these bytes and their files' names to the disk. Called on the journal's thread."""
         fresh = False
         for name in {r.pin.name for r in references}:
-            # A peer may delete its own file: that loses its own task or result only.
+            # A peer may delete a file that it wrote: only the peer's own task or result is lost.
             with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:
                 os.fdatasync(fd)
             fresh = fresh or name not in self._journaled
@@ -231,7 +230,7 @@ class Payloads:
                         self._delete_free()
                     scan_at_s = now_s + SCAN_S
             except (OSError, JournalError) as error:
-                log.warning("payloads can't be tidied up", directory=str(self.path), error=str(error))
+                log.warning("unused payloads can't be deleted", directory=str(self.path), error=str(error))
                 scan_at_s = now_s + SCAN_S
 
     def _part(self) -> list[str]:
@@ -242,7 +241,7 @@ class Payloads:
         return part
 
     def _free_name(self) -> str | None:
-        """A free name to keep a segment for the next writer; None: there are enough."""
+        """Returns a name under which to keep a segment for the next writer, or None if enough segments are kept."""
         self._freed_s = time.monotonic()
         for name in FREE_NAMES:
             try:
@@ -252,13 +251,13 @@ class Payloads:
         return None
 
     def _delete_free(self) -> None:
-        """Deletes the segments kept for writers: none was freed for a while, so none will be needed soon."""
+        """Deletes the segments kept for the next writers."""
         for name in FREE_NAMES:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._dir_fd)
 
     def _delete_unused(self, name: str) -> bool:
-        """Deletes a segment unless it is in use. False: another process has a lock on it."""
+        """Deletes an unused segment, or keeps it for the next writer. Returns False if another process locks it."""
         if name in self._stored:
             return True  # it will be released
         with contextlib.suppress(FileNotFoundError), self.opened(name) as fd:
@@ -266,8 +265,8 @@ class Payloads:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            # No process writes to the segment now, so that new references enter `_stored` first. Rows count, too: a
-            # reference leaves `_stored` when it is released, but its row stays.
+            # The lock was free, so no process writes to the segment. `_stored` has the references in memory. Rows of
+            # the journal are checked too, because they stay after their references have left `_stored`.
             if name in self._journaled and self._in_use(name):
                 return True
             free = self._free_name() if os.fstat(fd).st_size >= SEGMENT_BYTES // 2 else None
@@ -291,7 +290,7 @@ def reference_text(reference: Reference, head: bytes = b"") -> str:
 
 
 def is_shared(text: str) -> bool:
-    """Whether the reference is to a shared file; segments of the journal have no dash."""
+    """Returns whether the reference is to a shared file. The names of the journal's own segments have no dash."""
     return "-" in text
 
 

@@ -1,8 +1,8 @@
 """The journal's records, which writers append and readers return.
 
-The core keeps every unsettled task in memory; the journal keeps all that must outlive the process: submitted tasks, the
-outcomes of settled ones, dead letters with their payloads, workers, and settings. Leases are not journaled: after a
-restart the workers report them.
+The core keeps every unsettled task in memory; the journal keeps all that must outlive the process: unsettled tasks, the
+outcomes of settled ones, dead letters with their payloads, workers, usage, and settings. Leases are not journaled:
+after a restart the workers report them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class LargeBody:
         return len(self.head) + len(self.tail)
 
     def whole(self) -> bytes:
-        """Both parts, joined. OSError: the file to which `tail` refers can't be read."""
+        """Returns both parts, joined. Raises OSError if the file to which `tail` refers can't be read."""
         return self.head + (self.tail if isinstance(self.tail, bytes) else self.tail.read())
 
 
@@ -59,7 +59,7 @@ class SettleRecord:
     worker_id: str
     submit_time_s: float
     settle_time_s: float
-    # Then the body is deleted, unless the task is a dead letter. Time during which no master ran is added.
+    # When the body is deleted, unless the task is a dead letter. Time during which no master ran is added to it.
     expire_time_s: float
     body: bytes | LargeBody  # a serialized multigpu.v1.Outcome
     dead: SubmitRecord | None  # the task as it was submitted, if it became a dead letter
@@ -80,7 +80,7 @@ class UsageKey(NamedTuple):
 
 
 class UsageRecord(NamedTuple):
-    """What tasks have used in an interval of USAGE_INTERVAL_S, to be added to what is recorded for it."""
+    """What tasks have used in an interval of USAGE_INTERVAL_S. It is added to the recorded usage of the interval."""
 
     begin_s: int  # seconds since 1970, a multiple of USAGE_INTERVAL_S
     key: UsageKey
@@ -149,11 +149,11 @@ class Recovered:
     incarnations: Sequence[Incarnation]  # the starts of masters on this journal, oldest first; the last is this start
     last_cursor: int  # of the newest outcome; 0 if there was none
     lease_key: bytes  # the secret from which ids.LeaseProofs computes the proofs of leases
-    downtime_s: float  # how far the clock is ahead of the last time in the journal; 0: the journal had none
+    downtime_s: float  # the clock minus the last time saved in the journal, may be negative; 0: none was saved
 
 
 CommitCallback = Callable[[Sequence[Entry], int, JournalError | None], None]
-"""The journal calls it on its own thread, with (entries, first_cursor, error). A call has one of these meanings:
+"""The journal calls this on its own thread, with (entries, first_cursor, error). A call has one of these meanings:
 
 - Entries, no error: they are committed, in this order. The cursors of their settles are first_cursor, first_cursor + 1
   and so on.

@@ -2,8 +2,8 @@
 
 It consists of Bloom filters (Bloom, 1970) that set two bits of one byte. They find every request_id that was added, and
 a few that were not: for each one found the journal is read. A full filter is followed by another, as in scalable Bloom
-filters (Almeida et al., 2007). No request_id can be removed, so once the filters hold twice as many as were loaded, or
-CAPACITY_MIN more, they are rebuilt from the journal. Before the first load, every request_id counts as found.
+filters (Almeida et al., 2007). No request_id can be removed, so the filters are rebuilt from the journal once as many
+were added as were loaded, and at least CAPACITY_MIN. Before the first load, every request_id counts as found.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class RequestFilter:
 
     @property
     def full(self) -> bool:
-        """Whether to load again: more request_ids were added than the loaded filter can take."""
+        """Whether to load again: more request_ids were added since the last load than the loaded filter can hold."""
         return 0 < self._loaded_capacity < self._added
 
     def add(self, request_ids: Sequence[str]) -> None:
@@ -65,7 +65,7 @@ class RequestFilter:
         self._filters[-1].add(request_ids)
 
     def sift(self, request_ids: Sequence[str]) -> list[str]:
-        """The request_ids that the journal may know."""
+        """Returns the request_ids that the journal may know, in their order."""
         if not self._loaded_capacity:
             return list(request_ids)
         found = set[str]()

@@ -1,8 +1,8 @@
 """The age of outcomes: the time that passed on the clocks of running masters since an outcome was written.
 
-Time during which no master ran does not count. It cannot be distinguished from a host's clock that was set meanwhile,
-and such a clock must not delete results. The journal saves the time at its start and every SAVE_S; the difference to
-the next master's first time is added to the lifetime of all older outcomes.
+Time during which no master ran does not count: it can't be distinguished from a change of the host's clock, which must
+not delete results. The journal saves the time at its start and then every SAVE_S. The time from the last save to the
+next master's start is added to the lifetime of all outcomes that were written before.
 """
 
 import json
@@ -18,10 +18,10 @@ class Retention:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self._saved_s = 0.0  # the time that the journal holds; 0: none
-        self._downtimes: list[tuple[int, float]] = []  # the first cursor after it, and its seconds; in this order
+        self._downtimes: list[tuple[int, float]] = []  # (first cursor after it, its seconds), oldest first
 
     def downtime_s(self, cursor: int) -> float:
-        """The seconds during which no master ran since the outcome at this cursor was written."""
+        """Returns for how many seconds no master ran since the outcome at this cursor was written."""
         total_s = 0.0
         for first_cursor, seconds in reversed(self._downtimes):
             if first_cursor <= cursor:
@@ -30,21 +30,23 @@ class Retention:
         return total_s
 
     def now(self, cursor: int) -> float:
-        """The time to compare with the expiry of the outcome at this cursor."""
+        """Returns the time to compare with the expiry of the outcome at this cursor."""
         return self.clock() - self.downtime_s(cursor)
 
     def load(self, saved: bytes) -> None:
-        """Reads what `save` wrote. ValueError, LookupError or TypeError: it is damaged."""
+        """Loads a value that `save` returned. Raises ValueError, LookupError or TypeError if it is damaged."""
         fields = json.loads(saved)
         self._saved_s = float(fields["time_s"])
         self._downtimes = [(int(cursor), float(seconds)) for cursor, seconds in fields["downtimes"]]
 
     def resume(self, next_cursor: int) -> float:
-        """Counts the downtime before this master. Returns the difference to the saved time. Save at once."""
+        """Adds the downtime before this master. Returns the clock minus the saved time, or 0.0 without one. `save` must
+        follow before new outcomes are written.
+        """
         difference_s = self.clock() - self._saved_s if self._saved_s else 0.0
         if difference_s > 0:
             downtimes = [*self._downtimes, (next_cursor, difference_s)]
-            while len(downtimes) > _DOWNTIMES_MAX:  # outcomes between the oldest two live longer than they need to
+            while len(downtimes) > _DOWNTIMES_MAX:  # merge the oldest two; outcomes between them are kept for longer
                 (_, first_s), (cursor, second_s), *downtimes = downtimes
                 downtimes.insert(0, (cursor, first_s + second_s))
             self._downtimes = downtimes
@@ -54,7 +56,7 @@ class Retention:
         return self.clock() - self._saved_s >= SAVE_S
 
     def save(self, oldest_cursor: int) -> bytes:
-        """The value to store now."""
+        """Returns the value to store now, without the downtimes that precede all outcomes."""
         self._saved_s = self.clock()
         self._downtimes = [each for each in self._downtimes if each[0] > oldest_cursor]
         return json.dumps({"time_s": self._saved_s, "downtimes": self._downtimes}).encode()

@@ -9,7 +9,7 @@ from multigpu.daemon.metrics import Metric, metric, sample
 
 from multigpu_master.core.model import Lease, Task, Worker
 
-# How many of a job's newest events are searched for metrics. Few events are anything else.
+# How many of a job's newest events are searched for metrics. Most events have metrics.
 EVENTS_READ = 16
 FLOAT_END = 1 << 1023  # a float can hold all integers below
 
@@ -35,7 +35,7 @@ def job_metrics(leases: list[Lease]) -> Iterator[Metric]:
 
 
 def last_report(task: Task) -> dict[str, float]:
-    """The metrics of the last step that are numbers, and the step itself."""
+    """Returns the numeric metrics of the last reported step, and the step itself."""
     partials = task.extra.partials if task.extra is not None else []
     found: dict[str, object] = {}
     for data in islice(reversed(partials), EVENTS_READ):
@@ -50,7 +50,7 @@ def last_report(task: Task) -> dict[str, float]:
 
 
 def _event(data: bytes) -> object:
-    """None: the worker has sent something else."""
+    """Returns the parsed event, or None if the data is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -57,7 +57,9 @@ class MasterMetrics:
         self._otlp: OtlpMetrics | None = None
 
     def start(self) -> None:
-        """Starts what is configured. ConfigError: the address is not available, or the exporter is not installed."""
+        """Starts the endpoint and the exporter if they are configured. Raises ConfigError if the address is not
+        available, or the exporter is not installed.
+        """
         resource = {"service.name": "mgpu-master", "service.version": VERSION}
         self._otlp = configure_metrics(self._telemetry, resource, self._collect)
         if self._listen:

@@ -106,7 +106,7 @@ class Intake:
     def _check_request_id(
         self, candidate: Task | ev.Rejection, known: dict[str, SettledTask], caller: Token
     ) -> Task | ev.Rejection:
-        """The candidate; a rejection if the caller may not see the task that has its request_id."""
+        """Returns the candidate, or a rejection if the caller may not see the task that has this request_id."""
         if isinstance(candidate, Task):
             request_id = candidate.request_id
             live, stored = self._driver.core.ledger.requests.get(request_id), known.get(request_id)
@@ -128,7 +128,7 @@ def _check_token(caller: Token, queue: str, count: int, now: float) -> ev.Reject
 
 
 def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
-    """Fills an Outcome from the journal. MemoryError: too little memory now."""
+    """Fills an Outcome from the journal. Raises MemoryError if there is too little memory now."""
     lost = stored.lost
     if stored.body is not None:
         try:
@@ -153,14 +153,14 @@ def fill_stored(message: task_pb2.Outcome, stored: StoredOutcome) -> None:
 
 
 def stored_body(stored: StoredOutcome) -> bytes:
-    """The serialized Outcome of a task in the journal. MemoryError: too little memory now."""
+    """Returns the serialized Outcome of a task in the journal. Raises MemoryError if there is too little memory now."""
     message = task_pb2.Outcome()
     fill_stored(message, stored)
     return message.SerializeToString()
 
 
 def parse_outcome(message: task_pb2.Outcome, body: bytes) -> None:
-    """DecodeError: the bytes are no Outcome. MemoryError: too little memory now."""
+    """Raises DecodeError if the bytes are no Outcome, and MemoryError if there is too little memory now."""
     try:
         message.ParseFromString(body)
     except DecodeError as error:
@@ -170,7 +170,7 @@ def parse_outcome(message: task_pb2.Outcome, body: bytes) -> None:
 
 
 def count_tasks(batches: Collection[task_pb2.TaskBatch], limit: int) -> int:
-    """The number of tasks in batches, or of batches if that is larger."""
+    """Returns the number of tasks in the batches, or the number of batches if that is larger."""
     if len(batches) > limit:  # do not iterate over them
         return len(batches)
     return max(len(batches), sum([len(b.inputs) + max(len(b.request_ids), len(b.payloads)) for b in batches]))

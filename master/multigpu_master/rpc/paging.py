@@ -13,7 +13,7 @@ PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1000
 
 
 def parse_page_token(token: str, name: str, prefix: str = PAGE_PREFIX) -> int:
-    """The number in a page token; 0 for an empty one. InvalidArgumentError: this service did not issue it."""
+    """Returns the number in a page token, 0 if it is empty. Raises InvalidArgumentError if the token is not valid."""
     number = token.removeprefix(prefix)
     if token and (number == token or not number.isascii() or not number.isdigit() or len(number) > 18):
         raise InvalidArgumentError(f"this service did not issue the {name}")
@@ -31,19 +31,21 @@ def make_cursor(incarnation: str, number: int) -> str:
 
 
 def read_cursor(cursor: str) -> tuple[str, int]:
-    """The incarnation that issued a Watch cursor, and its number. InvalidArgumentError: as for tokens."""
+    """Returns the incarnation that issued a Watch cursor, and the cursor's number; ("", 0) if the cursor is empty.
+    Raises InvalidArgumentError if it is not valid.
+    """
     incarnation, _, _ = cursor.removeprefix(CURSOR_PREFIX).partition(".")
     return incarnation, parse_page_token(cursor, "cursor", f"{CURSOR_PREFIX}{incarnation}.")
 
 
 def check_count(count: int, limit: int, items: str, advice: str = "") -> None:
-    """InvalidArgumentError: there are too many items, and serving them in one call would delay other calls."""
+    """Raises InvalidArgumentError if there are too many items: to serve them in one call would delay other calls."""
     if count > limit:
         raise InvalidArgumentError(f"{count} {items}; at most {limit} are allowed" + (f": {advice}" if advice else ""))
 
 
 def read_page_size(size: int) -> int:
-    """The number of items on a page. InvalidArgumentError: out of range."""
+    """Returns the number of items on a page. Raises InvalidArgumentError if `size` is out of range."""
     if not 0 <= size <= PAGE_SIZE_MAX:
         raise InvalidArgumentError(f"page_size is {size}; use 1 to {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE_DEFAULT}")
     return size or PAGE_SIZE_DEFAULT

@@ -1,4 +1,4 @@
-"""Requests from bytes, within limits that keep the event loop free.
+"""Parses requests, within limits so that no request blocks the event loop for long.
 
 Parsing many small fields blocks the event loop, for about 60 ms per MiB, and a field of two bytes becomes an object of
 a hundred. So a request's size is checked first, and the fields of a large request are counted.
@@ -11,17 +11,17 @@ from google.protobuf.message import DecodeError
 
 from multigpu_master.errors import InvalidArgumentError
 
-# Requests without payloads. Those with payloads are limited by transport.MESSAGE_BYTES_MAX.
+# Limit of requests without payloads. Requests with payloads are limited by transport.MESSAGE_BYTES_MAX.
 REQUEST_BYTES_MAX = 2 << 20
 WITH_PAYLOADS = {"SubmitRequest", "RunRequest", "SessionRequest"}
-# Fields of a request larger than REQUEST_BYTES_MAX. A Submit of ten thousand tasks has fewer.
+# Limit of fields in a request that is larger than REQUEST_BYTES_MAX. A Submit of ten thousand tasks has fewer.
 FIELDS_MAX = 500_000
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
 
 
 def parse(message_type: Any, data: bytes) -> Any:
-    """The message in these bytes. InvalidArgumentError: they are not one, or too large."""
+    """Parses a message. Raises InvalidArgumentError if the bytes are no such message, or pass a limit."""
     if len(data) > REQUEST_BYTES_MAX:
         if message_type.DESCRIPTOR.name not in WITH_PAYLOADS:
             text = (
@@ -75,7 +75,7 @@ def _messages(descriptor: Any) -> dict[int, Any]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number and the position after it. IndexError: it has more than ten bytes, or the data ends before it does."""
+    """Returns a varint and the position after it. Raises IndexError if it has more than ten bytes or is cut off."""
     value = 0
     for n in range(10):
         byte = data[at + n]

@@ -39,7 +39,7 @@ def batched(items: list[T], size: int) -> Iterator[list[T]]:
 
 
 async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
-    """The items. Other calls run after each SLICE_S."""
+    """Yields the items, and lets other calls run after each SLICE_S."""
     end_s = time.monotonic() + SLICE_S
     for item in items:
         if time.monotonic() > end_s:
@@ -49,8 +49,8 @@ async def pausing(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def oldest_submits(core: Core, queues: Collection[str]) -> dict[str, float]:
-    """When the oldest queued task of each of these queues was submitted, in seconds since the epoch; without the queues
-    where nothing is queued. Other calls run meanwhile.
+    """Returns by queue when its oldest queued task was submitted, in seconds since the epoch. Leaves out queues without
+    queued tasks. Other calls run meanwhile.
     """
     oldest: dict[str, float] = {}
     async for resource_class in pausing(list(core.ledger.classes.by_key.values())):
@@ -69,7 +69,9 @@ def may_see(task: Task | SettledTask | StoredOutcome | None) -> bool:
 
 
 def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task_pb2.Task:
-    """A task of the core as clients see it. `whole`: with result and partial outputs. `rank`: whose log."""
+    """A task of the core as clients see it. `whole`: with result, partial outputs and log. `rank`: whose log, until the
+    task settles.
+    """
     message = task_message(task, driver.now())
     if whole and task.final_outcome is None:
         message.log = task.log if not rank else _log_of(task, rank)
@@ -82,13 +84,13 @@ def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task
 
 
 def _log_of(task: Task, rank: int) -> str:
-    """The log of another rank than 0, of the attempt under way."""
+    """Returns the log of a rank other than 0 in the current attempt; "" if there is no such rank."""
     gang = task.lease.gang if task.lease is not None else None
     return gang.leases[rank].log if gang is not None and rank < len(gang.leases) else ""
 
 
 def fill_from_core(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
-    """Fills the Outcome of a settled task of the core. MemoryError, OSError: not now."""
+    """Fills the Outcome of a settled task of the core. Raises MemoryError or OSError if it cannot be read now."""
     try:
         whole = body if isinstance(body, bytes) else body.whole()
     except OSError as error:
@@ -98,7 +100,7 @@ def fill_from_core(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
 
 
 def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
-    """A task of the journal as clients see it, without what only the core knew."""
+    """A task of the journal as clients see it, without the fields that only the core knew."""
     message = task_pb2.Task(task_id=stored.task_id, request_id=stored.request_id, state=task_pb2.TASK_STATE_SETTLED)
     message.spec.kind, message.spec.model, message.spec.queue = stored.kind, stored.model, stored.queue
     set_time(message.submit_time, stored.submit_time_s)
@@ -115,7 +117,7 @@ def _strip(outcome: task_pb2.Outcome) -> None:
     outcome.ClearField("partials")
     outcome.ClearField("partial_content_types")
     outcome.ClearField("log")
-    if outcome.state == task_pb2.OUTCOME_STATE_RESULT_MISSING:  # results are not listed, so none is missing
+    if outcome.state == task_pb2.OUTCOME_STATE_RESULT_MISSING:  # without results, a missing result is not shown either
         outcome.state = task_pb2.OUTCOME_STATE_SUCCEEDED
         outcome.ClearField("error")
 
@@ -198,7 +200,9 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
 
 
 def _known(values: Sequence[int], enum: Any) -> set[int]:
-    """The values that the enum has; -1 if there are others only. A filter may list half a million values."""
+    """Returns the values that the enum has, or {-1}, which matches nothing, if it has none of them. There may be half a
+    million values.
+    """
     return set(enum.values()).intersection(values) or ({-1} if values else set())
 
 

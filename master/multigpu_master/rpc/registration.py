@@ -1,7 +1,7 @@
 """Registers services on the server: authentication, audit, parsing and error handling of every call.
 
-To gRPC every method takes a stream of requests, so that it reads nothing by itself: a request may have 64 MiB, and is
-read once the token has been checked. Interceptors of grpc.aio cannot do this, see decision 17.
+Every method is registered with a stream of requests, because gRPC then reads no request by itself: a request may have
+64 MiB, and is read only after the token has been checked. Interceptors of grpc.aio cannot do this, see decision 17.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ def add_service(
     """Serves every method of the descriptor with the servicer's method of the same name.
 
     Methods with one request are `async (request, context)` and return their response, or write their responses if they
-    stream. Methods with a stream of requests are `async (context)`, and read and write bytes. `read`: reads the one
-    request; methods of such a servicer write their response.
+    stream. Methods with a stream of requests are `async (context)`, and read and write bytes. `read`: replaces
+    `context.read` for the one request; the methods of such a servicer write their responses themselves.
     """
     handlers = {}
     for method in descriptor.methods:
@@ -106,7 +106,7 @@ def _aborting(serve: Serve, name: str) -> Serve:
             raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001  every exception becomes a status
             failure = call_error(error, name)
-            # The frames of the traceback keep the request.
+            # The traceback's frames would keep the request in memory.
             error.__traceback__ = error.__context__ = error.__cause__ = None
         try:
             await context.abort(failure.code, str(failure))

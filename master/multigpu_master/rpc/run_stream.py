@@ -77,7 +77,7 @@ class RunStream:
         await self._driver.write_buffer.room()
 
     def _check(self, frame: task_service_pb2.RunRequest) -> None:
-        """InvalidArgumentError: the frame is too large or has a wrong key."""
+        """Raises InvalidArgumentError if the frame is too large or has a wrong key."""
         if frame.payload_key and (caller_queues() is not None or not self._outbox.peer.show(frame.payload_key)):
             raise InvalidArgumentError(WRONG_KEY)
         check_count(len(frame.client_id.encode()), CLIENT_ID_BYTES_MAX, "bytes in a client_id")
@@ -232,5 +232,7 @@ class RunStream:
 
 
 def _read_bodies(journal: SqliteJournal, tasks: Sequence[SettledTask]) -> list[bytes]:
-    """The serialized outcomes of the first of these tasks, about READ_BYTES. JournalError, MemoryError: not now."""
+    """Returns the serialized outcomes of the first of these tasks, about READ_BYTES in total. Raises JournalError or
+    MemoryError if they cannot be read now.
+    """
     return [stored_body(outcome) for outcome in journal.read_settled(tasks, READ_BYTES)]

@@ -1,4 +1,4 @@
-"""Reads health checks: they need no token, and so may come from anyone."""
+"""Reads the requests of health checks, which anyone may send, because they need no token."""
 
 import asyncio
 import time
@@ -14,9 +14,9 @@ SMALL_CPU_S, SMALL_TIMEOUT_S, SMALL_POLL_S = 0.02, 1.0, 0.002
 
 
 async def read_small(context: Any) -> Any:
-    """Reads a request that needs no token, or EOF. Rejects one that is large or does not arrive with its call.
+    """Reads a request that needs no token, or EOF. Rejects a request that is large or does not arrive with its call.
 
-    All such calls together hold at most what gRPC receives within SMALL_CPU_S.
+    A call can make gRPC buffer at most what it receives in SMALL_CPU_S of the process's CPU time.
     """
     reading = asyncio.ensure_future(context.read())
     cpu_end_s, end_s = time.process_time() + SMALL_CPU_S, time.monotonic() + SMALL_TIMEOUT_S

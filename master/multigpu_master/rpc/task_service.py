@@ -224,14 +224,14 @@ class TaskService:
         if not await self._driver.wait_cancellations(settled, DURABLE_S):
             raise ExhaustedError(NOT_DURABLE)
         if elsewhere:
-            # On a thread with our contextvars, in which may_see finds the caller.
+            # to_thread copies the contextvars, from which may_see gets the caller.
             stored = await asyncio.to_thread(self._stored, [key for _, key in elsewhere])
             response.settled_task_ids.extend(stored[key] for _, key in elsewhere if key in stored)
             response.unknown.extend(name for name, key in elsewhere if key not in stored)
         return response
 
     def _stored(self, keys: list[int | str]) -> dict[int | str, int]:
-        """The task_ids of visible settled tasks, by task_id and request_id."""
+        """Returns by key, a task_id or a request_id, the task_ids of settled tasks that the caller may see."""
         journal = self._driver.journal
         found: dict[int | str, int] = {
             r: s.task_id

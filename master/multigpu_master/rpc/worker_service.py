@@ -37,8 +37,8 @@ from multigpu_master.worker_streams import SessionOutbox
 PROTOCOL_VERSION = 2
 # Results received by reference are acknowledged after this many, or with the worker's next heartbeat.
 ACKNOWLEDGE_RESULTS = 16
-# Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus reported ones that a hello
-# may list again.
+# Limit on leases in one frame: twice the worker's window (WINDOW_TASKS_MAX at most), plus the recently reported leases
+# that a hello may list.
 WINDOW_TASKS_MAX, REPORTED_MAX = 16_384, 8192
 IN_USE = (
     "another process has a session as worker {worker_id!r}; stop one of them, or give each its own --worker-id. If its "
@@ -73,7 +73,7 @@ class WorkerService:
             await self._serve(first, context)
         except (CallError, InvalidMessageError) as error:
             failure = call_error(error, "Session")
-            if failure.code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):  # these end a good session
+            if failure.code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):  # these end a valid session
                 worker_id, rejections = escaped(first.hello.worker_id)[:NAME_BYTES_MAX], self._driver.workers.rejections
                 seen = {"worker_id": worker_id, "peer": context.peer(), "reason": str(failure)}
                 log.warning("worker rejected", pid=first.hello.pid, **seen)
@@ -100,7 +100,7 @@ class WorkerService:
             held = held_leases(hello, self._driver.proofs)
             ids_end = self._driver.incarnations.ids_end(hello.incarnation)
             commands = self._driver.handle(ev.Hello(session, info, held, ids_end, token_id))
-            # A hello also lists recently reported leases; the adopted ones are those that the worker still holds.
+            # Count adopted leases only: a hello also lists recently reported leases, which the worker no longer holds.
             leases = sum(len(c.adopted) for c in commands if isinstance(c, ev.Welcome))
             self._driver.workers.rejections.pop(info.worker_id, None)
             log.info("worker joined", worker_id=info.worker_id, session=session, leases=leases)
@@ -168,7 +168,8 @@ class SessionReader:
         if frame.partials:
             handle(ev.Partials(session, partial_outputs(frame.partials)))
         await self._read_reports(frame.report_batches)
-        # A worker keeps the files of results until they are acknowledged. Nothing waits for that, so it can be rare.
+        # A worker keeps the files of results until they are acknowledged. Nothing waits for an acknowledgement, so it
+        # may come late.
         unacknowledged = self._results_taken - self._results_acknowledged
         if unacknowledged >= ACKNOWLEDGE_RESULTS or (unacknowledged and frame.HasField("heartbeat")):
             self._results_acknowledged = self._outbox.frame_for(16).results_taken = self._results_taken

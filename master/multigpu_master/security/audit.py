@@ -1,7 +1,7 @@
 """The audit log of administrative calls: `audit.log` in the data directory, one JSON line for each call that changes
 the fleet, including failed calls.
 
-The line of a successful call is synced before the answer. A cancelled call runs to its end and has its line.
+The line of a successful call is synced before the answer. A call that its caller cancels runs to its end and is logged.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Audit:
         self._works: set[asyncio.Task[Any]] = set()
 
     def wrap(self, serve: Serve, method: str, message_type: Any) -> Serve:
-        """`serve` with an audit line, if "Service/Method" is an administrative call.
+        """Returns `serve` with an audit line if `method`, which is "Service/Method", is administrative; else `serve`.
 
         The call's effect and its line are one task, which continues if the caller cancels the call.
         """
@@ -49,7 +49,7 @@ class Audit:
             try:
                 descriptor = self._open()
             except OSError as error:
-                text = f"nothing was done: {self.path} can't be written ({error.strerror}); see to it, then try again"
+                text = f"nothing was done: {self.path} can't be written ({error.strerror}); repair that, then try again"
                 raise PreconditionError(text) from None
             work = asyncio.create_task(self._work(serve, line, request, descriptor))
             self._works.add(work)
@@ -80,7 +80,9 @@ class Audit:
                 log.exception("the audit log can't be written", path=str(self.path), reason=str(error), record=line)
 
     def _open(self) -> int:
-        """A descriptor of the file, opened before the call: later none may be free. Begins a new file if it is full."""
+        """Returns a descriptor of the file; begins a new file if it is full. Used before the call is made, because no
+        descriptor may be free afterwards.
+        """
         descriptor = os.open(self.path, FLAGS, 0o600)
         if os.fstat(descriptor).st_size < FILE_BYTES_MAX:
             return descriptor
@@ -92,13 +94,13 @@ class Audit:
         return os.open(self.path, FLAGS, 0o600)
 
     def _append(self, descriptor: int, line: bytes) -> None:
-        """Runs on a thread. Writes the line with one call, so that lines of concurrent calls do not mix. OSError: it is
-        not, or only in part, on the disk.
+        """Runs on a thread. Writes the line with one call, so that lines of concurrent calls do not mix. Raises OSError
+        if the line is not, or only in part, on the disk.
         """
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # there was no room for the end of the line before
+                line = b"\n" + line  # the previous line was written only in part
             if os.write(descriptor, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)

@@ -1,6 +1,6 @@
 """Authentication and authorization of every call, by certificate and token, before its request is read.
 
-Runs once for each call or stream, never for a task. Without tokens and client certificates there is no authentication.
+Checks run once for each call or stream, not for each task. Without tokens and client certificates nothing is checked.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 # The token of the running call. None: the master runs without tokens, and every caller may do everything.
 _CALLER: ContextVar[Token | None] = ContextVar("caller", default=None)
-# The asyncio task of the running call: code that a call starts may run in another task, with a copy of this context.
+# The asyncio task of the running call. Code of a call may also run in another task, which has a copy of this context.
 _CALL: ContextVar["asyncio.Task[Any] | None"] = ContextVar("call", default=None)
 
 _SUBMITTERS = frozenset({SUBMIT, ADMIN})
@@ -26,7 +26,8 @@ _READERS = frozenset({READ, SUBMIT, ADMIN})
 _WORKERS = frozenset({WORKER})
 _ADMINS = frozenset({ADMIN})
 _ANY = frozenset({READ, SUBMIT, ADMIN, WORKER})
-# Roles that may call each method. Administrative methods, and a new one, are missing here: they are for administrators.
+# Roles that may call each method. Only administrators may call the methods that are not listed: those that change the
+# fleet, and any new method.
 _ROLES = {
     "TaskService/Submit": _SUBMITTERS,
     "TaskService/Run": _SUBMITTERS,
@@ -54,35 +55,37 @@ URN = "urn:multigpu:"
 NO_TOKEN = "this master asks for a token: name its file with token_file (MGPU_TOKEN_FILE), or set MGPU_TOKEN"  # noqa: S105
 BAD_TOKEN = "the token opens nothing here: it is unknown, was revoked or has expired; ask for a new one"  # noqa: S105
 ENDED = "the token was revoked or has expired; ask for a new one"
-# Rejected calls are logged at most this often.
+# At most one rejected call is logged in this interval.
 LOG_INTERVAL_S = 1.0
 
 Serve = Callable[[Any, Any], Awaitable[Any]]  # (request, context)
 
 
 def current_caller() -> Token | None:
-    """The token of the running call. None: the master runs without tokens."""
+    """Returns the token of the running call, or None if the master runs without tokens."""
     return _CALLER.get()
 
 
 def caller_queues() -> frozenset[str] | None:
-    """The queues that the running call may see. None: all."""
+    """Returns the queues that the running call may use, or None if it may use all."""
     caller = _CALLER.get()
     return None if caller is None else caller.queues
 
 
 def roles_of(method: str) -> frozenset[str]:
-    """The roles that may call "Service/Method"."""
+    """Returns the roles that may call `method`, which is "Service/Method"."""
     return _ROLES.get(method, _ADMINS)
 
 
 def is_administrative(method: str) -> bool:
-    """Whether "Service/Method" changes the fleet, and is audited."""
+    """Returns whether `method`, which is "Service/Method", is audited because it changes the fleet."""
     return method not in _ROLES
 
 
 class Auth:
-    """`tokens`: None if callers need none. `certificates`: whether callers must have a client certificate."""
+    """`tokens`: None if callers need no token. `certificates`: whether callers must have a client certificate.
+    `calls_max`: limit of open calls for each token that has no limit of its own.
+    """
 
     def __init__(self, tokens: Tokens | None, *, certificates: bool, calls_max: int) -> None:
         self.tokens = tokens
@@ -93,7 +96,9 @@ class Auth:
         self._unlogged = 0
 
     def guard(self, serve: Serve, method: str) -> Serve:
-        """Wraps `serve` with the checks of callers of "Service/Method"."""
+        """Returns a wrapper of `serve` that checks each caller, and ends the call when the caller's token expires or is
+        revoked. `method`: "Service/Method".
+        """
         roles = roles_of(method)
 
         async def guarded(request: Any, context: Any) -> Any:
@@ -127,7 +132,7 @@ class Auth:
         return guarded
 
     def revoke(self, token_id: str) -> Token | None:
-        """Removes a token and ends its open calls, except the running one. None: there is no such token."""
+        """Removes a token, ends its open calls except the running call, and returns it. None if it does not exist."""
         assert self.tokens is not None, "only callers with a token can revoke one"
         token = self.tokens.remove(token_id)
         if token is not None:
@@ -174,7 +179,7 @@ class Auth:
         return token
 
     def _logged(self, error: CallError, context: Any, method: str, token_id: str | None) -> CallError:
-        """Returns the error. Logs at most one rejected call per LOG_INTERVAL_S."""
+        """Logs the rejected call, unless one was logged in the last LOG_INTERVAL_S. Returns the error."""
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             log.warning(

@@ -1,4 +1,4 @@
-"""The addresses that a master listens on, and TLS: other hosts reach it only with TLS and tokens."""
+"""The addresses that a master listens on, and TLS. Without --insecure, other hosts need TLS and a token."""
 
 import ssl
 import stat
@@ -21,12 +21,12 @@ class ListenError(Exception):
 
 
 def check(config: MasterConfig) -> None:
-    """ListenError: the settings would let unauthorized callers in, or contradict each other."""
+    """Raises ListenError if the settings would let unauthorized callers in, or contradict each other."""
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ListenError("tls_cert and tls_key go together: give both, or neither")
     if config.tls_client_ca and not config.tls_cert:
         raise ListenError(
-            "tls_client_ca asks callers for certificates, and that takes TLS: give tls_cert and tls_key too"
+            "tls_client_ca asks callers for certificates, which requires TLS: give tls_cert and tls_key too"
         )
     if not is_loopback(config.listen):
         if config.require_tokens and not config.tls_cert:
@@ -50,7 +50,9 @@ def check(config: MasterConfig) -> None:
 
 
 def open_port(server: Any, config: MasterConfig, certificates: "Certificates | None") -> int:
-    """Binds config.listen and returns the port. RuntimeError: it is in use. ListenError: invalid certificates."""
+    """Binds config.listen and returns the port. Raises RuntimeError if the address can't be bound, for example because
+    the port is in use, and ListenError if the certificates are invalid.
+    """
     if certificates is None:
         return int(server.add_insecure_port(config.listen))
     credentials = grpc.dynamic_ssl_server_credentials(
@@ -60,26 +62,28 @@ def open_port(server: Any, config: MasterConfig, certificates: "Certificates | N
 
 
 class Certificates:
-    """The files of the master's certificate. Each new connection gets the newest valid one."""
+    """The files of the master's certificate, its key and the clients' CA. New connections use the last valid files."""
 
     def __init__(self, config: MasterConfig) -> None:
         self._paths = [Path(p).expanduser() for p in (config.tls_cert, config.tls_key, config.tls_client_ca) if p]
         self._lock = threading.Lock()
-        self._seen: list[bytes] = []  # contents of the files when they were last read
+        self._seen: list[bytes] = []  # contents of the files, valid or not, when a connection last loaded them
 
     def first(self) -> Any:
-        """The first configuration for gRPC. ListenError: the files are invalid."""
+        """Returns the first configuration for gRPC. Raises ListenError if the files are invalid."""
         self._seen = texts = self._read()
         return _configuration(texts)
 
     def new_configuration(self) -> Any:
-        """The configuration if files changed, else None. GRPC's threads call this for each connection. Never raises."""
+        """Returns a configuration if the files changed and are valid, else None. Never raises. gRPC calls this for each
+        new connection, from its own threads.
+        """
         with self._lock:
             try:
                 texts = [path.read_bytes() for path in self._paths]
                 if texts == self._seen:
                     return None
-                self._seen = texts  # invalid files are logged once
+                self._seen = texts  # set before _read can raise, so that invalid files are logged once
                 self._seen = texts = self._read()
             except (OSError, ListenError) as error:
                 log.warning("new certificates are not used", error=str(error))
@@ -88,11 +92,13 @@ class Certificates:
         return _configuration(texts)
 
     def check_files(self) -> None:
-        """Checks the files; the next connection loads them if they changed. ListenError: they are invalid."""
+        """Raises ListenError if the files are invalid. Does not load them: the next connection does if they changed."""
         self._read()
 
     def _read(self) -> list[bytes]:
-        """The contents of the files. ListenError: they cannot be read, or key and certificate do not match."""
+        """Returns the contents of the files. Raises ListenError if a file cannot be read or is invalid, if key and
+        certificate do not match, if every user may read the key, or if clients would reject the certificate.
+        """
         try:
             texts = [path.read_bytes() for path in self._paths]
             key = self._paths[1]
@@ -106,13 +112,13 @@ class Certificates:
         except (OSError, ValueError) as error:
             names = ", ".join(map(str, self._paths))
             raise ListenError(
-                f"the certificates ({names}) are invalid: {error}; `openssl x509 -noout -text -in FILE` shows one"
+                f"the certificates ({names}) are invalid: {error}; `openssl x509 -noout -text -in FILE` shows FILE"
             ) from error
         return texts
 
 
 def _check_server_use(path: Path, pem: bytes) -> None:
-    """ListenError: clients would reject a master with this certificate."""
+    """Raises ListenError if clients would reject a master with this certificate."""
     for extension in x509.load_pem_x509_certificate(pem).extensions:
         value, fits = extension.value, True
         if isinstance(value, x509.ExtendedKeyUsage):

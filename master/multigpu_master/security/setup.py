@@ -21,9 +21,10 @@ Save = Callable[[dict[str, bytes | None]], Awaitable[None]]
 async def load_auth(
     config: MasterConfig, settings: Mapping[str, bytes], now: Callable[[], float], save: Save
 ) -> Auth | None:
-    """Authentication with every token in the journal. None: callers need neither token nor certificate.
+    """Returns authentication with the journal's tokens, or None if callers need neither token nor certificate.
 
-    JournalError: a token is damaged or cannot be written. OSError: the first token's file cannot be written.
+    Deletes expired tokens. Raises JournalError if a token is damaged or cannot be written, and OSError if the file of
+    the first token cannot be read or written.
     """
     tokens = Tokens(settings, now) if config.require_tokens else None
     if tokens is not None:
@@ -41,7 +42,7 @@ async def load_auth(
 
 async def _first_token(tokens: Tokens, path: Path, save: Save) -> None:
     """Writes an administrator's token into the data directory, if its file is missing or its token invalid, and revokes
-    the previous one. The token is no secret from a user who can read that file: the same user can change the journal.
+    the previous token. A user who can read that file can also change the journal, so the token gives no further access.
     """
     known = tokens.find(_read_secret(path))
     if known is not None and ADMIN in known.roles:

@@ -35,9 +35,8 @@ class Token:
     token_id: str
     name: str
     roles: frozenset[str]
-    # None: all.
-    queues: frozenset[str] | None
-    worker_ids: tuple[str, ...]
+    queues: frozenset[str] | None  # None: all
+    worker_ids: tuple[str, ...]  # (): all; "prefix*" for all that begin with it
     create_s: float
     expire_s: float | None
     tasks_per_s: float
@@ -85,7 +84,7 @@ class Tokens:
     """All tokens, by token_id. `now`: seconds since the epoch."""
 
     def __init__(self, settings: Mapping[str, bytes], now: Callable[[], float]) -> None:
-        """JournalError: a token among the journal's settings is damaged."""
+        """Raises JournalError if a token among the journal's settings is damaged."""
         self.now = now
         self._tokens: dict[str, Token] = {}
         for key, value in settings.items():
@@ -97,7 +96,7 @@ class Tokens:
                 self._tokens[token.token_id] = token
 
     def find(self, text: str) -> Token | None:
-        """The token of this text. None: it is unknown, was revoked or has expired."""
+        """Returns the token of this text, or None if it is unknown, was revoked or has expired."""
         match = _TOKEN.fullmatch(text)
         if match is None:
             return None
@@ -120,7 +119,7 @@ class Tokens:
         self, name: str, roles: Iterable[str], queues: Iterable[str] = (), worker_ids: Iterable[str] = (),
         *, ttl_s: float | None = None, tasks_per_s: float = 0.0, calls_max: int = 0,
     ) -> tuple[Token, str]:  # fmt: skip
-        """A new token, not yet added, and its text. ValueError: an argument is not allowed."""
+        """Returns a new token, not yet added, and its text. Raises ValueError if an argument is not allowed."""
         roles, queues, worker_ids = frozenset(roles), frozenset(queues), tuple(worker_ids)
         _check(name, roles, queues, worker_ids)
         if ttl_s is not None and ttl_s <= 0:
@@ -148,12 +147,12 @@ class Tokens:
         self._tokens[token.token_id] = token
 
     def remove(self, token_id: str) -> Token | None:
-        """Removes and returns a token. None: there is no such token."""
+        """Removes and returns a token. Returns None if there is no such token."""
         return self._tokens.pop(token_id, None)
 
 
 def token_id_of(text: str | bytes) -> str | None:
-    """The token_id in a token's text, for the log: its secret is not checked. None: it is not a token."""
+    """Returns the token_id in a token's text, for the log, without a check of the secret. None if it is no token."""
     match = _TOKEN.fullmatch(text) if isinstance(text, str) else None
     return None if match is None else match[1]
 

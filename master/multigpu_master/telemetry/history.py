@@ -1,4 +1,4 @@
-"""The fleet's last hour, in points of ten seconds, and the rates of queues over the last minute. Kept in memory."""
+"""The fleet's last hour, as a point for each ten seconds, and the queues' rates in the last minute. Kept in memory."""
 
 import asyncio
 from collections import deque
@@ -17,7 +17,7 @@ RATE_INTERVALS = 6
 
 
 class History:
-    """Begins with `start`. `observe` gets tasks that settle; `now`: the master's clock."""
+    """Runs from `start` to `stop`. Pass each settled task to `observe` once. `now`: the master's clock."""
 
     def __init__(self, core: Core, now: Callable[[], float]) -> None:
         self._core = core
@@ -26,14 +26,15 @@ class History:
         self.latencies: Latencies | None = None  # set while metrics are collected
         self._timer: asyncio.TimerHandle | None = None
         self._begin_s = now()
-        # Of the interval under way.
+        # The current interval: the counters at its start, and the number and durations of its succeeded tasks.
         self._counted = (0, 0, 0)
         self._succeeded = 0
         self._queue_s = self._run_s = 0.0
-        # Tasks that ended, by queue; at the ends of intervals, oldest first, also the tasks that were in it.
+        # By queue: how many tasks have ended. In _queues, oldest first, for the end of each recent interval: the time,
+        # and by queue: how many tasks had ended, and how many were queued or leased.
         self._ended: dict[str, int] = {}
         self._queues: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(maxlen=RATE_INTERVALS + 1)
-        self._resumed: dict[str, tuple[float, tuple[int, int]]] = {}  # the same, when the queue was resumed
+        self._resumed: dict[str, tuple[float, tuple[int, int]]] = {}  # as in _queues, at the queue's last resume
 
     def start(self) -> None:
         self._begin_interval()
@@ -43,7 +44,7 @@ class History:
             self._timer.cancel()
 
     def observe(self, tasks: Sequence[Task]) -> None:
-        """Counts settled tasks."""
+        """Counts settled tasks, and adds up the times of those that succeeded."""
         if self.latencies is not None:
             self.latencies.observe(tasks)
         ended = self._ended
@@ -53,13 +54,17 @@ class History:
             outcome = task.outcome
             if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:
                 continue
-            if outcome.start_s >= self._begin_s:  # else its finish_s may be the worker's return to this master
+            # A task that started under an earlier master may have ended while no master ran: then finish_s is the time
+            # when its worker reconnected.
+            if outcome.start_s >= self._begin_s:
                 self._succeeded += 1
                 self._queue_s += outcome.dispatch_s - task.submit_s
                 self._run_s += outcome.finish_s - outcome.start_s
 
     def rates(self, queue: Queue) -> tuple[float, float]:
-        """Tasks per second that ended, and that were submitted, in the last minute, or since the queue was resumed."""
+        """Returns how many tasks per second ended, and how many were submitted, in about the last minute, or since the
+        queue was resumed if that is more recent.
+        """
         if not self._queues:
             return 0.0, 0.0
         begin_s, counts = self._queues[0]
@@ -72,16 +77,16 @@ class History:
         return ended / seconds, submitted / seconds
 
     def resume(self, queue: Queue) -> None:
-        """The queue's rates begin anew: nothing ended while it was paused."""
+        """Restarts the measurement of a queue's rates, because they were low while it was paused."""
         self._resumed[queue.name] = self._now(), (self._ended.get(queue.name, 0), queue.queued + queue.leased)
 
     def recent_queues(self) -> set[str]:
-        """Queues of which a task ended in the last minute."""
+        """Returns the names of queues in which a task ended in about the last minute."""
         before = self._queues[0][1] if self._queues else {}
         return {name for name, ended in self._ended.items() if ended != before.get(name, (0, 0))[0]}
 
     def take(self) -> None:
-        """Ends an interval."""
+        """Ends the current interval: adds its point, and begins the next interval."""
         core = self._core
         point = pb.HistoryPoint(queued=core.ledger.unsettled - core.ledger.leased, leased=core.ledger.leased)
         set_time(point.end_time, self._now())
@@ -111,7 +116,7 @@ class History:
         return c.submitted, c.succeeded, c.failed + c.cancelled + c.expired + c.dead_lettered
 
     def _add_devices(self, point: pb.HistoryPoint) -> None:
-        """Several workers may report one device."""
+        """Adds the devices' power and utilization. A device that several workers report counts once."""
         connected = [worker for worker in self._core.fleet.workers.values() if worker.session]
         point.workers_active = len(connected)
         samples = {(worker.info.host, worker.info.device_id): worker.telemetry for worker in connected}.values()

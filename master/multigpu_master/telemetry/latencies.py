@@ -36,7 +36,7 @@ class Latencies:
         self._kinds: dict[str, tuple[_Counts, ...]] = {}
 
     def observe(self, tasks: Sequence[Task]) -> None:
-        """Counts those of these settled tasks that succeeded."""
+        """Counts the settled tasks that succeeded, and ignores the others."""
         for task in tasks:
             outcome = task.outcome
             if outcome is None or outcome.state is not OutcomeState.SUCCEEDED:
@@ -44,7 +44,8 @@ class Latencies:
             queue, run, duration = self._of(task.spec.kind)
             queue.add(max(0.0, outcome.dispatch_s - task.submit_s))
             duration.add(max(0.0, outcome.finish_s - task.submit_s))
-            # An earlier start is unknown, or its task ended without a master: then finish_s is the worker's return.
+            # No run time if the start is unknown (0.0) or precedes this master: the task may have ended while no master
+            # ran, and finish_s is then the time when its worker reconnected.
             if outcome.start_s >= self._begin_s:
                 run.add(max(0.0, outcome.finish_s - outcome.start_s))
 

@@ -1,4 +1,4 @@
-"""The master's spans of a sampled task, recorded once it has settled: its time in the queue and its last attempt."""
+"""Records two spans of a sampled task when it has settled: from submit to the last dispatch, and the last attempt."""
 
 from multigpu.daemon.telemetry import span_from
 
@@ -6,7 +6,7 @@ from multigpu_master.core.model import Task
 
 
 def record_spans(task: Task) -> None:
-    """Records the spans of a settled task with a trace context."""
+    """Records the spans of a settled task with a trace context; without a dispatch, only one from submit to its end."""
     outcome, extra = task.outcome, task.extra
     assert outcome is not None, "it is settled"
     assert extra is not None, "it carries a trace context"

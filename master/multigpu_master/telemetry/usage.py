@@ -1,7 +1,7 @@
 """Usage of devices, summed by queue, submitter, kind and model: written to the journal, and kept in memory for metrics.
 
-The core sums it by spec. Every FLUSH_S the sums go to the journal, which adds them to those of the current interval: a
-crash of the master loses at most the last FLUSH_S. While the disk is full, the sums stay in the core.
+The core sums usage by spec. Every FLUSH_S the sums go to the journal, which adds them to the sums of the current
+interval. A crash of the master loses the usage of about FLUSH_S. While the disk is full, the sums stay in the core.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from multigpu_master.write_buffer import Done, WriteBuffer, tell
 FLUSH_S = 10.0
 # A call that reads usage waits for at most this long until the newest sums are written.
 FLUSH_WAIT_S = 1.0
-# Limit of keys in one interval, and in the metrics; what has another key is added to OTHER.
+# Limit of keys in one interval, and in the metrics; the usage of further keys is added to OTHER.
 KEYS_MAX = 1000
 OTHER = UsageKey(queue="(other)", submitter="(other)", kind="(other)", model="(other)")
 

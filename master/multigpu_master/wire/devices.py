@@ -63,7 +63,7 @@ def _clean(message: device_pb2.Device | device_pb2.DeviceTelemetry) -> dict[str,
 
 
 def device_message(info: WorkerInfo) -> device_pb2.Device:
-    """A device's description. ValueError: the stored message is damaged."""
+    """A device's description. Raises ValueError if the stored message is damaged."""
     try:
         message = device_pb2.Device.FromString(info.device_wire)
     except DecodeError as error:
@@ -86,7 +86,7 @@ def telemetry_message(sample: Telemetry) -> device_pb2.DeviceTelemetry:
 
 
 def energies(joules: list[float], method: int, uncertainty: float) -> list[Energy]:
-    """The energy of each task; none if any number is negative or not finite."""
+    """Returns the energy of each task, or [] if any number is negative or not finite."""
     if not all(math.isfinite(x) and x >= 0.0 for x in (*joules, uncertainty)):
         return []
     return [Energy(x, method, uncertainty) for x in joules]

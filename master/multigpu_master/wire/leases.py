@@ -1,4 +1,4 @@
-"""Converts leases: those granted to workers, those that workers hold, and workers' reports on them."""
+"""Converts leases that the master grants, leases that workers hold, and the reports of workers on leases."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +17,7 @@ from multigpu_master.wire.times import seconds_of
 from multigpu_master.wire.validation import ATTEMPTS_MAX
 
 NOTE_CHARS_MAX = 1 << 10
-# Checkpoint that a worker may leave for a task's next attempt, and partial outputs sent to the task's next worker.
+# A worker's larger checkpoint is ignored. Partial outputs that are larger in total are not sent to the next worker.
 CHECKPOINT_BYTES_MAX, PARTIALS_BYTES_MAX = 1 << 20, 1 << 20
 
 
@@ -28,7 +28,9 @@ def fill_leases(
     leases: Sequence[Lease],
     inlined: dict[int, bytes] | None = None,
 ) -> None:
-    """Fills a LeaseBatch with leases of one spec and worker. `inlined`: large payloads sent inline, by lease_id."""
+    """Fills a LeaseBatch with leases of one spec and worker. `inlined`: large payloads to send as bytes, by lease_id;
+    other large payloads are sent as references. None: no payload is large.
+    """
     tasks = [lease.task for lease in leases]
     batch.spec.CopyFrom(specs.message(tasks[0].spec))
     batch.lease_ids.extend([lease.lease_id for lease in leases])
@@ -57,13 +59,13 @@ def fill_leases(
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:
-    """The leases of an earlier session that a worker claims, and whether it can prove each."""
+    """Returns the leases of an earlier session that a worker claims; `proven` if the lease's proof is right."""
     columns = [x.lease_id for x in m.leases], [x.task_id for x in m.leases], [x.attempt for x in m.leases]
     return [held_lease(x, proven=x.proof == p) for x, p in zip(m.leases, proofs.of(m.worker_id, *columns), strict=True)]
 
 
 def held_lease(m: worker_service_pb2.HeldLease, *, proven: bool = False) -> ev.HeldLease:
-    """A lease that a worker holds."""
+    """Converts a lease that a worker holds. Limits or drops values that are out of range."""
     p = m.progress
     attempt = min(max(m.attempt, 1), ATTEMPTS_MAX)
     fraction = p.fraction if 0.0 <= p.fraction <= 1.0 else 0.0
@@ -83,7 +85,9 @@ def _checkpoint(m: worker_service_pb2.HeldLease | worker_service_pb2.PartialOutp
 def reports_of(
     batch: worker_service_pb2.ReportBatch, session: int, start_s: float, finish_s: float, peer: Peer
 ) -> ev.Reports:
-    """The event for a batch. A report of an unknown state, and a success without a result, become failures."""
+    """Returns the event for a batch. A report with an unknown state, and a success without a result or with an invalid
+    reference to it, become failures.
+    """
     count = min(len(batch.succeeded_lease_ids), len(batch.results))
     lease_ids = list(batch.succeeded_lease_ids[:count])
     results: list[bytes | Reference] = list(batch.results[:count])

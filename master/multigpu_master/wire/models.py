@@ -1,4 +1,4 @@
-"""Models: what workers offer and have loaded, read for the core; and what operators and workers are told."""
+"""Converts models: what workers offer and have loaded, for the core; and what is sent to operators and workers."""
 
 import itertools
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from multigpu_master.wire.validation import HELLO_BYTES_MAX, MODEL_BYTES_MAX, ch
 
 # Limit of the tasks that a slot runs together.
 CONCURRENCY_MAX = 1 << 20
-# Fields with the same name in a message and in Model. The sizes of a hello and a catalog limit their texts.
+# Fields with the same name in a message and in Model. Their texts are limited by the size of a hello or a catalog.
 _SAME_FIELDS = ("name", "version", "current", "files_bytes", "memory_bytes", "error")
 _RESIDENT_FIELDS = ("memory_bytes", "loads", "pinned")
 _STATES = {
@@ -26,7 +26,7 @@ _STATES = {
 
 
 def models_of(messages: Iterable[model_pb2.Model]) -> tuple[Model, ...]:
-    """The models that a worker offers, one for each id. InvalidMessageError: one is invalid."""
+    """Returns the models that a worker offers, one for each id. Raises InvalidMessageError if a model is invalid."""
     found: dict[str, Model] = {}
     for message in itertools.islice(messages, MODELS_MAX):
         model = _model(message)
@@ -53,7 +53,7 @@ def _model(m: model_pb2.Model) -> Model:
 
 
 def capabilities_of(messages: Iterable[worker_service_pb2.Capability]) -> tuple[Capability, ...]:
-    """What a worker can run. InvalidMessageError: it can run nothing, or a name is invalid."""
+    """Returns what a worker can run. Raises InvalidMessageError if it can run nothing, or a name is invalid."""
     found = tuple(
         Capability(kind=c.kind, models=tuple(c.models), concurrency=min(max(1, c.concurrency), CONCURRENCY_MAX))
         for c in messages
@@ -68,7 +68,7 @@ def capabilities_of(messages: Iterable[worker_service_pb2.Capability]) -> tuple[
 
 
 def catalog(m: worker_service_pb2.Catalog) -> ev.Catalog:
-    """What a worker offers now. InvalidMessageError: it is invalid."""
+    """Returns the event for a worker's new catalog. Raises InvalidMessageError if the catalog is invalid."""
     capabilities = capabilities_of(m.capabilities)
     if m.ByteSize() > HELLO_BYTES_MAX:
         raise InvalidMessageError(
@@ -108,6 +108,6 @@ def resident_message(resident: Resident) -> model_pb2.ModelResidency:
 
 
 def fill_desired(desired: worker_service_pb2.DesiredState, worker: Worker) -> None:
-    """The models that a worker must keep loaded, and those that it must unload."""
+    """Fills in the models that a worker must keep loaded, and those that it must unload."""
     desired.pinned_models.extend(worker.residency.pinned())
     desired.unwanted_models.extend(worker.residency.unwanted)

@@ -13,7 +13,7 @@ from multigpu_master.wire.times import set_time
 from multigpu_master.wire.validation import MESSAGE_CHARS_MAX
 
 TYPE_CHARS_MAX, TRACEBACK_CHARS_MAX = 128, 16 << 10
-# Tag and length of shorter fields are precomputed.
+# For fields with fewer bytes than this, the serialized tag and length are precomputed.
 HEADS_MAX = 2048
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
 _RESULT_HEADS = [_RESULT_TAG + varint(size) for size in range(HEADS_MAX)]
@@ -24,8 +24,8 @@ _OUTCOMES_HEADS = [_OUTCOMES_TAG + varint(size) for size in range(HEADS_MAX)]
 class OutcomeWriter:
     """Serializes each outcome once, for the journal and the streams.
 
-    Tasks of one batch share most fields. These are serialized separately and reused for the next task: concatenated
-    serialized parts are a serialized message.
+    Most fields are equal for the tasks of one batch. The serialized form of these fields is reused for the next task: a
+    protobuf message may be serialized in parts, which are then concatenated.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class OutcomeWriter:
         self._tail = b""
 
     def write(self, task: Task) -> bytes | LargeBody:
-        """The serialized Outcome of a settled task."""
+        """Returns the serialized Outcome of a settled task."""
         o = task.outcome
         assert o is not None, "it is settled"
         shared = (
@@ -82,7 +82,7 @@ def _shared_part(task: Task, o: Outcome) -> task_pb2.Outcome:
 
 
 def fill_stages(message: task_pb2.Stages, submit_s: float, dispatch_s: float, start_s: float) -> None:
-    """0.0: the task has not reached that stage."""
+    """`dispatch_s` and `start_s` are 0.0 if the task has not reached that stage."""
     set_time(message.submit_time, submit_s)
     if dispatch_s:
         set_time(message.dispatch_time, dispatch_s)
@@ -129,7 +129,7 @@ def fill_error(message: task_pb2.TaskError, error: TaskError) -> None:
 
 
 def error_of(message: task_pb2.TaskError) -> TaskError:
-    """The core's TaskError for a worker's message."""
+    """Converts a worker's error. Cuts its texts to their limits; of the traceback, the end is kept."""
     return TaskError(
         message.type[:TYPE_CHARS_MAX] or "Unknown",
         message.message[:MESSAGE_CHARS_MAX],

@@ -1,7 +1,4 @@
-"""Large payloads and results on the wire: as references to peers that share the directory, as bytes to all others.
-
-Small payloads and results never pass through here.
-"""
+"""Large payloads and results on the wire: references for peers that share the payload directory, bytes for others."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence, Sized
@@ -17,12 +14,12 @@ from multigpu_master.wire.protobuf import tag, varint
 
 _RESULT_TAG = tag(task_pb2.Outcome.RESULT_FIELD_NUMBER)
 _RESULT_PLACE_TAG = tag(task_pb2.Outcome.RESULT_PLACE_FIELD_NUMBER)
-# code, message and retry_delay_s of a Rejection
+# The code (UNAVAILABLE), message and retry_delay_s of a Rejection.
 NOT_READABLE = 14, "the task has ended, but the master cannot read its outcome now; try again", 1.0
 
 
 class Peer:
-    """The peer of a stream. It gets references once it has sent the directory's key."""
+    """The peer of a stream. It shares the payload directory once it has sent the directory's key."""
 
     def __init__(self, payloads: Payloads) -> None:
         self.shares = False
@@ -32,19 +29,19 @@ class Peer:
         self._taken = 0
 
     def show(self, key: bytes) -> bool:
-        """Checks a key that the peer sent. False: this key is wrong, and the peer has sent no right one."""
+        """Checks a key that the peer sent. Returns True if it is right, or if the peer sent the right key before."""
         self.shares = self.shares or self._payloads.shared_with(key)
         return self.shares
 
     def resolve(self, at: task_pb2.PayloadReference, crc: int = -1) -> Reference:
-        """Validates a reference from the peer. Raises BadReferenceError."""
+        """Validates a reference. Raises BadReferenceError if it is invalid or the peer does not share the directory."""
         if not self.shares:
             raise BadReferenceError("references are for peers that share the directory: send the payload_key")
         return self._payloads.resolve(at.segment, at.offset, at.size, crc)
 
     def lend(self, reference: Reference, bytes_max: int) -> bool:
-        """Holds the file of a reference until the peer has read it. False: send the bytes, because the peer does not
-        share the directory, or would have more than `bytes_max` to read.
+        """Keeps the file of a reference until the peer has read it, and returns True. Returns False if the caller must
+        send the bytes: the peer does not share the directory, or would have more than `bytes_max` to read.
         """
         if not self.shares or self._lent_bytes + len(reference) > bytes_max:
             return False
@@ -53,31 +50,31 @@ class Peer:
         return True
 
     def taken(self, count: int) -> None:
-        """The peer has read this many references since the stream began."""
+        """Releases the references that the peer has read: the first `count` of the stream."""
         while self._taken < count and self._lent:
             self._lent_bytes -= len(self._lent.popleft())
             self._taken += 1
 
     def gone(self) -> None:
-        """The stream has ended. Released explicitly: a reference cycle could delay `__del__`."""
+        """Releases all references at the end of the stream, because a reference cycle could delay their `__del__`."""
         self.shares = False
         self._lent.clear()
 
 
 def payload_of(given: task_pb2.TaskInput, peer: Peer | None) -> Reference:
-    """The payload that an input refers to. Raises BadReferenceError."""
+    """Returns the payload that an input refers to. Raises BadReferenceError if `peer` is None or rejects it."""
     if peer is None:
         raise BadReferenceError("a payload goes by reference on a Run stream only; send its bytes")
     return peer.resolve(given.payload_place, given.payload_crc32 if given.HasField("payload_crc32") else -1)
 
 
 def outcome_body(own: bytes, shared: bytes, result: bytes | Reference) -> LargeBody:
-    """A serialized Outcome with a large result at its end."""
+    """Returns a serialized Outcome with a large result as its last field."""
     return LargeBody(b"".join((own, shared, _RESULT_TAG, varint(len(result)))), result)
 
 
 def outcome_at(body: LargeBody, reference: Reference) -> bytes:
-    """The same Outcome with a reference to its result."""
+    """Returns the serialized Outcome of `body` with a reference in place of the result."""
     place = task_pb2.PayloadReference(
         segment=reference.pin.name, offset=reference.offset, size=reference.size_bytes
     ).SerializeToString()
@@ -86,19 +83,21 @@ def outcome_at(body: LargeBody, reference: Reference) -> bytes:
 
 
 def outcome_lost(body: LargeBody, error: Exception) -> bytes:
-    """The same Outcome without its result, and with the error. Raises the error if it is transient."""
+    """Returns the serialized Outcome of `body` in the state RESULT_MISSING, with the error in place of the result.
+    Raises `error` if it is transient.
+    """
     if is_transient(error):
         raise error
     result_head_bytes = len(_RESULT_TAG) + len(varint(len(body.tail)))
     lost = task_pb2.Outcome()
-    lost.state = task_pb2.OUTCOME_STATE_RESULT_MISSING  # the last value of a repeated field number counts
+    lost.state = task_pb2.OUTCOME_STATE_RESULT_MISSING  # parsers keep the last value of a field
     lost.error.type, lost.error.message = "ResultLost", f"the task ended, but its result can't be read: {error}"
     return body.head[:-result_head_bytes] + lost.SerializeToString()
 
 
 def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:
-    """The leases whose payloads the peer can get, and the failures of the others. If the peer does not share the
-    directory, also the bytes of large payloads, by lease_id.
+    """Returns the leases whose payloads the peer can get, the bytes of their large payloads by lease_id (none if the
+    peer shares the directory), and the failures of the other leases.
     """
     kept: list[Lease] = []
     read: dict[int, bytes] = {}
@@ -116,7 +115,7 @@ def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int
 
 
 def fill_payloads(batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease], read: dict[int, bytes]) -> None:
-    """Fills the payloads of a LeaseBatch that has large ones. Its extras must be filled already."""
+    """Fills a LeaseBatch's payloads; large ones not in `read` become references. The extras must be filled already."""
     extras = {extra.index: extra for extra in batch.extras}
     for index, lease in enumerate(leases):
         payload = lease.task.payload
@@ -133,7 +132,9 @@ def fill_payloads(batch: worker_service_pb2.LeaseBatch, leases: Sequence[Lease],
 def take_results(
     batch: worker_service_pb2.ReportBatch, results: list[bytes | Reference], peer: Peer
 ) -> dict[int, ev.Failure]:
-    """Replaces the results that the batch carries by reference. Returns the failures, by index."""
+    """Puts the results that the batch carries by reference into `results`. Returns failures for invalid references, by
+    index.
+    """
     failures: dict[int, ev.Failure] = {}
     for result in batch.result_places:
         index = result.index
@@ -147,16 +148,16 @@ def take_results(
 
 
 def bytes_of(value: bytes | Sized) -> bytes | Reference:
-    """A payload or result: the core's type says only that it has a length."""
+    """Returns the payload or result unchanged, for the type checker: in the core its type is Sized."""
     assert isinstance(value, (bytes, Reference))
     return value
 
 
 def own_bytes(values: Iterable[bytes | Sized]) -> int:
-    """The bytes in memory, without those in shared files."""
+    """Returns how many bytes the values have in memory. Values in payload files count as 0."""
     return sum([0 if isinstance(getattr(v, "tail", v), Reference) else len(v) for v in values])
 
 
 def is_large(size_bytes: int) -> bool:
-    """Whether there may be large payloads or results among this many bytes."""
+    """Returns whether payloads or results of this total size may include a large one."""
     return size_bytes >= LARGE_BYTES

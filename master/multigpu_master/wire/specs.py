@@ -42,12 +42,14 @@ class SpecReader:
         self._skew = skew
 
     def read(self, message: task_pb2.TaskSpec, submitter: str = "") -> Spec:
-        """Sets the message's submitter, and returns its Spec. InvalidMessageError, SpecsFullError: it is rejected."""
+        """Sets the message's submitter, and returns its Spec. Raises InvalidMessageError if the message is invalid, and
+        SpecsFullError if the queue has too many large specs.
+        """
         message.submitter = submitter
         wire = message.SerializeToString(deterministic=True)
         spec = self._specs.get(wire)
         if spec is None:
-            # What `_spec` does not check, because the journal may have specs that earlier versions accepted.
+            # These checks are not in `_spec`, because the journal may have specs that earlier versions accepted.
             check_size("content_type", message.content_type, NAME_BYTES_MAX)
             for field in ("content_type", "kind", "model", "queue"):
                 check_printable(field, getattr(message, field))
@@ -84,7 +86,7 @@ class SpecReader:
             del self._large_bytes[queue]
 
     def restore(self, wire: bytes) -> Spec:
-        """The Spec of a serialized TaskSpec from the journal. JournalError: it is damaged."""
+        """Returns the Spec of a serialized TaskSpec from the journal. Raises JournalError if it is damaged."""
         spec = self._specs.get(wire)
         if spec is not None:
             return spec

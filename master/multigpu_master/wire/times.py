@@ -5,12 +5,12 @@ import math
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-# Times are limited to this range, in which each can be converted back to a Timestamp and printed as a date.
+# Received times are limited to this range: every time in it can be converted to a Timestamp and printed as a date.
 SECONDS_MIN, SECONDS_MAX = -62e9, 100e9
 
 
 def seconds_of(message: Timestamp | Duration) -> float:
-    """Seconds, since the epoch for a Timestamp; between SECONDS_MIN and SECONDS_MAX."""
+    """Returns a Timestamp in seconds since the epoch, or a Duration in seconds, limited to SECONDS_MIN..SECONDS_MAX."""
     return min(max(message.seconds + message.nanos / 1e9, SECONDS_MIN), SECONDS_MAX)
 
 

@@ -1,4 +1,4 @@
-"""Checks of messages before the core sees them. InvalidMessageError says what is wrong and what is allowed."""
+"""Checks of messages before the core gets them. An InvalidMessageError says what is wrong and what is allowed."""
 
 from multigpu._transport.names import HELLO_BYTES_MAX as HELLO_BYTES_MAX  # noqa: PLC0414
 from multigpu._transport.names import MODEL_BYTES_MAX as MODEL_BYTES_MAX  # noqa: PLC0414
@@ -12,13 +12,13 @@ MESSAGE_CHARS_MAX = 8 << 10
 
 
 def check_printable(field: str, value: str) -> None:
-    """InvalidMessageError: a terminal or a log would not show the text as it is."""
+    """Raises InvalidMessageError if the text has control or invisible characters, which could falsify a log."""
     if UNPRINTABLE.search(value):
         raise InvalidMessageError(f"{field} {value!r} contains control or invisible characters; remove them")
 
 
 def check_size(field: str, value: str, bytes_max: int) -> None:
-    """InvalidMessageError: the text is too long."""
+    """Raises InvalidMessageError if the text is too long."""
     size = len(value.encode())
     if size > bytes_max:
         raise InvalidMessageError(f"{field} has {size} bytes; at most {bytes_max} are allowed")

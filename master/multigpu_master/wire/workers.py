@@ -16,7 +16,7 @@ _SAME_FIELDS = ("worker_id", "host", "version", "pid", "model_memory_bytes", "sl
 
 
 def worker_info(m: worker_service_pb2.Hello) -> WorkerInfo:
-    """The description in a hello. InvalidMessageError: it is invalid."""
+    """Returns the description in a hello. Raises InvalidMessageError if it is invalid."""
     if not m.worker_id or len(m.worker_id.encode()) > NAME_BYTES_MAX:
         raise InvalidMessageError(f"worker_id must have 1 to {NAME_BYTES_MAX} bytes; has {len(m.worker_id.encode())}")
     _check_names(m)
@@ -60,7 +60,7 @@ def _check_names(m: worker_service_pb2.Hello) -> None:
 
 
 def heartbeat(m: worker_service_pb2.Heartbeat, session: int) -> ev.Heartbeat:
-    """The event for a heartbeat. InvalidMessageError: its catalog is invalid."""
+    """Returns the event for a heartbeat. Raises InvalidMessageError if its catalog is invalid."""
     return ev.Heartbeat(
         session,
         [held_lease(x) for x in m.leases],

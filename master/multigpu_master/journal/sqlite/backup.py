@@ -1,7 +1,7 @@
 """Backups of a journal, also while a master runs on it, and salvage of a damaged one.
 
 A backup is a directory that a master can start from: the database as of one instant, by SQLite's online backup, and the
-segments to which its rows refer. During the copy tasks end and the master deletes segments, so all these segments are
+segments to which its rows refer. During the copy the master may delete segments, because tasks end. So all segments are
 opened first: the journal's own can be read after their names are gone; shared payloads are locked against reuse.
 """
 
@@ -36,8 +36,8 @@ _DESCRIPTORS = 64  # for all but segments
 
 
 def backup(data_dir: Path, target: Path) -> list[str]:
-    """Copies the journal of `data_dir` to `target`, which must be empty or new. Returns what the copy lacks because it
-    was lost before. JournalError: no copy, and `target` is as empty as before.
+    """Copies the journal of `data_dir` to `target`, which must be empty or new. Returns descriptions of data that the
+    journal had lost before. Raises JournalError if no backup was made; then no part of it is left in `target`.
     """
     if not (data_dir / DATABASE_NAME).exists():
         raise JournalError(f"There is no journal in {data_dir}. Give the master's --data-dir.")
@@ -75,15 +75,15 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     source = connections.connect_reader(data_dir / DATABASE_NAME)
     with contextlib.closing(source), contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
         held = _hold(source, data_dir)
-        source.backup(copy)  # of the transaction that `held` belongs to
+        source.backup(copy)  # in the transaction that _hold began: its rows refer to `held`
         schema.clear_open_flag(copy)
     for name in sorted(held):
-        segment = held.pop(name)  # closed once it is copied: its room may be used again
+        segment = held.pop(name)  # closed after its copy, so that its space can be freed
         (target / name).parent.mkdir(mode=0o700, exist_ok=True)
         copy_file(segment.fd, target / name)
         del segment
     lost = [what for _, _, what in _lost(target, PART_NAME)]
-    for suffix in ("-shm", "-wal"):  # made by looking
+    for suffix in ("-shm", "-wal"):  # made by _lost
         (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
     sync_file(part)
     for name in (journal_segments.DIRECTORY_NAME, payloads.DIRECTORY_NAME):
@@ -96,7 +96,7 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
 
 
 def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
-    """Begins a transaction, and opens the segments that its rows refer to, but for those that were lost before it."""
+    """Begins a transaction, and opens the segments to which its rows refer, except segments that were lost before."""
     gone: set[str] = set()
     for _ in range(_TRIES):
         source.execute("BEGIN")
@@ -112,8 +112,8 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
             with contextlib.suppress(FileNotFoundError):
                 held[name] = _pin(data_dir / name)
         missing = wanted - held.keys()
-        # The master deletes only what no row refers to. A segment that is missing twice, and has a row, was lost
-        # before.
+        # The master deletes only segments to which no row refers. So a segment that was missing in an earlier try, and
+        # to which a row of this transaction still refers, was lost before.
         if missing <= gone:
             return held
         gone |= missing
@@ -125,8 +125,8 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
 
 
 def _pin(path: Path) -> Segment:
-    """Opens a segment, so that it can be read after its name is gone; a shared one is locked against reuse, too.
-    FileNotFoundError: it is gone.
+    """Opens a segment, so that it can be read after its name is gone; a shared segment is also locked against reuse.
+    Raises FileNotFoundError if the segment is gone.
     """
     if path.parent.name != payloads.DIRECTORY_NAME:
         return Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -145,9 +145,9 @@ def _clear(target: Path) -> None:
 
 
 def salvage(data_dir: Path) -> Iterator[str]:
-    """Makes a damaged journal one that a master can start from, and says what is gone: transactions behind damage of
-    the log, tasks and dead letters whose payload is gone, and results. Such tasks and dead letters are deleted;
-    outcomes stay, without their result.
+    """Repairs a damaged journal so that a master can start from it. Yields a description of each loss: transactions
+    after the damage in the log, tasks and dead letters whose payload is lost, and lost results. Such tasks and dead
+    letters are deleted; the outcomes of lost results stay.
     """
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
@@ -201,7 +201,7 @@ def _log_damage(path: Path, log: Path) -> str:
 
 
 def _segment_of(name: str) -> str:
-    """The file, as it is called below the directory; "" if a damaged row names none."""
+    """Returns a segment's path relative to the data directory; "" if a damaged row has an invalid name."""
     if _OWN_NAME.fullmatch(name):
         return f"{journal_segments.DIRECTORY_NAME}/{name}"
     return f"{payloads.DIRECTORY_NAME}/{name}" if NAME.fullmatch(name) else ""

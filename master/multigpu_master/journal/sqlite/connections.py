@@ -16,7 +16,7 @@ WAL_KEEP_BYTES = 64 << 20
 
 
 def has_log(path: Path) -> bool:
-    """Whether there is a log. If so, the database can't be read without it: the log may be copied only in part."""
+    """Whether there is a log. If so, the database may lack some of the log's pages, and can't be read without it."""
     log = path.with_name(path.name + "-wal")
     return log.exists() and log.stat().st_size > 0
 
@@ -43,7 +43,7 @@ def rewrite_log(path: Path) -> None:
 
 def enable_wal(connection: sqlite3.Connection) -> None:
     """Turns on the write-ahead log. On a disk error the pragma raises nothing and returns the old mode, so the mode is
-    checked. sqlite3.OperationalError: the log could not be turned on.
+    checked. Raises sqlite3.OperationalError if the log could not be turned on.
     """
     ((mode,),) = connection.execute("PRAGMA journal_mode = WAL").fetchall()
     if mode != "wal":
@@ -68,7 +68,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 
 
 def close_writer(path: Path, writer: sqlite3.Connection) -> None:
-    """Closes the writer. SQLite copies the log into the database and deletes it; if the disk is full, the log stays."""
+    """Closes the writer. SQLite copies the log into the database and deletes the log, unless the disk is full."""
     try:
         clear_open_flag(writer)
     except sqlite3.OperationalError:
@@ -83,7 +83,7 @@ def close_keeping_log(path: Path, writer: sqlite3.Connection) -> None:
     If it can't be opened, the writer stays open until the process ends.
     """
     with contextlib.suppress(sqlite3.Error), contextlib.closing(connect_reader(path)) as reader:
-        reader.execute("SELECT count(*) FROM sqlite_master").fetchall()  # from now on it holds a lock on the database
+        reader.execute("SELECT count(*) FROM sqlite_master").fetchall()  # now the reader has a lock on the database
         writer.close()
 
 

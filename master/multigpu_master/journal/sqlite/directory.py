@@ -2,8 +2,8 @@
 
 It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds until its process ends. A new
 database is created under another name and renamed, so it always has the whole schema, an application id and a version.
-Without a log, both are read from the header before SQLite opens the file; with one, through a connection that can't
-write, because the log may have newer values.
+Without a log, the id and the version are read from the file's header before SQLite opens the file. With a log, they are
+read through a connection that can't write, because the log may have newer values.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from multigpu_master.journal.sqlite.schema import (
 from multigpu_master.journal.sqlite.segments import DIRECTORY_NAME as SEGMENTS
 
 LOCK_NAME = "LOCK"
-QUICK_CHECK_BYTES_MAX = 256 << 20  # larger files are not walked as a whole before every start
+QUICK_CHECK_BYTES_MAX = 256 << 20  # of larger files only some tables are checked at a start
 
 
 class DirectoryLock:
@@ -66,7 +66,7 @@ class DirectoryLock:
 
 
 class OpenFiles:
-    """The database and its log as they were opened."""
+    """The device and inode numbers that the database and its log had when they were opened."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -77,7 +77,7 @@ class OpenFiles:
         return [(each.st_dev, each.st_ino) for each in found]
 
     def check(self) -> None:
-        """JournalError: they were deleted or replaced, so what is written to them is lost."""
+        """Raises JournalError if the files were deleted or replaced: what is written to the open files is lost."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if self._identity() == self._opened:
                 return
@@ -85,7 +85,9 @@ class OpenFiles:
 
 
 def prepare(data_dir: Path) -> DirectoryLock:
-    """Makes the directory if it does not exist, takes the lock and checks or creates the database."""
+    """Makes the directory if it does not exist, takes the lock, and checks or creates the database. Returns the lock.
+    Raises JournalError if any of these fails.
+    """
     path = data_dir / DATABASE_NAME
     lock: DirectoryLock | None = None
     try:
@@ -105,11 +107,11 @@ def prepare(data_dir: Path) -> DirectoryLock:
 
 
 def make_directory(data_dir: Path) -> None:
-    """Makes it if it does not exist, durably: the names of new directories are in their parents."""
+    """Makes the directory and its parents durably: syncs the parents, which have the names of new directories."""
     parents = [data_dir.parent, *(p.parent for p in data_dir.parents if not p.exists())]
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for parent in parents:  # also if it was there: whoever made it may have been killed before this
-        with contextlib.suppress(PermissionError):  # then it isn't new either
+    for parent in parents:  # also if data_dir existed: the process that made it may have been killed before this
+        with contextlib.suppress(PermissionError):  # then this user has made no directory there
             sync_directory(parent)
 
 
@@ -137,19 +139,21 @@ def _check_identity(path: Path, application_id: int, version: int) -> None:
 
 
 def _check_contents(path: Path) -> None:
-    """Looks for damage through a connection that can't write. Changes nothing, and removes what SQLite adds."""
+    """Raises JournalError if a database is damaged or of another version. Removes the files that SQLite adds, and
+    changes nothing.
+    """
     log = path.with_name(f"{DATABASE_NAME}-wal")
     index = path.with_name(f"{DATABASE_NAME}-shm")
     absent = [file for file in (log, index) if not file.exists()]
     if what := wal.cut(log, index, PAGE_BYTES):
         raise damaged_log_error(path, what)
-    # Without a log the file can be read as it lies; with one, SQLite needs the log's index, which it may have to build.
+    # Without a log, the file alone can be read. With a log, SQLite needs the log's index, which it may have to build.
     mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as connection:
         whole = path.stat().st_size <= QUICK_CHECK_BYTES_MAX
         scopes = ("1",) if whole else ("'task'", "'setting'", "'dead_letter'")
         try:
-            # Again: a newer multigpu that was killed may have written its version to the log only.
+            # Checked again after check_header: a newer multigpu that was killed may have its version in the log only.
             told = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             _check_identity(path, *told)
             if log in absent and left_open(connection):
@@ -168,7 +172,9 @@ def _check_contents(path: Path) -> None:
 
 
 def _check_remains(path: Path) -> None:
-    """JournalError: there is no database, but files of one, which a new database would adopt or delete."""
+    """Called if there is no database. Raises JournalError if there are other files of a journal or of a backup, which a
+    new database would adopt or delete.
+    """
     if path.with_name(PART_NAME).exists():
         raise JournalError(
             f"{path.parent} is no journal, but a backup that was broken off ({PART_NAME}). Restore another one."

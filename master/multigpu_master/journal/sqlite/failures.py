@@ -1,4 +1,4 @@
-"""What errors of SQLite and of the file system mean for a journal, each with a remedy."""
+"""Converts errors of SQLite and of the file system to JournalErrors, whose messages give a remedy."""
 
 import errno
 import sqlite3
@@ -9,7 +9,7 @@ from multigpu_master.journal.sqlite.schema import BUSY_TIMEOUT_S
 
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 NO_DATABASE = "it is not an SQLite database"
-# SQLITE_IOERR_SHMSIZE is what SQLite answers if there is no room for the log's index.
+# SQLite returns SQLITE_IOERR_SHMSIZE if there is no room for the log's index.
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 
 

@@ -24,7 +24,7 @@ def sync_file(path: Path) -> None:
 
 
 def copy_file(source: int, target: Path) -> None:
-    """Copies an open file to `target` and syncs the copy. Only its owner can read it, as with the original."""
+    """Copies the file that is open as `source` to `target`, and syncs the copy. Only its owner can access the copy."""
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(fd, 0o600)

@@ -5,10 +5,10 @@ transaction, within limits (room.py). Of a task submitted and settled in one tra
 After each call into SQLite the thread waits for Python's global lock, so a transaction is as few calls as possible
 (statements.py).
 
-Near the end of the disk, and at the size limit, submits are rejected and all else is written (room.py). If another
-program has filled the disk, the waiting entries are written one by one with the space of the reserve; those that find
-no space wait. After any other disk failure the journal reports it once and stops: the next process reads what was
-written.
+If the disk is almost full, or the journal has its maximal size, submits are rejected and all other entries are written
+(room.py). If another program has filled the disk, the waiting entries are written one by one with the space of the
+reserve, and entries for which there is no space wait. After any other failure of the disk the journal reports it once
+and stops. The next process reads what was written.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
 class SqliteJournal(JournalReads):
-    """A journal in a directory of its own. At `size_max_bytes` it rejects submits. It calls `on_commit` (see `open`) on
-    its own thread; that must neither raise nor wait. Reads may be made from any thread.
+    """A journal in a directory of its own. At `size_max_bytes` it rejects submits. The journal's thread calls
+    `on_commit` (see `open`), which must neither raise nor wait. Any thread may read.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class SqliteJournal(JournalReads):
         # Only the journal's thread changes the following fields, once it runs.
         self._pending: deque[Entry] = deque()  # taken from the queue, not yet written
         self._closing = False
-        self._busy_since_s = 0.0  # on the monotonic clock; 0: it waits for something to do
+        self._busy_since_s = 0.0  # on the monotonic clock; 0: the thread waits for entries
         self._last_cursor = 0
-        self._full: JournalFullError | None = None  # submits are rejected
+        self._full: JournalFullError | None = None  # why submits are rejected; None: they are accepted
         self._stuck = False  # entries in `_pending` found no space: they are tried again at `_retry_at_s`
         self._retry_at_s = self._sweep_at_s = 0.0  # on the monotonic clock
-        self._rejected: set[int] = set()  # tasks whose submits it has rejected since the disk is full
+        self._rejected: set[int] = set()  # task_ids of submits that were rejected since `_full` was set
 
     @property
     def writable(self) -> bool:
@@ -78,7 +78,7 @@ class SqliteJournal(JournalReads):
         return self._reserve.size_bytes + room.free_bytes(self._data_dir)
 
     def works(self, within_s: float) -> bool:
-        """Whether its thread runs, and no operation of it has taken longer than `within_s`. From any thread."""
+        """Whether the journal's thread runs, and its current write or sweep began at most `within_s` ago."""
         busy_since_s = self._busy_since_s
         late = busy_since_s > 0 and time.monotonic() - busy_since_s > within_s
         return self._thread is not None and self._thread.is_alive() and not late
@@ -100,10 +100,10 @@ class SqliteJournal(JournalReads):
         begin_clock(self.newest_time_s())
         downtime_s = self._retention.resume(self._last_cursor + 1)
         try:
-            # This also empties the log: the database itself, without it, says then that the journal is open.
+            # This block also empties the log. Then the database file says, without the log, that the journal is open.
             with self._room.reserve_released():
-                # The time is saved before new outcomes are written, so that these are not taken for older ones, which
-                # are not aged by the time during which no master ran.
+                # The downtime is saved before new outcomes are written. Otherwise, if this master dies, the next one
+                # would take the new outcomes for older ones, and add the downtime to their lifetime.
                 if not self._fits(self._sweeper.save_time) or not self._room.accepts():
                     self._full = failures.full_error(self._path)
         except (OSError, sqlite3.Error) as error:
@@ -180,7 +180,7 @@ class SqliteJournal(JournalReads):
                 wrote = self._write()
                 self._sweep(busy=wrote)
                 self._busy_since_s = 0.0
-            self._stuck = False  # a last try
+            self._stuck = False  # try a last time to write waiting entries
             while self._pending and not self._stuck:
                 self._write()
             if self._pending:
@@ -193,7 +193,7 @@ class SqliteJournal(JournalReads):
             self._fail(error)
 
     def _take(self) -> None:
-        """Moves entries from the queue to `_pending`. Waits for entries or the next sweep if there is nothing to do."""
+        """Moves entries from the queue to `_pending`. If none can be written, waits for entries or the next sweep."""
         if self._pending and not self._stuck:
             at_s = 0.0
         else:
@@ -246,19 +246,19 @@ class SqliteJournal(JournalReads):
         """Rejects submits from now on."""
         self._full = problem
         self._retry_at_s = time.monotonic() + RETRY_S
-        self._on_commit([], 0, problem)  # no entries: only submits are rejected, all others wait
+        self._on_commit([], 0, problem)  # no entries: see CommitCallback
         self._pending = deque(self._without_submits(self._pending))
 
     def _write_now(self, batch: Sequence[Entry], bytes_total: int) -> None:
-        """Commits the entries as one transaction, and reports it."""
+        """Commits the entries as one transaction, and reports the commit."""
         first_cursor = self._last_cursor + 1
         self._commit(batch, bytes_total)
         self._on_commit(batch, first_cursor, None)
 
     def _write_one_by_one(self) -> bool:
-        """Writes waiting entries with the space of the reserve. What finds no space waits, and later outcomes wait
-        behind an outcome, and settings behind settings. Entries that free space (room.frees) overtake them. Each
-        outcome makes room for the next: it deletes its task.
+        """Writes waiting entries with the space of the reserve. An entry without space waits: if it has outcomes, later
+        outcomes wait too; if it has settings, later settings. Other entries that free space (room.frees) overtake it.
+        Each outcome makes room for the next outcome, because it deletes its task. Returns whether any were written.
         """
         written, waits = False, set[str]()
         with self._room.reserve_released():
@@ -283,7 +283,7 @@ class SqliteJournal(JournalReads):
         self._write_now([entry], bytes_total)
 
     def _fits(self, write: Callable[[], object]) -> bool:
-        """Writes something. False: there is no room for it."""
+        """Calls `write`. Rolls back and returns False if there is no room."""
         try:
             write()
         except Exception as error:
@@ -294,13 +294,13 @@ class SqliteJournal(JournalReads):
         return True
 
     def _roll_back(self) -> None:
-        """Forgets a transaction for which there was no room."""
+        """Rolls back a transaction for which there was no room."""
         self._segments.abandon()
         if self._writer.in_transaction:
             self._writer.execute("ROLLBACK")
 
     def _look_for_room(self) -> None:
-        """Accepts tasks again if there is room."""
+        """Accepts submits again if there is room."""
         if self._room.accepts():
             self._full = None
             self._rejected.clear()
@@ -324,7 +324,7 @@ class SqliteJournal(JournalReads):
         self._sweeper.note_commit(self._last_cursor, [i for entry in batch for i in entry.deleted_dead_letters])
 
     def _without_submits(self, entries: Sequence[Entry] | deque[Entry]) -> list[Entry]:
-        """Rejects submits. The other entries, without the settles of rejected tasks."""
+        """Rejects the entries with submits. Returns the other entries, without the settles of rejected tasks."""
         assert self._full is not None
         rejected, others = list[Entry](), list[Entry]()
         for entry in entries:

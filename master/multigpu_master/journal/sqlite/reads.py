@@ -1,7 +1,7 @@
 """Reading the SQLite journal, from any thread.
 
-Every read is one statement on an idle connection or on a new one: so reads wait neither for each other nor for the
-writer, and leave no transaction open, which would keep the log from being emptied.
+Every query is one statement on an idle connection or on a new one. So queries wait neither for each other nor for the
+writer, and leave no transaction open: an open transaction would keep SQLite from emptying the log.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -31,7 +31,7 @@ from multigpu_master.journal.sqlite import connections, failures, schema, usage
 from multigpu_master.journal.sqlite import specs as journal_specs
 from multigpu_master.journal.sqlite.segments import IN_USE, LargeObjects, bounds
 
-# As in StoredOutcome.
+# In the order of SettledTask's fields.
 _SETTLED_COLUMNS = (
     "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.fingerprint"
 )
@@ -39,14 +39,14 @@ _OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _LOST_ROWS = 64  # in one page of `lost`; few, because their payloads and results are read as well
 _TASKS_ROWS = 4096
-# A task has an outcome for each time that it was requeued as a dead letter. The newest counts.
+# A task that was requeued as a dead letter has an outcome for each time that it settled. The newest counts.
 _NEWEST = "NOT EXISTS (SELECT 1 FROM outcome newer WHERE newer.task_id = o.task_id AND newer.cursor > o.cursor)"
 # Requeued and deleted dead letters are neither listed nor counted; get_outcome still finds them.
 _NO_FORMER_LETTER = (
     f"(o.state <> {task_pb2.OUTCOME_STATE_DEAD_LETTERED} "
     f"OR EXISTS (SELECT 1 FROM dead_letter d WHERE d.task_id = o.task_id) AND {_NEWEST})"
 )
-# A dead letter that is gone has freed its request_id.
+# The request_id of a requeued or deleted dead letter is free for another task.
 _REQUEST_COLUMNS = _SETTLED_COLUMNS.replace(
     "o.fingerprint", f"CASE WHEN {_NO_FORMER_LETTER} THEN o.fingerprint ELSE {FREE} END"
 )
@@ -59,7 +59,7 @@ _INTEGER_MAX = 2**63 - 1  # of SQLite; ids are smaller
 
 
 class JournalReads:
-    """The reading half of the journal. Public methods raise JournalError when the file can't be read."""
+    """The reading half of the journal. Public methods raise JournalError if a file can't be read or is damaged."""
 
     def __init__(
         self, data_dir: Path, now: Callable[[], float] = time.time, database: str = schema.DATABASE_NAME
@@ -144,7 +144,7 @@ class JournalReads:
         return outcome
 
     def _task(self, row: Sequence[Any], specs: dict[bytes | str, bytes], *, refer: bool = False) -> SubmitRecord:
-        """`specs`: specs read before, by their column. `refer`: return a reference to a payload in a shared file."""
+        """`specs`: specs read before, by column value. `refer`: return a reference to a payload in a shared file."""
         task = SubmitRecord(*row)
         whole = _are(row, _TASK_TYPES) and abs(task.submit_time_s) < _TIME_S_MAX
         if not (whole and 0 < task.task_id < 1 << 53 and 0 < task.units < 1 << 32):
@@ -182,7 +182,7 @@ class JournalReads:
         return bool(self._rows(IN_USE, bounds(name))[0][0])
 
     def _payload(self, reference: str, *, refer: bool) -> bytes | Reference | None:
-        """The payload; None: its file is gone."""
+        """Returns the payload, or None if its file is gone."""
         try:
             return self._large.restore(reference) if refer else self._large.read(reference)
         except FileNotFoundError:
@@ -212,7 +212,7 @@ class JournalReads:
                             why = self._outcome(row).lost
                         else:
                             self._task(row, {})
-                    except JournalFullError:  # it can't be read just now
+                    except JournalFullError:  # the row isn't lost: no file descriptor is left to read it
                         raise
                     except JournalError as error:
                         why = str(error).partition(". ")[0]
@@ -261,7 +261,7 @@ class JournalReads:
         return found
 
     def read_settled(self, tasks: Sequence[SettledTask], bytes_max: int) -> list[StoredOutcome]:
-        """The outcomes of the first of these tasks: at least one, and no more after `bytes_max` of bodies."""
+        """Returns the outcomes of the tasks, in order, until all bodies together have `bytes_max` or more."""
         outcomes: list[StoredOutcome] = []
         bytes_read = 0
         for task in tasks:
@@ -271,7 +271,7 @@ class JournalReads:
             outcome = StoredOutcome(**asdict(task), body=None)
             try:
                 outcome = self._outcome(rows[0]) if rows else outcome  # else it has been forgotten since
-            except JournalDamagedError as error:  # this one is; the others are not
+            except JournalDamagedError as error:  # the other outcomes can be read
                 outcome.lost = str(error)
             outcomes.append(outcome)
             bytes_read += len(outcome.body or b"")
@@ -298,7 +298,9 @@ class JournalReads:
         return self._outcome(rows[0]) if rows else None
 
     def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:
-        """The outcomes after a cursor, oldest first: at most `limit`, and no more after `bytes_max` of bodies."""
+        """Returns the outcomes after a cursor, oldest first: at most `limit`, and until their bodies together have
+        `bytes_max` or more.
+        """
         outcomes: list[StoredOutcome] = []
         bytes_read = 0
         with self._connection() as connection:
@@ -320,8 +322,8 @@ class JournalReads:
         return int(cursor or 0)
 
     def newest_time_s(self) -> float:
-        """When the newest task was submitted, or the newest outcome settled; 0.0: there is none. JournalDamagedError:
-        that makes no sense.
+        """Returns when the newest task was submitted or the newest outcome settled, whichever is later; 0.0 if there is
+        neither. Raises JournalDamagedError if such a time is out of range.
         """
         task = "SELECT submit_time_s FROM task ORDER BY task_id DESC LIMIT 1"
         outcome = "SELECT settle_time_s FROM outcome ORDER BY cursor DESC LIMIT 1"
@@ -337,7 +339,7 @@ class JournalReads:
     def list_outcomes(
         self, wanted: OutcomeFilter, edge: int, limit: int, *, oldest_first: bool = False
     ) -> list[StoredOutcome]:
-        """Settled tasks below this task_id (0: all), newest first; or above it, oldest first."""
+        """Returns settled tasks with task_ids below `edge`, newest first, or above it, oldest first. `edge` 0: all."""
         where, parameters = _conditions(wanted)
         if edge:
             where += f" AND o.task_id {'>' if oldest_first else '<'} ?"
@@ -354,12 +356,12 @@ class JournalReads:
         return counts
 
     def existing_dead_letters(self, task_ids: Collection[int]) -> set[int]:
-        """Those of these dead letters that exist, also if their payloads are lost."""
+        """Returns the task_ids that are dead letters, also those whose payloads are lost."""
         sql = "SELECT task_id FROM dead_letter WHERE task_id IN (SELECT value FROM json_each(?))"
         return {task_id for (task_id,) in self._rows(sql, (json.dumps(list(task_ids)),))}
 
     def get_dead_letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
-        """The existing ones of these dead letters, with their payloads."""
+        """Returns the dead letters with these task_ids, with payloads. Leaves out task_ids that are no dead letters."""
         sql = f"SELECT {schema.TASK_COLUMNS} FROM dead_letter WHERE task_id IN (SELECT value FROM json_each(?))"
         specs = dict[bytes | str, bytes]()
         found = {row[0]: self._task(row, specs) for row in self._rows(sql, (json.dumps(list(task_ids)),))}
@@ -372,7 +374,7 @@ class JournalReads:
     def list_dead_letters(
         self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
     ) -> list[StoredOutcome]:
-        """Dead letters below this task_id (0: all), newest first. queues: None for all."""
+        """Dead letters with task_ids below `before_task_id` (0: all), newest first. `queues`: None for all."""
         sql = (
             f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
             f"WHERE {_NEWEST} AND (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) "
@@ -382,7 +384,7 @@ class JournalReads:
 
 
 def _list(names: Collection[str] | None) -> str | None:
-    """A parameter for json_each."""
+    """Returns the names as a parameter for json_each."""
     return None if names is None else json.dumps(list(names))
 
 

@@ -1,10 +1,10 @@
 """Space for the journal: a watermark and a size limit for new tasks, and a reserve for a full disk.
 
-Tasks are accepted while more than the watermark is free on the disk and the journal is below its limit. All else is
-written as long as the disk takes it. A file in the journal's directory reserves space for the time when another program
-has filled the disk: deletions need space, too, since the log grows first. It is deleted for transactions and for a new
-master's start, and made again afterwards from what is free. Reserve, watermark and the bytes of a transaction have one
-size: a share of the disk or of the limit.
+Tasks are accepted while more than the watermark is free on the disk and the journal is below its limit. Other entries
+are written while the disk has space for them. A file in the journal's directory, the reserve, keeps space for the time
+when another program has filled the disk: even deletions need space, since the log grows first. The reserve is deleted
+for transactions at that time and for a new master's start, and made again afterwards from free space. The reserve,
+the watermark and the limit of a transaction's bytes have the same size: a share of the disk or of the size limit.
 """
 
 import contextlib
@@ -45,27 +45,29 @@ class Reserve:
 
     @property
     def wanted_bytes(self) -> int:
-        """The size of the whole reserve."""
+        """The size that the reserve should have."""
         disk = os.statvfs(self._path.parent)
         share_bytes = min(self._size_max_bytes, disk.f_blocks * disk.f_frsize) // _SHARE
         return min(max(share_bytes, _SHARE_BYTES_MIN), _SHARE_BYTES_MAX)
 
     @property
     def size_bytes(self) -> int:
-        """The size of the file. 0: there is none. From any thread."""
+        """The size of the file; 0 if it does not exist. May be read from any thread."""
         try:
             return self._path.stat().st_size
         except FileNotFoundError:
             return 0
 
     def make(self) -> None:
-        """Makes the file whole, or smaller if there is less space. OSError: there is none, or no file descriptor."""
+        """Extends the file to `wanted_bytes`, or less if there is less space. Raises OSError if there is no space or no
+        file descriptor.
+        """
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             size_bytes, wanted_bytes = os.fstat(fd).st_size, self.wanted_bytes
             if size_bytes >= wanted_bytes:
                 return
-            # Of the last free space, an eighth is left to the file system, which may need blocks for the file.
+            # Leave an eighth of the free space to the file system, which may need blocks to manage the file.
             size_bytes = min(wanted_bytes, size_bytes + free_bytes(self._path.parent) * 7 // 8)
             if not size_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
@@ -74,7 +76,7 @@ class Reserve:
             os.close(fd)
 
     def release(self) -> bool:
-        """Deletes the file, which needs neither space nor a file descriptor. False: there was none."""
+        """Deletes the file, which needs neither space nor a file descriptor. Returns False if it did not exist."""
         try:
             self._path.unlink()
         except FileNotFoundError:
@@ -83,7 +85,7 @@ class Reserve:
 
 
 class Room:
-    """How much the journal may write. On the journal's thread."""
+    """Decides how much the journal may write. Used only on the journal's thread."""
 
     def __init__(
         self, path: Path, writer: sqlite3.Connection, segments: Segments, reserve: Reserve, size_max_bytes: int
@@ -102,7 +104,7 @@ class Room:
         connections.limit_log(writer, self._share_bytes // 2, max(size_max_bytes // _SHARE, PAGE_BYTES))
 
     def batch(self, waiting: deque[Entry]) -> tuple[list[Entry], int]:
-        """Takes the entries of the next transaction; returns them with their content's bytes."""
+        """Removes the entries of the next transaction from `waiting`. Returns them, and the bytes of their content."""
         batch: list[Entry] = []
         records = bytes_total = 0
         records_max, bytes_max = self._transaction_records, self._share_bytes
@@ -114,7 +116,7 @@ class Room:
         return batch, bytes_total
 
     def require_room_for_submits(self, records: int, size_bytes: int) -> None:
-        """JournalFullError: a transaction with so many submits and bytes would pass the watermark or the limit."""
+        """Raises JournalFullError if a transaction with these submits would pass the watermark or the size limit."""
         self._bytes_until_measure -= records * PAGE_BYTES + size_bytes
         if self._bytes_until_measure < 0:
             self.measure()
@@ -123,20 +125,20 @@ class Room:
         self.require(2 * size_bytes + self._share_bytes)
 
     def require_room_for_outcome(self, size_bytes: int) -> None:
-        """JournalFullError: an outcome on a full disk would take what is kept for entries that empty the journal."""
+        """Raises JournalFullError if an outcome would take space that is kept for entries that free space."""
         self.require(size_bytes + self._share_bytes // 2)
 
     def require_room_for_transaction(self, size_bytes: int) -> None:
-        """JournalFullError: the disk has no room for a transaction of this size, which is written to the log and then
-        to the database, there first to empty pages. Without room in the database, the log could not be emptied. Small
-        transactions always pass.
+        """Raises JournalFullError if the disk has no room for a transaction of this size. It is written to the log, and
+        later to the database, where it first fills empty pages; without room there, the log could not be emptied.
+        Transactions of at most _SHARE_BYTES_MIN always pass.
         """
         if size_bytes > _SHARE_BYTES_MIN:
             ((empty_pages,),) = self._writer.execute("PRAGMA freelist_count").fetchall()
             self.require(size_bytes + max(0, size_bytes - empty_pages * PAGE_BYTES))
 
     def require(self, size_bytes: int) -> None:
-        """JournalFullError: fewer bytes are free on the disk. JournalError: the directory is gone."""
+        """Raises JournalFullError if fewer bytes are free on the disk, JournalError if the directory is gone."""
         try:
             free = free_bytes(self._path.parent)
         except FileNotFoundError as error:
@@ -145,14 +147,14 @@ class Room:
             raise failures.full_error(self._path)
 
     def measure(self) -> None:
-        """Measures the bytes that count for the limit: all except the log and empty pages of the database. Two calls
-        into SQLite: not for each transaction.
+        """Measures the bytes that count for the size limit: all except the log and empty pages of the database. Not
+        called for each transaction, because it makes two calls into SQLite.
         """
         self._used_bytes = connections.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
         self._bytes_until_measure = self._share_bytes // 2
 
     def accepts(self) -> bool:
-        """Whether tasks may be accepted again. Makes the reserve whole if there is space."""
+        """Returns whether tasks may be accepted again. First makes the reserve, as far as there is space."""
         try:
             self._reserve.make()
             self.measure()
@@ -167,9 +169,9 @@ class Room:
 
     @contextlib.contextmanager
     def reserve_released(self) -> Iterator[None]:
-        """Within it, transactions may use the space of the reserve. Then the reserve is made again, so that other
-        programs do not take the space before the next transaction, or a new master, needs it. Not after an error: the
-        log must stay as it is then.
+        """Within this block, transactions may use the space of the reserve. At its end the reserve is made again, so
+        that other programs do not take the space before the next transaction, or a new master, needs it. After an error
+        it is not made again, and the log stays as it is.
         """
         self._reserve.release()
         self._empty_log()
@@ -187,7 +189,7 @@ class Room:
 
 
 def content_bytes(entry: Entry) -> int:
-    """The bytes of payloads, different specs, bodies and settings; usage takes almost none."""
+    """Returns the bytes of payloads, bodies, settings and each different spec. Usage takes almost none."""
     size = sum([len(value or b"") for value in entry.settings.values()]) if entry.settings else 0
     submits = [*entry.submits, *[r.dead for r in entry.settles if r.dead is not None]]
     if submits:
@@ -196,7 +198,7 @@ def content_bytes(entry: Entry) -> int:
 
 
 def frees(entry: Entry) -> bool:
-    """Whether an entry empties the journal or takes almost no room: deletions, cancellations, settings, usage."""
+    """Whether an entry frees space in the journal or takes almost none: deletions, cancellations, settings, usage."""
     return not entry.submits and all(
         record.state == task_pb2.OUTCOME_STATE_CANCELLED and len(record.body) <= SMALL_BODY_BYTES
         for record in entry.settles

@@ -16,14 +16,14 @@ PART_NAME = f"{DATABASE_NAME}.part"  # of a backup that is being made, or was br
 APPLICATION_ID = int.from_bytes(b"mgpu", "big")
 SCHEMA_VERSION = 2
 PAGE_BYTES = 8192
-BUSY_TIMEOUT_S = 30.0  # somebody's sqlite3 shell may hold the file for a moment
+BUSY_TIMEOUT_S = 30.0  # another program, such as sqlite3, may lock the file for a moment
 
-SETTING_EPOCH = "journal.epoch"  # the last that was begun
+SETTING_EPOCH = "journal.epoch"  # the newest epoch of ids
 SETTING_LEASE_KEY = "journal.lease_key"  # of ids.LeaseProofs
 # The incarnation that has the journal open, or ended without closing it: its log must be there.
 SETTING_OPEN = "journal.open"
 SETTING_REMOVED = "journal.removed"  # the newest cursor whose outcome the sweeper has deleted
-SETTING_TIME = "journal.time"  # the newest time, and the times without a master: see retention.py
+SETTING_TIME = "journal.time"  # the time last saved, and the downtimes: see retention.py
 _PRIVATE = "journal."  # how the keys of all these begin
 _LEFT_OPEN = f"""
 SELECT EXISTS (SELECT 1 FROM setting WHERE key = '{SETTING_OPEN}'
@@ -56,8 +56,8 @@ PRAGMA user_version = {SCHEMA_VERSION};
 def begin_incarnation(
     writer: sqlite3.Connection, now_s: float, last_cursor: int
 ) -> tuple[int, list[ids.Incarnation], bytes]:
-    """Begins the life of a master, durably. Returns its epoch, the incarnations (itself is the last of them), and the
-    key of its leases' proofs.
+    """Durably begins an incarnation. Returns its epoch, all incarnations that are kept (the new one is the last), and
+    the key of ids.LeaseProofs.
     """
     ((last,),) = writer.execute("SELECT value FROM setting WHERE key = ?", (SETTING_EPOCH,)).fetchall()
     epoch = ids.next_epoch(int(last), now_s)

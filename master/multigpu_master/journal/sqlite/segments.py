@@ -1,11 +1,11 @@
 """Large payloads and bodies, beside the database: appended to files, to which its rows refer. A file is closed once it
 has 64 MiB.
 
-SQLite would write each byte twice, to its log and to the database: for 1 MiB in and out, files take a fifth of the
-time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC), or to a file of
-shared payloads, whose name has a dash (journal/payload_files.py). The bytes are synced before the transaction that
-refers to them. Segments without references are deleted. Payloads and bodies have separate segments, because they are
-deleted at different times.
+SQLite would write each byte twice, to its log and to the database: for tasks with 1 MiB in and out, files take a fifth
+of the time. A row has the bytes (a BLOB) or a reference (a TEXT): to a segment (number, offset, size and CRC), or to a
+file of shared payloads, whose name has a dash (journal/payload_files.py). The bytes are synced before the transaction
+that refers to them. Segments without references are deleted. Payloads and bodies have separate segments, because they
+are deleted at different times.
 
 On a full disk, holes are punched into segments where no row refers to them.
 """
@@ -29,7 +29,7 @@ from multigpu_master.journal.sqlite.files import sync_directory
 
 LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a segment
 SEGMENT_BYTES = 64 << 20  # a segment that has reached this size is closed
-LIMIT_SHARE = 16  # or this part of the journal's limit, if that is less
+LIMIT_SHARE = 16  # a segment is closed at the journal's size limit divided by this, if that is less
 PUNCHED_MAX = 64  # segments that are looked at in one step
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _PAGE_BYTES = 4096
@@ -50,7 +50,7 @@ IN_USE = f"SELECT EXISTS ({_REFERENCES})"
 
 
 def bounds(segment: str) -> tuple[str, str]:
-    """The parameters of IN_USE: all references to a segment are from the first to below the second."""
+    """Returns the parameters of IN_USE: each reference to the segment is >= the first and < the second."""
     return f"{segment}:", f"{segment};"
 
 
@@ -62,7 +62,7 @@ class LargeObjects:
         self._shared = shared
 
     def restore(self, reference: str) -> bytes | Reference | None:
-        """As `read`, but bytes in a shared file stay there and are held; None: the segment or the file is gone."""
+        """As `read`, but returns a Reference, which keeps the file, to bytes in a shared file. None: a file is gone."""
         if is_shared(reference):
             return self._shared.restore(reference)
         try:
@@ -71,8 +71,8 @@ class LargeObjects:
             return None
 
     def read(self, reference: str) -> bytes:
-        """The bytes. OSError: the file can't be read, or is gone: the row may have been deleted since it was read.
-        ValueError: the bytes are not those that were written.
+        """Returns the bytes. Raises OSError if the file can't be read, FileNotFoundError also if the row was deleted
+        since it was read, and ValueError if the reference or the bytes are damaged.
         """
         if is_shared(reference):
             name, offset, size_bytes, head, _ = parse_reference(reference)
@@ -85,7 +85,7 @@ class LargeObjects:
                 raise ValueError("its segment is too short for it")
             file.seek(offset)
             data = file.read(size)
-        if zlib.crc32(data) != crc:  # a disk that forgets a bit must not give a wrong result
+        if zlib.crc32(data) != crc:  # damage of the disk must not give a wrong result
             raise ValueError("its bytes are not those that were written")
         return data
 
@@ -96,7 +96,7 @@ class _Appender:
     def __init__(self) -> None:
         self.fd = -1
         self.number = 0
-        self.end = 0  # of what is written
+        self.end = 0  # the offset after the bytes that were flushed
         self.waiting: list[bytes] = []
         self.waiting_bytes = 0
 
@@ -111,7 +111,7 @@ class Segments:
         self._directory = data_dir / DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
         sync_directory(data_dir)
-        names = "[0-9a-f]" * 8  # and nothing else that somebody may have put there
+        names = "[0-9a-f]" * 8  # other files are ignored
         segments = sorted(self._directory.glob(names))
         self._sizes = {int(path.name, 16): path.stat().st_size for path in segments}  # by number, ascending
         self._last_number = max(self._sizes, default=0)
@@ -120,7 +120,7 @@ class Segments:
 
     @property
     def size_bytes(self) -> int:
-        """Of the segments, and of the shared files in the directory of payloads."""
+        """The bytes of the segments, and of the shared files in the directory of payloads."""
         return sum(self._sizes.values()) + self._shared.size_bytes
 
     @property
@@ -130,11 +130,11 @@ class Segments:
 
     @property
     def waiting_bytes(self) -> int:
-        """To be written by the next `flush`."""
+        """The bytes that the next `flush` writes."""
         return self._payloads.waiting_bytes + self._bodies.waiting_bytes
 
     def put_payload(self, payload: bytes | Sized) -> str:
-        """Takes a payload for the next `flush`; returns its reference."""
+        """Adds a payload to the next `flush`. Returns its reference."""
         if isinstance(payload, bytes):
             return self._put(self._payloads, payload)
         assert isinstance(payload, Reference), "there is nothing else"
@@ -165,7 +165,7 @@ class Segments:
         return reference
 
     def flush(self) -> None:
-        """All that was put is on the disk when this returns. OSError: forget the references, and call `abandon`."""
+        """Syncs all that was put to the disk. After an OSError, do not use the references, and call `abandon`."""
         for appender in (self._payloads, self._bodies):
             self._write(appender)
         if self._referred:
@@ -173,8 +173,8 @@ class Segments:
             self._referred = []
 
     def abandon(self) -> None:
-        """Forgets what no successful flush has written, and cuts off what was written in part. Closes segments that
-        have bytes, so that they may be deleted.
+        """Drops the data that no successful flush has written, and removes the partly written data from the files.
+        Closes segments that have bytes, so that they may be deleted.
         """
         self._referred = []
         for appender in (self._payloads, self._bodies):
@@ -209,7 +209,7 @@ class Segments:
         self._sizes[appender.number] = appender.end
 
     def delete_unused(self, writer: sqlite3.Connection) -> bool:
-        """Looks at one closed segment, and deletes it if no row refers to it. True if it did."""
+        """Checks one closed segment, and deletes it if no row refers to it. Returns whether it deleted the segment."""
         open_numbers = self._payloads.number, self._bodies.number
         number = next((n for n in self._from(self._next_checked) if n not in open_numbers), None)
         if number is None:
@@ -223,8 +223,8 @@ class Segments:
         return True
 
     def punch_next(self, writer: sqlite3.Connection) -> bool:
-        """Looks at some segments, and gives the unused room of one of them back to the file system. True if there was
-        any. Nothing must be waiting for `flush`.
+        """Checks up to PUNCHED_MAX segments, until it has given the unused space of one back to the file system.
+        Returns False if none had any. Nothing must be waiting for `flush`.
         """
         for number in self._from(self._next_punched)[:PUNCHED_MAX]:
             self._next_punched = number + 1
@@ -233,7 +233,7 @@ class Segments:
         return False
 
     def _from(self, first: int) -> list[int]:
-        """All segments, in turn from this number on."""
+        """Returns all segments' numbers in ascending order from `first` on, then those below `first`."""
         numbers = list(self._sizes)
         at = bisect.bisect_left(numbers, first)
         return [*numbers[at:], *numbers[:at]]
@@ -242,7 +242,7 @@ class Segments:
         path = self._directory / f"{number:08x}"
         rows = writer.execute(_REFERENCES, bounds(f"{number:08x}")).fetchall()
         if not all(_REFERENCE.fullmatch(reference) for (reference,) in rows):
-            return False  # a damaged row: its place is unknown
+            return False  # a row is damaged: the bytes to which it refers are not known
         places = [reference.split(":") for (reference,) in rows]
         used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, _ in places)
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -264,7 +264,7 @@ class Segments:
 
 
 def _punch(fd: int, begin: int, end: int) -> None:
-    """Gives the whole pages between two offsets back to the file system, where it can take them. They read as zeros."""
+    """Gives the whole pages between two offsets back to the file system, if it supports that. They read as zeros."""
     begin, end = -(-begin // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
     if begin >= end:
         return

@@ -1,5 +1,5 @@
-"""The statements of a transaction: as few as possible. Rows of tasks, outcomes and dead letters are inserted by up to
-512. These statements are prepared for a few sizes and filled up with rows of NULL, which they skip.
+"""The statements of a transaction: as few as possible. One statement inserts up to 512 tasks, outcomes or dead letters.
+Statements are prepared for a few numbers of rows. If there are fewer rows, the others are NULL, and are skipped.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
@@ -19,7 +19,7 @@ from multigpu_master.journal.sqlite.segments import LARGE_BYTES, Segments
 
 TASK_FIELDS, OUTCOME_FIELDS = 7, 13
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows a statement may have
-_STATEMENT_BYTES = 1 << 20  # SQLite keeps what was last bound to a prepared statement: let it not be too much
+_STATEMENT_BYTES = 1 << 20  # of values in a statement: SQLite keeps those last bound to each statement
 
 Statement = tuple[str, Sequence[Any]]
 
@@ -27,7 +27,7 @@ Statement = tuple[str, Sequence[Any]]
 @cache
 def _insert_sql(table: str, fields: int, rows: int) -> str:
     row = f"({','.join('?' * fields)})"
-    # A statement that fails ends the whole transaction, so SQLite need not keep the way back to before it.
+    # A failed statement rolls back the whole transaction, so SQLite needs no data to undo this statement alone.
     return f"INSERT OR ROLLBACK INTO {table} SELECT * FROM (VALUES {','.join([row] * rows)}) WHERE column1 IS NOT NULL"
 
 
@@ -81,11 +81,11 @@ def transaction(
     """The statements that write these entries, and the number of outcomes among them."""
     submits: Iterable[SubmitRecord] = itertools.chain.from_iterable([entry.submits for entry in batch])
     settles = list(itertools.chain.from_iterable([entry.settles for entry in batch]))
-    if settles:  # what begins and ends in this transaction is written as its outcome only
+    if settles:  # of a task submitted and settled in this transaction, only the outcome is written
         settled = {record.task_id for record in settles}
         submits = [record for record in submits if record.task_id not in settled]
     specs = dict[str, bytes]()
-    letters: dict[int, SubmitRecord] = {}  # to insert; the batch may delete one that it has made, and make it again
+    letters: dict[int, SubmitRecord] = {}  # to insert; the batch may insert one, delete it, and insert it again
     statements: list[Statement] = []
     for entry in batch:
         written = [task_id for task_id in entry.deleted_dead_letters if letters.pop(task_id, None) is None]

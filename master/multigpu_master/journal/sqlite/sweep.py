@@ -5,7 +5,7 @@ the work is proportional to what there is to delete, without an index on expiry.
 runs between two commits. SQLite reuses empty pages; when they are a large share of the file, the file is truncated.
 
 The row of the newest outcome stays, whatever its age, so that no cursor is issued twice. The outcome of a dead letter
-stays as long as the dead letter. Rows are deleted from the middle too: `removed_cursor` is the newest that was deleted.
+stays as long as the dead letter. So rows are not always deleted in order: `removed_cursor` is the highest deleted one.
 Time during which no master ran does not age an outcome (retention.py).
 """
 
@@ -87,8 +87,8 @@ class Sweeper:
         heapq.heappush(self._zones, entry)
 
     def step(self, *, disk_full: bool = False) -> bool:
-        """Does one part of the due work; False if there is none. `disk_full`: all unused space of the files is returned
-        to the disk, also a little.
+        """Does one part of the due work. Returns False if there was none. `disk_full`: even small amounts of unused
+        space in the files are returned to the disk.
         """
         if self._retention.due():
             self.save_time()
@@ -127,12 +127,12 @@ class Sweeper:
             self._examine(zone, now)
         elif due_s is not None:
             self._examine(zone, max(due_s, now + _PERIOD_S))
-        elif high >= self._last_cursor:  # nothing expires yet, but the zone has the newest row or later ones
+        elif high >= self._last_cursor:  # the newest row stays for now, and the zone may get more rows
             self._examine(zone, now + _PERIOD_S)
         return True
 
     def _due_s(self, low: int, high: int) -> float | None:
-        """When the first of these outcomes is due; None if none can be."""
+        """Returns when the first body or row of these outcomes is due to be deleted; None if none can be deleted."""
         parameters = (self._dedupe_window_s, low, high, self._last_cursor)
         ((due_s,),) = self._writer.execute(_DUE_S, parameters).fetchall()
         return None if due_s is None else float(due_s) + self._retention.downtime_s(low)

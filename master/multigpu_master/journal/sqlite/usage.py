@@ -14,7 +14,7 @@ KEPT_S = 400 * 86_400
 ROWS_MAX = 10_000  # in one answer
 _SWEEP_ROWS = 1000
 _SUMS = ("succeeded", "failed", "device_s", "measured_s", "joules", "uncertainty_joules")
-# Journals of earlier masters do not have it: `schema.begin_incarnation` creates it there.
+# Journals of earlier versions do not have this table: `schema.begin_incarnation` creates it.
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS usage (
   begin_s INTEGER NOT NULL, queue TEXT NOT NULL, submitter TEXT NOT NULL, kind TEXT NOT NULL, model TEXT NOT NULL,
@@ -40,8 +40,8 @@ def delete_old(writer: sqlite3.Connection, now_s: float) -> bool:
 
 
 def select(begin_s: float, end_s: float, group_by: Sequence[str], queues: str | None) -> tuple[str, Sequence[Any]]:
-    """The statement for the sums of the intervals from begin_s to end_s. `group_by`: fields of UsageKey. `queues`: the
-    visible ones, as a JSON list.
+    """Returns the statement for the sums of the intervals from begin_s to end_s. `group_by`: fields of UsageKey.
+    `queues`: the queues that the caller may see, as a JSON list; None: all.
     """
     columns = [name if name in group_by else "''" for name in UsageKey._fields]
     grouped = f"GROUP BY {', '.join(group_by)}" if group_by else ""

@@ -50,7 +50,7 @@ class DeadLetterCalls:
         response = pb.RequeueDeadLettersResponse(next_page_token=token)
         for batch in queries.batched(ids, BATCH):
             # A dead letter stays in the journal until its task is written: another call must not requeue it meanwhile.
-            # For this call, those that another call handles now are unknown.
+            # Dead letters that another call handles now are reported as unknown.
             taken = {task_id for task_id in batch if task_id not in self._taken}
             self._taken |= taken
             try:
@@ -94,11 +94,11 @@ class DeadLetterCalls:
         return ids, make_page_token(ids[-1]) if len(rows) > len(ids) else ""
 
     async def _letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
-        """Reads those of the dead letters that exist."""
+        """Returns the dead letters with these task_ids. Leaves out task_ids that are not dead letters."""
         return await asyncio.to_thread(self._driver.journal.get_dead_letters, task_ids)
 
     async def _requeue(self, letter: SubmitRecord) -> Task | ev.Rejection:
-        """Submits the task of a dead letter, which is deleted with the same write to the journal."""
+        """Submits the task of a dead letter. The same transaction of the journal deletes the dead letter."""
         # The journal's readers find a dead letter before the core hears of the commit. Wait until the core has
         # forgotten the task.
         driver, request_id = self._driver, letter.request_id

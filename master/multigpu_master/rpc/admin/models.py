@@ -56,15 +56,15 @@ class ModelCalls:
         return pb.UnloadModelResponse(worker_ids=[w.worker_id for w in holders])
 
     def _known_worker(self, worker_id: str) -> Worker:
-        """The worker of this id, connected or not. NotFoundError: there is none."""
+        """Returns the worker with this id, connected or not. Raises NotFoundError if it does not exist."""
         workers = self._driver.core.fleet.workers
         if worker_id not in workers:
             raise NotFoundError(f"no worker {worker_id!r}; known: {', '.join(sorted(workers)[:10]) or 'none'}")
         return workers[worker_id]
 
     def _workers(self, worker_ids: Iterable[str]) -> list[Worker]:
-        """The workers of these ids, or all known workers if there are no ids; sorted by id. NotFoundError: one is not
-        known.
+        """Returns the workers with these ids, or all known workers if there are no ids; sorted by id. Raises
+        NotFoundError if a worker is not known.
         """
         ids = sorted(set(worker_ids))
         check_count(len(ids), WORKERS_MAX, "workers in one call", "make several")
@@ -85,8 +85,8 @@ def _can_load(worker: Worker, name: str) -> bool:
 
 
 def _best(workers: Iterable[Worker], name: str) -> Worker:
-    """The best worker on which to pin a model; if it fits on none, the first worker that offers it. NotFoundError: no
-    connected worker offers it.
+    """Returns the best worker on which to pin a model; if the model fits on none, the first worker that offers it.
+    Raises NotFoundError if no connected worker offers it.
     """
     offering = [w for w in workers if _can_load(w, name)]
     if not offering:
@@ -98,7 +98,7 @@ def _best(workers: Iterable[Worker], name: str) -> Worker:
 
 
 def _misfit(worker: Worker, name: str) -> str:
-    """Why a model does not fit into the memory of a worker beside the pinned models; "": it fits."""
+    """Returns why a model does not fit into a worker's memory beside the worker's pinned models, or "" if it fits."""
     residency = worker.residency
     model, limit = residency.names[name], residency.limit_bytes
     others = sorted(m for m in residency.pinned() if m != model)
@@ -116,8 +116,8 @@ def _misfit(worker: Worker, name: str) -> str:
 
 def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
     """Sort key of workers on which to pin a model; the best is the last. A worker that has the model pinned is best,
-    then one that accepts leases, then one that has the model loaded, then the one with the most memory beside its
-    models in use. Where the limit of the memory is unknown, the memory of these models counts as negative.
+    then one that accepts leases, then one that has the model loaded, then the one whose models in use leave the most of
+    the memory limit. An unknown limit counts as 0.
     """
     residency = worker.residency
     model = residency.names[name]
@@ -134,8 +134,8 @@ def _holds(worker: Worker, name: str) -> bool:
 
 
 def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
-    """The models that workers offer, sorted by id (name and version); `name`: only models of that name, "": all. All
-    workers with the same files have one entry, which shows what one of them reports.
+    """The models that workers offer, sorted by id (name and version). `name`: only models of that name; "": all. A
+    model has one entry for all workers that offer the same files; its values are from one of these workers.
     """
     groups: dict[str, list[pb.ModelEntry]] = {}
     for worker in sorted(workers, key=lambda w: w.worker_id):

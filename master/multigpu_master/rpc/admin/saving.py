@@ -7,7 +7,7 @@ from multigpu_master.errors import ExhaustedError, JournalError
 
 
 async def save(driver: Driver, settings: Mapping[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:
-    """Returns once the settings and deletions are synced. ExhaustedError: they cannot be."""
+    """Returns when the settings and deletions are synced. Raises ExhaustedError if they may not survive a restart."""
     try:
         await driver.write_buffer.save(dict(settings), deleted_dead_letters)
     except JournalError as error:

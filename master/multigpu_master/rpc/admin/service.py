@@ -216,7 +216,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         return self._queue(event.queue, await queries.oldest_submits(self._core, [event.queue]))
 
     def _admit_queue(self, name: str) -> None:
-        """INVALID_ARGUMENT: the name is not allowed. RESOURCE_EXHAUSTED: there are too many queues."""
+        """Raises InvalidMessageError if the name is not allowed, and ExhaustedError if there are too many queues."""
         core = self._core
         check_printable("queue", name)
         check_size("queue", name, NAME_BYTES_MAX)

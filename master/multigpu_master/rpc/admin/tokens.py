@@ -71,7 +71,7 @@ class TokenCalls:
         return pb.RevokeTokenResponse(token=_message(token))
 
     def _tokens(self) -> tuple[Auth, Tokens]:
-        """The checks of callers, and the tokens. PreconditionError: the master runs without tokens."""
+        """Returns the Auth and its tokens. Raises PreconditionError if the master runs without tokens."""
         auth = self._auth
         if auth is None or auth.tokens is None:
             raise PreconditionError(NO_TOKENS)
