@@ -9,8 +9,8 @@ from multigpu_master.core.workers.fleet import Fleet
 
 
 class Candidates:
-    """The workers that may get tasks of a backlog, the lowest score first. Valid for one event, in which no worker
-    gains room. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
+    """The workers that may get tasks of a backlog, the lowest score first. Valid while no worker gains room, at most
+    for one event. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
 
     Resets the flags `too_few_tasks` and `no_room_for_model` of the backlog, and sets them when workers are left out for
     these reasons.
@@ -60,8 +60,8 @@ class Candidates:
 
 
 def elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
-    """The eligible and accepting workers, without those that `avoided` (device_keys and worker_ids) names. And, of
-    those that may get a task now, the one with the lowest score; None: there is none.
+    """Returns the eligible and accepting workers, except those that `avoided` (device_keys and worker_ids) names; and
+    of these, the worker with the lowest score that may get a task now (None: there is none).
     """
     strategy, shape = backlog.strategy, backlog.shape
     others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
