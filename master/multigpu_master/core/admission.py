@@ -11,11 +11,11 @@ from multigpu_master.core.workers.fleet import Fleet
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000
-# Limit of shapes of which tasks wait in one queue: each costs some microseconds when a worker is freed that can run it.
+# Limit of the shapes of waiting tasks in a queue: a freed worker costs some microseconds for each that it can run.
 SHAPES_MAX = 1_000
 # Limit of names that a rejection lists.
 NAMED_MAX = 20
-# Limits of the search for a similar name: candidates, and characters of the name. A longer one would delay all clients.
+# No similar name is searched for among more names than this, or for a longer name: that would delay all other clients.
 NEAR_NAMES_MAX, NEAR_NAME_CHARS_MAX = 64, 64
 
 

@@ -29,7 +29,7 @@ from multigpu_master.core.timers import TimeLimit, Timers
 
 # A task becomes a dead letter after more than this many uncharged losses of its leases (Extra.losses).
 LOSSES_MAX = 16
-# How many times devices may fall sick while they run a task without a charge to the task.
+# Limit of uncharged attempts of a task that end because the device fell sick; each further one is charged.
 SICK_RETURNS_MAX = 2
 # Limit of the characters of the reason that Task.extra keeps for each attempt.
 REASON_CHARS_MAX = 200
@@ -216,7 +216,7 @@ class Attempts:
         if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
             return
         if now < task.submit_s + timeout_s:
-            return  # set before the task became a dead letter, which was requeued with a later submit_s
+            return  # an old expiry: since it was set, the task was a dead letter and was requeued
         due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:
@@ -227,8 +227,8 @@ class Attempts:
         self.end(task, OutcomeState.EXPIRED, error, now)
 
     def _run_timeout(self, task: Task, now: float) -> None:
-        """Revokes a lease whose worker has not ended the attempt within run_timeout_s + RUN_GRACE_S. It is charged
-        only if the attempt has begun. If the worker is loading the task's model now, the whole time begins again.
+        """Revokes a lease whose worker has not ended the attempt within run_timeout_s + RUN_GRACE_S. Charges the
+        task only if the attempt has begun. If the worker is loading the task's model now, the whole time begins again.
         """
         lease, timeout_s = task.lease, task.spec.run_timeout_s
         if lease is None or timeout_s is None:

@@ -82,7 +82,7 @@ class SettlesCommitted:
 
 @dataclass(slots=True)
 class IdsRenewed:
-    """The answer to RenewIds: the journal has reserved the ids from `first_id` on, none of which was issued before."""
+    """The answer to RenewIds: the journal has reserved a range of ids from `first_id` on, all of them unused."""
 
     first_id: int
 
@@ -391,7 +391,7 @@ class ForwardPartials:
 
 @dataclass(slots=True)
 class WorkerChanged:
-    """A worker's visible state changed. `remember`: the part in the journal, too. `gone`: it was forgotten."""
+    """A worker's visible state changed. `remember`: the journal must save it. `gone`: the worker was forgotten."""
 
     worker: Worker
     remember: bool = False

@@ -107,7 +107,7 @@ class Ledger:
     # --- from state to state -----------------------------------------------------------------------------------------
 
     def enter(self, task: Task, resource_class: ResourceClass, *, old_id: bool = False) -> None:
-        """Adds a queued task. `old_id`: it was a dead letter, and keeps its id and place in the order of ids."""
+        """Adds a queued task. `old_id`: it was a dead letter and has kept its id, which decides its place."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
@@ -232,7 +232,7 @@ class Ledger:
         return tasks
 
     def settle(self, task: Task, outcome: Outcome) -> None:
-        """Moves a task that is in no class from queued to settled, without success."""
+        """Settles a queued task that is in no class, without success."""
         assert task.outcome is None, "a task is settled once"
         self.uncount(task)
         task.outcome = outcome
@@ -253,7 +253,7 @@ class Ledger:
             self.ephemeral.keep(task)
 
     def uncount(self, task: Task) -> None:
-        """Subtracts a queued task that is in no class from the sums."""
+        """No longer counts a queued task, which must be in no class."""
         assert task.lease is None, "a leased task is released first"
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.queued -= 1
@@ -262,7 +262,7 @@ class Ledger:
         self.unsettled_bytes -= size + (task.extra.partials_bytes if task.extra is not None else 0)
 
     def committed(self, task: Task) -> None:
-        """Forgets a task because of SettlesCommitted."""
+        """Forgets a settled task, and no longer counts its outcome as uncommitted."""
         self.uncommitted_bytes -= settled_bytes(task)
         self.forget(task)
 

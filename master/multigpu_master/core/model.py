@@ -106,7 +106,7 @@ class Extra:
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
     avoids: str = ""  # device_key where it last failed or was not begun, or worker_id that returned a recalled lease
-    broke: tuple[str, ...] = ()  # devices, believed to be healthy, on which the task broke an engine
+    broke: tuple[str, ...] = ()  # devices, then healthy as far as known, on which the task broke an engine
     blamed: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
     log: str = ""  # the last lines that its ended attempts have written
     attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
@@ -227,8 +227,8 @@ class Lease:
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
         """Returns the attempt's (dispatch_s, start_s), so that dispatch_s <= start_s <= finish_s; a start of 0.0 is
-        unknown. The arguments may be times of the worker's clock, which may be wrong. An adopted lease (frame 0) was
-        dispatched earlier than dispatch_s says, at an unknown time before its start.
+        unknown. The arguments may be times of the worker's clock, which may be wrong. An adopted lease (frame 0) may
+        have been dispatched before self.dispatch_s, at an unknown time before its start.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
@@ -266,7 +266,7 @@ class Worker:
     info: WorkerInfo
     kinds: dict[str, list[Capability]] = field(default_factory=dict)  # its capabilities, by kind
     shares: dict[str, int] = field(default_factory=dict)  # Lease.share by kind, where it is not a whole slot
-    token_id: str = ""  # of its last session with this master; "": it had no token, or no session
+    token_id: str = ""  # of its last session with this master; "": no token, or no such session
     # The session.
     session: int = 0  # 0: lost
     frame: int = 0  # frames with leases sent in this session

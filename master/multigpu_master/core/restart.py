@@ -4,7 +4,7 @@ from multigpu_master.core.model import EPOCH_IDS
 
 
 class IdRange:
-    """Issues ids of tasks and leases from a range reserved in the journal. Half-way the core requests the next."""
+    """Issues task_ids and lease_ids from a range reserved in the journal. At `renew_at` the core requests another."""
 
     def __init__(self, first_id: int) -> None:
         self.begin(first_id)

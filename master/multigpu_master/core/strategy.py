@@ -19,7 +19,7 @@ class FleetView(Protocol):
     """The information about the whole fleet that a strategy may use."""
 
     memory_threshold: float
-    """The strategy memory_usage gives no new task to a device of whose memory more than this share, 0 to 1, is in use.
+    """The strategy memory_usage gives no new task to a device if more than this share (0 to 1) of its memory is in use.
     """
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
@@ -30,8 +30,8 @@ class FleetView(Protocol):
         """
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """Time to load the shape's model on the worker, and later again the models that are unloaded for it. 0.0: it is
-        loaded, or is being loaded for a lease, or the tasks need no model.
+        """Time to load the shape's model on the worker, and later again the models that are unloaded for it. 0.0: the
+        model is loaded, or is being loaded for a lease, or the tasks need no model.
         """
 
     def resident_workers(self, shape: Shape) -> int:

@@ -43,7 +43,7 @@ class Usage:
             used.succeeded += len(group)
             used.device_s += own_s
             energies = [o.energy for task in group if (o := task.outcome) is not None and o.energy is not None]
-            if energies:  # all tasks that ran together have one, or none has
+            if energies:  # either all tasks that ran together were measured, or none
                 used.measured_s += own_s
                 used.joules += sum([energy.joules for energy in energies])
                 used.uncertainty_joules += sum([energy.joules * energy.uncertainty for energy in energies])

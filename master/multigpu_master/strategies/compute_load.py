@@ -1,7 +1,7 @@
 """compute_load: the device with the lowest utilisation.
 
-The reported utilisation is as old as the last heartbeat, and does not include leases granted since. So each lease for
-each slot adds 0.001 to the score.
+The reported utilisation is as old as the last heartbeat, and does not include leases granted since. So the score
+also counts leases, with 0.001 for each lease per slot.
 """
 
 from typing import ClassVar

@@ -21,7 +21,7 @@ from multigpu_master.core.workers.load_reservations import LoadReservations
 
 # Limit of backlogs that find no worker in one event. The next event, which is due at once, tries the others.
 BLOCKS_MAX = 1000
-# A task that broke an engine pauses for this long, and again until another device has room.
+# A task that broke an engine pauses for this long, repeatedly, until another device has room.
 ELSEWHERE_S = 0.05
 
 
@@ -41,7 +41,7 @@ class Dispatcher:
         self._can_grant = can_grant
         self.unfinished_s: float | None = None  # when `run` stopped with backlogs left to try; None: it tried all
         self._candidates: dict[Backlog, Candidates] = {}  # of this event
-        # The fleet's counts of changes as of the last event.
+        # The fleet's change counters as of the last _unblock_changed().
         self._membership = -1
         self._averages = -1
         self._resident = -1
@@ -147,7 +147,7 @@ class Dispatcher:
 
     def _elsewhere(self, task: Task, backlog: Backlog, worker: Worker) -> Worker | None:
         """Returns the chosen worker; or another, if the task should avoid the chosen one and another is free. None: the
-        task broke an engine on the chosen worker's device, and the workers of other devices have no room now.
+        task broke an engine on the chosen worker's device, and has to wait for another device.
         """
         extra = task.ensure_extra()
         avoided = extra.broke or (extra.avoids,)

@@ -140,7 +140,7 @@ class Gangs:
             self._commands.recall(worker, waiting)
         self._reserved = wanted
         self.update()
-        if new:  # tasks that waited for these workers may now have other workers to wait for
+        if new:  # tasks that waited for room on these workers may go elsewhere
             self._ledger.classes.unblock_all()
 
     def _expire(self, number: int, now: float) -> None:

@@ -75,8 +75,8 @@ class Recalls:
         return [w for w in self._checked if len(w.leases) > w.slots]
 
     def _recall_for_slots(self, now: float) -> None:
-        """Recalls waiting leases for the workers with free slots: as many as they have free slots. If a window has many
-        waiting leases, recalls more: an equal part for each of these workers, within its own window.
+        """Recalls waiting leases for workers with free slots: for each such worker, as many as it has free slots, or an
+        equal part of the leases that wait in another worker's window if that is more and its own window has room.
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get

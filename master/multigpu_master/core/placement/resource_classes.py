@@ -120,7 +120,7 @@ class ResourceClass:
         self.tasks.extendleft([task, *reversed(older)])
 
     def drop(self, ending: Task) -> None:
-        """Drops the entry of a task that ends now, if it is the first; else, if most entries are stale, all these."""
+        """Drops the entry of a task that ends now, if it is the first; else all stale entries, if most are stale."""
         if self.tasks[0] is ending:
             self.tasks.popleft()
         elif len(self.tasks) > 2 * self.size + STALE_MIN:
@@ -241,7 +241,7 @@ class ResourceClasses:
             self._enlarge(resource_class.backlog, resource_class, 1)
 
     def _enlarge(self, backlog: Backlog, resource_class: ResourceClass, tasks: int) -> None:
-        """Counts more `tasks` of a class in its backlog. Unblocks the backlog if it may have had too few."""
+        """Adds `tasks` to the size of a class's backlog. Unblocks the backlog if it had too few tasks for a worker."""
         backlog.size += tasks
         self._place(backlog, resource_class)
         if backlog.too_few_tasks and backlog.blocked_by is not None:

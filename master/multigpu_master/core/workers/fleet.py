@@ -314,8 +314,8 @@ class Fleet:
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
-        PACE_S, narrows its window to the pace that this silence allows, and raises the expected time of its late
-        leases.
+        PACE_S, narrows its window to the fastest pace that is possible after this silence, and raises the expected time
+        of its late leases.
 
         Only the leases that likely run are checked: the first ones, as many as the worker has slots, or as many as it
         ended in its last report if these are more. A late lease is expected to take as long as it has taken until now:
@@ -384,7 +384,7 @@ class Fleet:
         self.room_changed(lease.worker)
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
-        """Subtracts leases, which are no longer in worker.leases, from the worker's sums. Lifts the limit of a gang."""
+        """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts leases_limit."""
         if leases and leases[0].gang is not None:
             worker.leases_limit = None
         worker.leased_bytes -= payload_bytes

@@ -195,7 +195,7 @@ class Quarantine:
         return [task for task in tasks if task is not None]
 
     def _blame(self, device: str) -> None:
-        """Blames a sick device for its marks: their tasks get another attempt, and extra.broke loses the device."""
+        """Blames a sick device for its marks: removes it from extra.broke of their tasks, which get another attempt."""
         for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
             extra.blamed += (device,)

@@ -8,7 +8,7 @@ can't be unloaded: those with leases, pinned models, those being loaded, and the
 must be unloaded for it, the worker must also have rested since its last loading for as long as that loading took, or be
 idle: a busy worker spends at most half of its time on loading.
 
-The master does not plan the loading of workers that offer no models by id, or report no limit of their memory.
+The master does not plan loading for workers that offer no models by id, or report no limit of their memory.
 """
 
 from collections.abc import Iterable
