@@ -114,8 +114,8 @@ class Attempts:
             self.lost(lease, f"worker {worker_id} was lost", now)
 
     def requeue_uncharged(self, lease: Lease, now: float, after_s: float) -> None:
-        """Requeues the task without charge, however often. Call if the worker had no room for the model, returned a
-        recalled lease, or did not begin the task within its run_timeout, or if the attempt was interrupted.
+        """Requeues the task without charge, however often; ends it if it is overdue. Call if the worker had no room for
+        the model, returned a recalled lease, or did not begin in time, or if the attempt was interrupted.
         """
         self._uncharge(lease)
         if lease.recalled:
@@ -180,7 +180,7 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def detach(self, task: Task, why: str) -> None:
-        """Revokes a task's lease, or removes the task from its resource class."""
+        """Revokes the lease of a leased task. Removes a waiting task from its resource class."""
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:

@@ -165,7 +165,7 @@ class Ledger:
         self.leased -= 1
 
     def _release_gang(self, gang: Gang, ended: Lease) -> None:
-        """Releases the leases of an attempt of which one, `ended`, has ended, and revokes the others."""
+        """Releases the leases of a gang's ranks that have not succeeded, and revokes all of these except `ended`."""
         for lease in gang.leases:
             if lease.lease_id not in lease.worker.leases:  # its rank has succeeded
                 continue

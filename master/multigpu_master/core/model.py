@@ -99,7 +99,7 @@ class Extra:
     checkpoint: bytes = b""
     partials: list[bytes] = field(default_factory=list)
     partial_content_types: list[str] = field(default_factory=list)
-    partials_bytes: int = 0  # including PARTIAL_OVERHEAD_BYTES for each, and the log
+    partials_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each partial output, and with the log
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
     losses: int = 0  # uncharged losses of its leases: see attempts.py
@@ -154,7 +154,7 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `task_id` is 0 until the core accepts the task, and again if the journal could not write it."""
+    """A unit of work. `task_id` is 0 before the core accepts the task, and after the journal has failed to write it."""
 
     spec: Spec
     request_id: str
@@ -327,7 +327,7 @@ class Worker:
 
     @property
     def device_key(self) -> str:
-        """Identifies its device: workers may share a GPU; each CPU worker is a device of its own."""
+        """Identifies its device. Workers that share a GPU have the same key; each CPU worker has its own."""
         return self.info.device_id if self.info.device_id != "cpu" else f"cpu of {self.info.worker_id}"
 
     @property

@@ -41,7 +41,7 @@ TOO_MANY_STREAMS = (
 
 class Core:
     """See the module. Issues task_ids and lease_ids from `first_id` to the end of its epoch (EPOCH_IDS, model.py), then
-    those of IdsRenewed. No id from `first_id` on may have been issued before. `random` returns 0.0 <= x < 1.0.
+    the ids of IdsRenewed. No id from `first_id` on may have been issued before. `random` returns 0.0 <= x < 1.0.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Grants leases: takes the first ready backlog and the worker that its strategy prefers, until no worker has room or no
-backlog is ready.
+"""Grants leases: again and again chooses a worker for the first task of the first ready backlog, until no worker has
+room or no backlog is ready.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,7 @@ class Gangs:
         self._peek_id = peek_id
         # The reservation: the key of its backlog, its workers, and the first id of leases that are granted under it.
         self._key: BacklogKey | None = None
-        self.ready = False  # all its workers are idle
+        self.ready = False  # no reserved worker has a lease
         self._reserved: dict[Worker, None] = {}
         self._first_id = 0
         self._number = 0  # of reservations so far

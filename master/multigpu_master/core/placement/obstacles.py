@@ -25,7 +25,7 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
 
 
 def obstructed(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
-    """Whether memory, strategy or model keep an eligible, accepting worker from getting a task of this shape now."""
+    """Whether memory, strategy or model keeps an eligible, accepting worker from getting a task of this shape now."""
     return short_of_memory(worker, shape) is not None or barred(fleet, strategy, shape, worker)
 
 

@@ -43,8 +43,8 @@ class Recalls:
         self._armed = False  # whether the timer of the next check is set
 
     def watch(self, worker: Worker, now: float) -> None:
-        """Call when a worker was granted leases, or has fewer slots for leases. The checks include it from now on,
-        if it has leases that wait.
+        """Call when a worker was granted leases, or has fewer slots for leases. If leases may wait
+        there, the checks include the worker from now on.
         """
         if _has_waiting_leases(worker):
             self._checked[worker] = None
@@ -103,7 +103,7 @@ class Recalls:
     def _takers(
         self, lease: Lease, free: list[Worker], cache: dict[tuple[str, Shape, bool], list[Worker]], *, loaded: bool
     ) -> list[Worker]:  # fmt: skip
-        """The free workers that may get the lease's task. `loaded`: only those that have its model."""
+        """The free workers that may get the lease's task. `loaded`: only those that have loaded its model."""
         fleet, ledger, spec = self._fleet, self._ledger, lease.task.spec
         shape = shape_of(spec)
         found = cache.get((spec.queue, shape, loaded))

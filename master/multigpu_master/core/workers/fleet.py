@@ -73,9 +73,9 @@ class Fleet:
         self.members_changed(worker)
 
     def make_place_for(self, worker_id: str, token_id: str = "") -> Worker | None:
-        """Call before a worker joins. If the worker is new, and LOST_WORKERS_MAX workers are lost, or
-        LOST_WORKERS_TOKEN_MAX with this token, deletes and returns the one of them that has been silent longest.
-        Keeps cordoned workers: if one were deleted, it could reconnect and would get tasks.
+        """Call before a worker joins. If the worker is new, and the lost workers have reached their limit
+        (LOST_WORKERS_MAX, or LOST_WORKERS_TOKEN_MAX with this token), deletes and returns one of them, the one that has
+        been silent longest. Never deletes a cordoned worker: it could reconnect and would get tasks.
         """
         if worker_id in self.workers:
             return None
@@ -272,7 +272,7 @@ class Fleet:
         return count
 
     def heard(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
-        """Applies the models in a heartbeat."""
+        """Applies the list of models in a heartbeat."""
         if worker.residency.heard(models, last_frame, now):
             self._resident_changed()
             self._measured((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)

@@ -73,7 +73,7 @@ class ModelState(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One version of a model that a worker offers. 0 and 0.0: never measured there."""
+    """One version of a model that a worker offers. 0 and 0.0: not measured on that worker."""
 
     name: str
     version: str = ""

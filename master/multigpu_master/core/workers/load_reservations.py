@@ -55,7 +55,7 @@ class LoadReservations:
 
     def _check(self, backlog: Backlog, now: float) -> None:
         """Stops watching a backlog that needs no reservation any more. Else, if the first task has waited long enough,
-        ends a reservation that is no longer valid, and lets a backlog without one ask for it.
+        ends a reservation that is no longer valid, and lets a backlog that has no reservation ask for one.
         """
         reservation, head = self.by_backlog.get(backlog), backlog.head()
         if head is None or self._served(backlog):
@@ -130,7 +130,7 @@ class LoadReservations:
         self._fleet.models_changed(worker)
 
     def granted(self, backlog: Backlog) -> bool:
-        """Ends the reservation of a backlog whose first task was granted a lease. Returns whether it had one."""
+        """Ends the reservation of a backlog whose first task was granted a lease. Returns whether there was one."""
         reserved = backlog in self.by_backlog
         self._end(backlog)
         return reserved

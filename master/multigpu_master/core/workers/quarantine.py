@@ -72,7 +72,7 @@ class Quarantine:
         own_findings = any(reason.code not in ASKED for reason in health.reasons)
         worker.health = health
         if worker.checks_asked and not worker.check_open:
-            worker.checks_asked = 0  # a worker that starts again counts its checks from 0
+            worker.checks_asked = 0  # else a restarted worker, which counts from 0, would seem to lack checks
             self._commands.worker_changed(worker, remember=True)
         if not health.fit and own_findings:
             self._blame(worker.device_key)

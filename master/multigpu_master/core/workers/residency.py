@@ -72,13 +72,13 @@ class Residency:
     granted: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease, until acknowledged
     going: dict[str, str] = field(default_factory=dict)  # model that will be unloaded -> the model to load instead
     last_uses: dict[str, int] = field(default_factory=dict)  # model -> sequence number of its last grant or release
-    loading_since_s: dict[str, float] = field(default_factory=dict)  # start of each loading
+    loading_since_s: dict[str, float] = field(default_factory=dict)  # model -> when its loading began
     pins: dict[str, None] = field(default_factory=dict)  # names or ids that an operator wants loaded
     unwanted: dict[str, int] = field(default_factory=dict)  # ids to unload -> heartbeats in a row without them
     resting: bool = False  # the worker has just loaded a model
     rest_until_s: float = 0.0
     room_for: str = ""  # the model with a load reservation
-    retiring: dict[str, None] = field(default_factory=dict)  # get no new leases, so that room_for can be loaded
+    retiring: dict[str, None] = field(default_factory=dict)  # models without new leases, to make room for room_for
     # For workers that offer no models by id: (kind, model) of the leases granted since the worker was last idle. These
     # models are loaded, or will be.
     granted_without_id: dict[tuple[str, str], None] = field(default_factory=dict)

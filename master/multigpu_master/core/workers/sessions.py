@@ -159,7 +159,7 @@ class Sessions:
         self._commands.worker_changed(worker)
 
     def _reconcile_leases(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
-        """Revokes the leases in a heartbeat that the worker should not hold, and takes back those that it has lost."""
+        """Revokes leases in a heartbeat that the worker should not hold. Requeues the tasks of leases that are lost."""
         held: dict[int, None] = {}
         unknown, saved = [], list[Lease]()
         for h in event.leases:
