@@ -106,7 +106,7 @@ class Extra:
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
     avoids: str = ""  # device_key where it last failed or was not begun, or worker_id that returned a recalled lease
-    broke: tuple[str, ...] = ()  # devices, then healthy as far as known, on which the task broke an engine
+    broke: tuple[str, ...] = ()  # devices on which the task broke an engine while they were reported as healthy
     blamed: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
     log: str = ""  # the last lines that its ended attempts have written
     attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended

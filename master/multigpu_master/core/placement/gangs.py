@@ -51,7 +51,7 @@ class Gangs:
         self.ready = False  # no reserved worker has a lease
         self._reserved: dict[Worker, None] = {}
         self._first_id = 0
-        self._number = 0  # of reservations so far
+        self._number = 0  # number of reservations so far
 
     def update(self) -> None:
         """Call before dispatch. Ends the reservation if no gang waits for it; else limits the leases of its workers."""

@@ -197,5 +197,5 @@ def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
             break
         size -= residency.memory_of(other)
         going.append(other)
-    alone = len(going) == len(used)  # all go: the worker tries, or rejects the model as too large
+    alone = len(going) == len(used)  # nothing more can go: the worker loads `model`, or rejects it as too large
     return going if size <= residency.limit_bytes or alone else None
