@@ -1,4 +1,4 @@
-"""Why a task is rejected, and what to do about it."""
+"""Decides whether a submitted task is rejected, and says why and what to do about it."""
 
 import difflib
 
@@ -11,16 +11,16 @@ from multigpu_master.core.workers.fleet import Fleet
 
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNAVAILABLE = 4, 8, 9, 14
 QUEUES_MAX = 10_000
-# Limit of shapes in a queue: each that waits costs some microseconds whenever a worker that could run it is freed.
+# Limit of the shapes of waiting tasks in a queue: a freed worker costs some microseconds for each that it can run.
 SHAPES_MAX = 1_000
-# Names that a rejection lists.
+# Limit of names that a rejection lists.
 NAMED_MAX = 20
-# With more names, or a longer one, no similar name is searched: that would delay all other clients.
+# No similar name is searched for among more names than this, or for a longer name: that would delay all other clients.
 NEAR_NAMES_MAX, NEAR_NAME_CHARS_MAX = 64, 64
 
 
 def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Rejection | None:
-    """Why no task of this spec is accepted; None if tasks are."""
+    """Returns why all tasks of this spec are rejected. None: they are not; full_rejection() then checks each task."""
     if spec.deadline_s is not None and spec.deadline_s <= now:
         return ev.Rejection(DEADLINE_EXCEEDED, "the deadline has already passed; set a later one or none")
     queues = ledger.queues
@@ -40,7 +40,7 @@ def rejection(ledger: Ledger, fleet: Fleet, spec: Spec, now: float) -> ev.Reject
 
 
 def full_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.Rejection | None:
-    """Why there is no room for another task with a payload of `size` bytes; None if there is."""
+    """Returns why one more task, with a payload of `size` bytes, is rejected now; None if it is not."""
     limits = ledger.limits
     if ids.next_id >= ids.end:
         what = "the master waits for its journal to begin new task ids; try again in a moment"
@@ -59,7 +59,7 @@ def full_rejection(ledger: Ledger, ids: IdRange, queue: Queue, size: int) -> ev.
 
 
 def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
-    """Why no known worker could ever take a task of this spec. `queued`: the task is already in a queue."""
+    """Returns why the fleet can't run tasks of this spec, if placeable() is false. `queued`: the task is in a queue."""
     workers = list(fleet.workers.values())
     if not workers:
         return "no worker has joined this master yet; start one"
@@ -84,13 +84,13 @@ def why_unplaceable(fleet: Fleet, spec: Spec, *, queued: bool) -> str:
 
 
 def _near(name: str, names: list[str]) -> str:
-    """The nearest name as a question; empty if no name is near, or the search would take long."""
+    """Asks whether the nearest of the names was meant; "" if no name is near, or the search would take too long."""
     search = len(names) <= NEAR_NAMES_MAX and len(name) <= NEAR_NAME_CHARS_MAX
     near = difflib.get_close_matches(name, names, n=1) if search else []
     return f", did you mean {near[0]!r}?" if near else ""
 
 
 def _listed(names: list[str]) -> str:
-    """The names, or the first of them and how many more there are."""
+    """The first NAMED_MAX names, and how many more there are."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return f"{', '.join(names[:NAMED_MAX])}{more}"

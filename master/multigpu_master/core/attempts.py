@@ -1,12 +1,13 @@
 """Decides what follows a lease that ends without success: another attempt, or the task's end.
 
 - An attempt that failed, or ran when its worker was lost, is charged to the task. The next attempt begins after a
-  pause, on another device if one is free then; after attempts_max the task becomes a dead letter.
-- A gang (gangs.py) whose worker was lost is not charged: the other ranks, and hosts, are not at fault.
-- A lease that only waited in a window is not charged. But a task may kill its workers before they can report that it
-  runs. So each loss of such a lease after the first lengthens the task's pause, which separates the task from others
-  that were lost with it; after LOSSES_MAX losses the task becomes a dead letter.
-- A drain deadline that passes ends an attempt without charge, however often.
+  pause, on another device if one is free then; after attempts_max charged attempts the task becomes a dead letter. An
+  error that is not retryable ends the task as FAILED at once.
+- If a worker is lost while a lease waits in its window, the task is not charged. But a task may kill its workers before
+  they can report that it runs. So each such loss after the first lengthens the task's pause, which separates the task
+  from others that were lost with it; after more than LOSSES_MAX losses the task becomes a dead letter.
+- A gang (gangs.py) that loses a worker is treated the same way, even if it ran: its other ranks did not fail.
+- An attempt that the master interrupts, for example at a drain deadline, is not charged, however often that happens.
 """
 
 from collections.abc import Callable
@@ -28,9 +29,9 @@ from multigpu_master.core.timers import TimeLimit, Timers
 
 # A task becomes a dead letter after more than this many uncharged losses of its leases (Extra.losses).
 LOSSES_MAX = 16
-# Times that a device may fall sick while it runs a task; each further time is charged to the task.
+# Limit of uncharged attempts of a task that end because the device fell sick; each further one is charged.
 SICK_RETURNS_MAX = 2
-# Limit of the reason that Task.extra keeps for each attempt.
+# Limit of the characters of the reason that Task.extra keeps for each attempt.
 REASON_CHARS_MAX = 200
 # The reason for revoking a lease that its worker did not begin within the run_timeout.
 NOT_BEGUN = "it was not begun in time"
@@ -54,8 +55,8 @@ class Attempts:
     def failed(
         self, lease: Lease, error: TaskError, start_s: float, finish_s: float, now: float, *, condemned: bool = False
     ) -> None:
-        """Charges a failed attempt. Requeues the task after a pause, unless the error is not retryable, no attempt is
-        left, or the task is `condemned`.
+        """Charges a failed attempt. Requeues the task after a pause if the error is retryable, an attempt is left, and
+        the task is not `condemned`. Else settles it: as a dead letter if the error is retryable, or else as FAILED.
         """
         task, worker = lease.task, lease.worker
         extra = task.ensure_extra()
@@ -72,9 +73,9 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def lost(self, lease: Lease, message: str, now: float, *, sick: bool = False) -> None:
-        """Requeues the task without charge, and counts the loss; after LOSSES_MAX losses the task is a dead letter.
-        What a `sick` device returned is no loss; if devices fell sick more than SICK_RETURNS_MAX times while they ran
-        the task, the attempt is charged.
+        """Requeues the task without charge, and counts the loss. After more than LOSSES_MAX losses the task becomes a
+        dead letter. A lease that a worker returned because its device is `sick` is not a loss; but the attempt is
+        charged if devices fell sick more than SICK_RETURNS_MAX times while they ran the task.
         """
         task, worker = lease.task, lease.worker
         self._ledger.counters.requeued += 1
@@ -113,8 +114,8 @@ class Attempts:
             self.lost(lease, f"worker {worker_id} was lost", now)
 
     def requeue_uncharged(self, lease: Lease, now: float, after_s: float) -> None:
-        """Requeues the task uncharged, any number of times: its worker had no room, returned a recalled lease, or did
-        not begin it within the run_timeout; or the attempt was interrupted.
+        """Requeues the task without charge, however often; ends it if it is overdue. Call if the worker had no room for
+        the model, returned a recalled lease, or did not begin in time, or if the attempt was interrupted.
         """
         self._uncharge(lease)
         if lease.recalled:
@@ -123,7 +124,7 @@ class Attempts:
         self.end_if_overdue(lease.task, now)
 
     def interrupt(self, lease: Lease, why: str, now: float) -> None:
-        """Ends an attempt, uncharged: the task begins again."""
+        """Revokes a lease, and requeues its task without charge."""
         self._ledger.counters.requeued += 1
         self._withdraw(lease, why)
         if lease.running:
@@ -146,7 +147,7 @@ class Attempts:
     # --- live leases -------------------------------------------------------------------------------------------------
 
     def revoke_charged(self, lease: Lease, error: TaskError, now: float) -> None:
-        """Revokes a lease, and charges its task with the error."""
+        """Revokes a lease; its attempt counts as failed with this error."""
         self._withdraw(lease, error.message)
         self._ledger.counters.requeued += 1
         self.failed(lease, error, lease.run_s, now, now)
@@ -157,9 +158,9 @@ class Attempts:
         self.lost(lease, why, now)
 
     def take_back_all(self, worker: Worker, now: float) -> None:
-        """Takes back the leases of a worker whose drain deadline has passed."""
+        """Interrupts the attempts of all leases of a worker whose drain deadline has passed."""
         for lease in sorted(worker.leases.values(), key=lambda x: -x.task.task_id):
-            if lease.lease_id in worker.leases:  # else it ended with another rank
+            if lease.lease_id in worker.leases:  # else the end of another rank has released it
                 self.interrupt(lease, f"the drain deadline of worker {worker.worker_id} has passed", now)
 
     def _withdraw(self, lease: Lease, why: str) -> None:
@@ -179,27 +180,27 @@ class Attempts:
         self._ledger.settle(task, outcome)
 
     def detach(self, task: Task, why: str) -> None:
-        """Revokes a task's lease, or removes the task from its resource class."""
+        """Revokes the lease of a leased task. Removes a waiting task from its resource class."""
         if task.lease is not None:
             self._withdraw(task.lease, why)
         elif task.waiting:
             self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
     def apply_limit(self, task: Task, what: TimeLimit, now: float) -> None:
-        """Applies a time limit of an unsettled task that has passed."""
+        """Applies a time limit that an unsettled task has passed."""
         if what is TimeLimit.DEADLINE:
             error = TaskError("DeadlineExceeded", "the deadline passed before the task ended", retryable=False)
             self.end(task, OutcomeState.EXPIRED, error, now)
         elif what is TimeLimit.RUN_TIMEOUT:
             self._run_timeout(task, now)
         elif self._hold.active(now):
-            # A worker that has not reconnected yet may hold the task.
+            # A worker that has not reconnected yet may have begun the task in time.
             self._ledger.expiries.at(self._hold.until_s, task, what)
         else:
             self._queue_timeout(task, now)
 
     def end_if_overdue(self, task: Task, now: float) -> bool:
-        """Ends a task that waits past its deadline or its queue_timeout. Returns whether it has ended."""
+        """Ends a waiting task whose deadline or queue_timeout has passed. Returns whether the task has ended."""
         spec = task.spec
         if spec.deadline_s is not None and spec.deadline_s <= now:
             self.apply_limit(task, TimeLimit.DEADLINE, now)
@@ -208,14 +209,14 @@ class Attempts:
         return task.outcome is not None
 
     def _queue_timeout(self, task: Task, now: float) -> None:
-        """Ends a task that waits for its first attempt. If it is leased, recalls the lease first: its worker has a
-        session_timeout to return it, or to report that the task began in time.
+        """Ends a task whose first attempt has not begun within the queue_timeout. If the task is leased, first recalls
+        the lease: the worker has session_timeout_s to return it, or to report that the task has begun.
         """
         lease, timeout_s = task.lease, task.spec.queue_timeout_s
         if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
             return
         if now < task.submit_s + timeout_s:
-            return  # this expiry is older than the task's requeueing from the dead letters
+            return  # an old expiry: since it was set, the task was a dead letter and was requeued
         due_s = task.submit_s + timeout_s + self._ledger.limits.session_timeout_s
         if lease is not None and now < due_s:
             if lease.recalled != lease.worker.session:
@@ -226,8 +227,8 @@ class Attempts:
         self.end(task, OutcomeState.EXPIRED, error, now)
 
     def _run_timeout(self, task: Task, now: float) -> None:
-        """Takes back an attempt that its worker did not end in time. The attempt is not charged if the worker did not
-        begin it in that time; while the worker loads the task's model, the timeout starts anew.
+        """Revokes a lease whose worker has not ended the attempt within run_timeout_s + RUN_GRACE_S. Charges the
+        task only if the attempt has begun. If the worker is loading the task's model now, the whole time begins again.
         """
         lease, timeout_s = task.lease, task.spec.run_timeout_s
         if lease is None or timeout_s is None:
@@ -251,7 +252,7 @@ class Attempts:
     # --- back to the queue -------------------------------------------------------------------------------------------
 
     def pause(self, task: Task, now: float, after_s: float) -> None:
-        """Puts a task, which is in no resource class now, back after after_s seconds."""
+        """Puts a task, which must be in no resource class now, back into its class after `after_s` seconds."""
         not_before_s = task.ensure_extra().not_before_s = now + after_s
 
         def put_back(_now: float) -> None:
@@ -271,7 +272,7 @@ class Attempts:
             self._ledger.classes.put_back(self._ledger.class_of(task), task)
 
     def _backoff_s(self, task: Task, tries: int) -> float:
-        """Doubles with each try, less up to half at random: tasks that failed together don't return together."""
+        """A pause that doubles with each try, less up to half at random, which separates tasks that failed together."""
         spec = task.spec
         pause_s = min(spec.backoff_initial_s * 2.0 ** max(0, tries - 1), spec.backoff_max_s)
         return pause_s * (1.0 - 0.5 * self._random())

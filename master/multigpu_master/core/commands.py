@@ -1,4 +1,4 @@
-"""The commands of the event at hand."""
+"""Collects the commands that the core returns for an event."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,8 +7,8 @@ from multigpu_master.core.model import Lease, Task, Worker
 
 
 class Commands:
-    """Collects the commands of an event, in order; the tasks that it settled come last, in one command. `take` ends the
-    event.
+    """The commands of the current event, in the order in which they are executed. The last one, Settled, has all
+    tasks that the event settled. Call `take` at the end of the event.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Commands:
             self._commands.append(ev.Revoke(session, lease_ids, reason))
 
     def recall(self, worker: Worker, leases: Sequence[Lease]) -> None:
-        """Asks the worker to return the leases that it has not begun."""
+        """Asks the worker to return those of these leases that it has not begun."""
         for lease in leases:
             lease.recalled = worker.session
         if leases:

@@ -35,7 +35,7 @@ class EphemeralOutcomes:
         assert task.outcome is not None, "keep needs a settled task"
         if task.outcome.state is not OutcomeState.DEAD_LETTERED:
             if task.request_id:
-                payload_crc(task)  # stored in the task: a resubmit is compared with it, without the payload
+                payload_crc(task)  # stores the CRC in the task: resubmits are compared with it once the payload is gone
             task.payload = b""
         expire_s = task.outcome.finish_s + task.spec.result_ttl_s
         heappush(self._heap, (expire_s, task.task_id, task))
@@ -51,7 +51,7 @@ class EphemeralOutcomes:
 
     def _expire(self, now: float) -> None:
         if now < self._due_s:
-            return  # keep() has set a timer for an earlier time since, and that one has fired
+            return  # this timer is outdated: keep() set an earlier one, which has fired
         for _ in range(DUE_MAX):
             if not self._heap or self._heap[0][0] > now:
                 break

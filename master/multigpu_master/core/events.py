@@ -1,4 +1,4 @@
-"""Events, which the core handles, and commands, which it returns. Both are batches where the wire has batches."""
+"""Events, which the core handles, and commands, which it returns. They hold a sequence where the wire message does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class Cancel:
 
     tasks: Sequence[Task]
     reason: str = ""
-    withdrawn: bool = False  # their request_ids are free then
+    withdrawn: bool = False  # the client withdraws the tasks, so their request_ids become free
 
 
 # --- events: the journal ---------------------------------------------------------------------------------------------
@@ -64,8 +64,8 @@ class Cancel:
 
 @dataclass(slots=True)
 class SubmitFailed:
-    """The journal could not write these tasks: they are as if they had never been submitted. The core sets the task_id
-    of each unsettled task to 0, which tells the caller that waits for the write.
+    """The journal could not write these tasks: the core forgets them, as if they had never been submitted. It sets the
+    task_id of each unsettled task to 0, so that a caller that holds the task can see this.
     """
 
     tasks: Sequence[Task]
@@ -73,8 +73,8 @@ class SubmitFailed:
 
 @dataclass(slots=True)
 class SettlesCommitted:
-    """The journal is done with the outcomes of these tasks, and the core may forget them. It has written them, unless
-    it has rejected the tasks, or had no room for them when it was closed.
+    """The core may forget these settled tasks. The journal has written their outcomes, or never will, because it has
+    rejected the tasks, or had no room for the outcomes when it was closed.
     """
 
     tasks: Sequence[Task]
@@ -82,15 +82,15 @@ class SettlesCommitted:
 
 @dataclass(slots=True)
 class IdsRenewed:
-    """The answer to RenewIds: no id from `first_id` on was issued before, and the journal has reserved their range."""
+    """The answer to RenewIds: the journal has reserved a range of ids from `first_id` on, all of them unused."""
 
     first_id: int
 
 
 @dataclass(slots=True)
 class Recover:
-    """The unsettled tasks of the journal, at the start. Nothing is dispatched before hold_until_s, or until all workers
-    of the last master are back, so that these can report the leases that they hold.
+    """The unsettled tasks of the journal, when the master starts. So that workers can report the leases that they hold,
+    nothing is dispatched until all workers of the previous master have reconnected, or until hold_until_s.
     """
 
     tasks: Sequence[Task]
@@ -118,8 +118,8 @@ class HeldLease:
 
 @dataclass(slots=True)
 class Hello:
-    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. Leases with ids of `ids_end`
-    or above are another journal's and don't count.
+    """A session begins. Ends any other session of the same worker. Answered by `Welcome`. A lease whose lease_id or
+    task_id is `ids_end` or above was granted with another journal, and is revoked.
     """
 
     session: int
@@ -141,13 +141,13 @@ class Catalog:
 class Heartbeat:
     session: int
     leases: Sequence[HeldLease]
-    last_frame: int
+    last_frame: int  # number of the last frame that the worker has received
     telemetry: Telemetry
     models: tuple[Resident, ...] = ()
     stopping: bool = False
     health: Health = HEALTHY
     engine: EngineReport = field(default_factory=EngineReport)
-    catalog: Catalog | None = None  # None: as before
+    catalog: Catalog | None = None  # None: unchanged
     occupied_slots: int = 0
 
 
@@ -233,12 +233,12 @@ class CheckDevice:
 
 @dataclass(slots=True)
 class RegisterWorker:
-    """A worker that the last master knew; it is lost until its hello."""
+    """A worker that the previous master knew; it is lost until its hello."""
 
     info: WorkerInfo
     cordoned: bool = False
     cordon_reason: str = ""
-    expected: bool = False  # it was connected when the last master ended
+    expected: bool = False  # it was connected when the previous master ended
     quarantined: bool = False
     checks_asked: int = 0
     pins: tuple[str, ...] = ()
@@ -262,13 +262,13 @@ class UnloadModel:
 
 @dataclass(slots=True)
 class SetStrategy:
-    name: str  # canonical; "" with a queue: the fleet's
+    name: str  # canonical; "", only with a queue: the queue uses the fleet's strategy
     queue: str = ""
 
 
 @dataclass(slots=True)
 class ConfigureQueue:
-    """None: unchanged."""
+    """Changes the rules of a queue. None: unchanged."""
 
     queue: str
     paused: bool | None = None
@@ -278,14 +278,14 @@ class ConfigureQueue:
 
 @dataclass(slots=True)
 class RestoreBreaker:
-    """The circuit breaker had tripped before the restart."""
+    """The circuit breaker had tripped before the master started."""
 
     tripped_s: float
 
 
 @dataclass(slots=True)
 class ResetBreaker:
-    """Sick devices may be quarantined again."""
+    """An operator resets the circuit breaker: sick devices are quarantined again."""
 
 
 @dataclass(slots=True)
@@ -306,9 +306,9 @@ Event = (
 
 @dataclass(slots=True)
 class Submitted:
-    """The answer to Submit: for each task, in order, the task itself, the known task with its request_id, or why it was
-    rejected. `fresh`: the new tasks; durable ones go to the journal before they are acknowledged. `pending`: by how
-    many the number of outcomes that the stream waits for has grown.
+    """The answer to Submit. `results`: for each task, in order, the task itself, the known task with its request_id, or
+    why it was rejected. `fresh`: the new tasks; durable ones go to the journal before they are acknowledged. `pending`:
+    how many more outcomes the stream waits for now.
     """
 
     results: list[Task | Rejection]
@@ -338,7 +338,7 @@ class RenewIds:
 @dataclass(slots=True)
 class Welcome:
     session: int
-    adopted: list[int]
+    adopted: list[int]  # the lease_ids that the worker keeps
 
 
 @dataclass(slots=True)
@@ -359,7 +359,7 @@ class Revoke:
 
 @dataclass(slots=True)
 class Recall:
-    """Ask the worker to return the leases that it has not begun."""
+    """Ask the worker to return those of these leases that it has not begun."""
 
     session: int
     lease_ids: list[int]
@@ -367,7 +367,7 @@ class Recall:
 
 @dataclass(slots=True)
 class Desire:
-    """Send the worker its desired state: whether it drains, and what the Worker says of checks and models."""
+    """Send the worker its desired state: its drain, and the checks and models that the Worker object requires."""
 
     session: int
     draining: bool
@@ -391,7 +391,7 @@ class ForwardPartials:
 
 @dataclass(slots=True)
 class WorkerChanged:
-    """A worker's visible state changed. `remember`: what the journal keeps of it, too. `gone`: it was forgotten."""
+    """A worker's visible state changed. `remember`: the journal must save it. `gone`: the worker was forgotten."""
 
     worker: Worker
     remember: bool = False
@@ -400,7 +400,7 @@ class WorkerChanged:
 
 @dataclass(slots=True)
 class BreakerChanged:
-    """The circuit breaker tripped, with a message for the operator, or was reset. The journal keeps it."""
+    """The circuit breaker tripped, with a message for the operator, or was reset. The journal keeps tripped_s."""
 
     tripped_s: float  # 0.0: it was reset
     message: str = ""

@@ -1,6 +1,6 @@
-"""Whether two tasks with one request_id are the same: of the same kind, model, content type, parameters and payload.
-Queue, priority, labels, limits and timeouts may differ: those of the first submit apply. A durable submit never joins
-an ephemeral task, because that would not survive a restart of the master.
+"""Decides whether a resubmit, a submit with a known request_id, is of the same task as the first submit. It is if kind,
+model, content type, parameters and payload are equal. Queue, priority, labels, limits and timeouts may differ: those of
+the first submit apply. A durable resubmit of an ephemeral task is rejected: the task would not survive a restart.
 
 The journal keeps a fingerprint of each task that had a request_id: the CRC-32 of its payload and 31
 bits of the CRC of its kind, model, content type and parameters.
@@ -14,7 +14,7 @@ from multigpu_master.core.model import OutcomeState, Task
 ALREADY_EXISTS = 6
 
 SPEC_BITS = 31
-# Stands for the fingerprint of a withdrawn task: its request_id is free.
+# Stored in place of the fingerprint of a withdrawn task, whose request_id is free.
 FREE = -1
 
 
@@ -40,8 +40,8 @@ def fingerprint(task: Task) -> int | None:
 def conflict(
     task_id: int, kind: str, model: str, known: int | None, again: Task, state: int | None, *, durable: bool = True
 ) -> ev.Rejection | None:
-    """Why `again` differs from the earlier task with the same request_id, which all other arguments describe. `known`:
-    its fingerprint, `state`: of its outcome; None: it has none.
+    """Returns a rejection if the resubmit `again` is not of the same task as the first submit; None if it is. All other
+    arguments describe the first: `known` is its fingerprint (None: unknown), `state` its outcome's (None: unsettled).
     """
     other = _difference(kind, model, known, again)
     if again.spec.durable and not durable:

@@ -19,7 +19,7 @@ from multigpu_master.core.timers import Expiries, TimeLimit, Timers
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.pace import Key
 
-# After an attempt's run_timeout the master waits for this long until the worker reports its end.
+# The master revokes an attempt this many seconds after its run_timeout if the worker has not reported its end.
 RUN_GRACE_S = 10.0
 # The reason for revoking the leases of a gang.
 RANK_ENDED = "rank {rank} of this task has ended, and with it the attempt"
@@ -31,21 +31,21 @@ class Limits:
 
     tasks_max: int = 10_000_000  # unsettled
     bytes_max: int = 4 << 30  # payloads and partial outputs of unsettled tasks
-    ephemeral_bytes_max: int = 256 << 20  # results of settled ephemeral tasks
+    ephemeral_bytes_max: int = 256 << 20  # settled ephemeral tasks, with their results
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written; beyond it nothing is dispatched
     session_timeout_s: float = 5.0
     memory_threshold: float = 0.8
-    breaker_share: float = 0.3  # of the connected devices; beyond it quarantines need an operator
+    breaker_share: float = 0.3  # of the connected devices; if more of them are quarantined, the circuit breaker trips
     breaker_window_s: float = 600.0
-    retry_delay_s: float = 1.0  # rejected clients should wait for this long
+    retry_delay_s: float = 1.0  # rejected clients should wait this long
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since the master started."""
+    """What has happened since the master started."""
 
     submitted: int = 0
-    unwritten: int = 0  # of these, rejected after all, because the journal could not write them
+    unwritten: int = 0  # of the submitted: rejected later, because the journal could not write them
     succeeded: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -107,7 +107,7 @@ class Ledger:
     # --- from state to state -----------------------------------------------------------------------------------------
 
     def enter(self, task: Task, resource_class: ResourceClass, *, old_id: bool = False) -> None:
-        """Adds a queued task. `old_id`: it has the id of a dead letter, and its place is that of the id."""
+        """Adds a queued task. `old_id`: it was a dead letter and has kept its id, which decides its place."""
         self.tasks.add(task)
         if task.request_id:
             self.requests[task.request_id] = task
@@ -127,7 +127,9 @@ class Ledger:
             self.expiries.at(task.submit_s + spec.queue_timeout_s, task, TimeLimit.QUEUE_TIMEOUT)
 
     def record_lease(self, lease: Lease, now: float) -> Key | None:
-        """From queued to leased; the task has left its class. Returns the (kind, model) that the worker has to load."""
+        """Moves a task, which has left its class, from queued to leased. Returns the task's (kind, model) if the worker
+        has to load the model, else None.
+        """
         task = lease.task
         loads = self._fleet.grant(lease.worker, lease, now)
         queue, size = self.queues[task.spec.queue], len(task.payload)
@@ -141,13 +143,13 @@ class Ledger:
         return loads
 
     def record_gang(self, leases: Sequence[Lease], now: float) -> None:
-        """As record_lease, for all ranks of a task."""
+        """As record_lease, with a lease for each rank of one task."""
         self.record_lease(leases[0], now)
         for lease in leases[1:]:
             self._fleet.grant(lease.worker, lease, now)
 
     def release(self, lease: Lease) -> None:
-        """From leased to queued. The caller puts the task into its class, or pauses or settles it."""
+        """Moves a task from leased to queued. The caller then puts it into its class, pauses it or settles it."""
         task = lease.task
         if task.lease is not None and task.lease.log:
             self._keep_log(task)
@@ -163,7 +165,7 @@ class Ledger:
         self.leased -= 1
 
     def _release_gang(self, gang: Gang, ended: Lease) -> None:
-        """Releases all ranks of an attempt, of which one has ended, and revokes the others."""
+        """Releases the leases of a gang's ranks that have not succeeded, and revokes all of these except `ended`."""
         for lease in gang.leases:
             if lease.lease_id not in lease.worker.leases:  # its rank has succeeded
                 continue
@@ -173,11 +175,11 @@ class Ledger:
         ended.task.lease = None
 
     def rank_succeeded(self, lease: Lease) -> None:
-        """Releases a rank that has succeeded, and whose task goes on. The caller has removed it from worker.leases."""
+        """Releases a lease whose rank is not the last to succeed. The caller has removed it from worker.leases."""
         self._fleet.released(lease.worker, [lease], len(lease.task.payload))
 
     def add_partial(self, task: Task, data: bytes, content_type: str, size: int) -> None:
-        """Adds a partial output that takes `size` bytes."""
+        """Adds a partial output, which counts as `size` bytes."""
         extra = task.ensure_extra()
         extra.partials.append(data)
         extra.partial_content_types.append(content_type)
@@ -185,7 +187,7 @@ class Ledger:
         self.unsettled_bytes += size
 
     def _keep_log(self, task: Task) -> None:
-        """Adds the log of the attempt that ends now to the task's."""
+        """Adds the log of the attempt that ends now to the log of the task."""
         log, extra = task.log, task.ensure_extra()
         grown = len(log) - len(extra.log)
         extra.log = log
@@ -193,12 +195,14 @@ class Ledger:
         self.unsettled_bytes += grown
 
     def succeed(self, worker: Worker, leases: Sequence[Lease]) -> list[Task]:
-        """From leased to settled. The caller has removed the leases from worker.leases, and set the tasks' outcomes."""
+        """Moves the leases' tasks from leased to settled, and returns them. The caller has removed the leases from
+        worker.leases, and has set the outcomes.
+        """
         tasks, bytes_total, partials_bytes, uncommitted_bytes = [], 0, 0, 0
         queue, queue_name = None, ""
         for lease in leases:
             task = lease.task
-            assert task.lease is lease, "a live lease is its task's"
+            assert task.lease is lease, "a live lease must be the lease of its task"
             if lease.log:
                 self._keep_log(task)
             task.lease = None
@@ -228,7 +232,7 @@ class Ledger:
         return tasks
 
     def settle(self, task: Task, outcome: Outcome) -> None:
-        """From queued, and in no class, to settled: an end without success."""
+        """Settles a queued task that is in no class, without success."""
         assert task.outcome is None, "a task is settled once"
         self.uncount(task)
         task.outcome = outcome
@@ -249,7 +253,7 @@ class Ledger:
             self.ephemeral.keep(task)
 
     def uncount(self, task: Task) -> None:
-        """From queued, and in no class, to no state."""
+        """No longer counts a queued task, which must be in no class."""
         assert task.lease is None, "a leased task is released first"
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.queued -= 1
@@ -258,7 +262,7 @@ class Ledger:
         self.unsettled_bytes -= size + (task.extra.partials_bytes if task.extra is not None else 0)
 
     def committed(self, task: Task) -> None:
-        """Forgets a task: the journal has its outcome."""
+        """Forgets a settled task, and no longer counts its outcome as uncommitted."""
         self.uncommitted_bytes -= settled_bytes(task)
         self.forget(task)
 

@@ -1,8 +1,8 @@
 """The scheduler's data types: Task, Outcome, Lease, Worker, Queue.
 
-State is derived, not stored: a task with an outcome is settled, with a lease is leased, else it is queued; a worker
-with a session is connected, else it is lost. A million tasks may be queued at once, so a task is small: fields that few
-tasks need are in `Extra`.
+State is derived, not stored: a task with an outcome is settled, one with a lease is leased, any other is queued; a
+worker with a session is connected, any other is lost. A million tasks may be queued at once, so a task is small: fields
+that few tasks need are in `Extra`.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from multigpu_master.core.workers.info import (
 from multigpu_master.core.workers.pace import Pace
 from multigpu_master.core.workers.residency import Residency
 
-# The number of ids of an epoch: epoch n has those from n * EPOCH_IDS on (ids.py).
+# The number of ids in an epoch (ids.py): epoch n has the ids from n * EPOCH_IDS to (n + 1) * EPOCH_IDS - 1.
 EPOCH_IDS = 1 << 24
 PARTITIONS = 4096
-# Bytes, or a reference to them: the core only needs the length.
+# Bytes, or a reference to bytes: the core only needs the length and the CRC.
 Payload = bytes | Any
 
 
@@ -78,7 +78,7 @@ class TaskError:
 
 
 ATTEMPTS_KEPT = 16
-LOG_CHARS_MAX = 16_384  # of a task
+LOG_CHARS_MAX = 16_384  # limit of the log of a task
 
 
 class Attempt(NamedTuple):
@@ -99,14 +99,14 @@ class Extra:
     checkpoint: bytes = b""
     partials: list[bytes] = field(default_factory=list)
     partial_content_types: list[str] = field(default_factory=list)
-    partials_bytes: int = 0  # including PARTIAL_OVERHEAD_BYTES for each, and the log
+    partials_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each partial output, and with the log
     last_error: TaskError | None = None
-    not_before_s: float = 0.0
-    losses: int = 0  # uncharged ends of leases whose worker, or gang, was lost, or that were lost or returned
+    not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
+    losses: int = 0  # uncharged losses of its leases: see attempts.py
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
     avoids: str = ""  # device_key where it last failed or was not begun, or worker_id that returned a recalled lease
-    broke: tuple[str, ...] = ()  # devices, believed to be healthy, on which the task broke an engine
+    broke: tuple[str, ...] = ()  # devices on which the task broke an engine while they were reported as healthy
     blamed: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
     log: str = ""  # the last lines that its ended attempts have written
     attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
@@ -121,7 +121,7 @@ class Energy(NamedTuple):
 
 
 def total(parts: Sequence[Energy]) -> Energy:
-    """The sum of several devices' energy; its method is the least exact of theirs."""
+    """The sum of several devices' energy; its method is the least exact of their methods."""
     joules = sum([part.joules for part in parts])
     uncertain = sum([part.joules * part.uncertainty for part in parts])
     return Energy(joules, max(part.method for part in parts), uncertain / joules if joules else 0.0)
@@ -154,7 +154,7 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `task_id` is 0 until the core accepts the task, and again if the journal could not write it."""
+    """A unit of work. `task_id` is 0 before the core accepts the task, and after the journal has failed to write it."""
 
     spec: Spec
     request_id: str
@@ -169,7 +169,7 @@ class Task:
     streams: tuple[int, ...] = ()  # the Run streams that get its outcome
     extra: Extra | None = None
     payload_crc: int = -1  # -1: not computed; see identity.py
-    client_id: str = ""  # of the Run stream that submitted it; "": another call or before this master's start
+    client_id: str = ""  # of the Run stream that submitted it; "": another call, or an earlier master, accepted it
 
     @property
     def final_outcome(self) -> Outcome | None:
@@ -185,7 +185,7 @@ class Task:
 
     @property
     def log(self) -> str:
-        """The last lines of its attempts."""
+        """The last lines that its attempts have written."""
         before = self.extra.log if self.extra is not None else ""
         return (before + self.lease.log)[-LOG_CHARS_MAX:] if self.lease is not None else before
 
@@ -221,14 +221,14 @@ class Lease:
     log: str = ""  # its last lines, as last reported
     recalled: int = 0  # the session in which it was recalled
     model: str = ""  # id of the worker's model that it needs; "": none, or the worker lists its models by name only
-    share: int = SLOT  # of a slot, less where a slot runs several tasks together
+    share: int = SLOT  # the part of a slot that it takes: less than SLOT where a slot runs several tasks together
     gang: "Gang | None" = None  # with the leases of the task's other ranks
     rank: int = 0
 
     def stages(self, start_s: float, finish_s: float) -> tuple[float, float]:
-        """The attempt's dispatch and start time, for its outcome. The arguments are of the worker's clock, which may be
-        wrong; a start of 0.0 is unknown. An adopted lease was dispatched by an earlier master, at an unknown time
-        before the start.
+        """Returns the attempt's (dispatch_s, start_s), so that dispatch_s <= start_s <= finish_s; a start of 0.0 is
+        unknown. The arguments may be times of the worker's clock, which may be wrong. An adopted lease (frame 0) may
+        have been dispatched before self.dispatch_s, at an unknown time before its start.
         """
         dispatch_s = self.dispatch_s
         if start_s and not self.frame:
@@ -238,20 +238,21 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Gang:
-    """The leases of one attempt of a task that several workers run, by rank. That of rank 0 is Task.lease, also after
-    its rank has succeeded. The attempt succeeds when all ranks have; if one ends otherwise, all are revoked.
+    """The leases of one attempt of a task that several workers run, by rank. Task.lease is the lease of rank 0, even
+    after rank 0 has succeeded. The attempt succeeds when all ranks have; if a rank ends otherwise, the other leases
+    are revoked.
     """
 
     leases: list[Lease]
-    succeeded: int = 0  # ranks
-    outcome: Outcome | None = None  # that of rank 0, which is the task's
+    succeeded: int = 0  # ranks that have succeeded
+    outcome: Outcome | None = None  # of rank 0; it becomes the task's when all ranks have succeeded
     energy: list[Energy] = field(default_factory=list)  # of ranks that have succeeded and were measured
     device_s: float = 0.0  # device time of the ranks that have succeeded, without that of the last rank
 
 
 @dataclass(frozen=True, slots=True)
 class Cordon:
-    """An operator's order that a worker gets no new leases. If it drains, its leases are taken back at the deadline."""
+    """An operator's order that a worker gets no new leases. A draining worker's leases are revoked at the deadline."""
 
     reason: str
     draining: bool = False
@@ -265,7 +266,7 @@ class Worker:
     info: WorkerInfo
     kinds: dict[str, list[Capability]] = field(default_factory=dict)  # its capabilities, by kind
     shares: dict[str, int] = field(default_factory=dict)  # Lease.share by kind, where it is not a whole slot
-    token_id: str = ""  # of its last session; "": none, or before the master started
+    token_id: str = ""  # of its last session with this master; "": no token, or no such session
     # The session.
     session: int = 0  # 0: lost
     frame: int = 0  # frames with leases sent in this session
@@ -284,7 +285,7 @@ class Worker:
     check_at_once: bool = False  # an operator asked for the check
     # What it holds.
     leases: dict[int, Lease] = field(default_factory=dict)
-    leases_limit: int | None = None  # while it runs a rank of a gang, or is reserved for one; None: there is no limit
+    leases_limit: int | None = None  # while it runs a rank of a gang or is reserved for a gang; None: no limit
     leased_bytes: int = 0
     leased_memory_bytes: int = 0  # device memory reserved for its leases
     leased_shares: int = 0  # sum of its leases' shares of slots
@@ -326,7 +327,7 @@ class Worker:
 
     @property
     def device_key(self) -> str:
-        """Identifies its device: workers may share a GPU; each CPU worker is a device of its own."""
+        """Identifies its device. Workers that share a GPU have the same key; each CPU worker has its own."""
         return self.info.device_id if self.info.device_id != "cpu" else f"cpu of {self.info.worker_id}"
 
     @property
@@ -336,8 +337,8 @@ class Worker:
 
     @property
     def window_full(self) -> bool:
-        """Whether it holds as many leases as it may: pace.leases_max, or more where a slot runs several tasks together,
-        as many as fill one slot more than it has. It never holds more than window_tasks.
+        """Whether it holds as many leases as it may: pace.leases_max, or, where a slot runs several tasks together, as
+        many as fill info.slots + 1 slots if these are more. It never holds more than window_tasks.
         """
         held = len(self.leases)
         if held < self.pace.leases_max:
@@ -373,7 +374,7 @@ class Queue:
     paused: bool = False
     strategy: str = ""  # "": the fleet's
     tasks_max: int = 0  # 0: the master's limit
-    bytes_max: int = 0
+    bytes_max: int = 0  # 0: the master's limit
     queued: int = 0
     queued_bytes: int = 0
     leased: int = 0

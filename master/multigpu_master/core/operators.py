@@ -1,4 +1,4 @@
-"""The operators' events: cordon, drain, forget, models, strategies, queues. Names are checked before they come here."""
+"""Handles events of operators: cordon, drain, forget, models, strategies, queues. The caller has checked all names."""
 
 from dataclasses import replace
 

@@ -1,10 +1,10 @@
-"""What makes a restart of the master safe: ids that were never issued, and no dispatch before the workers reconnect."""
+"""Makes a restart of the master safe: all new ids are unused, and workers reconnect before tasks are dispatched."""
 
 from multigpu_master.core.model import EPOCH_IDS
 
 
 class IdRange:
-    """Issues ids of tasks and leases from a range reserved in the journal. Half-way the core requests the next one."""
+    """Issues task_ids and lease_ids from a range reserved in the journal. At `renew_at` the core requests another."""
 
     def __init__(self, first_id: int) -> None:
         self.begin(first_id)
@@ -38,7 +38,7 @@ class RecoveryHold:
         self._expected[worker_id] = None
 
     def arrived(self, worker_id: str, now: float) -> None:
-        """The worker has reconnected, or an operator has removed it (forget): no longer wait for it."""
+        """Call when a worker has reconnected, or an operator has removed it (forget): it is no longer awaited."""
         self._expected.pop(worker_id, None)
         if not self._expected:
             self.until_s = min(self.until_s, now)

@@ -40,8 +40,8 @@ TOO_MANY_STREAMS = (
 
 
 class Core:
-    """See the module. Issues task_ids and lease_ids from `first_id` up to the end of the range of EPOCH_IDS ids
-    (model.py) in which it lies; all ids issued before must be below `first_id`. `random` returns 0.0 <= x < 1.0.
+    """See the module. Issues task_ids and lease_ids from `first_id` to the end of its epoch (EPOCH_IDS, model.py), then
+    the ids of IdsRenewed. No id from `first_id` on may have been issued before. `random` returns 0.0 <= x < 1.0.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Core:
 
     @property
     def dispatch_unfinished(self) -> bool:
-        """Whether dispatch has not tried all backlogs: a Tick is due at once."""
+        """Whether the last dispatch stopped before it had tried all backlogs: a Tick is due at once."""
         return self._dispatcher.unfinished_s is not None
 
     def next_timer_s(self) -> float | None:
@@ -126,7 +126,7 @@ class Core:
         self._streams.add(event.stream)
 
     def _stream_closed(self, event: ev.StreamClosed, now: float) -> None:
-        """The stream's tasks continue. `follow` removes the closed stream from a task when another stream joins it."""
+        """The stream's tasks continue. `follow` removes the closed stream from a task that another stream follows."""
         self._streams.discard(event.stream)
 
     def _submit(self, event: ev.Submit, now: float) -> None:
@@ -138,7 +138,7 @@ class Core:
         queue = ledger.queue(spec.queue) if reason is None else Queue(spec.queue)
         resource_class: ResourceClass | None = None
         key = ""  # partition_key of resource_class
-        pending = 0  # known unsettled tasks that the stream did not follow before
+        pending = 0  # known unsettled tasks that the stream follows from now on
         streams = (event.stream,) if event.stream else ()
         for task in event.tasks:
             known = ledger.requests.get(task.request_id) if task.request_id else None
@@ -205,12 +205,12 @@ class Core:
 
     def _recover(self, event: ev.Recover, now: float) -> None:
         self.hold.until_s = event.hold_until_s
-        self.timers.at(event.hold_until_s, lambda _now: None)  # a Tick when the hold ends: it dispatches the tasks
+        self.timers.at(event.hold_until_s, lambda _now: None)  # a Tick when the hold ends dispatches the tasks
         ledger = self.ledger
         for task in event.tasks:
             assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
             ledger.enter(task, ledger.class_of(task))
-        for task, what in self.ledger.expiries.due(now):  # deadlines that passed while there was no master
+        for task, what in self.ledger.expiries.due(now):  # time limits that passed while no master ran
             self._attempts.apply_limit(task, what, now)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:

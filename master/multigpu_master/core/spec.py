@@ -1,4 +1,4 @@
-"""The scheduler's data type Spec. mypyc does not compile this module: compiled classes have no weak references."""
+"""The scheduler's data type Spec. mypyc does not compile this module: compiled classes can't be weakly referenced."""
 
 from dataclasses import dataclass
 

@@ -1,13 +1,13 @@
 """The protocol of strategies: policies that choose the worker for the next task of a shape.
 
 The core calls a strategy only for workers that can run the shape; their windows may be full, and for Explain they may
-be lost. The strategy excludes further workers, and gives each of the others a score; the lowest score gets the task.
-Both depend on their arguments alone (no I/O, no clock, no state), so that the rpc Explain gets the same answer as the
-dispatch. In each event the core computes a score for each worker with room, once for each shape, and computes a
-worker's score again after it was granted a lease. So a score may change only when its worker changes (a lease granted
-or ended, a heartbeat), or the fleet's averages do.
+be lost. The strategy excludes further workers, and gives each of the others a score; the worker with the lowest score
+gets the task. Exclusion and score must depend on their arguments alone (no I/O, no clock, no state), so that the rpc
+Explain gets the same answer as dispatch. In each event the core computes a score for each worker with room, once for
+each shape, and computes a worker's score again after it was granted a lease. So a score may change only when its worker
+changes (a lease granted or ended, a heartbeat), or the fleet's averages do.
 
-A strategy is a class behind an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
+A strategy is a class that is named by an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
 """
 
 from typing import ClassVar, Protocol
@@ -19,19 +19,19 @@ class FleetView(Protocol):
     """The information about the whole fleet that a strategy may use."""
 
     memory_threshold: float
-    """The strategy memory_usage gives nothing new to a device with more than this share of its memory in use, 0 to 1.
+    """The strategy memory_usage gives no new task to a device if more than this share (0 to 1) of its memory is in use.
     """
 
     def expected_s(self, worker: Worker, shape: Shape, units: float = 0.0) -> float:
         """Expected run time of a task of this shape on this worker.
 
         Measured seconds per unit of work, on this worker or else on the fleet (10 ms if nothing is measured), times
-        `units`. 0 units: the average of such tasks.
+        `units`. If `units` is 0: times the average units of such tasks.
         """
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
-        """Time to load the shape's model on the worker, and later again the models that are unloaded for it. 0.0: it is
-        loaded, or is being loaded for a lease, or the tasks need none.
+        """Time to load the shape's model on the worker, and later again the models that are unloaded for it. 0.0: the
+        model is loaded, or is being loaded for a lease, or the tasks need no model.
         """
 
     def resident_workers(self, shape: Shape) -> int:
@@ -46,7 +46,7 @@ class Strategy(Protocol):
     summary: ClassVar[str]
     score_meaning: ClassVar[str]
     pinned: ClassVar[bool]
-    """True: a task waits for the worker that ranks first, even while that one has no room. Scores and
+    """True: a task waits for the worker that ranks first, even while that worker has no room. Scores and
     exclusions must then depend on nothing but the shape and the worker's id and info."""
 
     def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:

@@ -11,7 +11,7 @@ BLOCK_BITS = 10
 
 
 class TaskTable:
-    """A dictionary of tasks by id, with a few of its methods."""
+    """A dictionary of tasks by id, with a few methods of dict."""
 
     def __init__(self) -> None:
         self._blocks: defaultdict[int, dict[int, Task]] = defaultdict(dict)
@@ -37,7 +37,7 @@ class TaskTable:
                 del self._blocks[task_id >> BLOCK_BITS]
 
     def values(self) -> Iterator[Task]:
-        """Every task. No task may be added or removed meanwhile."""
+        """Every task. No task may be added or removed during the iteration."""
         for block in self._blocks.values():
             yield from block.values()
 
@@ -53,7 +53,7 @@ class TaskTable:
             yield sorted([t for t in block.values() if t.task_id < task_id], key=lambda t: -t.task_id)
 
     def blocks_after(self, task_id: int) -> Iterator[list[Task]]:
-        """The tasks above an id, the oldest first, as blocks_before."""
+        """The tasks above an id, the oldest first. Otherwise like blocks_before."""
         first = task_id >> BLOCK_BITS
         for number in sorted([number for number in self._blocks if number >= first]):
             block = self._blocks.get(number, {})

@@ -12,7 +12,7 @@ from multigpu_master.core.model import Task
 from multigpu_master.core.task_table import TaskTable
 
 SWEEP_MIN = 1024  # fewer expiries are not swept
-SWEEP_STEP = 4  # old expiries that a sweep checks for each new one
+SWEEP_STEP = 4  # old expiries that a sweep checks whenever an expiry is added
 # Limit of due expiries, and of ephemeral outcomes whose result_ttl is over, that one event handles.
 DUE_MAX = 256
 
@@ -82,8 +82,8 @@ class Expiries:
             self._sweep_at = 2 * len(self._heap) + SWEEP_MIN
 
     def due(self, now: float) -> Iterator[tuple[Task, TimeLimit]]:
-        """Takes at most DUE_MAX due expiries, and yields those of unsettled tasks; call it again for the others. The
-        caller may add expiries meanwhile.
+        """Removes at most DUE_MAX due expiries; call it again for the others. Yields the task and time limit of each,
+        unless the task is settled. The caller may add expiries meanwhile.
         """
         for _ in range(DUE_MAX):
             heap = self._first()
@@ -104,6 +104,6 @@ class Expiries:
         return old if old and (not heap or old[0] < heap[0]) else heap
 
     def _task(self, expiry: Expiry) -> Task | None:
-        """The task of an expiry; None: it is settled."""
+        """The task of an expiry; None: the task is settled."""
         task = self._tasks.get(expiry[1])
         return task if task is not None and task.outcome is None else None

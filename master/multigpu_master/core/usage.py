@@ -1,4 +1,4 @@
-"""What tasks have used of devices: summed by spec, until `take` moves the sums to the journal."""
+"""Sums by spec the device time and energy that tasks have used. `take` returns the sums, for the journal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from multigpu_master.core.spec import Spec
 
 @dataclass(slots=True)
 class Used:
-    """A sum; the fields are those of multigpu.v1.Usage."""
+    """The sums of one spec; the fields are those of multigpu.v1.Usage."""
 
     succeeded: int = 0
     failed: int = 0
@@ -34,7 +34,7 @@ class Usage:
         self._by_spec: dict[Spec, Used] = {}
 
     def succeeded(self, tasks: Sequence[Task], device_s: float) -> None:
-        """Adds tasks that ran together; their device time is shared by units."""
+        """Adds tasks that ran together. Each has a part of the device time, in proportion to its units."""
         unit_s = device_s / max(1, sum([task.units for task in tasks]))
         for spec, same in groupby(tasks, attrgetter("spec")):
             group = list(same)
@@ -43,21 +43,21 @@ class Usage:
             used.succeeded += len(group)
             used.device_s += own_s
             energies = [o.energy for task in group if (o := task.outcome) is not None and o.energy is not None]
-            if energies:  # of all, or of none: the tasks of a report ran together
+            if energies:  # either all tasks that ran together were measured, or none
                 used.measured_s += own_s
                 used.joules += sum([energy.joules for energy in energies])
                 used.uncertainty_joules += sum([energy.joules * energy.uncertainty for energy in energies])
 
     def ran(self, task: Task, device_s: float) -> None:
-        """Adds the device time of a rank of a gang whose other ranks go on."""
+        """Adds the device time of a rank that has succeeded before the last rank of its gang."""
         self._of(task.spec).device_s += device_s
 
     def measured(self, task: Task, device_s: float) -> None:
-        """Notes that energy was measured in this device time, which `ran` has added."""
+        """Notes that energy was measured during this device time, which `ran` has added."""
         self._of(task.spec).measured_s += device_s
 
     def failed(self, tasks: Sequence[Task], device_s: float) -> None:
-        """Adds failed attempts that ran together."""
+        """Adds failed attempts that ran together. Each has a part of the device time, as in `succeeded`."""
         unit_s = device_s / max(1, sum([task.units for task in tasks]))
         for task in tasks:
             used = self._of(task.spec)
@@ -71,6 +71,6 @@ class Usage:
         return used
 
     def take(self) -> dict[Spec, Used]:
-        """The sums since the last call."""
+        """Returns the sums since the last call, by spec."""
         taken, self._by_spec = self._by_spec, {}
         return taken

@@ -1,7 +1,7 @@
 """compute_load: the device with the lowest utilisation.
 
-Utilisation is a figure of the last heartbeat; what was granted since would not show for a second, so leases for each
-slot count too, as far as they make a difference of a tenth of a percent each.
+The reported utilisation is as old as the last heartbeat, and does not include leases granted since. So the score
+also counts leases, with 0.001 for each lease per slot.
 """
 
 from typing import ClassVar
@@ -18,6 +18,6 @@ class ComputeLoad(Base):
     score_meaning: ClassVar[str] = "utilisation, plus a thousandth for each lease of a slot"
 
     def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-        # A device that doesn't say is taken to be half busy: neither shunned nor swamped.
+        # A device that reports no utilisation counts as half busy, so that it gets neither no tasks nor all.
         busy = 0.5 if worker.telemetry.utilization is None else worker.telemetry.utilization
         return busy + len(worker.leases) / worker.info.slots / 1000

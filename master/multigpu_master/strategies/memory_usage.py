@@ -1,7 +1,7 @@
 """memory_usage: the device with the most free memory; above the threshold a device gets nothing new.
 
-Between two heartbeats the device's own figure is old, so the memory promised to the leases granted since counts as
-used.
+The reported free memory is as old as the last heartbeat, so the score subtracts the memory that the tasks of all leases
+require.
 """
 
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Loads the installed strategies, this package's and users', from the entry point group "multigpu.strategies"."""
+"""Loads the installed strategies, of this package and others, from the entry point group "multigpu.strategies"."""
 
 from importlib.metadata import entry_points
 
@@ -12,7 +12,7 @@ class StrategyError(Exception):
 
 
 def load_strategies() -> dict[str, Strategy]:
-    """Every installed strategy by its canonical name, sorted by name. StrategyError: one of them can't be used."""
+    """Every installed strategy by its canonical name, sorted by name. Raises StrategyError if one can't be used."""
     found: dict[str, Strategy] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
         try:
@@ -33,7 +33,7 @@ def load_strategies() -> dict[str, Strategy]:
 
 
 def canonical_name(name: str, strategies: dict[str, Strategy]) -> str | None:
-    """The strategy's own name for a name or an alias; None if there is no such strategy."""
+    """The canonical name of the strategy with this name or alias; None if there is no such strategy."""
     if name in strategies:
         return name
     return next((s.name for s in strategies.values() if name in s.aliases), None)

@@ -1,9 +1,9 @@
 """static_partition: one key, one worker, by rendezvous hashing (Thaler and Ravishankar, 1998).
 
-Every worker scores every key by a hash of both, and the highest has it. When a worker is lost only its keys move, each
-to the worker that came second; when one joins it takes over just the keys that it scores highest. Keys are folded into
-4,096 partitions first, so that the master's memory doesn't grow with their number. A task without a key goes by its
-model, or else by its kind.
+The strategy hashes each key with each worker_id; the tasks of a key go to the worker with the highest hash. When a
+worker is lost, only its keys move, each to the worker with the next highest hash; when a worker joins, it takes over
+only the keys for which its hash is the highest. Keys are first mapped to 4,096 partitions, so that the master's memory
+does not grow with the number of keys. For a task without a key, the model is hashed, or else the kind.
 """
 
 from hashlib import blake2b

@@ -1,7 +1,7 @@
 """task_type: labels route kinds to workers.
 
-A worker labelled task_type=embed (or task_type=embed+generate) is kept for those kinds; a worker without the label is
-the fallback for every kind, used when no worker kept for the kind has room.
+A worker labelled task_type=embed (or task_type=embed+generate) gets only tasks of those kinds. A worker without the
+label is the fallback for every kind: it gets a task when no worker with the label for that kind has room.
 """
 
 from typing import ClassVar

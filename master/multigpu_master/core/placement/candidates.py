@@ -7,8 +7,8 @@ from multigpu_master.core.placement.obstacles import is_one_of, obstructed, shor
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.workers.fleet import Fleet
 
-# A worker's place: the lowest tuple gets the task. (score, last_dispatch, worker_id, version, worker, obstacle). The id
-# breaks ties, so that no two workers are compared.
+# (score, last_dispatch, worker_id, version, worker, obstacle). The worker with the lowest tuple gets the task. The
+# worker_id breaks ties, so that tuples never compare their Worker objects.
 Place = tuple[float, int, str, int, Worker, int]
 # Obstacles.
 NONE = 0
@@ -17,8 +17,8 @@ NO_ROOM_FOR_MODEL = 2
 
 
 class Candidates:
-    """The workers that may get tasks of a backlog, the lowest score first. Valid for one event, in which no worker
-    gains room. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
+    """The workers that may get tasks of a backlog, the lowest score first. Valid while no worker gains room, at most
+    for one event. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
 
     `places` has workers' places from earlier events, for the same strategy and shape. A place is valid until its
     worker's version changes. The caller drops all places when the fleet's members or averages change.
@@ -80,8 +80,8 @@ class Candidates:
 
 
 def elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
-    """The eligible and accepting workers, without those that `avoided` (device_keys and worker_ids) names. And, of
-    those that may get a task now, the one with the lowest score; None: there is none.
+    """Returns the eligible and accepting workers, except those that `avoided` (device_keys and worker_ids) names; and
+    of these, the worker with the lowest score that may get a task now (None: there is none).
     """
     strategy, shape = backlog.strategy, backlog.shape
     others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]

@@ -1,5 +1,5 @@
-"""Grants leases: takes the first ready backlog and the worker that its strategy prefers, until no worker has room or no
-backlog is ready.
+"""Grants leases: again and again chooses a worker for the first task of the first ready backlog, until no worker has
+room or no backlog is ready.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from multigpu_master.core.workers.load_reservations import LoadReservations
 
 # Limit of backlogs that find no worker in one event. The next event, which is due at once, tries the others.
 BLOCKS_MAX = 1000
-# A task that broke an engine waits for this long, again and again, until another device has room.
+# A task that broke an engine pauses for this long, repeatedly, until another device has room.
 ELSEWHERE_S = 0.05
 # Limit of shapes for which the places of workers are kept.
 SHAPES_MAX = 64
@@ -44,12 +44,13 @@ class Dispatcher:
         self.unfinished_s: float | None = None  # when `run` stopped with backlogs left to try; None: it tried all
         self._candidates: dict[Backlog, Candidates] = {}  # of this event
         self._places: dict[tuple[str, Shape], dict[Worker, Place]] = {}  # by strategy and shape; see Candidates
+        # The fleet's change counters as of the last _unblock_changed().
         self._membership = -1
         self._averages = -1
         self._resident = -1
 
     def run(self, now: float) -> None:
-        """Grants every lease that can be granted now."""
+        """Grants the leases that can be granted now: all, or until BLOCKS_MAX backlogs have found no worker."""
         self.unfinished_s = None
         if not self._can_grant(now):
             return
@@ -66,7 +67,7 @@ class Dispatcher:
                 break
             backlog, resource_class, task = first
             limited = task.spec.deadline_s is not None or task.spec.queue_timeout_s is not None
-            if limited and self._attempts.end_if_overdue(task, now):  # its expiry is due, but beyond DUE_MAX
+            if limited and self._attempts.end_if_overdue(task, now):  # its expiry is due, but beyond the first DUE_MAX
                 expired += 1
                 continue
             worker = None
@@ -89,7 +90,7 @@ class Dispatcher:
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
             lease = Lease(ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
-            if ledger.record_lease(lease, now):  # the worker loads the model: the tasks need no larger backlog there
+            if ledger.record_lease(lease, now):  # the worker loads the model, so its min_backlog falls
                 self._candidates.clear()
                 classes.unblock_all(only_too_small=True)
             if self._reservations.by_backlog and self._reservations.granted(backlog):
@@ -105,12 +106,12 @@ class Dispatcher:
         self, backlog: Backlog, resource_class: ResourceClass, task: Task, dispatched: dict[Worker, list[Lease]],
         now: float,
     ) -> bool:  # fmt: skip
-        """Grants all ranks of the first task of the first ready backlog. Returns False if too few workers are idle: the
-        backlog is blocked.
+        """Grants all ranks of the first task of the first ready backlog. If too few workers are idle, or too few
+        ids are left, blocks the backlog and returns False.
         """
         enough_ids = self._ids.end - self._ids.next_id >= backlog.shape.world_size
         workers = self._gangs.choose_or_reserve(backlog, task, now) if enough_ids else None
-        self._candidates.clear()  # reservations have changed the room of workers
+        self._candidates.clear()  # a reservation may have changed the room of workers
         if workers is None:
             self._ledger.classes.block(backlog, self._fleet.eligible(backlog.shape))
             return False
@@ -126,8 +127,8 @@ class Dispatcher:
         return True
 
     def _choose(self, backlog: Backlog, now: float) -> Worker | None:
-        """The worker for the first task of the first ready backlog. None: no worker can get it, and the backlog is
-        blocked.
+        """Returns the worker for the first task of the first ready backlog. If no worker can get it now, blocks the
+        backlog and returns None.
         """
         fleet, pin = self._fleet, backlog.pin
         if pin is not None:
@@ -157,8 +158,8 @@ class Dispatcher:
         return places
 
     def _elsewhere(self, task: Task, backlog: Backlog, worker: Worker) -> Worker | None:
-        """The chosen worker, or another one if the task failed on the chosen worker. None: the task broke an engine
-        there, and waits for another device.
+        """Returns the chosen worker; or another, if the task should avoid the chosen one and another is free. None: the
+        task broke an engine on the chosen worker's device, and has to wait for another device.
         """
         extra = task.ensure_extra()
         avoided = extra.broke or (extra.avoids,)
@@ -173,7 +174,7 @@ class Dispatcher:
         return worker
 
     def _unblock_changed(self) -> None:
-        """Unblocks the backlogs that changes of workers concern."""
+        """Unblocks the backlogs that may find a worker after the changes of workers since the last event."""
         fleet, classes = self._fleet, self._ledger.classes
         freed = fleet.take_freed()
         if self._membership != fleet.membership_changes:
@@ -183,7 +184,7 @@ class Dispatcher:
             classes.unblock_all()
         elif classes.blocked:
             if freed:
-                # A worker that is reserved for a gang has no room, but may have ended its last lease.
+                # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
                 classes.unblock_for([w for w in freed if w in fleet.with_room or w.leases_limit is not None])
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
                 classes.unblock_all(only_too_small=True)

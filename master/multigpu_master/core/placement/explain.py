@@ -12,7 +12,7 @@ from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.scheduler import Core
 
-# To count the tasks before one, at most this many resource classes are visited, and as many tasks of each.
+# Limit of the resource classes in which the tasks ahead of a task are counted, and of the tasks visited in each.
 COUNTED_MAX = 10_000
 
 
@@ -58,7 +58,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
             candidate.score = strategy.score(shape, worker, fleet)
         (excluded if candidate.excluded_by else free).append(candidate)
     free.sort(key=lambda c: (c.score, c.worker.last_dispatch))
-    # queued() wants the shape without its partition. A task that does not wait counts if it would be the only one.
+    # queued() requires a shape without a partition. At least 1: a task that is not waiting is not in that number.
     queued = max(1, core.ledger.classes.queued(strategy, shape_of(task.spec)))
     for candidate in [c for c in free if not backlog_suffices(fleet, strategy, shape, c.worker, queued)]:
         candidate.excluded_by.append("too few such tasks are queued to load their model here")
@@ -80,8 +80,8 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
 
 
 def _ahead(core: Core, task: Task) -> int | None:
-    """How many tasks of the task's queue are dispatched before it; None: it does not wait. Of two tasks the one with
-    the smaller priority goes first, then the one with the smaller task_id.
+    """How many tasks of the task's queue are dispatched before it; None: it does not wait. The order is by the number
+    of the priority, then by task_id.
     """
     if not task.waiting:
         return None
@@ -97,11 +97,11 @@ def _ahead(core: Core, task: Task) -> int | None:
 
 
 def _older(resource_class: ResourceClass, task_id: int) -> int:
-    """The waiting tasks with a smaller task_id: counted, or estimated if there are many."""
+    """The number of waiting tasks with a smaller task_id: exact, or estimated if the class has many tasks."""
     tasks = resource_class.tasks
     if len(tasks) <= COUNTED_MAX:
         return sum(other.task_id < task_id and other.waiting for other in tasks)
-    # Retries may be out of order, and tasks that ended leave entries: both are few.
+    # Not exact, as retries may be out of order, and ended tasks may leave entries; but both are few.
     return round(bisect_left(tasks, task_id, key=attrgetter("task_id")) / len(tasks) * resource_class.size)
 
 
@@ -145,7 +145,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
 
 
 def _gang_start(core: Core, shape: Shape, now: float) -> str:
-    """When enough workers may be idle, judging by earlier run times; empty if too few of them accept tasks."""
+    """Says in how many seconds enough workers may be idle; "" if too few workers accept tasks."""
     able = one_per_device(sorted(
         (worker for worker in core.fleet.eligible(shape) if worker.accepting),
         key=lambda worker: _left_s(worker, now),
@@ -157,6 +157,6 @@ def _gang_start(core: Core, shape: Shape, now: float) -> str:
 
 
 def _left_s(worker: Worker, now: float) -> float:
-    """How long a worker's leases are expected to take yet."""
+    """In how many seconds a worker's leases are expected to have ended."""
     left = [lease.cost_s - (now - lease.run_s if lease.running else 0.0) for lease in worker.leases.values()]
     return sum(max(0.0, seconds) for seconds in left) / max(1, worker.slots)

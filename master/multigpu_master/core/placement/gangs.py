@@ -1,19 +1,19 @@
 """Gangs: tasks that several workers run at the same time, each as one rank.
 
-A gang gets its leases at once or not at all, on workers that hold no other lease, and its workers get no others until
-it ends. If too few workers are idle, the gang's backlog reserves as many as it needs: their leases end, and new ones
-are granted there only as back-fill, see below. One backlog at a time has a reservation, so two gangs cannot each hold
-half of what they need; a gang that finds enough other idle workers begins without one. A reservation that has not
-sufficed after RESERVED_S ends; then the first gang of the backlog pauses for RESERVED_S, and other tasks run.
+A gang gets all its leases at once or none, on workers that hold no other lease, and these workers get no other lease
+until the gang ends. If too few workers are idle, the gang's backlog reserves as many workers as it needs: their present
+leases run on, and new ones are granted only as back-fill, see below. One backlog at a time has a reservation, so two
+gangs cannot each hold half of what they need; a gang that finds enough other idle workers begins without one. If no
+gang could begin within RESERVED_S, the reservation ends, the first gang pauses for RESERVED_S, and other tasks run.
 
-A gang may have a range of sizes (world_size_min). It begins with as many workers as are idle, at most world_size, and a
-reservation is for world_size_min. When it has saved a checkpoint and other workers are idle, it ends and begins again
-with them, uncharged; what it lost since the checkpoint is little.
+A gang may have a range of sizes (world_size_min). It begins with as many workers as are idle, at most world_size; a
+reservation is of world_size_min workers. When a smaller gang has saved a checkpoint and another worker is idle, the
+attempt is interrupted, uncharged, and begins again with more workers; only the work since the checkpoint is lost.
 
-Back-fill: while a reserved worker still runs a lease that it held when it was reserved, the others may begin tasks in
-their slots. So the gang is delayed by at most one task that another worker began meanwhile.
+Back-fill: while any reserved worker has a lease from before the reservation, the reserved workers without such a lease
+may get leases for their slots. These delay the gang by at most the time that one such lease runs.
 
-Each rank has a device of its own: NCCL takes no two on one.
+Each rank needs a device of its own: NCCL does not accept two ranks on one device.
 """
 
 from collections import Counter
@@ -30,11 +30,11 @@ from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
 
 RESERVED_S = 60.0
-BacklogKey = tuple[str, Shape, Worker | None]  # of a backlog
+BacklogKey = tuple[str, Shape, Worker | None]  # Backlog.key
 
 
 class Gangs:
-    """`peek_id`: returns the id of the next lease, and does not take it."""
+    """See the module. `peek_id` returns the id of the next lease, and does not take it."""
 
     def __init__(
         self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts,
@@ -48,13 +48,13 @@ class Gangs:
         self._peek_id = peek_id
         # The reservation: the key of its backlog, its workers, and the first id of leases that are granted under it.
         self._key: BacklogKey | None = None
-        self.ready = False  # all its workers are idle
+        self.ready = False  # no reserved worker has a lease
         self._reserved: dict[Worker, None] = {}
         self._first_id = 0
-        self._number = 0  # of reservations so far
+        self._number = 0  # number of reservations so far
 
     def update(self) -> None:
-        """Call before dispatch. Ends the reservation if no gang waits for it, and limits its workers' leases."""
+        """Call before dispatch. Ends the reservation if no gang waits for it; else limits the leases of its workers."""
         if self._key is None:
             return
         if self._key not in self._ledger.classes.backlogs:
@@ -73,8 +73,8 @@ class Gangs:
         return any(lease_id < self._first_id for lease_id in worker.leases)
 
     def choose_or_reserve(self, backlog: Backlog, task: Task, now: float) -> list[Worker] | None:
-        """The workers of the ranks, in their order. None: too few are idle; those that will be are reserved, if they
-        are enough.
+        """Returns the workers for the task's ranks, by rank. None: too few are idle; then, if enough workers can become
+        idle and no other backlog has a reservation, reserves these workers.
         """
         shape = backlog.shape
         mine = self._reserved if self._key == backlog.key else {}
@@ -86,8 +86,8 @@ class Gangs:
             if self._key == backlog.key:
                 self._end()
             return chosen(idle, min(len(idle), shape.world_size), shape)
-        # A worker without leases that is not idle lacks memory: nobody knows for how long, so it is not reserved. One
-        # that is reserved already stays so: its last task may not have freed its memory yet.
+        # A worker without leases and occupied slots that is not idle lacks memory, for an unknown time: do not reserve
+        # it. If it is reserved already, keep it: its last task may not have freed its memory yet.
         able = [worker for worker in able if worker.leases or worker.occupied or worker in idle or worker in mine]
         able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
@@ -95,7 +95,7 @@ class Gangs:
         return None
 
     def _able(self, strategy: Strategy, shape: Shape, mine: Container[Worker]) -> list[Worker]:
-        """The workers that could run ranks once they are idle. `mine`: those that are reserved for this."""
+        """The workers that could run ranks once they are idle. `mine`: the workers reserved for the same backlog."""
         return [
             worker
             for worker in self._fleet.eligible(shape)
@@ -105,12 +105,12 @@ class Gangs:
         ]
 
     def saved(self, lease: Lease, now: float) -> None:
-        """A rank 0 has saved a checkpoint: its gang begins again if idle workers make it larger."""
+        """Call when rank 0 has saved a checkpoint. Interrupts the attempt if idle workers can make the gang larger."""
         task, gang = lease.task, lease.gang
         if gang is None or gang.succeeded or len(gang.leases) == task.spec.world_size:
             return
         queue = self._ledger.queues[task.spec.queue]
-        if queue.paused or self._ledger.clogged():  # it could not begin
+        if queue.paused or self._ledger.clogged():  # it could not begin again
             return
         shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
         devices = {rank.worker.device_key for rank in gang.leases}
@@ -119,7 +119,7 @@ class Gangs:
             self._attempts.interrupt(lease, MORE_WORKERS, now)
 
     def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
-        """Reserves workers for a backlog, and keeps those that it has already."""
+        """Reserves world_size_min of the `able` workers for a backlog, first those that it has reserved already."""
         size = backlog.shape.world_size_min
         kept = [worker for worker in able if worker in self._reserved]
         others = [worker for worker in able if worker not in self._reserved]
@@ -144,7 +144,7 @@ class Gangs:
             self._ledger.classes.unblock_all()
 
     def _expire(self, number: int, now: float) -> None:
-        """Ends the reservation of this number, if it is the present one."""
+        """Ends the reservation with this number, if it has not ended, and pauses the first task of its backlog."""
         if self._key is None or self._number != number:
             return
         backlog = self._ledger.classes.backlogs.get(self._key)
@@ -155,7 +155,7 @@ class Gangs:
             self._attempts.pause(task, now, RESERVED_S)
 
     def _end(self) -> None:
-        """Ends the reservation: other gangs may have one."""
+        """Ends the reservation: another backlog may make one."""
         for worker in self._reserved:
             self._free(worker)
         self._key, self._reserved, self.ready = None, {}, False
@@ -183,11 +183,11 @@ def one_per_device(workers: Iterable[Worker]) -> list[Worker]:
 
 
 def chosen(workers: list[Worker], n: int, shape: Shape) -> list[Worker]:
-    """Chooses n of these workers for ranks of the shape, and returns them in the order of the ranks. Where nothing else
-    decides, the first of them.
+    """Chooses n of these workers for ranks of the shape, and returns them by rank. Prefers the first workers of the
+    list, where neither hosts nor NVLink decide.
     """
     if shape.spread_ranks:
-        of_host, nth = Counter[str](), dict[Worker, int]()  # a worker's place among those of its host
+        of_host, nth = Counter[str](), dict[Worker, int]()  # worker -> number of earlier workers of its host
         for worker in workers:
             nth[worker] = of_host[worker.info.host]
             of_host[worker.info.host] += 1
@@ -196,8 +196,8 @@ def chosen(workers: list[Worker], n: int, shape: Shape) -> list[Worker]:
 
 
 def packed(workers: list[Worker], n: int) -> list[Worker]:
-    """Chooses n workers, on as few hosts as possible and there on as few groups of devices that NVLink connects. Those
-    of a host, and of a group, are one after the other.
+    """Chooses n workers on few hosts, and there on few groups of devices that NVLink connects. In the result, workers
+    of one host are adjacent, and so are those of one group.
     """
 
     def host(worker: Worker) -> str:
@@ -214,7 +214,7 @@ def packed(workers: list[Worker], n: int) -> list[Worker]:
 
 
 def _narrowed(workers: list[Worker], n: int, place: Callable[[Worker], Hashable]) -> list[Worker]:
-    """Those of the smallest place with n of them; all, if no place has as many."""
+    """The workers of the smallest place that has at least n of them; all workers, if no place has."""
     sizes = Counter(map(place, workers))
     fits = [each for each, size in sizes.items() if size >= n]
     if not fits:
@@ -224,12 +224,12 @@ def _narrowed(workers: list[Worker], n: int, place: Callable[[Worker], Hashable]
 
 
 def _by_size(workers: list[Worker], place: Callable[[Worker], Hashable]) -> dict[Hashable, int]:
-    """The places' order, those with most workers first."""
+    """Numbers the places from 0, in descending order of their number of workers."""
     return {each: order for order, (each, _) in enumerate(Counter(map(place, workers)).most_common())}
 
 
 def form(leases: list[Lease]) -> None:
-    """Makes these leases, of one task and by rank, a gang."""
+    """Makes the leases of one task, in the order of their ranks, a gang."""
     gang = Gang(leases)
     for rank, lease in enumerate(leases):
         lease.gang, lease.rank = gang, rank

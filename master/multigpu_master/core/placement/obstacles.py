@@ -5,7 +5,7 @@ from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.residency import Block
 
-# Limit of models in use that an explanation names.
+# Limit of the models that an explanation names.
 NAMED_MAX = 8
 
 
@@ -16,7 +16,7 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
     free = worker.memory_free_bytes()
     if free is None:
         return None
-    if shape.world_size > 1:  # a rank is alone there: all models but its own are unloaded first
+    if shape.world_size > 1:  # a rank is its worker's only lease, so all other models can be unloaded
         residency = worker.residency
         own = residency.names.get(shape.model, shape.model)
         free += sum([model.memory_bytes for model in residency.reported.values() if model.model != own])
@@ -25,19 +25,19 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
 
 
 def obstructed(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
-    """Whether an eligible, accepting worker can't get a task of this shape now, even with room in its window."""
+    """Whether memory, strategy or model keeps an eligible, accepting worker from getting a task of this shape now."""
     return short_of_memory(worker, shape) is not None or barred(fleet, strategy, shape, worker)
 
 
 def barred(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
-    """Whether an eligible, accepting worker can't get a task of this shape now, even if it were idle."""
+    """Whether the strategy or the model keeps an eligible, accepting worker from getting a task of this shape now."""
     return strategy.excludes(shape, worker, fleet) is not None or (
         fleet.models_by_id and fleet.model_block(worker, shape) is not None
     )
 
 
 def backlog_suffices(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker, queued: int) -> bool:
-    """Whether enough tasks are queued for the worker, or it has a load reservation for their model."""
+    """Whether `queued` tasks are enough for the worker to get one, or it has a load reservation for their model."""
     return strategy.min_backlog(shape, worker, fleet) <= queued or fleet.reserved(worker, shape)
 
 

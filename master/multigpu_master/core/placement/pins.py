@@ -17,7 +17,7 @@ class Pin(NamedTuple):
     """The worker to which a pinned strategy assigns a shape."""
 
     strategy: Strategy
-    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: no accepting worker is eligible
+    first: tuple[float, str, Worker] | None  # (score, worker_id, worker); None: no accepting worker can get the tasks
 
 
 class Pins:
@@ -42,7 +42,7 @@ class Pins:
     def _first(self, strategy: Strategy, shape: Shape, workers: Iterable[Worker]) -> tuple[float, str, Worker] | None:
         """The (score, worker_id, worker) of the eligible worker that ranks first for the shape; None: there is none."""
         fleet = self._fleet
-        eligible = fleet.eligible(shape._replace(partition=-1))
+        eligible = fleet.eligible(shape._replace(partition=-1))  # its cache has one entry for all partitions
         able = [w for w in workers if w in eligible and strategy.excludes(shape, w, fleet) is None]
         return min([(strategy.score(shape, w, fleet), w.worker_id, w) for w in able], default=None)
 
@@ -55,7 +55,7 @@ class Pins:
         self._membership = fleet.membership_changes
         joined = [w for w, info in now.items() if before.get(w) is not info]
         if not joined and len(now) == len(before):
-            return  # none joined or left
+            return  # no accepting worker joined, left or got another info
         if len(joined) > JOINED_MAX:
             self._pins.clear()
         for key, (strategy, first) in list(self._pins.items()):

@@ -1,13 +1,13 @@
 """Takes back leases that their workers have not begun, where that lets a task begin sooner.
 
 A window holds more leases than its worker has slots, so that a slot that ends a lease can begin the next at once. But a
-lease that runs long delays the leases behind it. So leases that have waited in a window are recalled for a worker with
-a free slot, and less urgent leases for a task that waits for room in a window. The worker returns the leases that it
-has not begun and continues the others: nothing runs twice. Each lease is recalled at most once a session. A lease whose
-model its worker still loads is recalled, too, for a worker with a free slot that has the model.
+lease that runs long delays the leases behind it. So the master recalls leases that have waited in a window, if another
+worker has a free slot, or if a more urgent task waits for room in a window. The worker returns the leases that it has
+not begun and continues the others: nothing runs twice. Each lease is recalled at most once a session. A lease whose
+model its worker still loads is recalled, too, if a worker with a free slot has loaded the model.
 
 Only workers that have more leases than slots, or load a model, are checked. They are not checked at each event but
-every LOOK_S: by then, most leases of fast tasks have ended.
+every LOOK_S seconds: in that time, most leases of fast tasks end without a recall.
 """
 
 from collections.abc import Callable
@@ -39,12 +39,12 @@ class Recalls:
         self._timers = timers
         self._commands = commands
         self._can_grant = can_grant
-        self._checked: dict[Worker, None] = {}  # all workers for which _has_waiting_leases is true, or was
+        self._checked: dict[Worker, None] = {}  # includes all for which _has_waiting_leases is true
         self._armed = False  # whether the timer of the next check is set
 
     def watch(self, worker: Worker, now: float) -> None:
-        """Call when a worker was granted leases, or has fewer slots for them. If leases may wait there, checks it from
-        now on.
+        """Call when a worker was granted leases, or has fewer slots for leases. If leases may wait
+        there, the checks include the worker from now on.
         """
         if _has_waiting_leases(worker):
             self._checked[worker] = None
@@ -66,7 +66,7 @@ class Recalls:
         if self._can_grant(now):
             self._recall_for_slots(now)
             self._recall_for_urgent(now)
-        # Begin the next check with another worker: the first workers may use up the CHECKED_MAX pairs of each check.
+        # Begin the next check with another worker: the first workers may use up CHECKED_MAX.
         first = next(iter(checked))
         checked[first] = checked.pop(first)
 
@@ -75,8 +75,8 @@ class Recalls:
         return [w for w in self._checked if len(w.leases) > w.slots]
 
     def _recall_for_slots(self, now: float) -> None:
-        """Recalls leases that wait in windows, for the workers that have free slots. Each of these gets leases for its
-        free slots. If a worker has many that wait, it gets more, within its window: an equal part of them.
+        """Recalls waiting leases for workers with free slots: for each such worker, as many as it has free slots, or an
+        equal part of the leases that wait in another worker's window if that is more and its own window has room.
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
@@ -97,13 +97,13 @@ class Recalls:
                         promised[other] += 1
                         recalled.append(lease)
                         break
-                    others.pop()  # from the cached list: leases of other workers skip this worker, too
+                    others.pop()  # `others` is in the cache: so leases of other workers skip this worker, too
             self._commands.recall(worker, recalled)
 
     def _takers(
         self, lease: Lease, free: list[Worker], cache: dict[tuple[str, Shape, bool], list[Worker]], *, loaded: bool
     ) -> list[Worker]:  # fmt: skip
-        """The free workers that may get the lease's task. `loaded`: only those that have its model."""
+        """The free workers that may get the lease's task. `loaded`: only those that have loaded its model."""
         fleet, ledger, spec = self._fleet, self._ledger, lease.task.spec
         shape = shape_of(spec)
         found = cache.get((spec.queue, shape, loaded))
@@ -143,9 +143,9 @@ class Recalls:
         return nsmallest(CHECKED_MAX, self._ledger.classes.backlogs.values(), key=lambda backlog: backlog.position)
 
     def _waiting(self, worker: Worker, now: float, last_first: bool = False) -> list[Lease]:
-        """A worker's leases that may be recalled, the best to recall first: in the order in which they should begin, or
-        with last_first in the reverse order. Behind these come the oldest, one for each slot without a running or
-        recalled lease: they likely run, although no heartbeat has reported that yet.
+        """A worker's leases that may be recalled, the best to recall first: by priority and task_id, or with last_first
+        in the reverse order. At the end are the leases that likely run, although no heartbeat has reported it yet: the
+        oldest, one for each slot without a running or recalled lease.
         """
         leases, excluded = [], 0
         for lease in worker.leases.values():
@@ -158,8 +158,8 @@ class Recalls:
         return order + leases[:likely]
 
     def _may_recall(self, lease: Lease) -> bool:
-        """Whether the lease's task could run on any eligible worker: its queue is not paused, its strategy is not
-        pinned, the task has broken no engine, and is no gang.
+        """Whether the task could be leased to any other eligible worker: its queue is not paused, its strategy is not
+        pinned, and the task has broken no engine and is no gang.
         """
         task, ledger = lease.task, self._ledger
         if lease.gang is not None:

@@ -1,9 +1,9 @@
-"""Queued tasks, in the order in which they are dispatched: by priority, and then by age.
+"""Queued tasks, in the order in which they are dispatched: by priority, and then by task_id.
 
 - A *resource class* has the tasks of one queue, priority and shape.
 - A *backlog* has the resource classes of unpaused queues with the same strategy and shape, and the same worker if the
-  strategy is pinned. If no worker can take its first task, none can take the others. It is *ready* to be
-  tried, or *blocked* until one of its workers changes.
+  strategy is pinned. If no worker can take its first task, none can take the others. A backlog is *ready*, which means
+  that dispatch tries it, or *blocked* until one of its workers changes.
 """
 
 import itertools
@@ -17,22 +17,22 @@ from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import Strategy
 
-# A task that is put back is sorted in among this many first tasks; behind them, retries may be out of order.
+# put_back() looks for a task's place among this many first tasks; behind them, retries may be out of order.
 SORTED_IN = 64
 # A queue or heap with at most this many stale entries is not rebuilt.
 STALE_MIN = 64
 
 
-# All heaps share these numbers, because an item may move from one heap to another.
+# Numbers of heap entries. All heaps share them, because an item may move from one heap to another.
 _TICKETS = itertools.count(1)
 # The priority and the task_id of a first task.
 Position = tuple[int, int]
 
 
 class _Item(Protocol):
-    # Of its entry in the heap; 0: it has none.
+    # The number of its entry in a heap; 0: it is in no heap.
     ticket: int
-    # Its position in that entry.
+    # The position that this entry has.
     placed_at: Position
 
     @property
@@ -84,7 +84,7 @@ class ByFirstTask(Generic[I]):
 
 class ResourceClass:
     """The waiting tasks of one queue, priority and shape, the oldest first. A task that ended while it waited leaves an
-    entry, which is dropped when it comes first, or when most entries are such.
+    entry, which is dropped when it comes first, or when most entries are of ended tasks.
     """
 
     __slots__ = ("backlog", "placed_at", "position", "priority", "queue", "shape", "size", "tasks", "ticket")
@@ -97,7 +97,7 @@ class ResourceClass:
         self.size = 0  # waiting tasks
         self.position: Position = (priority, 0)
         self.backlog: Backlog | None = None  # None: nothing waits, or the queue is paused
-        self.ticket = 0  # in the order of its backlog
+        self.ticket = 0  # in backlog.classes
         self.placed_at = self.position
 
     def key(self) -> tuple[str, int, Shape]:
@@ -120,7 +120,7 @@ class ResourceClass:
         self.tasks.extendleft([task, *reversed(older)])
 
     def drop(self, ending: Task) -> None:
-        """Drops the entry of a task that ends now if it is the first, and those of ended tasks if they are most."""
+        """Drops the entry of a task that ends now, if it is the first; else all stale entries, if most are stale."""
         if self.tasks[0] is ending:
             self.tasks.popleft()
         elif len(self.tasks) > 2 * self.size + STALE_MIN:
@@ -141,7 +141,7 @@ class Backlog:
         self.pin = pin  # the only worker for its tasks, if the strategy is pinned and there is one
         self.classes: ByFirstTask[ResourceClass] = ByFirstTask()
         self.size = 0  # waiting tasks
-        self.ticket = 0  # in the order of the ready backlogs
+        self.ticket = 0  # in ResourceClasses.ready
         self.placed_at: Position = (0, 0)
         self.blocked_by: Blocker | None = None  # None: it is ready
         self.too_few_tasks = False  # a worker has room, but needs a larger backlog
@@ -163,8 +163,7 @@ class Backlog:
         return first.head() if first is not None else None
 
 
-# Blocked backlogs with the same key wait for the same workers: the pin, or id() of the dict that Fleet.eligible
-# returns.
+# The key of blocked backlogs that wait for the same workers: the pin, or id() of the dict that Fleet.eligible returned.
 Blocker = Worker | int
 
 
@@ -177,13 +176,13 @@ class ResourceClasses:
         self.by_key: dict[tuple[str, int, Shape], ResourceClass] = {}
         self.backlogs: dict[tuple[str, Shape, Worker | None], Backlog] = {}  # by their key
         self.ready: ByFirstTask[Backlog] = ByFirstTask()
-        self.blocked: dict[Blocker, tuple[dict[Worker, None], dict[Backlog, None]]] = {}
+        self.blocked: dict[Blocker, tuple[dict[Worker, None], dict[Backlog, None]]] = {}  # workers, backlogs
         self._shapes: dict[str, dict[Shape, int]] = {}  # queue -> shape without a partition -> resource classes
 
     # --- tasks -------------------------------------------------------------------------------------------------------
 
     def get(self, queue: Queue, spec: Spec, partition: int) -> ResourceClass:
-        """The class of tasks of this spec and partition. A new one is kept once a task is added."""
+        """The class of tasks of this spec and partition. A new class is stored when its first task is added."""
         shape = shape_of(spec, partition)
         found = self.by_key.get((queue.name, spec.priority, shape))
         return found if found is not None else ResourceClass(queue, spec.priority, shape)
@@ -204,7 +203,7 @@ class ResourceClasses:
         self._grow(resource_class)
 
     def first(self) -> tuple[Backlog, ResourceClass, Task] | None:
-        """The first task of the ready backlogs."""
+        """The first task of all ready backlogs, with its backlog and class; None: no backlog is ready."""
         backlog = self.ready.first()
         if backlog is None:
             return None
@@ -228,7 +227,7 @@ class ResourceClasses:
         self._shrink(resource_class)
 
     def _grow(self, resource_class: ResourceClass) -> None:
-        """Counts another task of the class."""
+        """Counts a task that was added to the class."""
         resource_class.size += 1
         if resource_class.size == 1:
             self.by_key[resource_class.key()] = resource_class
@@ -242,14 +241,14 @@ class ResourceClasses:
             self._enlarge(resource_class.backlog, resource_class, 1)
 
     def _enlarge(self, backlog: Backlog, resource_class: ResourceClass, tasks: int) -> None:
-        """Counts more tasks of a backlog, which are of this class."""
+        """Adds `tasks` to the size of a class's backlog. Unblocks the backlog if it had too few tasks for a worker."""
         backlog.size += tasks
         self._place(backlog, resource_class)
         if backlog.too_few_tasks and backlog.blocked_by is not None:
             self.unblock(backlog)
 
     def _shrink(self, resource_class: ResourceClass) -> None:
-        """Counts a task less."""
+        """Subtracts a task that was removed from the class."""
         resource_class.size -= 1
         backlog = resource_class.backlog
         if resource_class.size:
@@ -271,7 +270,7 @@ class ResourceClasses:
             del self._shapes[name]
 
     def _place(self, backlog: Backlog, resource_class: ResourceClass) -> None:
-        """Moves a class, and its backlog, to where its first task belongs."""
+        """Moves a class, and its backlog, to the positions of their first tasks."""
         head = resource_class.head()
         assert head is not None, "it has tasks"
         if head.task_id != resource_class.position[1] or not resource_class.ticket:
@@ -283,12 +282,12 @@ class ResourceClasses:
     # --- backlogs ----------------------------------------------------------------------------------------------------
 
     def queued(self, strategy: Strategy, shape: Shape) -> int:
-        """How many tasks of a shape, without a partition, wait for a strategy that is not pinned."""
+        """How many tasks of a shape (without partition) wait in queues with a strategy that is not pinned."""
         backlog = self.backlogs.get((strategy.name, shape, None))
         return backlog.size if backlog is not None else 0
 
     def _offer(self, resource_class: ResourceClass) -> None:
-        """Adds a class to the backlog of its queue's strategy."""
+        """Adds a class to the backlog of its strategy, shape and pin."""
         strategy, shape = self._strategy_of(resource_class.queue), resource_class.shape
         pin = self._pin(strategy, shape)
         key = strategy.name, shape._replace(partition=-1) if shape.partition >= 0 else shape, pin
@@ -324,7 +323,7 @@ class ResourceClasses:
         self._regroup([c for c, backlog in pinned if self._pin(backlog.strategy, c.shape) is not backlog.pin])
 
     def _pin(self, strategy: Strategy, shape: Shape) -> Worker | None:
-        """The only worker for tasks of a shape, if the strategy is pinned; None: there is none, or they are gangs."""
+        """The only worker for tasks of a shape, if the strategy is pinned; None: there is none, or tasks are gangs."""
         return self._pins.worker_for(strategy, shape) if strategy.pinned and shape.world_size == 1 else None
 
     def _regroup(self, changed: Iterable[ResourceClass]) -> None:
@@ -346,7 +345,7 @@ class ResourceClasses:
         self.ready.place(backlog)
 
     def unblock_for(self, changed: Iterable[Worker]) -> None:
-        """Unblocks what may go to these workers."""
+        """Unblocks the backlogs that wait for one of these workers."""
         for workers, backlogs in list(self.blocked.values()):
             if not workers.keys().isdisjoint(changed):
                 for backlog in list(backlogs):

@@ -43,7 +43,7 @@ class Fleet:
         self.resident_changes = 0  # counts changes of models or leases that may have changed resident_workers()
         self.models_by_id = False  # whether any worker has ever offered models by id
         self.sizes = ModelSizes()
-        self._dispatches = 0  # granted leases
+        self._dispatches = 0  # number of leases granted so far
         self._unit_s = SteppedAverages()  # seconds for each unit of work, over all workers
         self._units = SteppedAverages()  # units of work of a task
         self._eligible: dict[Shape, dict[Worker, None]] = {}  # cache of eligible()
@@ -53,7 +53,7 @@ class Fleet:
     # --- members -----------------------------------------------------------------------------------------------------
 
     def register(self, info: WorkerInfo) -> Worker:
-        """Sets the info of the worker with its id, creates the worker if it is new, and returns it."""
+        """Returns the worker with the worker_id of `info`, creating it if it is new, and sets its info."""
         worker = self.workers.get(info.worker_id)
         if worker is None:
             worker = self.workers[info.worker_id] = Worker(info)
@@ -73,9 +73,9 @@ class Fleet:
         self.members_changed(worker)
 
     def make_place_for(self, worker_id: str, token_id: str = "") -> Worker | None:
-        """Call before a worker joins. If the worker is new, and LOST_WORKERS_MAX workers are lost, or
-        LOST_WORKERS_TOKEN_MAX with this token, deletes and returns the one of them that was last heard the longest ago.
-        Keeps cordoned workers: if one were deleted, it could reconnect and would get tasks.
+        """Call before a worker joins. If the worker is new, and the lost workers have reached their limit
+        (LOST_WORKERS_MAX, or LOST_WORKERS_TOKEN_MAX with this token), deletes and returns one of them, the one that has
+        been silent longest. Never deletes a cordoned worker: it could reconnect and would get tasks.
         """
         if worker_id in self.workers:
             return None
@@ -104,7 +104,7 @@ class Fleet:
         self.members_changed(worker)
 
     def close_session(self, worker: Worker) -> None:
-        """Marks the worker as lost. The caller has taken back its leases, except those that its next session keeps."""
+        """Marks the worker as lost. The caller has released its leases, except those that its next session keeps."""
         self.sessions.pop(worker.session, None)
         worker.session = 0
         worker.residency.lost()
@@ -113,7 +113,7 @@ class Fleet:
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def members_changed(self, worker: Worker) -> None:
-        """Call when a worker joined or left, or when the tasks that it can or may take have changed."""
+        """Call when a worker joined or left, or when the tasks that it can run or may be granted have changed."""
         self.membership_changes += 1
         self._groups.clear()
         self._eligible.clear()
@@ -154,14 +154,14 @@ class Fleet:
 
     @staticmethod
     def capability(worker: Worker, shape: Shape) -> Capability | None:
-        """The worker's capability that covers the shape's kind and model; None: it has none."""
+        """The worker's capability that covers the shape's kind and model; None: the worker has no such capability."""
         for c in worker.kinds.get(shape.kind, ()):
             if not c.models or not shape.model or shape.model in c.models:
                 return c
         return None
 
     def unfit(self, worker: Worker, shape: Shape) -> str | None:
-        """Why this worker could never take such a task; None if it could."""
+        """Returns why this worker could never run tasks of this shape; None if it could."""
         if self.capability(worker, shape) is None:
             if shape.kind not in worker.kinds:
                 return f"does not run kind {shape.kind!r}"
@@ -201,11 +201,11 @@ class Fleet:
         return found
 
     def device_count(self, shape: Shape) -> int:
-        """On how many workers the ranks of such a task could run: no two share a device. Lost workers count, too."""
+        """How many ranks of such a task could run: one for each device of the eligible workers, lost ones included."""
         return len({worker.device_key for worker in self.eligible(shape)})
 
     def placeable(self, shape: Shape) -> bool:
-        """Whether there are enough workers for such a task, lost ones included."""
+        """Whether enough workers could run such a task, lost workers included."""
         return bool(self.eligible(shape)) and (
             shape.world_size_min == 1 or self.device_count(shape) >= shape.world_size_min
         )
@@ -213,15 +213,15 @@ class Fleet:
     # --- models ------------------------------------------------------------------------------------------------------
 
     def model_of(self, worker: Worker, shape: Shape) -> str:
-        """The name of the model on which this worker would run the shape's tasks; "": they need none."""
+        """The name of the model on which this worker would run the shape's tasks; "": they need no model."""
         if shape.model:
             return shape.model
         capability = self.capability(worker, shape)
         return capability.models[0] if capability is not None and capability.models else ""
 
     def model_id(self, worker: Worker, kind: str, model: str) -> str:
-        """The id of the worker's model on which tasks of this kind and model run; "": the tasks need none, or the
-        worker offers it without an id.
+        """The id of the worker's model on which tasks of this kind and model run; "": the tasks need no model,
+        or the worker offers it without an id.
         """
         residency = worker.residency
         if not residency.offered:
@@ -249,7 +249,7 @@ class Fleet:
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         """The expected time to load the shape's model, and later again the models that must be unloaded for it, in
-        seconds. 0.0: the model is loaded, or a granted lease already makes the worker load it, or the tasks need none.
+        seconds. 0.0: it is loaded, or a granted lease already makes the worker load it, or the tasks need no model.
         """
         residency = worker.residency
         model = residency.ids.get((shape.kind, shape.model)) if self.models_by_id else ""
@@ -272,7 +272,7 @@ class Fleet:
         return count
 
     def heard(self, worker: Worker, models: Sequence[Resident], last_frame: int, now: float) -> None:
-        """Applies the models in a heartbeat."""
+        """Applies the list of models in a heartbeat."""
         if worker.residency.heard(models, last_frame, now):
             self._resident_changed()
             self._measured((r.model, r.memory_bytes, 0.0) for r in models if r.state is ModelState.READY)
@@ -290,8 +290,8 @@ class Fleet:
         before = self.sizes.changes
         for model, memory_bytes, load_s in sizes:
             self.sizes.learn(model, memory_bytes, load_s)
-        # The loading time decides how many tasks must wait before a worker loads the model, and the size decides
-        # whether there is room for it: dispatch tries all backlogs again.
+        # Dispatch tries all backlogs again: the loading time decides how many tasks must wait before a worker loads
+        # the model, and the size decides whether there is room for it.
         self.averages_changes += self.sizes.changes != before
 
     # --- how fast ----------------------------------------------------------------------------------------------------
@@ -314,8 +314,8 @@ class Fleet:
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:
         """Call now and then for a worker that holds more leases than it has slots. If it has reported nothing for
-        PACE_S, narrows its window to the pace that this silence allows, and raises the expected time of its late
-        leases.
+        PACE_S, narrows its window to the fastest pace that is possible after this silence, and raises the expected time
+        of its late leases.
 
         Only the leases that likely run are checked: the first ones, as many as the worker has slots, or as many as it
         ended in its last report if these are more. A late lease is expected to take as long as it has taken until now:
@@ -342,7 +342,7 @@ class Fleet:
     def grant(self, worker: Worker, lease: Lease, now: float) -> Key | None:
         """Adds a lease to the worker's window. Returns the task's (kind, model) if the worker has to load the model."""
         task = lease.task
-        first = task.lease  # of a gang, that of rank 0
+        first = task.lease  # of a gang: the lease of rank 0
         assert first is None or (lease.rank and first.gang is lease.gang), "the task has a lease already"
         assert task.outcome is None, "the task is settled"
         if not worker.leases:
@@ -373,7 +373,7 @@ class Fleet:
 
     def release(self, lease: Lease) -> None:
         """Removes a lease from its worker and its task."""
-        first = lease.task.lease  # of a gang, that of rank 0, or none if it was released before
+        first = lease.task.lease  # of a gang: the lease of rank 0, or None if that was released before
         assert first is lease or (lease.rank and (first is None or first.gang is lease.gang)), (
             "the task has another lease, or none"
         )
@@ -384,7 +384,7 @@ class Fleet:
         self.room_changed(lease.worker)
 
     def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
-        """Subtracts leases from the worker's sums. The caller has removed them from worker.leases and their tasks."""
+        """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts leases_limit."""
         if leases and leases[0].gang is not None:
             worker.leases_limit = None
         worker.leased_bytes -= payload_bytes

@@ -1,4 +1,4 @@
-"""What a worker says about itself: its device, its health, the models that it offers and those that it has loaded."""
+"""What a worker reports about itself: its device, its health, the models that it offers and has loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class Telemetry:
     sample_s: float = 0.0
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
-    memory_free_bytes: int | None = None  # of several devices: that of the one with least
+    memory_free_bytes: int | None = None  # of several devices: of the one with the least free memory
     utilization: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
@@ -56,11 +56,11 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What a heartbeat says about the engine processes. Empty bytes: not reported."""
+    """What a heartbeat reports about the engine processes. Empty bytes: not reported."""
 
     embedding_cache: bytes | None = None  # the serialized EmbeddingCache; None: the worker has none
     mps: bytes = b""  # the serialized MpsStatus
-    handlers: bytes | None = None  # the serialized Handlers; None: it has none
+    handlers: bytes | None = None  # the serialized Handlers; None: the worker has none
 
 
 class ModelState(IntEnum):
@@ -73,7 +73,7 @@ class ModelState(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One version of a model that a worker offers. 0 and 0.0: never measured there."""
+    """One version of a model that a worker offers. 0 and 0.0: not measured on that worker."""
 
     name: str
     version: str = ""
@@ -104,7 +104,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """A kind that a worker runs, and the models it can run it on (none: any, or the kind needs no model)."""
+    """A kind that a worker runs, and the models on which it can run this kind (empty: any, or the kind needs none)."""
 
     kind: str
     models: tuple[str, ...] = ()
@@ -121,12 +121,12 @@ class WorkerInfo:
     pid: int = 0
     device_id: str = "cpu"
     device_wire: bytes = b""  # the serialized Device, including what the core does not read
-    memory_total_bytes: int = 0  # of several devices: of the smallest
+    memory_total_bytes: int = 0  # of several devices: of the one with the least memory
     capabilities: tuple[Capability, ...] = ()
     models: tuple[Model, ...] = ()
     model_memory_bytes: int = 0  # limit for all loaded models together; 0: unknown
     labels: Mapping[str, str] = field(default_factory=dict)
-    nvlink_peers: tuple[str, ...] = ()  # ids of devices that are connected to its own by NVLink
+    nvlink_peers: tuple[str, ...] = ()  # ids of the devices that NVLink connects to the worker's device
     store_address: str = ""  # of the store that its engine opens as rank 0 of a gang; "": it takes no ranks
     slots: int = 1
     window_tasks: int = 1024

@@ -1,11 +1,11 @@
 """Load reservations: models that wait for room get it in the order in which they began to ask for it.
 
-Tasks whose model is placed nowhere wait while models in use take up every worker's memory, and new tasks for those
-models could block them for ever. So once the first task of a backlog has waited as long as its model takes to load, the
-model asks for a reservation of a worker. A worker is reserved for one model at a time, and not before it has rested
-from its last loading; of the models that ask, the one that has asked longest gets it. The least recently used models
-that must go get no new leases there; their leases end as usual, and then the waiting model gets its lease. A
-reservation takes no room from pinned models, nor from models with leases of a more important priority.
+Tasks whose model is placed nowhere wait while models in use fill every worker's memory, and new tasks for the models in
+use could make them wait for ever. So once the first task of a backlog has waited as long as its model takes to load,
+the model asks for a reservation of a worker. A worker is reserved for one model at a time, and not before it has rested
+from its last loading; of the models that ask, the one that has asked longest gets the worker. The least recently used
+models that must make room get no new leases there; their leases end as usual, and then the waiting model gets its
+lease. A reservation takes no room from pinned models, nor from models with leases of a more important priority.
 
 So a model that asks while n others ask begins to load at the latest after n + 1 times: the loading before it, a rest of
 the same length, and the time until the leases of the models that go have ended. docs/decisions/0011-residency.md has
@@ -17,7 +17,7 @@ from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
 
-# Tasks wait at least this long before they ask for a reservation, however fast their model loads.
+# A backlog's first task waits at least this long before its model asks, however fast the model loads.
 WAIT_MIN_S = 0.05
 
 
@@ -25,8 +25,8 @@ class LoadReservations:
     def __init__(self, fleet: Fleet, timers: Timers) -> None:
         self._fleet = fleet
         self._timers = timers
-        self._watched: dict[Backlog, None] = {}  # each is checked by a timer while it waits for room
-        self._asking: dict[Backlog, None] = {}  # those that have waited long enough, in that order
+        self._watched: dict[Backlog, None] = {}  # a timer checks each while it waits for room
+        self._asking: dict[Backlog, None] = {}  # backlogs that ask for a reservation, the first to ask first
         self.by_backlog: dict[Backlog, tuple[Worker, str]] = {}  # the reservations: worker and model
         self._resting: dict[Worker, None] = {}  # workers with a timer for the end of their rest
 
@@ -39,7 +39,7 @@ class LoadReservations:
             self._check_later(backlog, now)
 
     def _check_later(self, backlog: Backlog, now: float) -> None:
-        """Checks a backlog when its first task has waited long enough; if it has already, after the same time again."""
+        """Checks a backlog when its first task has waited for wait_s, or if it already has, after another wait_s."""
         head, wait_s = backlog.head(), self._wait_s(backlog)
         due_s = (head.submit_s if head is not None else now) + wait_s
         self._timers.at(due_s if due_s > now else now + wait_s, lambda now: self._check(backlog, now))
@@ -54,7 +54,9 @@ class LoadReservations:
         return max(WAIT_MIN_S, min(loads_s, default=WAIT_MIN_S))
 
     def _check(self, backlog: Backlog, now: float) -> None:
-        """Lets a backlog ask, or makes its reservation, or ends that, or stops watching the backlog."""
+        """Stops watching a backlog that needs no reservation any more. Else, if the first task has waited long enough,
+        ends a reservation that is no longer valid, and lets a backlog that has no reservation ask for one.
+        """
         reservation, head = self.by_backlog.get(backlog), backlog.head()
         if head is None or self._served(backlog):
             del self._watched[backlog]
@@ -70,7 +72,7 @@ class LoadReservations:
         self._check_later(backlog, now)
 
     def _served(self, backlog: Backlog) -> bool:
-        """Whether the model is placed where the tasks may use it: they only wait for room in a window."""
+        """Whether the model is placed where the tasks may use it, so that they only wait for room in a window."""
         fleet, shape = self._fleet, backlog.shape
         return any(
             w.accepting and fleet.load_s(w, shape) == 0.0 and fleet.model_block(w, shape) is None
@@ -78,7 +80,7 @@ class LoadReservations:
         )
 
     def _workers(self, backlog: Backlog) -> list[Worker]:
-        """The workers that could get the backlog's tasks."""
+        """The workers to which the backlog's tasks could go."""
         if backlog.strategy.pinned:
             return [backlog.pin] if backlog.pin is not None else []
         return list(self._fleet.eligible(backlog.shape))
@@ -94,7 +96,7 @@ class LoadReservations:
     # --- reservations ------------------------------------------------------------------------------------------------
 
     def _reserve(self, backlog: Backlog) -> None:
-        """Reserves, of the free workers that can make enough room, the one with the fewest bytes to unload."""
+        """Reserves the worker with the fewest bytes to unload, of the free workers that can make enough room."""
         free = [w for w in self._workers(backlog) if self._free(w)]
         sizes = {w: size for w in free if (size := self._bytes_to_unload(backlog, w)) is not None}
         if sizes:
@@ -105,7 +107,7 @@ class LoadReservations:
         return worker.accepting and not (residency.room_for or residency.resting or residency.loading_since_s)
 
     def _bytes_to_unload(self, backlog: Backlog, worker: Worker) -> int | None:
-        """The memory of the models that must go. None: the model can't be loaded there."""
+        """The bytes of the models in use that must be unloaded. None: the model can't be loaded there."""
         model = self._model(backlog, worker)
         if not model or model in worker.residency.unwanted:
             return None
@@ -128,7 +130,7 @@ class LoadReservations:
         self._fleet.models_changed(worker)
 
     def granted(self, backlog: Backlog) -> bool:
-        """Ends the reservation of a backlog whose first task was granted a lease. Returns whether it had one."""
+        """Ends the reservation of a backlog whose first task was granted a lease. Returns whether there was one."""
         reserved = backlog in self.by_backlog
         self._end(backlog)
         return reserved
@@ -155,7 +157,7 @@ class LoadReservations:
     # --- rest --------------------------------------------------------------------------------------------------------
 
     def start_rest_timer(self, worker: Worker) -> None:
-        """Call when a worker's models changed: starts the timer of its rest."""
+        """Call when a worker's models changed. If the worker rests, starts the timer for the end of its rest."""
         if worker.residency.resting and worker not in self._resting:
             self._resting[worker] = None
             self._rest(worker)
@@ -181,7 +183,7 @@ class LoadReservations:
 
 def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
     """The models in use to unload for `model`, the least recently used first. A model may be unloaded if it has leases,
-    none of a more important priority, and is not pinned. None: these models do not free enough memory, and others stay.
+    none of a more important priority, and is not pinned. None: that frees too little memory, and others stay.
     """
     residency = worker.residency
     pinned = residency.pinned() | {r.model: None for r in residency.reported.values() if r.pinned}
@@ -195,5 +197,5 @@ def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
             break
         size -= residency.memory_of(other)
         going.append(other)
-    alone = len(going) == len(used)  # nothing else is left: if the model is too large all the same, the worker says so
+    alone = len(going) == len(used)  # nothing more can go: the worker loads `model`, or rejects it as too large
     return going if size <= residency.limit_bytes or alone else None

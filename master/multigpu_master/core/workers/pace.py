@@ -1,8 +1,8 @@
 """Measures how fast a worker completes tasks, and sets its window: how many leases it may hold.
 
 A worker may hold as many leases as it completes in WINDOW_S seconds, at least one more than it has slots, at most its
-window_tasks. So thousands of fast tasks are sent ahead, and slow tasks stay in the queue, from which any worker can get
-them. Where one slot runs several tasks at once, a worker may hold more: Worker.window_full allows leases until all
+window_tasks. So a worker holds thousands of fast tasks, but slow tasks stay in the queue, from which any worker can
+get them. Where one slot runs several tasks at once, a worker may hold more: Worker.window_full allows leases until all
 slots are filled.
 """
 
@@ -71,8 +71,8 @@ class Pace:
 
 
 class SteppedAverages:
-    """Moving averages by (kind, model). `values` changes in steps only: after a change, the scores of all workers must
-    be computed again.
+    """Moving averages by (kind, model). `values` changes only in steps, because after each change the scores of all
+    workers must be computed again.
     """
 
     def __init__(self) -> None:

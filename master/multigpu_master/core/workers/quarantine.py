@@ -7,13 +7,13 @@ An engine may break because of the task or because of the device. Two observatio
 - a task that broke engines on two different healthy devices is condemned: it ends as a dead letter, and neither device
   is blamed for it, nor for other tasks of its kind and model, for a while;
 - a device on which SUSPECT_AT_TASKS different tasks broke the engine, none of them condemned, is suspected: the master
-  requests a check from its worker, and the tasks get the attempt back. This needs another connected device to compare
-  with.
+  requests a check from its worker, and each of these tasks gets another attempt. This needs another connected device
+  to compare with.
 A device that reports that it is sick is blamed for the engines that broke on it.
 
-The breaker counts the devices quarantined within a window. More than a share of the connected fleet points to a common
-cause (a driver, a power supply, a bad release): the breaker trips. Until an operator resets it, only devices that can't
-run any task are quarantined.
+The breaker counts the devices quarantined within a window. If they are more than a share of the connected devices, it
+trips, because they probably have a common cause (a driver, a power supply, a bad release). Until an operator resets the
+breaker, only devices that can't run any task are quarantined.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from multigpu_master.core.workers.info import Health
 SUSPECT_AT_TASKS = 3
 # A task is condemned when it broke engines on this many different devices.
 CONDEMN_AT_DEVICES = 2
-# Codes of reasons that only repeat that the master has asked for a check.
+# Codes of health reasons by which a worker only repeats that the master has asked for a check.
 ASKED = ("tasks_fail", "check_requested")
 # Limit of (kind, model) pairs that are kept as having a condemned task.
 KINDS_MAX = 1024
@@ -45,7 +45,7 @@ class Breaker:
     quarantines: dict[str, float] = field(default_factory=dict)  # by device_key: when it was quarantined last
 
     def count(self, now: float) -> int:
-        """Devices quarantined within the window."""
+        """The number of devices quarantined within the window."""
         self.quarantines = {k: at_s for k, at_s in self.quarantines.items() if at_s > now - self.window_s}
         return len(self.quarantines)
 
@@ -72,14 +72,14 @@ class Quarantine:
         own_findings = any(reason.code not in ASKED for reason in health.reasons)
         worker.health = health
         if worker.checks_asked and not worker.check_open:
-            worker.checks_asked = 0  # a worker that starts again counts its checks from 0
+            worker.checks_asked = 0  # else a restarted worker, which counts from 0, would seem to lack checks
             self._commands.worker_changed(worker, remember=True)
         if not health.fit and own_findings:
             self._blame(worker.device_key)
         self._judge(worker, now)
 
     def check(self, event: ev.CheckDevice, now: float) -> None:
-        """Requests a check for an operator, and quarantines the worker. The breaker does not count that."""
+        """Requests a check for an operator, and quarantines the worker. The breaker does not count this quarantine."""
         worker = self._fleet.workers[event.worker_id]
         self._ask_check(worker, at_once=True)
         if not worker.quarantined:
@@ -105,7 +105,7 @@ class Quarantine:
         return len({w.device_key for w in self._fleet.sessions.values()})
 
     def _admitted(self, worker: Worker, now: float) -> bool:
-        """Whether the breaker permits to quarantine a worker. Trips the breaker if that exceeds its limit."""
+        """Whether the breaker permits the quarantine of a worker. Counts it, and trips the breaker above its limit."""
         breaker = self.breaker
         if breaker.tripped_s:
             return False
@@ -174,7 +174,7 @@ class Quarantine:
                 del self._marks[device]
 
     def _suspect(self, device: str, now: float) -> None:
-        """Requests a check of a device, and gives the tasks that failed on it their attempt back."""
+        """Requests a check of a device, and gives the tasks that broke its engine another attempt."""
         for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
             extra.blamed += (device,)  # the device stays in extra.broke: the next device condemns the task
@@ -195,7 +195,7 @@ class Quarantine:
         return [task for task in tasks if task is not None]
 
     def _blame(self, device: str) -> None:
-        """Blames the device for its marks: their tasks get the attempt back, and no longer count as suspects."""
+        """Blames a sick device for its marks: removes it from extra.broke of their tasks, which get another attempt."""
         for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
             extra.blamed += (device,)

@@ -2,13 +2,13 @@
 
 A worker loads a model when a lease on it arrives, and first unloads models without leases, the least recently used
 first, until there is enough memory. So the master controls loading through the leases that it grants. A model is
-*placed* where the last heartbeat lists it, or a lease on it was granted since. Models *in use* can't be unloaded: those
-with leases, pinned ones, those being loaded, and the one that has a load reservation (load_reservations.py). A lease on
-another model is granted only where that model fits beside those in use. If others must be unloaded for it, the worker
-must also have rested since its last loading for as long as that loading took, or be idle: a busy worker spends at most
-half of its time on loading.
+*placed* where the last heartbeat lists it, or where a lease on it is live or not yet acknowledged. Models *in use*
+can't be unloaded: those with leases, pinned models, those being loaded, and the model with a load reservation
+(load_reservations.py). A lease on another model is granted only where that model fits beside those in use. If models
+must be unloaded for it, the worker must also have rested since its last loading for as long as that loading took, or be
+idle: a busy worker spends at most half of its time on loading.
 
-The master does not plan for workers that offer no models by id, or report no limit of their memory.
+The master does not plan loading for workers that offer no models by id, or report no limit of their memory.
 """
 
 from collections.abc import Iterable
@@ -65,25 +65,25 @@ class Residency:
     sizes: ModelSizes = field(default_factory=ModelSizes)
     limit_bytes: int = 0  # for all loaded models; 0: unknown
     offered: dict[str, Model] = field(default_factory=dict)  # by id
-    names: dict[str, str] = field(default_factory=dict)  # names and ids in tasks -> id
+    names: dict[str, str] = field(default_factory=dict)  # name or id in a task -> id
     ids: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) -> id: cache of Fleet.model_id
     reported: dict[str, Resident] = field(default_factory=dict)  # in the last heartbeat
     lease_counts: dict[str, int] = field(default_factory=dict)  # model -> live leases
     granted: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease, until acknowledged
     going: dict[str, str] = field(default_factory=dict)  # model that will be unloaded -> the model to load instead
-    last_uses: dict[str, int] = field(default_factory=dict)  # model -> number of its last grant or release, in order
-    loading_since_s: dict[str, float] = field(default_factory=dict)  # start of each loading
+    last_uses: dict[str, int] = field(default_factory=dict)  # model -> sequence number of its last grant or release
+    loading_since_s: dict[str, float] = field(default_factory=dict)  # model -> when its loading began
     pins: dict[str, None] = field(default_factory=dict)  # names or ids that an operator wants loaded
     unwanted: dict[str, int] = field(default_factory=dict)  # ids to unload -> heartbeats in a row without them
     resting: bool = False  # the worker has just loaded a model
     rest_until_s: float = 0.0
     room_for: str = ""  # the model with a load reservation
-    retiring: dict[str, None] = field(default_factory=dict)  # get no new leases, so that room_for can be loaded
+    retiring: dict[str, None] = field(default_factory=dict)  # models without new leases, to make room for room_for
     # For workers that offer no models by id: (kind, model) of the leases granted since the worker was last idle. These
     # models are loaded, or will be.
     granted_without_id: dict[tuple[str, str], None] = field(default_factory=dict)
     _use_counter: int = 0
-    _sizes_version: int = 0  # the `sizes.changes` that the sums are based on
+    _sizes_version: int = 0  # value of sizes.changes when the caches were last valid
     # Caches; None: stale.
     _in_use: dict[str, None] | None = None
     _in_use_bytes: int | None = None
@@ -145,7 +145,7 @@ class Residency:
     # --- which models may be loaded ----------------------------------------------------------------------------------
 
     def blocked(self, model: str, *, idle: bool) -> Block | None:
-        """Why the model gets no lease here now. `idle`: the worker holds no lease."""
+        """Returns why the model gets no lease here now; None: it may. `idle`: the worker holds no lease."""
         if model in self.unwanted:
             return Block.UNWANTED
         if not self.limit_bytes:
@@ -165,7 +165,7 @@ class Residency:
         return Block.RESTING if self.excess_bytes(model) > 0 else None
 
     def fits(self, model: str) -> bool:
-        """Whether the model fits into memory beside the models in use. If there are none, it may always be tried."""
+        """Whether the model fits into memory beside the other models in use. True if there are no others."""
         if self._sizes_version != self.sizes.changes:
             self._sizes_version = self.sizes.changes
             self.invalidate()
@@ -176,7 +176,7 @@ class Residency:
         return others <= 0 or others + mine <= self.limit_bytes
 
     def excess_bytes(self, model: str) -> int:
-        """How many bytes of other models must be unloaded for the model; 0 or less: none."""
+        """How many bytes of other models must be unloaded for the model; 0 or less: none must."""
         if not self.limit_bytes or self.placed(model):
             return 0
         if self._placed_bytes is None:
@@ -203,7 +203,7 @@ class Residency:
         return self.last_uses.get(model, 0), reported.last_use_s if reported is not None else 0.0
 
     def cost_s(self, model: str) -> float:
-        """The model's loading time plus that of the models that it evicts, as they will be loaded again."""
+        """The model's loading time, plus those of the models evicted for it, because they will be loaded again."""
         return sum(map(self.load_s, self.evicted_for(model)), self.load_s(model))
 
     # --- leases and heartbeats ---------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Residency:
         uses = self.lease_counts.get(model, 0)
         loads = not uses and not self.placed(model)
         if loads:
-            # Evicted models do not count as placed until a heartbeat lists this one, or its leases have ended.
+            # Evicted models do not count as placed until a heartbeat lists `model`, or the leases on it have ended.
             for other in self.evicted_for(model):
                 self.going[other] = model
                 self.granted.pop(other, None)
@@ -298,7 +298,7 @@ class Residency:
             self.unwanted[model] = 0
 
     def forget_unloaded(self) -> bool:
-        """After a heartbeat: forgets unwanted models that are unloaded by now. Returns whether there were any."""
+        """Call after a heartbeat. Forgets unwanted models that are unloaded by now. Returns whether there were any."""
         gone = []
         for model in self.unwanted:
             loaded = model in self.reported or model in self.lease_counts

@@ -57,7 +57,7 @@ class Sessions:
     def hello(self, event: ev.Hello, now: float) -> None:
         fleet, commands = self._fleet, self._commands
         worker = fleet.workers.get(event.info.worker_id)
-        # Ids of tasks and leases, which share one sequence, are another journal's from ids_end on (see ev.Hello).
+        # Tasks and leases share one sequence of ids. Those from ids_end on are another journal's (see ev.Hello).
         ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
@@ -91,7 +91,7 @@ class Sessions:
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
-        leased, or if the attempt's failure was reported. Of a gang, it only takes over rank 0's checkpoint.
+        leased, or if the attempt's failure was reported. For a gang, only keeps rank 0's checkpoint; returns False.
         """
         task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
@@ -99,7 +99,7 @@ class Sessions:
         extra = task.extra
         if extra is not None and held.attempt <= extra.failed_attempt:
             return False  # the failure counts against attempts_max already, and must not count twice
-        if task.spec.world_size > 1:  # it runs again as a whole, from rank 0's checkpoint: the others have none
+        if task.spec.world_size > 1:  # it runs again as a whole, from the checkpoint of rank 0: other ranks have none
             if held.checkpoint:
                 task.ensure_extra().checkpoint = held.checkpoint
             return False
@@ -135,8 +135,8 @@ class Sessions:
         worker.heard_s = now
         worker.telemetry = event.telemetry
         worker.engine = event.engine
-        # Also if the health is unchanged: a quarantine that the journal had may have to end, and a sick worker that the
-        # tripped breaker kept in service may have to be quarantined, because an operator has reset the breaker.
+        # Even if the health is unchanged: a quarantine that was read from the journal may have to end, or a sick worker
+        # that the tripped breaker kept in service must be quarantined, because an operator has reset the breaker.
         if event.health != worker.health or worker.quarantined or not event.health.fit:
             self._quarantine.heard(worker, event.health, now)
         if not worker.leases and worker.residency.granted_without_id:
@@ -159,7 +159,7 @@ class Sessions:
         self._commands.worker_changed(worker)
 
     def _reconcile_leases(self, worker: Worker, event: ev.Heartbeat, now: float) -> None:
-        """Revokes the leases in a heartbeat that the worker should not hold, and takes back those that it has lost."""
+        """Revokes leases in a heartbeat that the worker should not hold. Requeues the tasks of leases that are lost."""
         held: dict[int, None] = {}
         unknown, saved = [], list[Lease]()
         for h in event.leases:
@@ -321,7 +321,7 @@ class Sessions:
             if partial.index < known:
                 continue  # repeated after a reconnect
             if partial.index > known:
-                # Only a new attempt sends all of them.
+                # Only a new attempt sends the missing outputs.
                 why = f"the master lacks earlier partial outputs of the attempt on {worker.worker_id}"
                 self._attempts.revoke_uncharged(lease, why, now)
                 continue
@@ -340,7 +340,7 @@ class Sessions:
             self._commands.add(forward)
 
     def _no_room(self, task: Task, size: int) -> TaskError | None:
-        """Why there is no room for a partial output of this size; None if there is."""
+        """Returns why a partial output of this size exceeds a limit; None if it does not."""
         limit = self._ledger.limits.bytes_max
         if task.ensure_extra().partials_bytes + size > PARTIALS_BYTES_MAX:
             message = f"partial outputs exceed {PARTIALS_BYTES_MAX} bytes, with {PARTIAL_OVERHEAD_BYTES} for each"
@@ -373,8 +373,8 @@ class Sessions:
         self._commands.worker_changed(worker, remember=True)
 
     def _watch_silence(self, worker: Worker, due_s: float, *, suspected: bool = False) -> None:
-        """Checks at due_s whether the worker has been silent. A worker that one check finds silent is `suspected`. It
-        is lost if the next check finds it silent, too, and is at most _grace_s late. A later check is repeated: the
+        """Checks at due_s whether the worker has been silent. A worker that one check finds silent is `suspected`. If
+        the next check finds it silent, too, it is lost. But a check that is more than _grace_s late is repeated: the
         master was paused, and may not have read yet what the worker has sent meanwhile.
         """
         session, grace_s = worker.session, self._grace_s
