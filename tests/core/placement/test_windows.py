@@ -4,6 +4,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Task
 from multigpu_master.core.placement.explain import explain
+from multigpu_master.core.placement.recall import WORKERS_MAX
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
@@ -146,6 +147,21 @@ def test_waiting_leases_are_shared_out_among_free_workers(stage: Stage) -> None:
         stage.worker(f"w{n}", slots=1)
         stage.core.fleet.workers[f"w{n}"].pace.leases_max = 64
     assert len(pass_s(stage, 0.06)) == 30, "ten for each, and ten stay"
+
+
+def test_all_workers_of_a_large_fleet_are_checked_in_turn(stage: Stage) -> None:
+    """One check takes WORKERS_MAX workers. Of all leases, only the second of the last worker is known not to run."""
+    for n in range(2 * WORKERS_MAX):
+        stage.worker(f"w{n}", slots=1)
+    tasks = stage.submit(2 * 2 * WORKERS_MAX)
+    workers = list(stage.core.fleet.workers.values())
+    assert all(len(worker.leases) == 2 for worker in workers)
+    waiting = [lease_of(task) for task in tasks if lease_of(task).worker is workers[-1]][-1]
+    for worker in workers:
+        held = [held_lease(lease, running=lease is not waiting) for lease in worker.leases.values()]
+        stage.handle(ev.Heartbeat(worker.session, held, 1 << 30, Telemetry()))
+    stage.worker("free", slots=1)
+    assert pass_s(stage, 0.2) == [waiting.lease_id]
 
 
 def test_a_lease_returned_without_a_recall_counts_as_a_loss(stage: Stage) -> None:

@@ -74,12 +74,24 @@ PLACEMENT = (
         "            if worker in many:\n",
         "            if True:\n",
     ),
+    candidates(
+        "a worker keeps its place",
+        "if place is None or place[3] != worker.version:",
+        "if place is None:",
+    ),
+    dispatch(
+        "places outlive the averages",
+        "            self._places.clear()\n            classes.unblock_all()",
+        "            classes.unblock_all()",
+    ),
     candidates("device memory ignored", "if short_of_memory(worker, shape) is not None or ", "if "),
     candidates(
         "exclusions of a strategy ignored", " or strategy.excludes(shape, worker, fleet) is not None:", ":", seeds=2000
     ),
     candidates("a worker keeps its score", "if heap[0][3] != worker.version:"),
-    candidates_story("the worst worker is chosen", "(score, worker.last_dispatch,", "(-score, worker.last_dispatch,"),
+    candidates_story(
+        "the worst worker is chosen", "return score, worker.last_dispatch,", "return -score, worker.last_dispatch,"
+    ),
     candidates_story("no backlog waits to grow", "backlog.too_few_tasks = True"),
     candidates("a backlog of one task less suffices", "<= backlog.size or", "<= backlog.size + 1 or", seeds=5000),
     pins("pins outlive their workers", "del self._pins[key]"),
@@ -141,8 +153,8 @@ PLACEMENT = (
         "for backlog in list(backlogs):",
         "for backlog in list(backlogs)[:1]:",
     ),
-    recall("leases are not recalled for free slots", "self._recall_for_slots(now)"),
-    recall("leases are not recalled for urgent tasks", "self._recall_for_urgent(now)"),
+    recall("leases are not recalled for free slots", "self._recall_for_slots(workers, now)"),
+    recall("leases are not recalled for urgent tasks", "self._recall_for_urgent(over_slots, now)"),
     recall("running leases are recalled", "if lease.running or lease.recalled", "if lease.recalled"),
     recall_story(
         "leases behind a cancelled call are not recalled",
@@ -167,7 +179,12 @@ PLACEMENT = (
         module="multigpu_master.core.workers.sessions",
         seeds=20000,
     ),
-    recall("the recall timer is not armed again", "        self._arm(now)\n        for worker", "        for worker"),
+    recall("the recall timer is not armed again", "        self._arm(now)\n        over_slots", "        over_slots"),
+    recall_story(
+        "only some workers of a large fleet are checked",
+        "            del self._checked[worker]\n",
+        "            pass\n",
+    ),
     recall_story("leases of paused queues are recalled", "return not (queue.paused or ", "return not ("),
     recall_story("one free worker gets all recalled leases", "len(waiting) // (len(free) + 1)\n", "len(waiting)\n"),
 )

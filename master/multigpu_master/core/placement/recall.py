@@ -12,6 +12,7 @@ every LOOK_S seconds: in that time, most leases of fast tasks end without a reca
 
 from collections.abc import Callable
 from heapq import nsmallest
+from itertools import islice
 
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
@@ -26,6 +27,8 @@ LOOK_S = 0.05
 # Limit of the different queues and shapes for which one check looks for workers with free slots, and of the backlogs
 # for which it looks for less urgent leases.
 CHECKED_MAX = 64
+# Limit of the workers in one check: of a larger fleet, each check takes the next ones.
+WORKERS_MAX = 256
 
 
 class Recalls:
@@ -56,32 +59,31 @@ class Recalls:
         self._timers.at(now + LOOK_S, self._look)
 
     def _look(self, now: float) -> None:
-        checked = self._checked = {w: None for w in self._checked if w.session and _has_waiting_leases(w)}
         self._armed = False
-        if not checked:
+        workers = list(islice(self._checked, WORKERS_MAX))
+        for worker in workers:
+            del self._checked[worker]
+        workers = [w for w in workers if w.session and _has_waiting_leases(w)]
+        # The next check begins with another worker: the first workers may use up CHECKED_MAX.
+        self._checked |= dict.fromkeys(workers[1:] + workers[:1])
+        if not self._checked:
             return
         self._arm(now)
-        for worker in self._over_slots():
+        over_slots = [w for w in workers if len(w.leases) > w.slots]
+        for worker in over_slots:
             self._fleet.adjust_silent_worker(worker, now)
         if self._can_grant(now):
-            self._recall_for_slots(now)
-            self._recall_for_urgent(now)
-        # Begin the next check with another worker: the first workers may use up CHECKED_MAX.
-        first = next(iter(checked))
-        checked[first] = checked.pop(first)
+            self._recall_for_slots(workers, now)
+            self._recall_for_urgent(over_slots, now)
 
-    def _over_slots(self) -> list[Worker]:
-        """The workers with more leases than slots."""
-        return [w for w in self._checked if len(w.leases) > w.slots]
-
-    def _recall_for_slots(self, now: float) -> None:
+    def _recall_for_slots(self, workers: list[Worker], now: float) -> None:
         """Recalls waiting leases for workers with free slots: for each such worker, as many as it has free slots, or an
         equal part of the leases that wait in another worker's window if that is more and its own window has room.
         """
         free = [w for w in self._fleet.sessions.values() if w.accepting and len(w.leases) < w.slots]
         promised = dict.fromkeys(free, 0)  # recalled leases that the worker is to get
         takers: dict[tuple[str, Shape, bool], list[Worker]] = {}
-        for worker in self._checked if free else ():
+        for worker in workers if free else ():
             waiting = self._waiting(worker, now)
             only_loading = len(worker.leases) <= worker.slots  # it is checked only because it loads a model
             if only_loading:
@@ -120,10 +122,12 @@ class Recalls:
             ]  # fmt: skip
         return found
 
-    def _recall_for_urgent(self, now: float) -> None:
-        """Recalls leases for more urgent waiting tasks, from workers that have reported nothing for LOOK_S."""
+    def _recall_for_urgent(self, over_slots: list[Worker], now: float) -> None:
+        """Recalls leases for more urgent waiting tasks, from those of the workers that have reported nothing for
+        LOOK_S.
+        """
         fleet = self._fleet
-        stuck = [w for w in self._over_slots() if w.accepting and now - w.pace.reported_s >= LOOK_S]
+        stuck = [w for w in over_slots if now - w.pace.reported_s >= LOOK_S and w.accepting]
         for backlog in self._first_backlogs() if stuck else ():
             head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
             if head is None or strategy.pinned:
