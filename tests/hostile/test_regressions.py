@@ -265,9 +265,10 @@ def test_paces_of_models_are_limited() -> None:
     fleet = Fleet(0.8)
     worker = fleet.register(WorkerInfo(worker_id="w"))
     for n in range(MODEL_KEYS_MAX + 1000):
-        fleet.learned(worker, ("kind", f"model-{n}"), 1, 1, 0.1 + n)
+        fleet.learned(worker, ("kind", f"model-{n}"), 1, 1, 0.1 + n, 0.0)
     tables = [worker.pace.unit_s, fleet._unit_s.values, fleet._unit_s._exact, fleet._units.values, fleet._units._exact]
-    assert [len(table) for table in tables] == [MODEL_KEYS_MAX] * 5
+    tables += [fleet._unit_s._changed_s, fleet._units._changed_s]
+    assert [len(table) for table in tables] == [MODEL_KEYS_MAX] * 7
     assert ("kind", f"model-{MODEL_KEYS_MAX + 999}") in worker.pace.unit_s
 
 

@@ -11,6 +11,7 @@ from multigpu_master.core.spec import Spec
 from multigpu_master.core.strategy import FleetView
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.info import Capability, Resident, WorkerInfo
+from multigpu_master.core.workers.pace import SteppedAverages
 from multigpu_master.strategies.auto import Auto
 from multigpu_master.strategies.static_partition import StaticPartition
 
@@ -67,6 +68,21 @@ def test_the_next_event_asks_only_for_the_workers_that_have_changed() -> None:
     (task,) = stage.submit(1)
     assert task.lease is not None
     assert len(scored) == 1, "the worker that got the first task"
+    stage.core.fleet.averages_changes += 1
+    scored.clear()
+    stage.submit(1)
+    assert len(scored) == 300, "all scores depend on the averages"
+
+
+def test_an_average_on_which_all_scores_depend_changes_at_most_once_a_second() -> None:
+    averages = SteppedAverages()
+    key = "embed", "m"
+    assert averages.learn(key, 1.0, 0.0)
+    assert not any(averages.learn(key, sample, 0.01 * n) for n, sample in enumerate((3.0, 0.5, 9.0, 4.0)))
+    assert averages.values[key] == 1.0
+    assert averages.learn(key, 4.0, 1.0)
+    assert averages.values[key] > 3.0
+    assert not averages.learn(key, 4.2, 9.0), "a small change"
 
 
 def test_the_workers_that_have_a_model_are_not_counted_again_when_one_of_them_goes_idle_or_is_busy() -> None:

@@ -79,7 +79,7 @@ PLACEMENT = (
         "if place is None or place[3] != worker.version:",
         "if place is None:",
     ),
-    dispatch(
+    dispatch_story(
         "places outlive the averages",
         "            self._places.clear()\n            classes.unblock_all()",
         "            classes.unblock_all()",

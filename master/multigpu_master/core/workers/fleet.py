@@ -302,14 +302,14 @@ class Fleet:
         unit_s = worker.pace.unit_s.get(key) or self._unit_s.values.get(key, UNIT_S)
         return unit_s * (units or self._units.values.get(key, 1.0))
 
-    def learned(self, worker: Worker, key: Key, n: int, units: int, ran_s: float) -> None:
+    def learned(self, worker: Worker, key: Key, n: int, units: int, ran_s: float, now: float) -> None:
         """Records that n tasks of one (kind, model), which had `units` units of work in all, together ran for ran_s
         seconds.
         """
         units = max(units, 1)
         update_average(worker.pace.unit_s, key, ran_s / units)
-        changed = self._unit_s.learn(key, ran_s / units)
-        if self._units.learn(key, units / n) or changed:
+        changed = self._unit_s.learn(key, ran_s / units, now)
+        if self._units.learn(key, units / n, now) or changed:
             self.averages_changes += 1
 
     def adjust_silent_worker(self, worker: Worker, now: float) -> None:

@@ -17,6 +17,8 @@ WINDOW_S = 0.5
 PACE_S, FIRST_PACE_S = 0.1, 0.005
 # The weight of the newest sample in the moving averages.
 GAIN = 0.5
+# Minimum time between two changes of an average that all scores depend on, in seconds.
+STEP_S = 1.0
 # Limit of entries in each dict by (kind, model): the averages here, and `ids` and `granted_without_id` of Residency.
 # Beyond it, the averages and `granted_without_id` lose the entry that was added first; `ids`, a cache, is emptied.
 MODEL_KEYS_MAX = 10_000
@@ -71,23 +73,28 @@ class Pace:
 
 
 class SteppedAverages:
-    """Moving averages by (kind, model). `values` changes only in steps, because after each change the scores of all
-    workers must be computed again.
+    """Moving averages by (kind, model). `values` changes only in steps, and each value at most once in STEP_S seconds,
+    because after each change the scores of all workers must be computed again.
     """
 
     def __init__(self) -> None:
-        self.values: dict[Key, float] = {}  # within a factor of 1.25 of the exact averages
+        self.values: dict[
+            Key, float
+        ] = {}  # within a factor of 1.25 of the exact averages, or changed in the last STEP_S
         self._exact: dict[Key, float] = {}
+        self._changed_s: dict[Key, float] = {}  # when each of `values` changed
 
-    def learn(self, key: Key, sample: float) -> bool:
+    def learn(self, key: Key, sample: float, now: float) -> bool:
         """Adds a sample. Returns whether `values` changed."""
         exact = update_average(self._exact, key, sample)
         value = self.values.get(key)
-        if value is not None and value * 0.8 <= exact <= value * 1.25:
+        if value is not None and (value * 0.8 <= exact <= value * 1.25 or now < self._changed_s[key] + STEP_S):
             return False
         self.values[key] = exact
+        self._changed_s[key] = now
         if len(self.values) > MODEL_KEYS_MAX:
-            del self.values[next(iter(self.values))]
+            first = next(iter(self.values))
+            del self.values[first], self._changed_s[first]
         return True
 
 

@@ -211,7 +211,7 @@ class Sessions:
         if succeeded and event.start_s and event.finish_s > event.start_s:
             spec = succeeded[0].spec
             units = sum([task.units for task in succeeded])
-            fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s)
+            fleet.learned(worker, (spec.kind, spec.model), len(succeeded), units, event.finish_s - event.start_s, now)
         if succeeded and worker.residency.loading_since_s:
             spec = succeeded[0].spec
             self._reservations.model_answered(worker, fleet.model_id(worker, spec.kind, spec.model), now)
