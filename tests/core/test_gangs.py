@@ -78,7 +78,7 @@ def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded(measured: boo
     assert stage.core.ledger.leased == stage.core.ledger.unsettled == 0
     counters = stage.core.ledger.counters
     assert (counters.succeeded, counters.stale_reports) == (1, 0)
-    (used,) = stage.core.usage.take().values()
+    (used,) = stage.core.usage.pop_sums().values()
     assert (used.succeeded, used.device_s) == (1, 5.0)
     assert (used.measured_s, used.joules, used.uncertainty_joules) == (
         (5.0, 40.0, 8.0) if measured else (0.0, 0.0, 0.0)

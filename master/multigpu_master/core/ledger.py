@@ -234,7 +234,7 @@ class Ledger:
     def settle(self, task: Task, outcome: Outcome) -> None:
         """Settles a queued task that is in no class, without success."""
         assert task.outcome is None, "a task is settled once"
-        self.uncount(task)
+        self.remove_from_counts(task)
         task.outcome = outcome
         counters = self.counters
         match outcome.state:
@@ -252,7 +252,7 @@ class Ledger:
         else:
             self.ephemeral.keep(task)
 
-    def uncount(self, task: Task) -> None:
+    def remove_from_counts(self, task: Task) -> None:
         """No longer counts a queued task, which must be in no class."""
         assert task.lease is None, "a leased task is released first"
         queue, size = self.queues[task.spec.queue], len(task.payload)
@@ -261,7 +261,7 @@ class Ledger:
         self.unsettled -= 1
         self.unsettled_bytes -= size + (task.extra.partials_bytes if task.extra is not None else 0)
 
-    def committed(self, task: Task) -> None:
+    def forget_committed(self, task: Task) -> None:
         """Forgets a settled task, and no longer counts its outcome as uncommitted."""
         self.uncommitted_bytes -= settled_bytes(task)
         self.forget(task)

@@ -55,7 +55,7 @@ class Operators:
         def end(now: float) -> None:
             # A later drain or uncordon may have replaced this drain.
             if worker.draining and worker.drain_deadline_s == deadline_s:
-                self._attempts.take_back_all(worker, now)
+                self._attempts.interrupt_all(worker, now)
 
         if deadline_s is not None:
             self._timers.at(deadline_s, end)

@@ -53,8 +53,8 @@ ATTEMPTS = (
     ),
     attempts(
         "a deadline is no end",
-        "if what is TimeLimit.DEADLINE:\n",
-        "if what is TimeLimit.DEADLINE and task.lease is None:\n",
+        "if limit is TimeLimit.DEADLINE:\n",
+        "if limit is TimeLimit.DEADLINE and task.lease is None:\n",
     ),
     attempts("queue timeouts while workers are awaited", "elif self._hold.active(now)", "elif False", seeds=5000),
     attempts("queue timeout ignored", "        else:\n            self._queue_timeout(task, now)\n"),

@@ -88,7 +88,7 @@ GANGS = (
         "            pass",
     ),
     attempts(
-        "only_too_small is charged",
+        "a gang that grows is charged",
         "        self.requeue_uncharged(lease, now, 0.0)\n\n    @static",
         "        self._requeue(lease.task, now, 0.0)\n\n    @static",
     ),

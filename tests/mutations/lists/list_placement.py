@@ -48,7 +48,7 @@ PLACEMENT = (
     ),
     dispatch(
         "a worker that loads a model is not looked at again",
-        "                self._candidates.clear()\n                classes.unblock_all(only_too_small=True)",
+        "                self._candidates.clear()\n                classes.unblock_all(only_too_few_tasks=True)",
         "                self._candidates.clear()",
         seeds=20000,
     ),
@@ -101,9 +101,9 @@ PLACEMENT = (
     classes(
         "paused queues dispatch",
         "            if not resource_class.queue.paused:\n"
-        "                self._offer(resource_class)\n"
+        "                self._join_backlog(resource_class)\n"
         "            return\n",
-        "            self._offer(resource_class)\n            return\n",
+        "            self._join_backlog(resource_class)\n            return\n",
     ),
     classes(
         "a queue that is paused goes on",
@@ -134,7 +134,7 @@ PLACEMENT = (
         "        self._forget_blocker(backlog)\n",
     ),
     classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        blocker", "        blocker"),
-    classes("a only_too_small backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
+    classes("a growing backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
     classes("an item that moved keeps its place", "if item.ticket == ticket:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),
     classes("an ending task stays the first", "if self.tasks[0] is ending:"),

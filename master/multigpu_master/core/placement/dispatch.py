@@ -81,7 +81,7 @@ class Dispatcher:
                     self.unfinished_s = now
                     break
                 continue
-            classes.take(resource_class)
+            classes.pop_first(resource_class)
             if task.extra is not None and not backlog.strategy.pinned:
                 worker = self._elsewhere(task, backlog, worker)
                 if worker is None:
@@ -89,10 +89,10 @@ class Dispatcher:
                     continue
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
-            lease = Lease(ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
+            lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
             if ledger.record_lease(lease, now):  # the worker loads the model, so its min_backlog falls
                 self._candidates.clear()
-                classes.unblock_all(only_too_small=True)
+                classes.unblock_all(only_too_few_tasks=True)
             if self._reservations.by_backlog and self._reservations.granted(backlog):
                 self._candidates.clear()
                 classes.unblock_all()
@@ -115,12 +115,12 @@ class Dispatcher:
         if workers is None:
             self._ledger.classes.block(backlog, self._fleet.eligible(backlog.shape))
             return False
-        self._ledger.classes.take(resource_class)
+        self._ledger.classes.pop_first(resource_class)
         task.attempts += 1
         leases = []
         for worker in workers:
             cost_s = self._fleet.expected_s(worker, backlog.shape, task.units)
-            leases.append(Lease(self._ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s))
+            leases.append(Lease(self._ids.issue(), task, worker, task.attempts, now, worker.frame + 1, cost_s))
             dispatched[worker] = [leases[-1]]
         form(leases)
         self._ledger.record_gang(leases, now)
@@ -187,6 +187,6 @@ class Dispatcher:
                 # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
                 classes.unblock_for([w for w in freed if w in fleet.with_room or w.leases_limit is not None])
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
-                classes.unblock_all(only_too_small=True)
+                classes.unblock_all(only_too_few_tasks=True)
         self._membership, self._averages = fleet.membership_changes, fleet.averages_changes
         self._resident = fleet.resident_changes

@@ -34,7 +34,7 @@ BacklogKey = tuple[str, Shape, Worker | None]  # Backlog.key
 
 
 class Gangs:
-    """See the module. `peek_id` returns the id of the next lease, and does not take it."""
+    """See the module. `peek_id` returns the id of the next lease, and does not issue it."""
 
     def __init__(
         self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts,

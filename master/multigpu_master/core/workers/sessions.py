@@ -84,7 +84,7 @@ class Sessions:
         if worker.draining or worker.checks_asked or worker.residency.pins or worker.residency.unwanted:
             commands.desire(worker)
         if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
-            self._attempts.take_back_all(worker, now)
+            self._attempts.interrupt_all(worker, now)
         self._watch_silence(worker, now + self._suspect_s)
         self._hold.arrived(worker.worker_id, now)
         commands.worker_changed(worker, remember=True)
