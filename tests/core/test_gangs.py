@@ -6,7 +6,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Energy, Lease, OutcomeState, Task, Worker
 from multigpu_master.core.placement.explain import explain
-from multigpu_master.core.placement.gangs import RESERVED_S, packed
+from multigpu_master.core.placement.gangs import RESERVED_S, pack
 from multigpu_master.core.workers.info import Capability, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, outcome_of, state_of
@@ -368,9 +368,9 @@ def test_ranks_are_packed_by_host() -> None:
         *host(stage, "b1", "b2", host="b"),
         *host(stage, "c1", host="c"),
     ]
-    names = [w.worker_id for w in packed(workers, 2)]
+    names = [w.worker_id for w in pack(workers, 2)]
     assert names == ["b1", "b2"]
-    assert [w.worker_id for w in packed(workers, 4)] == ["a1", "a2", "a3", "b1"]
+    assert [w.worker_id for w in pack(workers, 4)] == ["a1", "a2", "a3", "b1"]
 
 
 def test_ranks_of_a_host_are_on_devices_that_nvlink_connects() -> None:
@@ -380,10 +380,10 @@ def test_ranks_of_a_host_are_on_devices_that_nvlink_connects() -> None:
     workers = [
         each for name in names for each in host(stage, name, device="", peers=(linked[name],) if name in linked else ())
     ]
-    assert [w.worker_id for w in packed(workers, 2)] == ["d0", "d3"]
-    assert [w.worker_id for w in packed(workers[1:], 2)] == ["d1", "d2"]
-    assert [w.worker_id for w in packed(workers, 4)] == ["d0", "d3", "d1", "d2"]
-    assert [w.worker_id for w in packed(workers, 1)] == ["d4"], "pairs stay whole"
+    assert [w.worker_id for w in pack(workers, 2)] == ["d0", "d3"]
+    assert [w.worker_id for w in pack(workers[1:], 2)] == ["d1", "d2"]
+    assert [w.worker_id for w in pack(workers, 4)] == ["d0", "d3", "d1", "d2"]
+    assert [w.worker_id for w in pack(workers, 1)] == ["d4"], "pairs stay whole"
 
 
 def test_ranks_are_spread_over_hosts_on_request() -> None:

@@ -52,13 +52,13 @@ GANGS = (
     ),
     gangs(
         "an elastic gang begins with the fewest",
-        "chosen(idle, min(len(idle), shape.world_size), shape)",
-        "chosen(idle, shape.world_size_min, shape)",
+        "choose_workers(idle, min(len(idle), shape.world_size), shape)",
+        "choose_workers(idle, shape.world_size_min, shape)",
     ),
     gangs(
         "an elastic gang takes more than it may",
-        "chosen(idle, min(len(idle), shape.world_size), shape)",
-        "chosen(idle, 99, shape)",
+        "choose_workers(idle, min(len(idle), shape.world_size), shape)",
+        "choose_workers(idle, 99, shape)",
     ),
     gangs(
         "an elastic gang reserves the most that it may",
@@ -152,8 +152,8 @@ GANGS = (
     ),
     gangs(
         "other tasks stay blocked after a reservation",
-        "        self._ledger.classes.unblock_all()\n\n    def _free",
-        "\n    def _free",
+        "        self._ledger.classes.unblock_all()\n\n    def _end_worker_reservation",
+        "\n    def _end_worker_reservation",
         checker="gangs in seeds",
         seeds=20_000,
     ),
@@ -162,7 +162,9 @@ GANGS = (
         " or w.leases_limit is not None])",
         "])",
     ),
-    dispatch("a gang waits while all workers are reserved", "while (open_ or gangs.ready) and", "while open_ and"),
+    dispatch(
+        "a gang waits while all workers are reserved", "while (with_room or gangs.ready) and", "while with_room and"
+    ),
     dispatch(
         "a gang gets ids that were not begun",
         "enough_ids = self._ids.end - self._ids.next_id >= backlog.shape.world_size",

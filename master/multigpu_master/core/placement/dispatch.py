@@ -9,7 +9,7 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Task, Worker
-from multigpu_master.core.placement.candidates import Candidates, Place, elsewhere
+from multigpu_master.core.placement.candidates import Candidates, Place, workers_elsewhere
 from multigpu_master.core.placement.gangs import Gangs, form
 from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, short_of_memory
 from multigpu_master.core.placement.recall import Recalls
@@ -58,11 +58,11 @@ class Dispatcher:
         self._unblock_changed()
         self._candidates.clear()
         ledger, classes = self._ledger, self._ledger.classes
-        fleet, ids, open_ = self._fleet, self._ids, self._fleet.with_room
+        fleet, ids, with_room = self._fleet, self._ids, self._fleet.with_room
         dispatched = dict[Worker, list[Lease]]()
         expired = blocked = 0
         gangs = self._gangs
-        while (open_ or gangs.ready) and (first := classes.first()) is not None and expired < DUE_MAX:
+        while (with_room or gangs.ready) and (first := classes.first()) is not None and expired < DUE_MAX:
             if ids.next_id >= ids.end:
                 break
             backlog, resource_class, task = first
@@ -83,7 +83,7 @@ class Dispatcher:
                 continue
             classes.pop_first(resource_class)
             if task.extra is not None and not backlog.strategy.pinned:
-                worker = self._elsewhere(task, backlog, worker)
+                worker = self._avoid_failed_device(task, backlog, worker)
                 if worker is None:
                     self._attempts.pause(task, now, ELSEWHERE_S)
                     continue
@@ -157,7 +157,7 @@ class Dispatcher:
             places = self._places[key] = {}
         return places
 
-    def _elsewhere(self, task: Task, backlog: Backlog, worker: Worker) -> Worker | None:
+    def _avoid_failed_device(self, task: Task, backlog: Backlog, worker: Worker) -> Worker | None:
         """Returns the chosen worker; or another, if the task should avoid the chosen one and another is free. None: the
         task broke an engine on the chosen worker's device, and has to wait for another device.
         """
@@ -166,7 +166,7 @@ class Dispatcher:
         if not is_one_of(worker, avoided):
             return worker
         fleet, strategy = self._fleet, backlog.strategy
-        others, other = elsewhere(fleet, backlog, avoided)
+        others, other = workers_elsewhere(fleet, backlog, avoided)
         if extra.broke and others and other is None:
             return None
         if other and (extra.broke or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)):

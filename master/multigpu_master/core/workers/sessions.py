@@ -178,7 +178,7 @@ class Sessions:
                 self._attempts.revoke_uncharged(lease, f"worker {worker.worker_id} lost the lease", now)
         for lease in saved:
             if lease.task.lease is lease:
-                self._gangs.saved(lease, now)
+                self._gangs.checkpoint_saved(lease, now)
 
     def _replace_catalog(self, worker: Worker, catalog: ev.Catalog) -> None:
         """Replaces the capabilities and models that the worker offers, if they changed."""
