@@ -24,13 +24,13 @@ class Operators:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, event: ev.RegisterWorker, now: float) -> None:
-        gone = self._fleet.make_place_for(event.info.worker_id)
+        gone = self._fleet.evict_lost_worker_for(event.info.worker_id)
         if gone is not None:
             self._commands.worker_changed(gone, remember=True, gone=True)
         worker = self._fleet.register(event.info)
         worker.cordon = Cordon(event.cordon_reason) if event.cordoned else None
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
-        worker.residency.pins = dict.fromkeys(event.pins)
+        worker.residency.operator_pins = dict.fromkeys(event.pins)
         worker.heard_s = now
         if event.expected:
             self._hold.expect(worker.worker_id)

@@ -174,8 +174,8 @@ GANGS = (
     ),
     ledger(
         "a rank that ends leaves the others behind",
-        "            self._fleet.release(lease)\n            if lease is not ended:",
-        "            if lease is ended:\n                self._fleet.release(lease)\n            if False:",
+        "            self._fleet.remove_lease(lease)\n            if lease is not ended:",
+        "            if lease is ended:\n                self._fleet.remove_lease(lease)\n            if False:",
     ),
     ledger(
         "the other ranks are not told",
@@ -192,7 +192,7 @@ GANGS = (
     ),
     ledger(
         "ranks but the first are not granted",
-        "        for lease in leases[1:]:\n            self._fleet.grant(lease.worker, lease, now)\n",
+        "        for lease in leases[1:]:\n            self._fleet.add_lease(lease.worker, lease, now)\n",
     ),
     fleet("the worker of a rank stays closed", "            worker.leases_limit = None\n"),
     fleet(

@@ -62,7 +62,9 @@ SESSIONS = (
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.members_changed(worker)"),
     sessions("loading for ever", "fleet.became_idle(worker)"),
-    sessions("a heartbeat leaves the score as it was", "fleet.room_changed(worker)\n", "fleet.freed[worker] = None\n"),
+    sessions(
+        "a heartbeat leaves the score as it was", "fleet.room_changed(worker)\n", "fleet.maybe_freed[worker] = None\n"
+    ),
     sessions("a heartbeat frees nothing", "        fleet.room_changed(worker)\n", "        fleet.touch(worker)\n"),
     sessions("revoke not sent to a heartbeat", "self._commands.revoke(event.session, unknown, STALE)", seeds=5000),
     sessions_story(
@@ -95,7 +97,9 @@ SESSIONS = (
         "stale reports free nothing", "fleet.room_changed(worker)  # its", "fleet.touch(worker)  # its", seeds=5000
     ),
     sessions(
-        "reports leave the score as it was", "fleet.room_changed(worker)  # its", "fleet.freed[worker] = None  # its"
+        "reports leave the score as it was",
+        "fleet.room_changed(worker)  # its",
+        "fleet.maybe_freed[worker] = None  # its",
     ),
     sessions(
         "P10: partial outputs without end",

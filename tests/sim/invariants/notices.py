@@ -114,6 +114,6 @@ class Notices:
 
 
 def _to_remember(worker: Worker) -> tuple[object, ...]:
-    pins = tuple(worker.residency.pins)
+    pins = tuple(worker.residency.operator_pins)
     reason = worker.cordon.reason if worker.cordon is not None else None
     return worker.info, reason, bool(worker.session), pins

@@ -33,7 +33,7 @@ class Placement:
             check(list(found) == able, "cached eligible workers of %s are wrong", shape)
         for worker in fleet.workers.values():
             has_room = worker.accepting and not worker.full
-            known = (worker in fleet.with_room) == has_room or (has_room and worker in self._core.fleet.freed)
+            known = (worker in fleet.with_room) == has_room or (has_room and worker in self._core.fleet.maybe_freed)
             check(known, "%s has room: %s; the cache of open workers differs", worker.worker_id, has_room)
         for shape, count in fleet._resident.items():
             able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]

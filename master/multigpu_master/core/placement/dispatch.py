@@ -176,16 +176,16 @@ class Dispatcher:
     def _unblock_changed(self) -> None:
         """Unblocks the backlogs that may find a worker after the changes of workers since the last event."""
         fleet, classes = self._fleet, self._ledger.classes
-        freed = fleet.take_freed()
+        maybe_freed = fleet.pop_maybe_freed()
         if self._membership != fleet.membership_changes:
             classes.repin()
         if (self._membership, self._averages) != (fleet.membership_changes, fleet.averages_changes):
             self._places.clear()
             classes.unblock_all()
         elif classes.blocked:
-            if freed:
+            if maybe_freed:
                 # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
-                classes.unblock_for([w for w in freed if w in fleet.with_room or w.leases_limit is not None])
+                classes.unblock_for([w for w in maybe_freed if w in fleet.with_room or w.leases_limit is not None])
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
                 classes.unblock_all(only_too_few_tasks=True)
         self._membership, self._averages = fleet.membership_changes, fleet.averages_changes

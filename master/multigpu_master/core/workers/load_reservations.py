@@ -87,7 +87,7 @@ class LoadReservations:
 
     def _valid(self, backlog: Backlog, worker: Worker, model: str) -> bool:
         """Whether the worker of a reservation can still load the model."""
-        kept = worker.accepting and worker.residency.room_for == model
+        kept = worker.accepting and worker.residency.reserved_model == model
         return kept and worker in self._candidate_workers(backlog) and self._model(backlog, worker) == model
 
     def _model(self, backlog: Backlog, worker: Worker) -> str:
@@ -104,7 +104,7 @@ class LoadReservations:
 
     def _is_free(self, worker: Worker) -> bool:
         residency = worker.residency
-        return worker.accepting and not (residency.room_for or residency.resting or residency.loading_since_s)
+        return worker.accepting and not (residency.reserved_model or residency.resting or residency.loading_since_s)
 
     def _bytes_to_unload(self, backlog: Backlog, worker: Worker) -> int | None:
         """The bytes of the models in use that must be unloaded. None: the model can't be loaded there."""
@@ -139,7 +139,7 @@ class LoadReservations:
         worker, model = self.by_backlog.pop(backlog, (None, ""))
         if worker is None:
             return
-        if worker.residency.room_for == model:
+        if worker.residency.reserved_model == model:
             worker.residency.end_reservation()
             self._fleet.models_changed(worker)
         self._next(worker)
@@ -177,7 +177,7 @@ class LoadReservations:
     def model_answered(self, worker: Worker, model: str, now: float) -> None:
         """Records that a model is loaded, because a task has succeeded on it."""
         if model in worker.residency.loading_since_s:
-            worker.residency.ready(model, now)
+            worker.residency.record_loaded(model, now)
             self.start_rest_timer(worker)
 
 
@@ -186,9 +186,9 @@ def _models_to_unload(worker: Worker, model: str, priority: int) -> list[str] | 
     none of a more important priority, and is not pinned. None: that frees too little memory, and others stay.
     """
     residency = worker.residency
-    pinned = residency.pinned() | {r.model: None for r in residency.reported.values() if r.pinned}
+    pinned = residency.operator_pinned_ids() | {r.model: None for r in residency.reported.values() if r.pinned}
     important = {x.model for x in worker.leases.values() if x.task.spec.priority < priority}
-    used = [m for m in residency.in_use() if m not in {model, residency.room_for}]
+    used = [m for m in residency.in_use() if m not in {model, residency.reserved_model}]
     size = sum(map(residency.memory_of, used)) + residency.memory_of(model)
     may_go = [m for m in used if m not in pinned and m not in important and m in residency.lease_counts]
     to_unload: list[str] = []

@@ -63,7 +63,7 @@ class Sessions:
         if worker is not None and worker.session:
             commands.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
-        if (gone := fleet.make_place_for(event.info.worker_id, event.token_id)) is not None:
+        if (gone := fleet.evict_lost_worker_for(event.info.worker_id, event.token_id)) is not None:
             commands.worker_changed(gone, remember=True, gone=True)
         worker = fleet.register(event.info)
         worker.token_id = event.token_id
@@ -81,7 +81,7 @@ class Sessions:
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
         commands.add(ev.Welcome(event.session, adopted))
         commands.revoke(event.session, revoked, STALE)
-        if worker.draining or worker.checks_asked or worker.residency.pins or worker.residency.unwanted:
+        if worker.draining or worker.checks_asked or worker.residency.operator_pins or worker.residency.unwanted:
             commands.desire(worker)
         if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
             self._attempts.interrupt_all(worker, now)
@@ -186,7 +186,7 @@ class Sessions:
         if (catalog.capabilities, catalog.models) == (info.capabilities, info.models):
             return
         self._fleet.set_info(worker, replace(info, capabilities=catalog.capabilities, models=catalog.models))
-        if worker.residency.pins:  # the ids of the pinned models may have changed
+        if worker.residency.operator_pins:  # the ids of the pinned models may have changed
             self._commands.desire(worker)
         self._commands.worker_changed(worker, remember=True)
 
