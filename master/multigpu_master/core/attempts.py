@@ -60,8 +60,8 @@ class Attempts:
         """
         task, worker = lease.task, lease.worker
         extra = task.ensure_extra()
-        extra.last_error, extra.avoids = error, worker.device_key
-        if error.retryable and task.attempts < task.spec.attempts_max + len(extra.blamed) and not condemned:
+        extra.last_error, extra.avoid_device_or_worker = error, worker.device_key
+        if error.retryable and task.attempts < task.spec.attempts_max + len(extra.blamed_devices) and not condemned:
             self._record(lease, start_s, finish_s, f"{error.type}: {error.message}")
             self._requeue(task, now, self._backoff_s(task, task.attempts))
             return
@@ -119,7 +119,7 @@ class Attempts:
         """
         self._uncharge(lease)
         if lease.recalled:
-            lease.task.ensure_extra().avoids = lease.worker.worker_id
+            lease.task.ensure_extra().avoid_device_or_worker = lease.worker.worker_id
         self._requeue(lease.task, now, after_s)
         self.end_if_overdue(lease.task, now)
 
@@ -246,7 +246,7 @@ class Attempts:
         else:
             self._withdraw(lease, NOT_BEGUN)
             self._ledger.counters.requeued += 1
-            task.ensure_extra().avoids = worker.device_key
+            task.ensure_extra().avoid_device_or_worker = worker.device_key
             self.requeue_uncharged(lease, now, 0.0)
 
     # --- back to the queue -------------------------------------------------------------------------------------------

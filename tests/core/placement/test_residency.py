@@ -53,7 +53,7 @@ class Models(Stage):
         worker = self.core.fleet.workers[name]
         residents = tuple(Resident(model=x, memory_bytes=400) if isinstance(x, str) else x for x in loaded)
         held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt) for x in worker.leases.values()]
-        beat = ev.Heartbeat(worker.session, held, worker.frame, Telemetry(), residents, catalog=catalog)
+        beat = ev.Heartbeat(worker.session, held, worker.frames_sent, Telemetry(), residents, catalog=catalog)
         return self.handle(beat, after_s)
 
     def ask(self, name: str, **more: Any) -> Task:

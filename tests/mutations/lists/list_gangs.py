@@ -22,7 +22,7 @@ admission = partial(Mutation, module=f"{CORE}.admission", checker="gangs")
 GANGS = (
     gangs(
         "a gang begins beside other tasks of its workers",
-        "return not (worker.leases or worker.occupied) and short",
+        "return not (worker.leases or worker.occupied_slots) and short",
         "return short",
     ),
     gangs(
@@ -44,7 +44,7 @@ GANGS = (
     ),
     gangs(
         "workers without memory are reserved",
-        " if worker.leases or worker.occupied or worker in idle or worker in mine]",
+        " if worker.leases or worker.occupied_slots or worker in idle or worker in mine]",
         "]",
     ),
     gangs(

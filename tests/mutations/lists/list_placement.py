@@ -19,9 +19,11 @@ recall_story = partial(recall, checker="pytest")
 PLACEMENT = (
     scheduler("dispatch while the fleet is awaited", "not self.hold.active(now) and", ""),
     scheduler("P10: dispatch while the journal can't follow", "not self.ledger.clogged() and", ""),
-    dispatch("frames don't count up", "worker.frame += 1"),
+    dispatch("frames don't count up", "worker.frames_sent += 1"),
     dispatch(
-        "a lease names the frame before its own", "now, worker.frame + 1, cost_s)\n", "now, worker.frame, cost_s)\n"
+        "a lease names the frame before its own",
+        "now, worker.frames_sent + 1, cost_s)\n",
+        "now, worker.frames_sent, cost_s)\n",
     ),
     dispatch("P4: attempts are not counted", "            task.attempts += 1\n"),
     dispatch("blocked backlogs wait for changes of members", "elif classes.blocked:\n", "elif False:\n"),
@@ -38,12 +40,13 @@ PLACEMENT = (
     dispatch_story(
         "a task goes back to where it failed",
         "        if not is_one_of(worker, avoided):\n",
-        "        if not extra.broke or not is_one_of(worker, avoided):\n",
+        "        if not extra.broke_on_devices or not is_one_of(worker, avoided):\n",
     ),
     dispatch_story(
         "a retry loads its model anywhere",
-        "        if other"
-        " and (extra.broke or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)):\n",
+        "        if other and (\n"
+        "            extra.broke_on_devices or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)\n"
+        "        ):\n",
         "        if other:\n",
     ),
     dispatch(
@@ -185,6 +188,10 @@ PLACEMENT = (
         "            del self._checked[worker]\n",
         "            pass\n",
     ),
-    recall_story("leases of paused queues are recalled", "return not (queue.paused or ", "return not ("),
+    recall_story(
+        "leases of paused queues are recalled",
+        "queue.paused or ledger.strategy_of(queue).pinned or",
+        "ledger.strategy_of(queue).pinned or",
+    ),
     recall_story("one free worker gets all recalled leases", "len(waiting) // (len(free) + 1)\n", "len(waiting)\n"),
 )

@@ -69,7 +69,7 @@ class Placement:
         able = [w for w in core.fleet.workers.values() if core.fleet.unfit(w, shape) is None]
         free = [w for w in able if w in mine or w.leases_limit is None]
         free = [w for w in free if w.accepting and not excluded_now(core.fleet, strategy, shape, w)]
-        idle = {w.device_key for w in free if not (w.leases or w.occupied)}
+        idle = {w.device_key for w in free if not (w.leases or w.occupied_slots)}
         check(len(idle) < shape.world_size_min, "task %s waits, though %s workers are idle", task.task_id, len(idle))
         reserved = [w for w in core.fleet.workers.values() if w.leases_limit is not None]
         for worker in reserved:

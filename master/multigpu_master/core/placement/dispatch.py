@@ -89,7 +89,7 @@ class Dispatcher:
                     continue
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
-            lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
+            lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s)
             if ledger.record_lease(lease, now):  # the worker loads the model, so its min_backlog falls
                 self._candidates.clear()
                 classes.unblock_all(only_too_few_tasks=True)
@@ -98,8 +98,8 @@ class Dispatcher:
                 classes.unblock_all()
             dispatched.setdefault(worker, []).append(lease)
         for worker, leases in dispatched.items():
-            worker.frame += 1
-            self._commands.add(ev.Dispatch(worker.session, worker.frame, leases))
+            worker.frames_sent += 1
+            self._commands.add(ev.Dispatch(worker.session, worker.frames_sent, leases))
             self._recalls.watch(worker, now)
 
     def _grant_gang(
@@ -120,7 +120,7 @@ class Dispatcher:
         leases = []
         for worker in workers:
             cost_s = self._fleet.expected_s(worker, backlog.shape, task.units)
-            leases.append(Lease(self._ids.issue(), task, worker, task.attempts, now, worker.frame + 1, cost_s))
+            leases.append(Lease(self._ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s))
             dispatched[worker] = [leases[-1]]
         form(leases)
         self._ledger.record_gang(leases, now)
@@ -162,14 +162,16 @@ class Dispatcher:
         task broke an engine on the chosen worker's device, and has to wait for another device.
         """
         extra = task.ensure_extra()
-        avoided = extra.broke or (extra.avoids,)
+        avoided = extra.broke_on_devices or (extra.avoid_device_or_worker,)
         if not is_one_of(worker, avoided):
             return worker
         fleet, strategy = self._fleet, backlog.strategy
         others, other = workers_elsewhere(fleet, backlog, avoided)
-        if extra.broke and others and other is None:
+        if extra.broke_on_devices and others and other is None:
             return None
-        if other and (extra.broke or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)):
+        if other and (
+            extra.broke_on_devices or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)
+        ):
             return other
         return worker
 

@@ -79,7 +79,7 @@ class Gangs:
         shape = backlog.shape
         mine = self._reserved if self._key == backlog.key else {}
         able = self._able(backlog.strategy, shape, mine)
-        avoided = task.extra.broke if task.extra is not None else ()
+        avoided = task.extra.broke_on_devices if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
         idle = one_per_device(worker for worker in able if _is_idle(worker, shape))
         if len(idle) >= shape.world_size_min:
@@ -88,7 +88,7 @@ class Gangs:
             return choose_workers(idle, min(len(idle), shape.world_size), shape)
         # A worker without leases and occupied slots that is not idle lacks memory, for an unknown time: do not reserve
         # it. If it is reserved already, keep it: its last task may not have freed its memory yet.
-        able = [worker for worker in able if worker.leases or worker.occupied or worker in idle or worker in mine]
+        able = [worker for worker in able if worker.leases or worker.occupied_slots or worker in idle or worker in mine]
         able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
             self._reserve(backlog, able, now)
@@ -171,7 +171,7 @@ class Gangs:
 
 
 def _is_idle(worker: Worker, shape: Shape) -> bool:
-    return not (worker.leases or worker.occupied) and short_of_memory(worker, shape) is None
+    return not (worker.leases or worker.occupied_slots) and short_of_memory(worker, shape) is None
 
 
 def one_per_device(workers: Iterable[Worker]) -> list[Worker]:

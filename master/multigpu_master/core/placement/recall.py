@@ -169,7 +169,9 @@ class Recalls:
         if lease.gang is not None:
             return False
         queue = ledger.queues[task.spec.queue]
-        return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))
+        return not (
+            queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke_on_devices)
+        )
 
 
 def _has_loaded(fleet: Fleet, worker: Worker, shape: Shape) -> bool:

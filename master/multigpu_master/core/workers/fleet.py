@@ -95,9 +95,9 @@ class Fleet:
 
     def open_session(self, worker: Worker, session: int, now: float) -> None:
         worker.session = session
-        worker.frame = 0
+        worker.frames_sent = 0
         worker.stopping = False
-        worker.occupied = 0
+        worker.occupied_slots = 0
         worker.connect_s = worker.heard_s = now
         worker.pace.restart(worker.info, now)
         self.sessions[session] = worker

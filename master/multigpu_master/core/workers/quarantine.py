@@ -138,14 +138,14 @@ class Quarantine:
         """Records that an attempt, whose lease is released, broke its engine. Returns whether its task is condemned."""
         task, worker = lease.task, lease.worker
         extra, device = task.ensure_extra(), worker.device_key
-        if device in extra.broke or device in extra.blamed:
+        if device in extra.broke_on_devices or device in extra.blamed_devices:
             return False  # another attempt on the same device is no new evidence
         if not worker.health.fit:
-            extra.blamed += (device,)
+            extra.blamed_devices += (device,)
             return False
-        extra.broke += (device,)
+        extra.broke_on_devices += (device,)
         key = (task.spec.kind, task.spec.model)
-        if len(extra.broke) >= CONDEMN_AT_DEVICES:
+        if len(extra.broke_on_devices) >= CONDEMN_AT_DEVICES:
             self._condemn(key, now)
             return True
         window_s = self.breaker.window_s
@@ -177,7 +177,7 @@ class Quarantine:
         """Requests a check of a device, and gives the tasks that broke its engine another attempt."""
         for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
-            extra.blamed += (device,)  # the device stays in extra.broke: the next device condemns the task
+            extra.blamed_devices += (device,)  # it stays in broke_on_devices: the next device condemns the task
         for worker in list(self._fleet.sessions.values()):
             if worker.device_key == device:
                 self._ask_check(worker, at_once=False)
@@ -195,8 +195,10 @@ class Quarantine:
         return [task for task in tasks if task is not None]
 
     def _blame(self, device: str) -> None:
-        """Blames a sick device for its marks: removes it from extra.broke of their tasks, which get another attempt."""
+        """Blames a sick device for its marks: removes it from broke_on_devices of their tasks, which get another
+        attempt.
+        """
         for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
-            extra.blamed += (device,)
-            extra.broke = tuple(each for each in extra.broke if each != device)
+            extra.blamed_devices += (device,)
+            extra.broke_on_devices = tuple(each for each in extra.broke_on_devices if each != device)

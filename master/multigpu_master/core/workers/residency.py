@@ -136,8 +136,8 @@ class Residency:
     def in_use(self) -> dict[str, None]:
         """The ids of the models that can't be unloaded."""
         if self._in_use is None:
-            self._in_use = dict.fromkeys(self.lease_counts) | dict.fromkeys(self.loading_since_s)
-            self._in_use |= self.operator_pinned_ids()
+            self._in_use = dict.fromkeys(self.lease_counts) | self.operator_pinned_ids()
+            self._in_use |= dict.fromkeys(self.loading_since_s)
             self._in_use |= {r.model: None for r in self.reported.values() if r.pinned}
             if self.reserved_model:
                 self._in_use[self.reserved_model] = None

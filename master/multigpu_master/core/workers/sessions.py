@@ -153,8 +153,8 @@ class Sessions:
         self._reservations.start_rest_timer(worker)
         fleet.room_changed(worker)
         self._reconcile_leases(worker, event, now)
-        worker.occupied = event.occupied_slots
-        if worker.occupied:
+        worker.occupied_slots = event.occupied_slots
+        if worker.occupied_slots:
             self._recalls.watch(worker, now)
         self._commands.worker_changed(worker)
 
