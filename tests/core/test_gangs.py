@@ -209,7 +209,7 @@ def test_of_several_ranks_rank_0_alone_has_partial_outputs_and_checkpoints() -> 
     for lease, data in ((second, b"of 1"), (first, b"of 0")):
         output = ev.PartialOutput(lease.lease_id, 0, data, "", checkpoint=data)
         stage.handle(ev.Partials(lease.worker.session, [output]))
-    held = ev.HeldLease(second.lease_id, gang.task_id, 1, True, checkpoint=b"of 1", proven=True)
+    held = ev.HeldLease(second.lease_id, gang.task_id, 1, True, checkpoint=b"of 1", granted_by_this_journal=True)
     stage.handle(ev.Heartbeat(second.worker.session, [held], 1 << 30, Telemetry()))
     extra = gang.ensure_extra()
     assert (extra.partials, extra.checkpoint) == ([b"of 0"], b"of 0")
@@ -293,7 +293,7 @@ def test_a_gang_is_not_adopted_after_a_restart_but_goes_on_from_its_checkpoint()
     stage = Stage()
     task = Task(PAIR, "", b"", "", task_id=50)
     stage.handle(ev.Recover([task], stage.now + 5.0))
-    held = ev.HeldLease(60, 50, 1, True, checkpoint=b"step 9", proven=True)
+    held = ev.HeldLease(60, 50, 1, True, checkpoint=b"step 9", granted_by_this_journal=True)
     stage.sessions += 1
     info = WorkerInfo(worker_id="a", capabilities=(Capability(kind="run"),), store_address="h:1")
     commands = stage.handle(ev.Hello(stage.sessions, info, [held]))

@@ -18,8 +18,8 @@ class Commands:
     def add(self, command: ev.Command) -> None:
         self._commands.append(command)
 
-    def worker_changed(self, worker: Worker, *, remember: bool = False, gone: bool = False) -> None:
-        self._commands.append(ev.WorkerChanged(worker, remember, gone))
+    def worker_changed(self, worker: Worker, *, save: bool = False, gone: bool = False) -> None:
+        self._commands.append(ev.WorkerChanged(worker, save, gone))
 
     def desire(self, worker: Worker) -> None:
         """Sends the worker, if it is connected, its complete desired state."""

@@ -26,7 +26,7 @@ class Operators:
     def register(self, event: ev.RegisterWorker, now: float) -> None:
         gone = self._fleet.evict_lost_worker_for(event.info.worker_id)
         if gone is not None:
-            self._commands.worker_changed(gone, remember=True, gone=True)
+            self._commands.worker_changed(gone, save=True, gone=True)
         worker = self._fleet.register(event.info)
         worker.cordon = Cordon(event.cordon_reason) if event.cordoned else None
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
@@ -66,11 +66,11 @@ class Operators:
         assert not worker.session, "a connected worker is not forgotten"
         self._fleet.forget(worker)
         self._hold.arrived(event.worker_id, now)
-        self._commands.worker_changed(worker, remember=True, gone=True)
+        self._commands.worker_changed(worker, save=True, gone=True)
 
     def _changed(self, worker: Worker) -> None:
         self._fleet.members_changed(worker)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Operators:
     def _models_changed(self, worker: Worker) -> None:
         self._fleet.models_changed(worker)
         self._commands.desire(worker)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     # --- rules -------------------------------------------------------------------------------------------------------
 

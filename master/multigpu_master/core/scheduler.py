@@ -82,8 +82,8 @@ class Core:
             ev.RegisterWorker: operators.register, ev.Cordon: operators.cordon, ev.Uncordon: operators.uncordon,
             ev.Drain: operators.drain, ev.Forget: operators.forget,
             ev.LoadModel: operators.load_model, ev.UnloadModel: operators.unload_model,
-            ev.CheckDevice: self.quarantine.check,
-            ev.RestoreBreaker: self.quarantine.restore, ev.ResetBreaker: self.quarantine.reset,
+            ev.CheckDevice: self.quarantine.request_check,
+            ev.RestoreBreaker: self.quarantine.restore_breaker, ev.ResetBreaker: self.quarantine.reset_breaker,
             ev.SetStrategy: operators.set_strategy, ev.ConfigureQueue: operators.configure_queue,
         }  # fmt: skip
 

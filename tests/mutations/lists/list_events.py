@@ -129,12 +129,12 @@ EVENTS = (
     operators(
         "a forgotten worker comes back",
         "        self._hold.arrived(event.worker_id, now)\n"
-        "        self._commands.worker_changed(worker, remember=True, gone=True)\n",
+        "        self._commands.worker_changed(worker, save=True, gone=True)\n",
         "        self._hold.arrived(event.worker_id, now)\n",
     ),
     operators(
         "a changed worker is not remembered",
-        "members_changed(worker)\n        self._commands.worker_changed(worker, remember=True)\n",
+        "members_changed(worker)\n        self._commands.worker_changed(worker, save=True)\n",
         "members_changed(worker)\n        self._commands.worker_changed(worker)\n",
     ),
     operators("an uncordon does not fill the worker", "self._fleet.members_changed(worker)"),

@@ -45,8 +45,8 @@ PLACEMENT = (
     dispatch_story(
         "a retry loads its model anywhere",
         "        if other and (\n"
-        "            extra.broke_on_devices or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)\n"
-        "        ):\n",
+        "            extra.broke_on_devices or"
+        " backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)\n        ):\n",
         "        if other:\n",
     ),
     dispatch(

@@ -40,8 +40,8 @@ QUARANTINE = (
     quarantine("the breaker never trips", "        if count <= most:", "        if count <= most or count:"),
     quarantine(
         "the breaker holds back what can't run anything",
-        "(self._admitted(worker, now) or worker.health.unusable)",
-        "self._admitted(worker, now)",
+        "(self._count_and_admit(worker, now) or worker.health.unusable)",
+        "self._count_and_admit(worker, now)",
     ),
     quarantine("the breaker forgets nothing", "if at_s > now - self.window_s}", "if at_s}"),
     quarantine(

@@ -51,7 +51,7 @@ SESSIONS = (
     sessions("one worker back is enough", "if not self._expected:", "if True:", module="multigpu_master.core.restart"),
     sessions(
         "a new worker is not remembered",
-        "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker, remember=True)\n",
+        "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker, save=True)\n",
         "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker)\n",
     ),
     sessions("P4: a task that kills its workers is never charged", "lease.running = held.running"),

@@ -58,13 +58,13 @@ class Sessions:
         fleet, commands = self._fleet, self._commands
         worker = fleet.workers.get(event.info.worker_id)
         # Tasks and leases share one sequence of ids. Those from ids_end on are another journal's (see ev.Hello).
-        ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
+        ours = [h for h in event.leases if h.granted_by_this_journal and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
             commands.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
         if (gone := fleet.evict_lost_worker_for(event.info.worker_id, event.token_id)) is not None:
-            commands.worker_changed(gone, remember=True, gone=True)
+            commands.worker_changed(gone, save=True, gone=True)
         worker = fleet.register(event.info)
         worker.token_id = event.token_id
         fleet.open_session(worker, event.session, now)
@@ -87,7 +87,7 @@ class Sessions:
             self._attempts.interrupt_all(worker, now)
         self._watch_silence(worker, now + self._suspect_s)
         self._hold.arrived(worker.worker_id, now)
-        commands.worker_changed(worker, remember=True)
+        commands.worker_changed(worker, save=True)
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
@@ -188,7 +188,7 @@ class Sessions:
         self._fleet.set_info(worker, replace(info, capabilities=catalog.capabilities, models=catalog.models))
         if worker.residency.operator_pins:  # the ids of the pinned models may have changed
             self._commands.desire(worker)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class Sessions:
         worker.heard_s = now
         for lease in leases:
             self._attempts.worker_lost(lease, now)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     def _watch_silence(self, worker: Worker, due_s: float, *, suspected: bool = False) -> None:
         """Checks at due_s whether the worker has been silent. A worker that one check finds silent is `suspected`. If
