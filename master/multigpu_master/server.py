@@ -239,7 +239,7 @@ class Master:
         elif not self._intake.stopping:
             self._worker_log.changed(worker)
         # While stopping, sessions are ended by the master: the next master has to expect these workers.
-        if change.remember and not self._intake.stopping:
+        if change.save and not self._intake.stopping:
             setting = settings.worker_setting(worker)
             driver.write_buffer.remember(dict.fromkeys(setting) if change.gone else setting)
         state = health_service.RESPONSE.SERVING if worker.accepting else health_service.RESPONSE.NOT_SERVING

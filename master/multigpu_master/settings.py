@@ -47,7 +47,7 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
         "connected": bool(worker.session),
         "quarantined": worker.quarantined,
         "checks_asked": worker.checks_asked,
-        "pinned_models": list(worker.residency.pins),
+        "pinned_models": list(worker.residency.operator_pins),
     }
     return {WORKER + worker.worker_id: json.dumps(fields).encode()}
 

@@ -81,7 +81,7 @@ class Stage:
 
 
 def held_lease(lease: Lease, *, running: bool = False) -> ev.HeldLease:
-    return ev.HeldLease(lease.lease_id, lease.task.task_id, lease.attempt, running, proven=True)
+    return ev.HeldLease(lease.lease_id, lease.task.task_id, lease.attempt, running, granted_by_this_journal=True)
 
 
 def lease_of(task: Task) -> Lease:

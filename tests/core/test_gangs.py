@@ -6,7 +6,7 @@ import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Energy, Lease, OutcomeState, Task, Worker
 from multigpu_master.core.placement.explain import explain
-from multigpu_master.core.placement.gangs import RESERVED_S, packed
+from multigpu_master.core.placement.gangs import RESERVED_S, pack
 from multigpu_master.core.workers.info import Capability, Resident, Telemetry, WorkerInfo
 
 from tests.core.stage import SPEC, Stage, error_of, held_lease, lease_of, outcome_of, state_of
@@ -78,7 +78,7 @@ def test_the_task_has_the_result_of_rank_0_once_all_have_succeeded(measured: boo
     assert stage.core.ledger.leased == stage.core.ledger.unsettled == 0
     counters = stage.core.ledger.counters
     assert (counters.succeeded, counters.stale_reports) == (1, 0)
-    (used,) = stage.core.usage.take().values()
+    (used,) = stage.core.usage.pop_sums().values()
     assert (used.succeeded, used.device_s) == (1, 5.0)
     assert (used.measured_s, used.joules, used.uncertainty_joules) == (
         (5.0, 40.0, 8.0) if measured else (0.0, 0.0, 0.0)
@@ -209,7 +209,7 @@ def test_of_several_ranks_rank_0_alone_has_partial_outputs_and_checkpoints() -> 
     for lease, data in ((second, b"of 1"), (first, b"of 0")):
         output = ev.PartialOutput(lease.lease_id, 0, data, "", checkpoint=data)
         stage.handle(ev.Partials(lease.worker.session, [output]))
-    held = ev.HeldLease(second.lease_id, gang.task_id, 1, True, checkpoint=b"of 1", proven=True)
+    held = ev.HeldLease(second.lease_id, gang.task_id, 1, True, checkpoint=b"of 1", granted_by_this_journal=True)
     stage.handle(ev.Heartbeat(second.worker.session, [held], 1 << 30, Telemetry()))
     extra = gang.ensure_extra()
     assert (extra.partials, extra.checkpoint) == ([b"of 0"], b"of 0")
@@ -293,7 +293,7 @@ def test_a_gang_is_not_adopted_after_a_restart_but_goes_on_from_its_checkpoint()
     stage = Stage()
     task = Task(PAIR, "", b"", "", task_id=50)
     stage.handle(ev.Recover([task], stage.now + 5.0))
-    held = ev.HeldLease(60, 50, 1, True, checkpoint=b"step 9", proven=True)
+    held = ev.HeldLease(60, 50, 1, True, checkpoint=b"step 9", granted_by_this_journal=True)
     stage.sessions += 1
     info = WorkerInfo(worker_id="a", capabilities=(Capability(kind="run"),), store_address="h:1")
     commands = stage.handle(ev.Hello(stage.sessions, info, [held]))
@@ -368,9 +368,9 @@ def test_ranks_are_packed_by_host() -> None:
         *host(stage, "b1", "b2", host="b"),
         *host(stage, "c1", host="c"),
     ]
-    names = [w.worker_id for w in packed(workers, 2)]
+    names = [w.worker_id for w in pack(workers, 2)]
     assert names == ["b1", "b2"]
-    assert [w.worker_id for w in packed(workers, 4)] == ["a1", "a2", "a3", "b1"]
+    assert [w.worker_id for w in pack(workers, 4)] == ["a1", "a2", "a3", "b1"]
 
 
 def test_ranks_of_a_host_are_on_devices_that_nvlink_connects() -> None:
@@ -380,10 +380,10 @@ def test_ranks_of_a_host_are_on_devices_that_nvlink_connects() -> None:
     workers = [
         each for name in names for each in host(stage, name, device="", peers=(linked[name],) if name in linked else ())
     ]
-    assert [w.worker_id for w in packed(workers, 2)] == ["d0", "d3"]
-    assert [w.worker_id for w in packed(workers[1:], 2)] == ["d1", "d2"]
-    assert [w.worker_id for w in packed(workers, 4)] == ["d0", "d3", "d1", "d2"]
-    assert [w.worker_id for w in packed(workers, 1)] == ["d4"], "pairs stay whole"
+    assert [w.worker_id for w in pack(workers, 2)] == ["d0", "d3"]
+    assert [w.worker_id for w in pack(workers[1:], 2)] == ["d1", "d2"]
+    assert [w.worker_id for w in pack(workers, 4)] == ["d0", "d3", "d1", "d2"]
+    assert [w.worker_id for w in pack(workers, 1)] == ["d4"], "pairs stay whole"
 
 
 def test_ranks_are_spread_over_hosts_on_request() -> None:

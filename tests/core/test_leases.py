@@ -120,7 +120,7 @@ def test_an_adopted_lease_was_dispatched_before_it_began(state: ReportState) -> 
     spec = Spec(kind="run", wait_for_worker=True, attempts_max=1)
     task = Task(spec, "", b"payload", submit_s=900.0, task_id=50)
     stage.handle(ev.Recover([task], hold_until_s=1003.0))
-    stage.worker("w", [ev.HeldLease(60, 50, 1, running=True, proven=True)])
+    stage.worker("w", [ev.HeldLease(60, 50, 1, running=True, granted_by_this_journal=True)])
     lease = lease_of(task)
     assert lease.lease_id == 60
     failure = ev.Failure(60, TaskError("ValueError", "no good"))

@@ -255,7 +255,7 @@ def test_a_device_that_reports_that_it_is_sick_is_to_blame_for_broken_engines() 
     fleet.breaks(task)  # the first on a healthy device: an attempt
     assert state_of(task) is OutcomeState.DEAD_LETTERED
     assert task.extra is not None
-    assert len(task.extra.broke) == 1
+    assert len(task.extra.broke_on_devices) == 1
 
 
 # --- the breaker -----------------------------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def test_the_oldest_lost_worker_is_forgotten_by_the_journal_too() -> None:
     gone = []
     for n in range(LOST_WORKERS_MAX + 5):
         commands = core.handle(ev.Hello(n + 1, WorkerInfo(worker_id=f"w{n}"), []), 100.0 + n)
-        gone += [c.worker.worker_id for c in commands if isinstance(c, ev.WorkerChanged) and c.gone and c.remember]
+        gone += [c.worker.worker_id for c in commands if isinstance(c, ev.WorkerChanged) and c.gone and c.save]
         core.handle(ev.SessionClosed(n + 1), 100.0 + n)
     assert gone == ["w0", "w1", "w2", "w3", "w4"]
 

@@ -98,9 +98,12 @@ class Stage:
             memory_total_bytes=worker.info.memory_total_bytes if used else None,
             memory_used_bytes=int(used) if used else None, utilization=float(util) if util else None,
         )  # fmt: skip
-        held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt, proven=True) for x in worker.leases.values()]
+        held = [
+            ev.HeldLease(x.lease_id, x.task.task_id, x.attempt, granted_by_this_journal=True)
+            for x in worker.leases.values()
+        ]
         models = tuple(Resident(model=name) for name in resident.split(",")) if resident else ()
-        return self._handle(ev.Heartbeat(worker.session, held, worker.frame, telemetry, models))
+        return self._handle(ev.Heartbeat(worker.session, held, worker.frames_sent, telemetry, models))
 
     def _report(self, name: str, n: str, took_s: float, *, succeed: bool) -> list[str]:
         worker = self.core.fleet.workers[name]

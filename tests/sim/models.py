@@ -154,7 +154,7 @@ class ModelWorld:
         random, worker_id = self.random, self.random.choice(self.hosts).worker_id
         model = random.choice(list(self.sizes))
         residency = self.core.fleet.workers[worker_id].residency
-        pinned = sum(residency.memory_of(m) for m in residency.pinned() if m != model)
+        pinned = sum(residency.memory_of(m) for m in residency.operator_pinned_ids() if m != model)
         if random.random() < 0.5 and pinned + 300 <= residency.limit_bytes:
             self.coverage["pinned"] += 1
             self.handle(ev.LoadModel(worker_id, model))
@@ -164,7 +164,7 @@ class ModelWorld:
 
     def _unpin_all(self) -> None:
         for host in self.hosts:
-            for model in list(self.core.fleet.workers[host.worker_id].residency.pins):
+            for model in list(self.core.fleet.workers[host.worker_id].residency.operator_pins):
                 self.handle(ev.UnloadModel(host.worker_id, model))
 
     # --- the workers -------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class ModelWorld:
 
     def _desired(self, host: Host) -> None:
         residency = self.core.fleet.workers[host.worker_id].residency
-        host.pinned, host.unwanted = list(residency.pinned()), list(residency.unwanted)
+        host.pinned, host.unwanted = list(residency.operator_pinned_ids()), list(residency.unwanted)
         self.after(0.001, lambda: self._arrange(host))
 
     def _arrange(self, host: Host) -> None:
@@ -312,7 +312,7 @@ class ModelWorld:
         fleet, now = self.core.fleet, self.now
         for host in self.hosts:
             worker = fleet.workers.get(host.worker_id)
-            if worker is not None and worker.residency.room_for:
+            if worker is not None and worker.residency.reserved_model:
                 self._turns.setdefault(host.session, now)
             elif host.session in self._turns:
                 self.coverage["turns"] += 1

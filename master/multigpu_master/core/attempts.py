@@ -60,8 +60,8 @@ class Attempts:
         """
         task, worker = lease.task, lease.worker
         extra = task.ensure_extra()
-        extra.last_error, extra.avoids = error, worker.device_key
-        if error.retryable and task.attempts < task.spec.attempts_max + len(extra.blamed) and not condemned:
+        extra.last_error, extra.avoid_device_or_worker = error, worker.device_key
+        if error.retryable and task.attempts < task.spec.attempts_max + len(extra.blamed_devices) and not condemned:
             self._record(lease, start_s, finish_s, f"{error.type}: {error.message}")
             self._requeue(task, now, self._backoff_s(task, task.attempts))
             return
@@ -119,7 +119,7 @@ class Attempts:
         """
         self._uncharge(lease)
         if lease.recalled:
-            lease.task.ensure_extra().avoids = lease.worker.worker_id
+            lease.task.ensure_extra().avoid_device_or_worker = lease.worker.worker_id
         self._requeue(lease.task, now, after_s)
         self.end_if_overdue(lease.task, now)
 
@@ -157,7 +157,7 @@ class Attempts:
         self._withdraw(lease, why)
         self.lost(lease, why, now)
 
-    def take_back_all(self, worker: Worker, now: float) -> None:
+    def interrupt_all(self, worker: Worker, now: float) -> None:
         """Interrupts the attempts of all leases of a worker whose drain deadline has passed."""
         for lease in sorted(worker.leases.values(), key=lambda x: -x.task.task_id):
             if lease.lease_id in worker.leases:  # else the end of another rank has released it
@@ -169,7 +169,7 @@ class Attempts:
 
     # --- tasks that end without a report -----------------------------------------------------------------------------
 
-    def end(self, task: Task, state: OutcomeState, error: TaskError, now: float) -> None:
+    def settle_without_report(self, task: Task, state: OutcomeState, error: TaskError, now: float) -> None:
         """Settles a task, whether it waits, pauses or is leased."""
         outcome = Outcome(state, now, error=error)
         lease = task.lease
@@ -186,16 +186,16 @@ class Attempts:
         elif task.waiting:
             self._ledger.classes.remove_ended(self._ledger.class_of(task), task)
 
-    def apply_limit(self, task: Task, what: TimeLimit, now: float) -> None:
+    def apply_limit(self, task: Task, limit: TimeLimit, now: float) -> None:
         """Applies a time limit that an unsettled task has passed."""
-        if what is TimeLimit.DEADLINE:
+        if limit is TimeLimit.DEADLINE:
             error = TaskError("DeadlineExceeded", "the deadline passed before the task ended", retryable=False)
-            self.end(task, OutcomeState.EXPIRED, error, now)
-        elif what is TimeLimit.RUN_TIMEOUT:
+            self.settle_without_report(task, OutcomeState.EXPIRED, error, now)
+        elif limit is TimeLimit.RUN_TIMEOUT:
             self._run_timeout(task, now)
         elif self._hold.active(now):
             # A worker that has not reconnected yet may have begun the task in time.
-            self._ledger.expiries.at(self._hold.until_s, task, what)
+            self._ledger.expiries.at(self._hold.until_s, task, limit)
         else:
             self._queue_timeout(task, now)
 
@@ -224,7 +224,7 @@ class Attempts:
             self._ledger.expiries.at(due_s, task, TimeLimit.QUEUE_TIMEOUT)
             return
         error = TaskError("QueueTimeout", "no worker began the task within its queue_timeout", retryable=False)
-        self.end(task, OutcomeState.EXPIRED, error, now)
+        self.settle_without_report(task, OutcomeState.EXPIRED, error, now)
 
     def _run_timeout(self, task: Task, now: float) -> None:
         """Revokes a lease whose worker has not ended the attempt within run_timeout_s + RUN_GRACE_S. Charges the
@@ -246,7 +246,7 @@ class Attempts:
         else:
             self._withdraw(lease, NOT_BEGUN)
             self._ledger.counters.requeued += 1
-            task.ensure_extra().avoids = worker.device_key
+            task.ensure_extra().avoid_device_or_worker = worker.device_key
             self.requeue_uncharged(lease, now, 0.0)
 
     # --- back to the queue -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from multigpu_master.core.model import Lease, Task, Worker
 
 class Commands:
     """The commands of the current event, in the order in which they are executed. The last one, Settled, has all
-    tasks that the event settled. Call `take` at the end of the event.
+    tasks that the event settled. Call `pop_all` at the end of the event.
     """
 
     def __init__(self) -> None:
@@ -18,8 +18,8 @@ class Commands:
     def add(self, command: ev.Command) -> None:
         self._commands.append(command)
 
-    def worker_changed(self, worker: Worker, *, remember: bool = False, gone: bool = False) -> None:
-        self._commands.append(ev.WorkerChanged(worker, remember, gone))
+    def worker_changed(self, worker: Worker, *, save: bool = False, gone: bool = False) -> None:
+        self._commands.append(ev.WorkerChanged(worker, save, gone))
 
     def desire(self, worker: Worker) -> None:
         """Sends the worker, if it is connected, its complete desired state."""
@@ -40,7 +40,7 @@ class Commands:
     def settled(self, tasks: Iterable[Task]) -> None:
         self._settled += tasks
 
-    def take(self) -> list[ev.Command]:
+    def pop_all(self) -> list[ev.Command]:
         commands, self._commands = self._commands, []
         if self._settled:
             commands.append(ev.Settled(self._settled))

@@ -113,7 +113,7 @@ class HeldLease:
     note: str = ""
     checkpoint: bytes = b""
     log: str = ""  # the last lines; empty: unchanged
-    proven: bool = False  # in a hello: a master of this journal granted it to this worker
+    granted_by_this_journal: bool = False  # in a hello: a master of this journal granted it to this worker
 
 
 @dataclass(slots=True)
@@ -391,10 +391,10 @@ class ForwardPartials:
 
 @dataclass(slots=True)
 class WorkerChanged:
-    """A worker's visible state changed. `remember`: the journal must save it. `gone`: the worker was forgotten."""
+    """A worker's visible state changed. `save`: in the journal, too. `gone`: the worker was forgotten."""
 
     worker: Worker
-    remember: bool = False
+    save: bool = False
     gone: bool = False
 
 

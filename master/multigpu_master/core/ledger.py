@@ -131,7 +131,7 @@ class Ledger:
         has to load the model, else None.
         """
         task = lease.task
-        loads = self._fleet.grant(lease.worker, lease, now)
+        loads = self._fleet.add_lease(lease.worker, lease, now)
         queue, size = self.queues[task.spec.queue], len(task.payload)
         queue.queued -= 1
         queue.queued_bytes -= size
@@ -146,7 +146,7 @@ class Ledger:
         """As record_lease, with a lease for each rank of one task."""
         self.record_lease(leases[0], now)
         for lease in leases[1:]:
-            self._fleet.grant(lease.worker, lease, now)
+            self._fleet.add_lease(lease.worker, lease, now)
 
     def release(self, lease: Lease) -> None:
         """Moves a task from leased to queued. The caller then puts it into its class, pauses it or settles it."""
@@ -154,7 +154,7 @@ class Ledger:
         if task.lease is not None and task.lease.log:
             self._keep_log(task)
         if lease.gang is None:
-            self._fleet.release(lease)
+            self._fleet.remove_lease(lease)
         else:
             self._release_gang(lease.gang, lease)
         queue, size = self.queues[task.spec.queue], len(task.payload)
@@ -169,14 +169,14 @@ class Ledger:
         for lease in gang.leases:
             if lease.lease_id not in lease.worker.leases:  # its rank has succeeded
                 continue
-            self._fleet.release(lease)
+            self._fleet.remove_lease(lease)
             if lease is not ended:
                 self._commands.revoke(lease.worker.session, [lease.lease_id], RANK_ENDED.format(rank=ended.rank))
         ended.task.lease = None
 
     def rank_succeeded(self, lease: Lease) -> None:
         """Releases a lease whose rank is not the last to succeed. The caller has removed it from worker.leases."""
-        self._fleet.released(lease.worker, [lease], len(lease.task.payload))
+        self._fleet.subtract_leases(lease.worker, [lease], len(lease.task.payload))
 
     def add_partial(self, task: Task, data: bytes, content_type: str, size: int) -> None:
         """Adds a partial output, which counts as `size` bytes."""
@@ -218,7 +218,7 @@ class Ledger:
             queue.leased_bytes -= size
             if spec.durable:
                 uncommitted_bytes += settled_bytes(task)
-        self._fleet.released(worker, leases, bytes_total)
+        self._fleet.subtract_leases(worker, leases, bytes_total)
         count = len(tasks)
         self.leased -= count
         self.unsettled -= count
@@ -234,7 +234,7 @@ class Ledger:
     def settle(self, task: Task, outcome: Outcome) -> None:
         """Settles a queued task that is in no class, without success."""
         assert task.outcome is None, "a task is settled once"
-        self.uncount(task)
+        self.remove_from_counts(task)
         task.outcome = outcome
         counters = self.counters
         match outcome.state:
@@ -252,7 +252,7 @@ class Ledger:
         else:
             self.ephemeral.keep(task)
 
-    def uncount(self, task: Task) -> None:
+    def remove_from_counts(self, task: Task) -> None:
         """No longer counts a queued task, which must be in no class."""
         assert task.lease is None, "a leased task is released first"
         queue, size = self.queues[task.spec.queue], len(task.payload)
@@ -261,7 +261,7 @@ class Ledger:
         self.unsettled -= 1
         self.unsettled_bytes -= size + (task.extra.partials_bytes if task.extra is not None else 0)
 
-    def committed(self, task: Task) -> None:
+    def forget_committed(self, task: Task) -> None:
         """Forgets a settled task, and no longer counts its outcome as uncommitted."""
         self.uncommitted_bytes -= settled_bytes(task)
         self.forget(task)

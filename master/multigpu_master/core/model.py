@@ -105,9 +105,10 @@ class Extra:
     losses: int = 0  # uncharged losses of its leases: see attempts.py
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed
-    avoids: str = ""  # device_key where it last failed or was not begun, or worker_id that returned a recalled lease
-    broke: tuple[str, ...] = ()  # devices on which the task broke an engine while they were reported as healthy
-    blamed: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
+    # device_key where it last failed or was not begun, or worker_id that returned a recalled lease
+    avoid_device_or_worker: str = ""
+    broke_on_devices: tuple[str, ...] = ()  # where it broke an engine while the device was reported as healthy
+    blamed_devices: tuple[str, ...] = ()  # devices blamed for a failed attempt: each adds one attempt
     log: str = ""  # the last lines that its ended attempts have written
     attempts: tuple[Attempt, ...] = ()  # the last ATTEMPTS_KEPT attempts that have ended
 
@@ -269,7 +270,7 @@ class Worker:
     token_id: str = ""  # of its last session with this master; "": no token, or no such session
     # The session.
     session: int = 0  # 0: lost
-    frame: int = 0  # frames with leases sent in this session
+    frames_sent: int = 0  # frames with leases, in this session
     connect_s: float = 0.0
     heard_s: float = 0.0
     stopping: bool = False  # the worker reports that it is stopping
@@ -277,7 +278,7 @@ class Worker:
     telemetry: Telemetry = field(default_factory=Telemetry)
     health: Health = HEALTHY
     engine: EngineReport = field(default_factory=EngineReport)
-    occupied: int = 0  # slots in which cancelled calls still run
+    occupied_slots: int = 0  # slots in which cancelled calls still run
     # Reasons to grant it no leases.
     cordon: Cordon | None = None
     quarantined: bool = False  # it gets no leases because of its health
@@ -305,7 +306,7 @@ class Worker:
     @property
     def slots(self) -> int:
         """The slots in which leases can begin or run."""
-        return max(0, self.info.slots - self.occupied)
+        return max(0, self.info.slots - self.occupied_slots)
 
     @property
     def resident_models(self) -> tuple[str, ...]:

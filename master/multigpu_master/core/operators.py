@@ -24,13 +24,13 @@ class Operators:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, event: ev.RegisterWorker, now: float) -> None:
-        gone = self._fleet.make_place_for(event.info.worker_id)
+        gone = self._fleet.evict_lost_worker_for(event.info.worker_id)
         if gone is not None:
-            self._commands.worker_changed(gone, remember=True, gone=True)
+            self._commands.worker_changed(gone, save=True, gone=True)
         worker = self._fleet.register(event.info)
         worker.cordon = Cordon(event.cordon_reason) if event.cordoned else None
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
-        worker.residency.pins = dict.fromkeys(event.pins)
+        worker.residency.operator_pins = dict.fromkeys(event.pins)
         worker.heard_s = now
         if event.expected:
             self._hold.expect(worker.worker_id)
@@ -55,7 +55,7 @@ class Operators:
         def end(now: float) -> None:
             # A later drain or uncordon may have replaced this drain.
             if worker.draining and worker.drain_deadline_s == deadline_s:
-                self._attempts.take_back_all(worker, now)
+                self._attempts.interrupt_all(worker, now)
 
         if deadline_s is not None:
             self._timers.at(deadline_s, end)
@@ -66,11 +66,11 @@ class Operators:
         assert not worker.session, "a connected worker is not forgotten"
         self._fleet.forget(worker)
         self._hold.arrived(event.worker_id, now)
-        self._commands.worker_changed(worker, remember=True, gone=True)
+        self._commands.worker_changed(worker, save=True, gone=True)
 
     def _changed(self, worker: Worker) -> None:
         self._fleet.members_changed(worker)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Operators:
     def _models_changed(self, worker: Worker) -> None:
         self._fleet.models_changed(worker)
         self._commands.desire(worker)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     # --- rules -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ class IdRange:
         self.end = first_id - first_id % EPOCH_IDS + EPOCH_IDS
         self.renew_at = (first_id + self.end) // 2  # request the next range at this id
 
-    def take(self) -> int:
+    def issue(self) -> int:
         """Returns an id that was never issued. Requires next_id < end."""
         self.next_id += 1
         return self.next_id - 1

@@ -82,19 +82,19 @@ class Core:
             ev.RegisterWorker: operators.register, ev.Cordon: operators.cordon, ev.Uncordon: operators.uncordon,
             ev.Drain: operators.drain, ev.Forget: operators.forget,
             ev.LoadModel: operators.load_model, ev.UnloadModel: operators.unload_model,
-            ev.CheckDevice: self.quarantine.check,
-            ev.RestoreBreaker: self.quarantine.restore, ev.ResetBreaker: self.quarantine.reset,
+            ev.CheckDevice: self.quarantine.request_check,
+            ev.RestoreBreaker: self.quarantine.restore_breaker, ev.ResetBreaker: self.quarantine.reset_breaker,
             ev.SetStrategy: operators.set_strategy, ev.ConfigureQueue: operators.configure_queue,
         }  # fmt: skip
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Handles one event and returns the commands to execute. `now`: seconds since 1970, never decreasing."""
         self.timers.fire(now)
-        for task, what in self.ledger.expiries.due(now):
-            self._attempts.apply_limit(task, what, now)
+        for task, limit in self.ledger.expiries.due(now):
+            self._attempts.apply_limit(task, limit, now)
         self._handlers[type(event)](event, now)
         self._dispatcher.run(now)
-        commands = self._commands.take()
+        commands = self._commands.pop_all()
         if self.ids.next_id >= self.ids.renew_at:
             self.ids.requested()
             commands.append(ev.RenewIds())
@@ -152,7 +152,7 @@ class Core:
                 results.append(why_not)
                 continue
             dead_letter_id = task.task_id  # a requeued dead letter keeps its id; 0: a new task
-            task.task_id = dead_letter_id or ids.take()
+            task.task_id = dead_letter_id or ids.issue()
             task.submit_s = now
             task.streams = streams
             if resource_class is None or task.partition_key != key:
@@ -193,7 +193,7 @@ class Core:
         error_type = WITHDRAWN if event.withdrawn else "Cancelled"
         error = TaskError(error_type, event.reason or "cancelled by the client", retryable=False)
         for task in unsettled:
-            self._attempts.end(task, OutcomeState.CANCELLED, error, now)
+            self._attempts.settle_without_report(task, OutcomeState.CANCELLED, error, now)
         self._commands.add(ev.Cancelled(unsettled))
 
     # --- the journal -------------------------------------------------------------------------------------------------
@@ -210,8 +210,8 @@ class Core:
         for task in event.tasks:
             assert 0 < task.task_id < self.ids.next_id, "a recovered task must have an id below the new ids"
             ledger.enter(task, ledger.class_of(task))
-        for task, what in self.ledger.expiries.due(now):  # time limits that passed while no master ran
-            self._attempts.apply_limit(task, what, now)
+        for task, limit in self.ledger.expiries.due(now):  # time limits that passed while no master ran
+            self._attempts.apply_limit(task, limit, now)
 
     def _submit_failed(self, event: ev.SubmitFailed, now: float) -> None:
         ledger = self.ledger
@@ -219,14 +219,14 @@ class Core:
             ledger.forget(task)
             if task.outcome is None:
                 self._attempts.detach(task, "the master could not write the task to its journal")
-                ledger.uncount(task)
+                ledger.remove_from_counts(task)
                 ledger.counters.unwritten += 1
                 task.task_id = 0
 
     def _committed(self, event: ev.SettlesCommitted, now: float) -> None:
         for task in event.tasks:
             assert task.outcome is not None, "a committed task must have an outcome"
-            self.ledger.committed(task)
+            self.ledger.forget_committed(task)
 
 
 def _may_reuse_request_id(outcome: Outcome | None, spec: Spec) -> bool:

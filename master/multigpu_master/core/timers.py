@@ -67,8 +67,8 @@ class Expiries:
         self._old: list[Expiry] = []
         self._sweep_at = SWEEP_MIN
 
-    def at(self, when_s: float, task: Task, what: TimeLimit) -> None:
-        heappush(self._heap, (when_s, task.task_id, what))
+    def at(self, when_s: float, task: Task, limit: TimeLimit) -> None:
+        heappush(self._heap, (when_s, task.task_id, limit))
         old = self._old
         if not old:
             if len(self._heap) > self._sweep_at:

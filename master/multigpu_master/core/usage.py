@@ -1,4 +1,4 @@
-"""Sums by spec the device time and energy that tasks have used. `take` returns the sums, for the journal."""
+"""Sums by spec the device time and energy that tasks have used. `pop_sums` returns the sums, for the journal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Usage:
             used = self._by_spec[spec] = Used()
         return used
 
-    def take(self) -> dict[Spec, Used]:
+    def pop_sums(self) -> dict[Spec, Used]:
         """Returns the sums since the last call, by spec."""
-        taken, self._by_spec = self._by_spec, {}
-        return taken
+        sums, self._by_spec = self._by_spec, {}
+        return sums

@@ -60,7 +60,7 @@ class UsageLog:
         if begin_s != self._interval_s:
             self._interval_s, self._keys = begin_s, set()
         sums: dict[UsageKey, Used] = {}
-        for spec, used in self._usage.take().items():
+        for spec, used in self._usage.pop_sums().items():
             key = UsageKey(spec.queue, spec.submitter, spec.kind, spec.model)
             kept = _kept(key, self._keys)
             self._keys.add(kept)

@@ -59,19 +59,26 @@ def fill_leases(
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:
-    """Returns the leases of an earlier session that a worker claims; `proven` if the lease's proof is right."""
+    """Returns the leases of an earlier session that a worker claims. `granted_by_this_journal` is True where the
+    lease's proof is right.
+    """
     columns = [x.lease_id for x in m.leases], [x.task_id for x in m.leases], [x.attempt for x in m.leases]
-    return [held_lease(x, proven=x.proof == p) for x, p in zip(m.leases, proofs.of(m.worker_id, *columns), strict=True)]
+    return [
+        held_lease(x, granted_by_this_journal=x.proof == p)
+        for x, p in zip(m.leases, proofs.of(m.worker_id, *columns), strict=True)
+    ]
 
 
-def held_lease(m: worker_service_pb2.HeldLease, *, proven: bool = False) -> ev.HeldLease:
+def held_lease(m: worker_service_pb2.HeldLease, *, granted_by_this_journal: bool = False) -> ev.HeldLease:
     """Converts a lease that a worker holds. Limits or drops values that are out of range."""
     p = m.progress
     attempt = min(max(m.attempt, 1), ATTEMPTS_MAX)
     fraction = p.fraction if 0.0 <= p.fraction <= 1.0 else 0.0
     note = p.note[:NOTE_CHARS_MAX]
     log = m.log[-LOG_CHARS_MAX:]
-    return ev.HeldLease(m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, note, _checkpoint(m), log, proven)
+    return ev.HeldLease(
+        m.lease_id, m.task_id, attempt, m.running, fraction, p.steps, note, _checkpoint(m), log, granted_by_this_journal
+    )
 
 
 def partial_outputs(messages: Iterable[worker_service_pb2.PartialOutput]) -> list[ev.PartialOutput]:

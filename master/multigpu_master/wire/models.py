@@ -109,5 +109,5 @@ def resident_message(resident: Resident) -> model_pb2.ModelResidency:
 
 def fill_desired(desired: worker_service_pb2.DesiredState, worker: Worker) -> None:
     """Fills in the models that a worker must keep loaded, and those that it must unload."""
-    desired.pinned_models.extend(worker.residency.pinned())
+    desired.pinned_models.extend(worker.residency.operator_pinned_ids())
     desired.unwanted_models.extend(worker.residency.unwanted)

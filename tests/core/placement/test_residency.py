@@ -53,7 +53,7 @@ class Models(Stage):
         worker = self.core.fleet.workers[name]
         residents = tuple(Resident(model=x, memory_bytes=400) if isinstance(x, str) else x for x in loaded)
         held = [ev.HeldLease(x.lease_id, x.task.task_id, x.attempt) for x in worker.leases.values()]
-        beat = ev.Heartbeat(worker.session, held, worker.frame, Telemetry(), residents, catalog=catalog)
+        beat = ev.Heartbeat(worker.session, held, worker.frames_sent, Telemetry(), residents, catalog=catalog)
         return self.handle(beat, after_s)
 
     def ask(self, name: str, **more: Any) -> Task:
@@ -186,9 +186,9 @@ def test_a_worker_that_has_rested_is_reserved_for_the_model_that_has_asked_longe
     stage.ask("quick")  # it asks later, and is checked much more often
     for _ in range(60):
         stage.says("a", "b", after_s=0.1)
-        if room_for := stage.core.fleet.workers["w"].residency.room_for:
+        if reserved_model := stage.core.fleet.workers["w"].residency.reserved_model:
             break
-    assert room_for == "c"
+    assert reserved_model == "c"
 
 
 def test_a_reservation_spares_pinned_and_more_important_models(stage: Models) -> None:
@@ -217,14 +217,14 @@ def test_a_reservation_ends_with_the_tasks_that_waited(stage: Models) -> None:
     for _ in range(3):
         stage.handle(ev.Tick(), 1.5)
     residency = stage.core.fleet.workers["w"].residency
-    assert residency.room_for == "c"
+    assert residency.reserved_model == "c"
     assert list(residency.retiring) == ["a"], "the least recently used"
     blocked = stage.ask("a")
     assert blocked.lease is None
     assert "makes room there for a model that has waited longer" in stage.why(blocked)
     stage.handle(ev.Cancel([waits]))
     stage.handle(ev.Tick(), 5.0)
-    assert not residency.room_for
+    assert not residency.reserved_model
     assert blocked.lease is not None
 
 
@@ -250,24 +250,24 @@ def test_a_model_loaded_by_an_operator_is_wanted_by_every_session_and_every_mast
     stage.offer(models=(model("a", version="2", current=True), model("a", version="1")))
     stage.handle(ev.LoadModel("w", "a"))
     worker = stage.core.fleet.workers["w"]
-    assert list(worker.residency.pinned()) == ["a:2"]
+    assert list(worker.residency.operator_pinned_ids()) == ["a:2"]
     catalog = ev.Catalog(worker.info.capabilities, (model("a", version="3", current=True),))
     commands = stage.says(catalog=catalog)
-    assert list(worker.residency.pinned()) == ["a:3"], "the name stands for the current version"
+    assert list(worker.residency.operator_pinned_ids()) == ["a:3"], "the name stands for the current version"
     assert any(isinstance(c, ev.Desire) for c in commands)
     kept = settings.worker_setting(worker)
     core = Core(load_strategies(), Limits(), 1, lambda: 0.0)
     settings_kept = {k: v for k, v in kept.items() if v is not None}
     assert settings.restore(lambda event: core.handle(event, stage.now), core.ledger.strategies, settings_kept) == 1
     restored = core.fleet.workers["w"]
-    assert list(restored.residency.pins) == ["a"]
+    assert list(restored.residency.operator_pins) == ["a"]
     commands = core.handle(ev.Hello(7, worker.info), stage.now)
     desired = worker_service_pb2.DesiredState()
     wire_models.fill_desired(desired, restored)
     assert list(desired.pinned_models) == ["a:3"]
     assert any(isinstance(c, ev.Desire) for c in commands)
     stage.handle(ev.UnloadModel("w", "a"))
-    assert not worker.residency.pins
+    assert not worker.residency.operator_pins
 
 
 def test_a_setting_with_damaged_pins_is_rejected(stage: Models) -> None:

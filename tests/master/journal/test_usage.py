@@ -117,5 +117,5 @@ def test_the_device_time_of_a_report_is_shared_by_units() -> None:
     one, two = Spec(kind="one"), Spec(kind="two")
     usage.succeeded([Task(one, "", b"", units=1), Task(one, "", b"", units=2), Task(two, "", b"", units=5)], 8.0)
     usage.failed([Task(two, "", b"")], 4.0)
-    assert usage.take() == {one: Used(2, device_s=3.0), two: Used(1, 1, device_s=9.0)}
-    assert usage.take() == {}
+    assert usage.pop_sums() == {one: Used(2, device_s=3.0), two: Used(1, 1, device_s=9.0)}
+    assert usage.pop_sums() == {}

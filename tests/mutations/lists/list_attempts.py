@@ -53,8 +53,8 @@ ATTEMPTS = (
     ),
     attempts(
         "a deadline is no end",
-        "if what is TimeLimit.DEADLINE:\n",
-        "if what is TimeLimit.DEADLINE and task.lease is None:\n",
+        "if limit is TimeLimit.DEADLINE:\n",
+        "if limit is TimeLimit.DEADLINE and task.lease is None:\n",
     ),
     attempts("queue timeouts while workers are awaited", "elif self._hold.active(now)", "elif False", seeds=5000),
     attempts("queue timeout ignored", "        else:\n            self._queue_timeout(task, now)\n"),
@@ -70,13 +70,15 @@ ATTEMPTS = (
     attempts("queue_timeout leaves no time to report the start", "if lease is not None and now < due_s:"),
     attempts("a lease that is not begun stays", "            self._withdraw(lease, NOT_BEGUN)", "            return"),
     attempts_story(
-        "a task is granted again to the worker that did not start it", "task.ensure_extra().avoids = worker.device_key"
+        "a task is granted again to the worker that did not start it",
+        "task.ensure_extra().avoid_device_or_worker = worker.device_key",
     ),
     attempts_story(
         "a model's loading counts as not begun", "if not lease.running and worker.residency.loading(lease.model):"
     ),
     attempts_story(
-        "a recalled lease is granted to the same worker", "lease.task.ensure_extra().avoids = lease.worker.worker_id"
+        "a recalled lease is granted to the same worker",
+        "lease.task.ensure_extra().avoid_device_or_worker = lease.worker.worker_id",
     ),
     attempts("run timeout counts from the grant", "since_s = lease.run_s if lease.running else", "since_s ="),
     attempts("P7: run timeout looks once", "self._ledger.expiries.at(due_s, task, TimeLimit.RUN_TIMEOUT)"),

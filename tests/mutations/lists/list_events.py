@@ -15,8 +15,8 @@ EVENTS = (
     scheduler("timers never fire", "self.timers.fire(now)"),
     scheduler(
         "deadlines ignored",
-        "        for task, what in self.ledger.expiries.due(now):\n"
-        "            self._attempts.apply_limit(task, what, now)\n"
+        "        for task, limit in self.ledger.expiries.due(now):\n"
+        "            self._attempts.apply_limit(task, limit, now)\n"
         "        self._handlers",
         "        self._handlers",
     ),
@@ -38,7 +38,7 @@ EVENTS = (
         "P10: queues grow without end", "reason or full_rejection(ledger, ids, queue, len(task.payload))", "reason"
     ),
     scheduler("rejections ignored", "why_not = reason or", "why_not ="),
-    scheduler("cancel lost", "self._attempts.end(task, OutcomeState.CANCELLED, error, now)"),
+    scheduler("cancel lost", "self._attempts.settle_without_report(task, OutcomeState.CANCELLED, error, now)"),
     scheduler(
         "settled tasks are cancelled",
         "for t in dict.fromkeys(event.tasks) if t.outcome is None]",
@@ -49,7 +49,7 @@ EVENTS = (
         "a failed submit stays in its class",
         'self._attempts.detach(task, "the master could not write the task to its journal")',
     ),
-    scheduler("a failed submit keeps its place in the accounts", "ledger.uncount(task)"),
+    scheduler("a failed submit keeps its place in the accounts", "ledger.remove_from_counts(task)"),
     scheduler("P1: a task is acknowledged that the journal could not write", "task.task_id = 0"),
     scheduler(
         "a restarted master does not wait for workers",
@@ -59,7 +59,7 @@ EVENTS = (
     scheduler(
         "the wait after a restart has no end of its own", "self.timers.at(event.hold_until_s, lambda _now: None)"
     ),
-    scheduler("P10: outcomes on the disk are not forgotten", "self.ledger.committed(task)"),
+    scheduler("P10: outcomes on the disk are not forgotten", "self.ledger.forget_committed(task)"),
     admission("a passed deadline is taken", "None and spec.deadline_s <= now", "None and spec.deadline_s < now - 1.0"),
     admission(
         "wait_for_worker ignored",
@@ -129,12 +129,12 @@ EVENTS = (
     operators(
         "a forgotten worker comes back",
         "        self._hold.arrived(event.worker_id, now)\n"
-        "        self._commands.worker_changed(worker, remember=True, gone=True)\n",
+        "        self._commands.worker_changed(worker, save=True, gone=True)\n",
         "        self._hold.arrived(event.worker_id, now)\n",
     ),
     operators(
         "a changed worker is not remembered",
-        "members_changed(worker)\n        self._commands.worker_changed(worker, remember=True)\n",
+        "members_changed(worker)\n        self._commands.worker_changed(worker, save=True)\n",
         "members_changed(worker)\n        self._commands.worker_changed(worker)\n",
     ),
     operators("an uncordon does not fill the worker", "self._fleet.members_changed(worker)"),

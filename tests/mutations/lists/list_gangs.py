@@ -22,7 +22,7 @@ admission = partial(Mutation, module=f"{CORE}.admission", checker="gangs")
 GANGS = (
     gangs(
         "a gang begins beside other tasks of its workers",
-        "return not (worker.leases or worker.occupied) and short",
+        "return not (worker.leases or worker.occupied_slots) and short",
         "return short",
     ),
     gangs(
@@ -44,7 +44,7 @@ GANGS = (
     ),
     gangs(
         "workers without memory are reserved",
-        " if worker.leases or worker.occupied or worker in idle or worker in mine]",
+        " if worker.leases or worker.occupied_slots or worker in idle or worker in mine]",
         "]",
     ),
     gangs(
@@ -52,13 +52,13 @@ GANGS = (
     ),
     gangs(
         "an elastic gang begins with the fewest",
-        "chosen(idle, min(len(idle), shape.world_size), shape)",
-        "chosen(idle, shape.world_size_min, shape)",
+        "choose_workers(idle, min(len(idle), shape.world_size), shape)",
+        "choose_workers(idle, shape.world_size_min, shape)",
     ),
     gangs(
         "an elastic gang takes more than it may",
-        "chosen(idle, min(len(idle), shape.world_size), shape)",
-        "chosen(idle, 99, shape)",
+        "choose_workers(idle, min(len(idle), shape.world_size), shape)",
+        "choose_workers(idle, 99, shape)",
     ),
     gangs(
         "an elastic gang reserves the most that it may",
@@ -88,7 +88,7 @@ GANGS = (
         "            pass",
     ),
     attempts(
-        "only_too_small is charged",
+        "a gang that grows is charged",
         "        self.requeue_uncharged(lease, now, 0.0)\n\n    @static",
         "        self._requeue(lease.task, now, 0.0)\n\n    @static",
     ),
@@ -152,8 +152,8 @@ GANGS = (
     ),
     gangs(
         "other tasks stay blocked after a reservation",
-        "        self._ledger.classes.unblock_all()\n\n    def _free",
-        "\n    def _free",
+        "        self._ledger.classes.unblock_all()\n\n    def _end_worker_reservation",
+        "\n    def _end_worker_reservation",
         checker="gangs in seeds",
         seeds=20_000,
     ),
@@ -162,7 +162,9 @@ GANGS = (
         " or w.leases_limit is not None])",
         "])",
     ),
-    dispatch("a gang waits while all workers are reserved", "while (open_ or gangs.ready) and", "while open_ and"),
+    dispatch(
+        "a gang waits while all workers are reserved", "while (with_room or gangs.ready) and", "while with_room and"
+    ),
     dispatch(
         "a gang gets ids that were not begun",
         "enough_ids = self._ids.end - self._ids.next_id >= backlog.shape.world_size",
@@ -172,8 +174,8 @@ GANGS = (
     ),
     ledger(
         "a rank that ends leaves the others behind",
-        "            self._fleet.release(lease)\n            if lease is not ended:",
-        "            if lease is ended:\n                self._fleet.release(lease)\n            if False:",
+        "            self._fleet.remove_lease(lease)\n            if lease is not ended:",
+        "            if lease is ended:\n                self._fleet.remove_lease(lease)\n            if False:",
     ),
     ledger(
         "the other ranks are not told",
@@ -190,7 +192,7 @@ GANGS = (
     ),
     ledger(
         "ranks but the first are not granted",
-        "        for lease in leases[1:]:\n            self._fleet.grant(lease.worker, lease, now)\n",
+        "        for lease in leases[1:]:\n            self._fleet.add_lease(lease.worker, lease, now)\n",
     ),
     fleet("the worker of a rank stays closed", "            worker.leases_limit = None\n"),
     fleet(

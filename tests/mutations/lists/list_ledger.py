@@ -52,7 +52,7 @@ LEDGER = (
     fleet("P2: reports of a session that is over count", "self.sessions.pop(worker.session, None)"),
     fleet("a lost worker keeps its models", "worker.residency.lost()"),
     fleet("a worker that left is believed to be leaving", "worker.stopping = False"),
-    fleet("a new session goes on with the old one's frames", "worker.frame = 0"),
+    fleet("a new session goes on with the old one's frames", "worker.frames_sent = 0"),
     model(
         "P10: a worker holds one lease more than it may",
         "if held < self.pace.leases_max:",

@@ -19,9 +19,11 @@ recall_story = partial(recall, checker="pytest")
 PLACEMENT = (
     scheduler("dispatch while the fleet is awaited", "not self.hold.active(now) and", ""),
     scheduler("P10: dispatch while the journal can't follow", "not self.ledger.clogged() and", ""),
-    dispatch("frames don't count up", "worker.frame += 1"),
+    dispatch("frames don't count up", "worker.frames_sent += 1"),
     dispatch(
-        "a lease names the frame before its own", "now, worker.frame + 1, cost_s)\n", "now, worker.frame, cost_s)\n"
+        "a lease names the frame before its own",
+        "now, worker.frames_sent + 1, cost_s)\n",
+        "now, worker.frames_sent, cost_s)\n",
     ),
     dispatch("P4: attempts are not counted", "            task.attempts += 1\n"),
     dispatch("blocked backlogs wait for changes of members", "elif classes.blocked:\n", "elif False:\n"),
@@ -38,17 +40,18 @@ PLACEMENT = (
     dispatch_story(
         "a task goes back to where it failed",
         "        if not is_one_of(worker, avoided):\n",
-        "        if not extra.broke or not is_one_of(worker, avoided):\n",
+        "        if not extra.broke_on_devices or not is_one_of(worker, avoided):\n",
     ),
     dispatch_story(
         "a retry loads its model anywhere",
-        "        if other"
-        " and (extra.broke or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)):\n",
+        "        if other and (\n"
+        "            extra.broke_on_devices or"
+        " backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)\n        ):\n",
         "        if other:\n",
     ),
     dispatch(
         "a worker that loads a model is not looked at again",
-        "                self._candidates.clear()\n                classes.unblock_all(only_too_small=True)",
+        "                self._candidates.clear()\n                classes.unblock_all(only_too_few_tasks=True)",
         "                self._candidates.clear()",
         seeds=20000,
     ),
@@ -101,9 +104,9 @@ PLACEMENT = (
     classes(
         "paused queues dispatch",
         "            if not resource_class.queue.paused:\n"
-        "                self._offer(resource_class)\n"
+        "                self._join_backlog(resource_class)\n"
         "            return\n",
-        "            self._offer(resource_class)\n            return\n",
+        "            self._join_backlog(resource_class)\n            return\n",
     ),
     classes(
         "a queue that is paused goes on",
@@ -134,7 +137,7 @@ PLACEMENT = (
         "        self._forget_blocker(backlog)\n",
     ),
     classes("a blocked backlog is ready", "        self.ready.remove(backlog)\n        blocker", "        blocker"),
-    classes("a only_too_small backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
+    classes("a growing backlog stays blocked", "        if backlog.too_few_tasks and", "        if False and"),
     classes("an item that moved keeps its place", "if item.ticket == ticket:", "if True:"),
     classes("tasks that ended are dispatched", "            if tasks[0].waiting:", "            if True:"),
     classes("an ending task stays the first", "if self.tasks[0] is ending:"),
@@ -185,6 +188,10 @@ PLACEMENT = (
         "            del self._checked[worker]\n",
         "            pass\n",
     ),
-    recall_story("leases of paused queues are recalled", "return not (queue.paused or ", "return not ("),
+    recall_story(
+        "leases of paused queues are recalled",
+        "queue.paused or ledger.strategy_of(queue).pinned or",
+        "ledger.strategy_of(queue).pinned or",
+    ),
     recall_story("one free worker gets all recalled leases", "len(waiting) // (len(free) + 1)\n", "len(waiting)\n"),
 )

@@ -40,8 +40,8 @@ QUARANTINE = (
     quarantine("the breaker never trips", "        if count <= most:", "        if count <= most or count:"),
     quarantine(
         "the breaker holds back what can't run anything",
-        "(self._admitted(worker, now) or worker.health.unusable)",
-        "self._admitted(worker, now)",
+        "(self._count_and_admit(worker, now) or worker.health.unusable)",
+        "self._count_and_admit(worker, now)",
     ),
     quarantine("the breaker forgets nothing", "if at_s > now - self.window_s}", "if at_s}"),
     quarantine(
@@ -59,16 +59,16 @@ QUARANTINE = (
         "            self._condemn(key, now)\n            return True\n",
         "            self._condemn(key, now)\n            return False\n",
     ),
-    quarantine("a device is counted twice", "if device in extra.broke or device in extra.blamed:"),
+    quarantine("a device is counted twice", "if device in extra.broke_on_devices or device in extra.blamed_devices:"),
     quarantine(
         "failures of a poison task count against devices",
         "            kept = {i: m for i, m in marks.items() if m[1] != key}\n",
         "            kept = dict(marks)\n",
     ),
-    quarantine("a suspected device costs an attempt", "(device,)  # the device stays", "()  # the device stays"),
+    quarantine("a suspected device costs an attempt", "(device,)  # it stays", "()  # it stays"),
     quarantine(
         "a sick device is not to blame",
-        "        if not worker.health.fit:\n            extra.blamed += (device,)\n            return False\n",
+        "        if not worker.health.fit:\n            extra.blamed_devices += (device,)\n            return False\n",
     ),
     quarantine(
         "a device is suspected without another to compare",

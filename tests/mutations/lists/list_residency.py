@@ -17,7 +17,7 @@ RESIDENCY = (
         "no pause between loads", "if idle or not (self.resting or self.loading_since_s):\n            return", "return"
     ),
     residency("the pause between loads is halved", "now + took_s", "now + took_s / 2"),
-    residency("models to be unloaded are not tracked", "self.going[other] = model", seeds=1000),
+    residency("models to be unloaded are not tracked", "self.loads_instead[other] = model", seeds=1000),
     residency(
         "ended leases stay in use",
         "del self.lease_counts[model]\n            self.invalidate()\n",
@@ -32,8 +32,8 @@ RESIDENCY = (
     ),
     pytest_reservations(
         "models that retire go on taking leases",
-        "self.room_for, self.retiring = model, dict.fromkeys(retiring)",
-        "self.room_for, self.retiring = model, {}",
+        "self.reserved_model, self.retiring = model, dict.fromkeys(retiring)",
+        "self.reserved_model, self.retiring = model, {}",
         module="multigpu_master.core.workers.residency",
     ),
     reservations("a reservation is for ever", "worker.residency.end_reservation()"),
@@ -43,7 +43,9 @@ RESIDENCY = (
         "\n        self._timers",
     ),
     reservations(
-        "a worker is reserved without a rest", "residency.room_for or residency.resting or", "residency.room_for or"
+        "a worker is reserved without a rest",
+        "residency.reserved_model or residency.resting or",
+        "residency.reserved_model or",
     ),
     pytest_reservations("a rest is never over", "worker.residency.resting = False"),
     pytest_reservations("pinned models make room", "m not in pinned and m not in important", "m not in important"),

@@ -51,7 +51,7 @@ SESSIONS = (
     sessions("one worker back is enough", "if not self._expected:", "if True:", module="multigpu_master.core.restart"),
     sessions(
         "a new worker is not remembered",
-        "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker, remember=True)\n",
+        "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker, save=True)\n",
         "hold.arrived(worker.worker_id, now)\n        commands.worker_changed(worker)\n",
     ),
     sessions("P4: a task that kills its workers is never charged", "lease.running = held.running"),
@@ -62,7 +62,9 @@ SESSIONS = (
     sessions("a stopping worker gets work", "worker.stopping = event.stopping"),
     sessions("a stopping worker keeps its keys", "fleet.members_changed(worker)"),
     sessions("loading for ever", "fleet.became_idle(worker)"),
-    sessions("a heartbeat leaves the score as it was", "fleet.room_changed(worker)\n", "fleet.freed[worker] = None\n"),
+    sessions(
+        "a heartbeat leaves the score as it was", "fleet.room_changed(worker)\n", "fleet.maybe_freed[worker] = None\n"
+    ),
     sessions("a heartbeat frees nothing", "        fleet.room_changed(worker)\n", "        fleet.touch(worker)\n"),
     sessions("revoke not sent to a heartbeat", "self._commands.revoke(event.session, unknown, STALE)", seeds=5000),
     sessions_story(
@@ -95,7 +97,9 @@ SESSIONS = (
         "stale reports free nothing", "fleet.room_changed(worker)  # its", "fleet.touch(worker)  # its", seeds=5000
     ),
     sessions(
-        "reports leave the score as it was", "fleet.room_changed(worker)  # its", "fleet.freed[worker] = None  # its"
+        "reports leave the score as it was",
+        "fleet.room_changed(worker)  # its",
+        "fleet.maybe_freed[worker] = None  # its",
     ),
     sessions(
         "P10: partial outputs without end",

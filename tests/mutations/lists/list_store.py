@@ -39,7 +39,7 @@ IDS = (
     ),
     Mutation(
         "P2: a worker takes any task whose id it guesses, and its result counts",
-        "h.proven and ",
+        "h.granted_by_this_journal and ",
         "",
         module="multigpu_master.core.workers.sessions",
     ),

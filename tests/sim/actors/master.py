@@ -223,7 +223,7 @@ class Master:
             case ev.Settled():
                 self._settled(command.tasks)
             case ev.WorkerChanged():
-                if command.remember:
+                if command.save:
                     setting = settings.worker_setting(command.worker)
                     self.write_buffer.remember(dict.fromkeys(setting) if command.gone else setting)
             case ev.RenewIds():

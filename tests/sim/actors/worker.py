@@ -249,15 +249,23 @@ class SimWorker:
 
     def _listed(self, *, hello: bool) -> list[ev.HeldLease]:
         listed = [
-            ev.HeldLease(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.running, checkpoint=h.checkpoint
-            or b"", proven=hello and self._proven(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.proof))
+            ev.HeldLease(
+                h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.running, checkpoint=h.checkpoint or b"",
+                granted_by_this_journal=(
+                    hello and self._proven(h.lease.lease_id, h.lease.task_id, h.lease.attempt, h.lease.proof)
+                ),
+            )
             for h in self.held.held(hello=hello)
         ]  # fmt: skip
         if hello:
-            check(all(h.proven for h in listed), "%s cannot prove a lease that it was granted", self.info.worker_id)
+            check(
+                all(h.granted_by_this_journal for h in listed),
+                "%s cannot prove a lease that it was granted",
+                self.info.worker_id,
+            )
             own = {h.lease_id for h in listed}
             claims = [claim for claim in self.claims if claim[0] not in own]
-            listed += [ev.HeldLease(*claim[:3], proven=self._proven(*claim)) for claim in claims]
+            listed += [ev.HeldLease(*claim[:3], granted_by_this_journal=self._proven(*claim)) for claim in claims]
             self.world.coverage["worker: claims in hello"] += len(claims)
         return listed
 

@@ -152,7 +152,9 @@ class Inputs:
             if known != self._reported[session]:
                 raise ViolationError(f"{worker.worker_id} said {self._reported[session]}, known is {known}")
             for lease in worker.leases.values():
-                check(lease.frame <= worker.frame, "lease %s came in a frame that was not sent yet", lease.lease_id)
+                check(
+                    lease.frame <= worker.frames_sent, "lease %s came in a frame that was not sent yet", lease.lease_id
+                )
                 key = lease.task.spec.kind, lease.task.spec.model
                 self._loading.setdefault(worker, {})[key] = None
             extra = [key for key in worker.residency.granted_without_id if key not in self._loading.get(worker, {})]

@@ -34,7 +34,7 @@ class Notices:
                 self._desired[command.session] = command.draining, command.drain_deadline_s
             elif isinstance(command, ev.WorkerChanged) and command.gone:
                 self._remembered.pop(command.worker.worker_id, None)
-            elif isinstance(command, ev.WorkerChanged) and command.remember:
+            elif isinstance(command, ev.WorkerChanged) and command.save:
                 remember[command.worker] = None
         for worker in remember:
             self._remembered[worker.worker_id] = _to_remember(worker)
@@ -114,6 +114,6 @@ class Notices:
 
 
 def _to_remember(worker: Worker) -> tuple[object, ...]:
-    pins = tuple(worker.residency.pins)
+    pins = tuple(worker.residency.operator_pins)
     reason = worker.cordon.reason if worker.cordon is not None else None
     return worker.info, reason, bool(worker.session), pins

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Shape, Task, Worker, partition_of, shape_of
-from multigpu_master.core.placement.obstacles import obstacles, obstructed
+from multigpu_master.core.placement.obstacles import excluded_now, obstacles
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.scheduler import Core
 from multigpu_master.core.strategy import Strategy
@@ -33,7 +33,7 @@ class Placement:
             check(list(found) == able, "cached eligible workers of %s are wrong", shape)
         for worker in fleet.workers.values():
             has_room = worker.accepting and not worker.full
-            known = (worker in fleet.with_room) == has_room or (has_room and worker in self._core.fleet.freed)
+            known = (worker in fleet.with_room) == has_room or (has_room and worker in self._core.fleet.maybe_freed)
             check(known, "%s has room: %s; the cache of open workers differs", worker.worker_id, has_room)
         for shape, count in fleet._resident.items():
             able = [w for w in fleet.workers.values() if fleet.unfit(w, shape) is None]
@@ -68,8 +68,8 @@ class Placement:
         mine = gangs.reserved_for(strategy, shape)
         able = [w for w in core.fleet.workers.values() if core.fleet.unfit(w, shape) is None]
         free = [w for w in able if w in mine or w.leases_limit is None]
-        free = [w for w in free if w.accepting and not obstructed(core.fleet, strategy, shape, w)]
-        idle = {w.device_key for w in free if not (w.leases or w.occupied)}
+        free = [w for w in free if w.accepting and not excluded_now(core.fleet, strategy, shape, w)]
+        idle = {w.device_key for w in free if not (w.leases or w.occupied_slots)}
         check(len(idle) < shape.world_size_min, "task %s waits, though %s workers are idle", task.task_id, len(idle))
         reserved = [w for w in core.fleet.workers.values() if w.leases_limit is not None]
         for worker in reserved:

@@ -65,7 +65,7 @@ class Windows:
             lease.running
             or lease.gang is not None
             or (lease.worker.session, lease.lease_id) in self._recalled
-            or (task.extra is not None and task.extra.broke)
+            or (task.extra is not None and task.extra.broke_on_devices)
         ):
             return False
         queue = core.ledger.queues[task.spec.queue]

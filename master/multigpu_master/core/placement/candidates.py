@@ -3,7 +3,7 @@
 from heapq import heappop, heappush
 
 from multigpu_master.core.model import Worker
-from multigpu_master.core.placement.obstacles import is_one_of, obstructed, short_of_memory
+from multigpu_master.core.placement.obstacles import excluded_now, is_one_of, short_of_memory
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.workers.fleet import Fleet
 
@@ -79,12 +79,12 @@ class Candidates:
         return score, worker.last_dispatch, worker.worker_id, worker.version, worker, obstacle
 
 
-def elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
+def workers_elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
     """Returns the eligible and accepting workers, except those that `avoided` (device_keys and worker_ids) names; and
     of these, the worker with the lowest score that may get a task now (None: there is none).
     """
     strategy, shape = backlog.strategy, backlog.shape
     others = [w for w in fleet.eligible(shape) if w.accepting and not is_one_of(w, avoided)]
-    free = [w for w in others if not w.full and not obstructed(fleet, strategy, shape, w)]
+    free = [w for w in others if not w.full and not excluded_now(fleet, strategy, shape, w)]
     first = min(free, key=lambda w: (strategy.score(shape, w, fleet), w.last_dispatch), default=None)
     return others, first

@@ -9,7 +9,7 @@ from multigpu_master.core.attempts import Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Task, Worker
-from multigpu_master.core.placement.candidates import Candidates, Place, elsewhere
+from multigpu_master.core.placement.candidates import Candidates, Place, workers_elsewhere
 from multigpu_master.core.placement.gangs import Gangs, form
 from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, short_of_memory
 from multigpu_master.core.placement.recall import Recalls
@@ -58,11 +58,11 @@ class Dispatcher:
         self._unblock_changed()
         self._candidates.clear()
         ledger, classes = self._ledger, self._ledger.classes
-        fleet, ids, open_ = self._fleet, self._ids, self._fleet.with_room
+        fleet, ids, with_room = self._fleet, self._ids, self._fleet.with_room
         dispatched = dict[Worker, list[Lease]]()
         expired = blocked = 0
         gangs = self._gangs
-        while (open_ or gangs.ready) and (first := classes.first()) is not None and expired < DUE_MAX:
+        while (with_room or gangs.ready) and (first := classes.first()) is not None and expired < DUE_MAX:
             if ids.next_id >= ids.end:
                 break
             backlog, resource_class, task = first
@@ -81,25 +81,25 @@ class Dispatcher:
                     self.unfinished_s = now
                     break
                 continue
-            classes.take(resource_class)
+            classes.pop_first(resource_class)
             if task.extra is not None and not backlog.strategy.pinned:
-                worker = self._elsewhere(task, backlog, worker)
+                worker = self._avoid_failed_device(task, backlog, worker)
                 if worker is None:
                     self._attempts.pause(task, now, ELSEWHERE_S)
                     continue
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
-            lease = Lease(ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s)
+            lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s)
             if ledger.record_lease(lease, now):  # the worker loads the model, so its min_backlog falls
                 self._candidates.clear()
-                classes.unblock_all(only_too_small=True)
+                classes.unblock_all(only_too_few_tasks=True)
             if self._reservations.by_backlog and self._reservations.granted(backlog):
                 self._candidates.clear()
                 classes.unblock_all()
             dispatched.setdefault(worker, []).append(lease)
         for worker, leases in dispatched.items():
-            worker.frame += 1
-            self._commands.add(ev.Dispatch(worker.session, worker.frame, leases))
+            worker.frames_sent += 1
+            self._commands.add(ev.Dispatch(worker.session, worker.frames_sent, leases))
             self._recalls.watch(worker, now)
 
     def _grant_gang(
@@ -115,12 +115,12 @@ class Dispatcher:
         if workers is None:
             self._ledger.classes.block(backlog, self._fleet.eligible(backlog.shape))
             return False
-        self._ledger.classes.take(resource_class)
+        self._ledger.classes.pop_first(resource_class)
         task.attempts += 1
         leases = []
         for worker in workers:
             cost_s = self._fleet.expected_s(worker, backlog.shape, task.units)
-            leases.append(Lease(self._ids.take(), task, worker, task.attempts, now, worker.frame + 1, cost_s))
+            leases.append(Lease(self._ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s))
             dispatched[worker] = [leases[-1]]
         form(leases)
         self._ledger.record_gang(leases, now)
@@ -157,36 +157,38 @@ class Dispatcher:
             places = self._places[key] = {}
         return places
 
-    def _elsewhere(self, task: Task, backlog: Backlog, worker: Worker) -> Worker | None:
+    def _avoid_failed_device(self, task: Task, backlog: Backlog, worker: Worker) -> Worker | None:
         """Returns the chosen worker; or another, if the task should avoid the chosen one and another is free. None: the
         task broke an engine on the chosen worker's device, and has to wait for another device.
         """
         extra = task.ensure_extra()
-        avoided = extra.broke or (extra.avoids,)
+        avoided = extra.broke_on_devices or (extra.avoid_device_or_worker,)
         if not is_one_of(worker, avoided):
             return worker
         fleet, strategy = self._fleet, backlog.strategy
-        others, other = elsewhere(fleet, backlog, avoided)
-        if extra.broke and others and other is None:
+        others, other = workers_elsewhere(fleet, backlog, avoided)
+        if extra.broke_on_devices and others and other is None:
             return None
-        if other and (extra.broke or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)):
+        if other and (
+            extra.broke_on_devices or backlog_suffices(fleet, strategy, backlog.shape, other, backlog.size + 1)
+        ):
             return other
         return worker
 
     def _unblock_changed(self) -> None:
         """Unblocks the backlogs that may find a worker after the changes of workers since the last event."""
         fleet, classes = self._fleet, self._ledger.classes
-        freed = fleet.take_freed()
+        maybe_freed = fleet.pop_maybe_freed()
         if self._membership != fleet.membership_changes:
             classes.repin()
         if (self._membership, self._averages) != (fleet.membership_changes, fleet.averages_changes):
             self._places.clear()
             classes.unblock_all()
         elif classes.blocked:
-            if freed:
+            if maybe_freed:
                 # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
-                classes.unblock_for([w for w in freed if w in fleet.with_room or w.leases_limit is not None])
+                classes.unblock_for([w for w in maybe_freed if w in fleet.with_room or w.leases_limit is not None])
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
-                classes.unblock_all(only_too_small=True)
+                classes.unblock_all(only_too_few_tasks=True)
         self._membership, self._averages = fleet.membership_changes, fleet.averages_changes
         self._resident = fleet.resident_changes

@@ -50,7 +50,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     for worker in fleet.workers.values():
         unfit = fleet.unfit(worker, shape)
         candidate = Candidate(worker, [unfit] if unfit is not None else obstacles(fleet, strategy, shape, worker))
-        if task.extra is not None and worker.device_key in task.extra.broke:
+        if task.extra is not None and worker.device_key in task.extra.broke_on_devices:
             candidate.excluded_by.append(
                 "the task broke an engine on this device: it runs here again only if no other device accepts such tasks"
             )
@@ -131,7 +131,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
     if not core.fleet.placeable(shape):
         return why_unplaceable(core.fleet, task.spec, queued=True)
     if shape.world_size > 1:
-        idle = sum(not (w.leases or w.occupied) for w in core.fleet.eligible(shape) if w.accepting)
+        idle = sum(not (w.leases or w.occupied_slots) for w in core.fleet.eligible(shape) if w.accepting)
         reserved = len(core.gangs.reserved_for(core.ledger.strategy_of(core.ledger.queue(task.spec.queue)), shape))
         held = f", {reserved} are reserved for such tasks" if reserved else ""
         start = _gang_start(core, shape, now)

@@ -23,7 +23,7 @@ from multigpu_master.core.attempts import MORE_WORKERS, Attempts
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Gang, Lease, Shape, Task, Worker, shape_of
-from multigpu_master.core.placement.obstacles import barred, is_one_of, short_of_memory
+from multigpu_master.core.placement.obstacles import excluded_by_strategy_or_model, is_one_of, short_of_memory
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.strategy import Strategy
 from multigpu_master.core.timers import Timers
@@ -34,7 +34,7 @@ BacklogKey = tuple[str, Shape, Worker | None]  # Backlog.key
 
 
 class Gangs:
-    """See the module. `peek_id` returns the id of the next lease, and does not take it."""
+    """See the module. `peek_id` returns the id of the next lease, and does not issue it."""
 
     def __init__(
         self, ledger: Ledger, fleet: Fleet, timers: Timers, commands: Commands, attempts: Attempts,
@@ -79,16 +79,16 @@ class Gangs:
         shape = backlog.shape
         mine = self._reserved if self._key == backlog.key else {}
         able = self._able(backlog.strategy, shape, mine)
-        avoided = task.extra.broke if task.extra is not None else ()
+        avoided = task.extra.broke_on_devices if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
         idle = one_per_device(worker for worker in able if _is_idle(worker, shape))
         if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
-            return chosen(idle, min(len(idle), shape.world_size), shape)
+            return choose_workers(idle, min(len(idle), shape.world_size), shape)
         # A worker without leases and occupied slots that is not idle lacks memory, for an unknown time: do not reserve
         # it. If it is reserved already, keep it: its last task may not have freed its memory yet.
-        able = [worker for worker in able if worker.leases or worker.occupied or worker in idle or worker in mine]
+        able = [worker for worker in able if worker.leases or worker.occupied_slots or worker in idle or worker in mine]
         able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
             self._reserve(backlog, able, now)
@@ -101,10 +101,10 @@ class Gangs:
             for worker in self._fleet.eligible(shape)
             if worker.accepting
             and (worker.leases_limit is None or worker in mine)
-            and not barred(self._fleet, strategy, shape, worker)
+            and not excluded_by_strategy_or_model(self._fleet, strategy, shape, worker)
         ]
 
-    def saved(self, lease: Lease, now: float) -> None:
+    def checkpoint_saved(self, lease: Lease, now: float) -> None:
         """Call when rank 0 has saved a checkpoint. Interrupts the attempt if idle workers can make the gang larger."""
         task, gang = lease.task, lease.gang
         if gang is None or gang.succeeded or len(gang.leases) == task.spec.world_size:
@@ -123,7 +123,7 @@ class Gangs:
         size = backlog.shape.world_size_min
         kept = [worker for worker in able if worker in self._reserved]
         others = [worker for worker in able if worker not in self._reserved]
-        wanted = dict.fromkeys(kept + chosen(others, size - len(kept), backlog.shape))
+        wanted = dict.fromkeys(kept + choose_workers(others, size - len(kept), backlog.shape))
         if self._key is None:
             self._key = backlog.key
             self._first_id = self._peek_id()
@@ -131,7 +131,7 @@ class Gangs:
             self._timers.at(now + RESERVED_S, lambda at_s: self._expire(number, at_s))
         for worker in self._reserved:
             if worker not in wanted:
-                self._free(worker)
+                self._end_worker_reservation(worker)
         new = [worker for worker in wanted if worker not in self._reserved]
         for worker in new:
             worker.leases_limit = 0
@@ -157,11 +157,11 @@ class Gangs:
     def _end(self) -> None:
         """Ends the reservation: another backlog may make one."""
         for worker in self._reserved:
-            self._free(worker)
+            self._end_worker_reservation(worker)
         self._key, self._reserved, self.ready = None, {}, False
         self._ledger.classes.unblock_all()
 
-    def _free(self, worker: Worker) -> None:
+    def _end_worker_reservation(self, worker: Worker) -> None:
         worker.leases_limit = None
         self._fleet.room_changed(worker)
 
@@ -171,7 +171,7 @@ class Gangs:
 
 
 def _is_idle(worker: Worker, shape: Shape) -> bool:
-    return not (worker.leases or worker.occupied) and short_of_memory(worker, shape) is None
+    return not (worker.leases or worker.occupied_slots) and short_of_memory(worker, shape) is None
 
 
 def one_per_device(workers: Iterable[Worker]) -> list[Worker]:
@@ -182,7 +182,7 @@ def one_per_device(workers: Iterable[Worker]) -> list[Worker]:
     return list(first.values())
 
 
-def chosen(workers: list[Worker], n: int, shape: Shape) -> list[Worker]:
+def choose_workers(workers: list[Worker], n: int, shape: Shape) -> list[Worker]:
     """Chooses n of these workers for ranks of the shape, and returns them by rank. Prefers the first workers of the
     list, where neither hosts nor NVLink decide.
     """
@@ -192,10 +192,10 @@ def chosen(workers: list[Worker], n: int, shape: Shape) -> list[Worker]:
             nth[worker] = of_host[worker.info.host]
             of_host[worker.info.host] += 1
         workers = sorted(workers, key=lambda worker: nth[worker])[:n]
-    return packed(workers, n)
+    return pack(workers, n)
 
 
-def packed(workers: list[Worker], n: int) -> list[Worker]:
+def pack(workers: list[Worker], n: int) -> list[Worker]:
     """Chooses n workers on few hosts, and there on few groups of devices that NVLink connects. In the result, workers
     of one host are adjacent, and so are those of one group.
     """

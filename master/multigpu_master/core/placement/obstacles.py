@@ -24,12 +24,12 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
     return free if free < shape.memory_bytes else None
 
 
-def obstructed(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
+def excluded_now(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
     """Whether memory, strategy or model keeps an eligible, accepting worker from getting a task of this shape now."""
-    return short_of_memory(worker, shape) is not None or barred(fleet, strategy, shape, worker)
+    return short_of_memory(worker, shape) is not None or excluded_by_strategy_or_model(fleet, strategy, shape, worker)
 
 
-def barred(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
+def excluded_by_strategy_or_model(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
     """Whether the strategy or the model keeps an eligible, accepting worker from getting a task of this shape now."""
     return strategy.excludes(shape, worker, fleet) is not None or (
         fleet.models_by_id and fleet.model_block(worker, shape) is not None

@@ -7,7 +7,7 @@ not begun and continues the others: nothing runs twice. Each lease is recalled a
 model its worker still loads is recalled, too, if a worker with a free slot has loaded the model.
 
 Only workers that have more leases than slots, or load a model, are checked. They are not checked at each event but
-every LOOK_S seconds: in that time, most leases of fast tasks end without a recall.
+every CHECK_S seconds: in that time, most leases of fast tasks end without a recall.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from itertools import islice
 from multigpu_master.core.commands import Commands
 from multigpu_master.core.ledger import Ledger
 from multigpu_master.core.model import Lease, Shape, Worker, shape_of
-from multigpu_master.core.placement.obstacles import backlog_suffices, obstructed
+from multigpu_master.core.placement.obstacles import backlog_suffices, excluded_now
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.timers import Timers
 from multigpu_master.core.workers.fleet import Fleet
 
 # Seconds between two checks of the windows, and seconds that a lease waits in a window before it may be recalled.
-LOOK_S = 0.05
+CHECK_S = 0.05
 # Limit of the different queues and shapes for which one check looks for workers with free slots, and of the backlogs
 # for which it looks for less urgent leases.
 CHECKED_MAX = 64
@@ -56,9 +56,9 @@ class Recalls:
 
     def _arm(self, now: float) -> None:
         self._armed = True
-        self._timers.at(now + LOOK_S, self._look)
+        self._timers.at(now + CHECK_S, self._check_windows)
 
-    def _look(self, now: float) -> None:
+    def _check_windows(self, now: float) -> None:
         self._armed = False
         workers = list(islice(self._checked, WORKERS_MAX))
         for worker in workers:
@@ -116,7 +116,7 @@ class Recalls:
             queued = ledger.classes.queued(strategy, shape) + 1  # with the lease's own task
             found = cache[spec.queue, shape, loaded] = [
                 w for w in free
-                if w in able and not w.full and not obstructed(fleet, strategy, shape, w)
+                if w in able and not w.full and not excluded_now(fleet, strategy, shape, w)
                 and backlog_suffices(fleet, strategy, shape, w, queued)
                 and (not loaded or _has_loaded(fleet, w, shape))
             ]  # fmt: skip
@@ -124,10 +124,10 @@ class Recalls:
 
     def _recall_for_urgent(self, over_slots: list[Worker], now: float) -> None:
         """Recalls leases for more urgent waiting tasks, from those of the workers that have reported nothing for
-        LOOK_S.
+        CHECK_S.
         """
         fleet = self._fleet
-        stuck = [w for w in over_slots if now - w.pace.reported_s >= LOOK_S and w.accepting]
+        stuck = [w for w in over_slots if now - w.pace.reported_s >= CHECK_S and w.accepting]
         for backlog in self._first_backlogs() if stuck else ():
             head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
             if head is None or strategy.pinned:
@@ -136,7 +136,7 @@ class Recalls:
             needed, able = backlog.size, fleet.eligible(shape)
             for worker in stuck:
                 less_urgent = any(x.task.spec.priority > priority for x in worker.leases.values())
-                if needed and less_urgent and worker in able and not obstructed(fleet, strategy, shape, worker):
+                if needed and less_urgent and worker in able and not excluded_now(fleet, strategy, shape, worker):
                     waiting = self._waiting(worker, now, last_first=True)
                     recalled = [x for x in waiting if x.task.spec.priority > priority][:needed]
                     self._commands.recall(worker, recalled)
@@ -155,7 +155,7 @@ class Recalls:
         for lease in worker.leases.values():
             if lease.running or lease.recalled == worker.session:
                 excluded += 1
-            elif lease.dispatch_s <= now - LOOK_S and self._may_recall(lease):
+            elif lease.dispatch_s <= now - CHECK_S and self._may_recall(lease):
                 leases.append(lease)
         likely = max(0, worker.slots - excluded)  # number of leases that likely run
         order = sorted(leases[likely:], key=lambda x: (x.task.spec.priority, x.task.task_id), reverse=last_first)
@@ -169,7 +169,9 @@ class Recalls:
         if lease.gang is not None:
             return False
         queue = ledger.queues[task.spec.queue]
-        return not (queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke))
+        return not (
+            queue.paused or ledger.strategy_of(queue).pinned or (task.extra is not None and task.extra.broke_on_devices)
+        )
 
 
 def _has_loaded(fleet: Fleet, worker: Worker, shape: Shape) -> bool:

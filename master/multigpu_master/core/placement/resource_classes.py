@@ -119,7 +119,7 @@ class ResourceClass:
             older.append(self.tasks.popleft())
         self.tasks.extendleft([task, *reversed(older)])
 
-    def drop(self, ending: Task) -> None:
+    def drop_ended(self, ending: Task) -> None:
         """Drops the entry of a task that ends now, if it is the first; else all stale entries, if most are stale."""
         if self.tasks[0] is ending:
             self.tasks.popleft()
@@ -211,14 +211,14 @@ class ResourceClasses:
         assert resource_class is not None, "a backlog has tasks"
         return backlog, resource_class, resource_class.tasks[0]
 
-    def take(self, resource_class: ResourceClass) -> None:
+    def pop_first(self, resource_class: ResourceClass) -> None:
         """Removes the task that `first` returned."""
         resource_class.tasks.popleft()
         self._shrink(resource_class)
 
     def remove_ended(self, resource_class: ResourceClass, task: Task) -> None:
         """Removes a waiting task that ends now."""
-        resource_class.drop(task)
+        resource_class.drop_ended(task)
         self._shrink(resource_class)
 
     def remove(self, resource_class: ResourceClass, task: Task) -> None:
@@ -235,7 +235,7 @@ class ResourceClasses:
             shape = resource_class.shape._replace(partition=-1)
             shapes[shape] = shapes.get(shape, 0) + 1
             if not resource_class.queue.paused:
-                self._offer(resource_class)
+                self._join_backlog(resource_class)
             return
         if resource_class.backlog is not None:
             self._enlarge(resource_class.backlog, resource_class, 1)
@@ -258,7 +258,7 @@ class ResourceClasses:
             return
         if backlog is not None:
             backlog.size -= 1
-            self._withdraw(resource_class)
+            self._leave_backlog(resource_class)
         resource_class.tasks.clear()
         del self.by_key[resource_class.key()]
         name, shape = resource_class.queue.name, resource_class.shape._replace(partition=-1)
@@ -286,7 +286,7 @@ class ResourceClasses:
         backlog = self.backlogs.get((strategy.name, shape, None))
         return backlog.size if backlog is not None else 0
 
-    def _offer(self, resource_class: ResourceClass) -> None:
+    def _join_backlog(self, resource_class: ResourceClass) -> None:
         """Adds a class to the backlog of its strategy, shape and pin."""
         strategy, shape = self._strategy_of(resource_class.queue), resource_class.shape
         pin = self._pin(strategy, shape)
@@ -297,7 +297,7 @@ class ResourceClasses:
         resource_class.backlog = backlog
         self._enlarge(backlog, resource_class, resource_class.size)
 
-    def _withdraw(self, resource_class: ResourceClass) -> None:
+    def _leave_backlog(self, resource_class: ResourceClass) -> None:
         """Removes a class from its backlog, if it is in one."""
         backlog, resource_class.backlog = resource_class.backlog, None
         if backlog is None:
@@ -328,9 +328,9 @@ class ResourceClasses:
 
     def _regroup(self, changed: Iterable[ResourceClass]) -> None:
         for resource_class in changed:
-            self._withdraw(resource_class)
+            self._leave_backlog(resource_class)
             if not resource_class.queue.paused:
-                self._offer(resource_class)
+                self._join_backlog(resource_class)
 
     # --- blocked backlogs --------------------------------------------------------------------------------------------
 
@@ -351,10 +351,10 @@ class ResourceClasses:
                 for backlog in list(backlogs):
                     self.unblock(backlog)
 
-    def unblock_all(self, *, only_too_small: bool = False) -> None:
+    def unblock_all(self, *, only_too_few_tasks: bool = False) -> None:
         """Unblocks all backlogs, or only those for which a worker has room, but needs a larger backlog."""
         for _, backlogs in list(self.blocked.values()):
-            for backlog in [b for b in backlogs if b.too_few_tasks or not only_too_small]:
+            for backlog in [b for b in backlogs if b.too_few_tasks or not only_too_few_tasks]:
                 self.unblock(backlog)
 
     def _forget_blocker(self, backlog: Backlog) -> None:

@@ -37,7 +37,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.sessions: dict[int, Worker] = {}
         self.with_room: dict[Worker, None] = {}  # accepting workers with room in their windows
-        self.freed: dict[Worker, None] = {}  # workers that may have gained room since the last take_freed
+        self.maybe_freed: dict[Worker, None] = {}  # workers that may have gained room since the last pop_maybe_freed
         self.membership_changes = 0  # counts the calls of members_changed
         self.averages_changes = 0  # counts changes of the averages, and of the models' sizes and loading times
         self.resident_changes = 0  # counts changes of models or leases that may have changed resident_workers()
@@ -72,7 +72,7 @@ class Fleet:
         self._measured((m.model_id, m.memory_bytes, m.load_s) for m in info.models)
         self.members_changed(worker)
 
-    def make_place_for(self, worker_id: str, token_id: str = "") -> Worker | None:
+    def evict_lost_worker_for(self, worker_id: str, token_id: str = "") -> Worker | None:
         """Call before a worker joins. If the worker is new, and the lost workers have reached their limit
         (LOST_WORKERS_MAX, or LOST_WORKERS_TOKEN_MAX with this token), deletes and returns one of them, the one that has
         been silent longest. Never deletes a cordoned worker: it could reconnect and would get tasks.
@@ -95,9 +95,9 @@ class Fleet:
 
     def open_session(self, worker: Worker, session: int, now: float) -> None:
         worker.session = session
-        worker.frame = 0
+        worker.frames_sent = 0
         worker.stopping = False
-        worker.occupied = 0
+        worker.occupied_slots = 0
         worker.connect_s = worker.heard_s = now
         worker.pace.restart(worker.info, now)
         self.sessions[session] = worker
@@ -132,13 +132,13 @@ class Fleet:
 
     def room_changed(self, worker: Worker) -> None:
         """Call when a worker may have gained room, or lost some."""
-        self.freed[worker] = None
+        self.maybe_freed[worker] = None
         self.touch(worker)
 
-    def take_freed(self) -> dict[Worker, None]:
+    def pop_maybe_freed(self) -> dict[Worker, None]:
         """Returns the workers that may have gained room since the last call."""
-        freed, self.freed = self.freed, {}
-        return freed
+        maybe_freed, self.maybe_freed = self.maybe_freed, {}
+        return maybe_freed
 
     def models_changed(self, worker: Worker) -> None:
         """Call when a worker's models, or its room for them, changed."""
@@ -244,8 +244,8 @@ class Fleet:
 
     def reserved(self, worker: Worker, shape: Shape) -> bool:
         """Whether the worker has a load reservation for the shape's model."""
-        room_for = worker.residency.room_for
-        return bool(room_for) and room_for == self.model_id(worker, shape.kind, shape.model)
+        reserved_model = worker.residency.reserved_model
+        return bool(reserved_model) and reserved_model == self.model_id(worker, shape.kind, shape.model)
 
     def load_s(self, worker: Worker, shape: Shape) -> float:
         """The expected time to load the shape's model, and later again the models that must be unloaded for it, in
@@ -339,7 +339,7 @@ class Fleet:
 
     # --- what they hold ----------------------------------------------------------------------------------------------
 
-    def grant(self, worker: Worker, lease: Lease, now: float) -> Key | None:
+    def add_lease(self, worker: Worker, lease: Lease, now: float) -> Key | None:
         """Adds a lease to the worker's window. Returns the task's (kind, model) if the worker has to load the model."""
         task = lease.task
         first = task.lease  # of a gang: the lease of rank 0
@@ -371,7 +371,7 @@ class Fleet:
         self.touch(worker)
         return key if loads else None
 
-    def release(self, lease: Lease) -> None:
+    def remove_lease(self, lease: Lease) -> None:
         """Removes a lease from its worker and its task."""
         first = lease.task.lease  # of a gang: the lease of rank 0, or None if that was released before
         assert first is lease or (lease.rank and (first is None or first.gang is lease.gang)), (
@@ -380,10 +380,10 @@ class Fleet:
         del lease.worker.leases[lease.lease_id]
         if not lease.rank:
             lease.task.lease = None
-        self.released(lease.worker, [lease], len(lease.task.payload))
+        self.subtract_leases(lease.worker, [lease], len(lease.task.payload))
         self.room_changed(lease.worker)
 
-    def released(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
+    def subtract_leases(self, worker: Worker, leases: Sequence[Lease], payload_bytes: int) -> None:
         """Subtracts leases that were in worker.leases from the worker's sums. For a gang, lifts leases_limit."""
         if leases and leases[0].gang is not None:
             worker.leases_limit = None

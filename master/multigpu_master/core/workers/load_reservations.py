@@ -76,10 +76,10 @@ class LoadReservations:
         fleet, shape = self._fleet, backlog.shape
         return any(
             w.accepting and fleet.load_s(w, shape) == 0.0 and fleet.model_block(w, shape) is None
-            for w in self._workers(backlog)
+            for w in self._candidate_workers(backlog)
         )
 
-    def _workers(self, backlog: Backlog) -> list[Worker]:
+    def _candidate_workers(self, backlog: Backlog) -> list[Worker]:
         """The workers to which the backlog's tasks could go."""
         if backlog.strategy.pinned:
             return [backlog.pin] if backlog.pin is not None else []
@@ -87,8 +87,8 @@ class LoadReservations:
 
     def _valid(self, backlog: Backlog, worker: Worker, model: str) -> bool:
         """Whether the worker of a reservation can still load the model."""
-        kept = worker.accepting and worker.residency.room_for == model
-        return kept and worker in self._workers(backlog) and self._model(backlog, worker) == model
+        kept = worker.accepting and worker.residency.reserved_model == model
+        return kept and worker in self._candidate_workers(backlog) and self._model(backlog, worker) == model
 
     def _model(self, backlog: Backlog, worker: Worker) -> str:
         return self._fleet.model_id(worker, backlog.shape.kind, backlog.shape.model)
@@ -97,14 +97,14 @@ class LoadReservations:
 
     def _reserve(self, backlog: Backlog) -> None:
         """Reserves the worker with the fewest bytes to unload, of the free workers that can make enough room."""
-        free = [w for w in self._workers(backlog) if self._free(w)]
+        free = [w for w in self._candidate_workers(backlog) if self._is_free(w)]
         sizes = {w: size for w in free if (size := self._bytes_to_unload(backlog, w)) is not None}
         if sizes:
             self._begin(backlog, min(sizes, key=lambda w: (sizes[w], w.worker_id)))
 
-    def _free(self, worker: Worker) -> bool:
+    def _is_free(self, worker: Worker) -> bool:
         residency = worker.residency
-        return worker.accepting and not (residency.room_for or residency.resting or residency.loading_since_s)
+        return worker.accepting and not (residency.reserved_model or residency.resting or residency.loading_since_s)
 
     def _bytes_to_unload(self, backlog: Backlog, worker: Worker) -> int | None:
         """The bytes of the models in use that must be unloaded. None: the model can't be loaded there."""
@@ -113,8 +113,8 @@ class LoadReservations:
             return None
         if backlog.strategy.excludes(backlog.shape, worker, self._fleet) is not None:
             return None
-        going = _who_goes(worker, model, self._priority(backlog))
-        return None if going is None else sum(map(worker.residency.memory_of, going))
+        to_unload = _models_to_unload(worker, model, self._priority(backlog))
+        return None if to_unload is None else sum(map(worker.residency.memory_of, to_unload))
 
     @staticmethod
     def _priority(backlog: Backlog) -> int:
@@ -126,7 +126,7 @@ class LoadReservations:
         model = self._model(backlog, worker)
         del self._asking[backlog]
         self.by_backlog[backlog] = worker, model
-        worker.residency.reserve(model, _who_goes(worker, model, self._priority(backlog)) or ())
+        worker.residency.reserve(model, _models_to_unload(worker, model, self._priority(backlog)) or ())
         self._fleet.models_changed(worker)
 
     def granted(self, backlog: Backlog) -> bool:
@@ -139,17 +139,17 @@ class LoadReservations:
         worker, model = self.by_backlog.pop(backlog, (None, ""))
         if worker is None:
             return
-        if worker.residency.room_for == model:
+        if worker.residency.reserved_model == model:
             worker.residency.end_reservation()
             self._fleet.models_changed(worker)
         self._next(worker)
 
     def _next(self, worker: Worker) -> None:
         """Reserves a worker for the first backlog that asks and can use it, if the worker is free."""
-        if not self._free(worker):
+        if not self._is_free(worker):
             return
         for backlog in self._asking:
-            able = backlog.size and worker in self._workers(backlog)
+            able = backlog.size and worker in self._candidate_workers(backlog)
             if able and self._bytes_to_unload(backlog, worker) is not None:
                 self._begin(backlog, worker)
                 return
@@ -177,25 +177,26 @@ class LoadReservations:
     def model_answered(self, worker: Worker, model: str, now: float) -> None:
         """Records that a model is loaded, because a task has succeeded on it."""
         if model in worker.residency.loading_since_s:
-            worker.residency.ready(model, now)
+            worker.residency.record_loaded(model, now)
             self.start_rest_timer(worker)
 
 
-def _who_goes(worker: Worker, model: str, priority: int) -> list[str] | None:
+def _models_to_unload(worker: Worker, model: str, priority: int) -> list[str] | None:
     """The models in use to unload for `model`, the least recently used first. A model may be unloaded if it has leases,
     none of a more important priority, and is not pinned. None: that frees too little memory, and others stay.
     """
     residency = worker.residency
-    pinned = residency.pinned() | {r.model: None for r in residency.reported.values() if r.pinned}
+    pinned = residency.operator_pinned_ids() | {r.model: None for r in residency.reported.values() if r.pinned}
     important = {x.model for x in worker.leases.values() if x.task.spec.priority < priority}
-    used = [m for m in residency.in_use() if m not in {model, residency.room_for}]
+    used = [m for m in residency.in_use() if m not in {model, residency.reserved_model}]
     size = sum(map(residency.memory_of, used)) + residency.memory_of(model)
     may_go = [m for m in used if m not in pinned and m not in important and m in residency.lease_counts]
-    going: list[str] = []
+    to_unload: list[str] = []
     for other in sorted(may_go, key=residency.last_use):
         if size <= residency.limit_bytes:
             break
         size -= residency.memory_of(other)
-        going.append(other)
-    alone = len(going) == len(used)  # nothing more can go: the worker loads `model`, or rejects it as too large
-    return going if size <= residency.limit_bytes or alone else None
+        to_unload.append(other)
+    # If none stays, nothing more can be unloaded: the worker loads `model`, or rejects it as too large.
+    none_stays = len(to_unload) == len(used)
+    return to_unload if size <= residency.limit_bytes or none_stays else None

@@ -73,12 +73,12 @@ class Quarantine:
         worker.health = health
         if worker.checks_asked and not worker.check_open:
             worker.checks_asked = 0  # else a restarted worker, which counts from 0, would seem to lack checks
-            self._commands.worker_changed(worker, remember=True)
+            self._commands.worker_changed(worker, save=True)
         if not health.fit and own_findings:
             self._blame(worker.device_key)
         self._judge(worker, now)
 
-    def check(self, event: ev.CheckDevice, now: float) -> None:
+    def request_check(self, event: ev.CheckDevice, now: float) -> None:
         """Requests a check for an operator, and quarantines the worker. The breaker does not count this quarantine."""
         worker = self._fleet.workers[event.worker_id]
         self._ask_check(worker, at_once=True)
@@ -90,13 +90,13 @@ class Quarantine:
         if not sick:
             if worker.quarantined:
                 self._set(worker, quarantined=False)
-        elif not worker.quarantined and (self._admitted(worker, now) or worker.health.unusable):
+        elif not worker.quarantined and (self._count_and_admit(worker, now) or worker.health.unusable):
             self._set(worker, quarantined=True)
 
     def _set(self, worker: Worker, *, quarantined: bool) -> None:
         worker.quarantined = quarantined
         self._fleet.members_changed(worker)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     # --- the breaker -------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Quarantine:
         """How many devices are connected."""
         return len({w.device_key for w in self._fleet.sessions.values()})
 
-    def _admitted(self, worker: Worker, now: float) -> bool:
+    def _count_and_admit(self, worker: Worker, now: float) -> bool:
         """Whether the breaker permits the quarantine of a worker. Counts it, and trips the breaker above its limit."""
         breaker = self.breaker
         if breaker.tripped_s:
@@ -122,10 +122,10 @@ class Quarantine:
         self._commands.add(ev.BreakerChanged(now, message))
         return False
 
-    def restore(self, event: ev.RestoreBreaker, now: float) -> None:
+    def restore_breaker(self, event: ev.RestoreBreaker, now: float) -> None:
         self.breaker.tripped_s = event.tripped_s
 
-    def reset(self, event: ev.ResetBreaker, now: float) -> None:
+    def reset_breaker(self, event: ev.ResetBreaker, now: float) -> None:
         self.breaker.tripped_s = 0.0
         self.breaker.quarantines.clear()
         self._commands.add(ev.BreakerChanged(0.0))
@@ -138,14 +138,14 @@ class Quarantine:
         """Records that an attempt, whose lease is released, broke its engine. Returns whether its task is condemned."""
         task, worker = lease.task, lease.worker
         extra, device = task.ensure_extra(), worker.device_key
-        if device in extra.broke or device in extra.blamed:
+        if device in extra.broke_on_devices or device in extra.blamed_devices:
             return False  # another attempt on the same device is no new evidence
         if not worker.health.fit:
-            extra.blamed += (device,)
+            extra.blamed_devices += (device,)
             return False
-        extra.broke += (device,)
+        extra.broke_on_devices += (device,)
         key = (task.spec.kind, task.spec.model)
-        if len(extra.broke) >= CONDEMN_AT_DEVICES:
+        if len(extra.broke_on_devices) >= CONDEMN_AT_DEVICES:
             self._condemn(key, now)
             return True
         window_s = self.breaker.window_s
@@ -177,7 +177,7 @@ class Quarantine:
         """Requests a check of a device, and gives the tasks that broke its engine another attempt."""
         for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
-            extra.blamed += (device,)  # the device stays in extra.broke: the next device condemns the task
+            extra.blamed_devices += (device,)  # it stays in broke_on_devices: the next device condemns the task
         for worker in list(self._fleet.sessions.values()):
             if worker.device_key == device:
                 self._ask_check(worker, at_once=False)
@@ -187,7 +187,7 @@ class Quarantine:
         worker.check_at_once = at_once
         worker.checks_asked = max(worker.checks_asked, worker.health.checks_passed) + 1
         self._commands.desire(worker)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     def _take_marked_tasks(self, device: str) -> list[Task]:
         """Removes a device's marks. Returns their tasks, except those that the core has forgotten."""
@@ -195,8 +195,10 @@ class Quarantine:
         return [task for task in tasks if task is not None]
 
     def _blame(self, device: str) -> None:
-        """Blames a sick device for its marks: removes it from extra.broke of their tasks, which get another attempt."""
+        """Blames a sick device for its marks: removes it from broke_on_devices of their tasks, which get another
+        attempt.
+        """
         for task in self._take_marked_tasks(device):
             extra = task.ensure_extra()
-            extra.blamed += (device,)
-            extra.broke = tuple(each for each in extra.broke if each != device)
+            extra.blamed_devices += (device,)
+            extra.broke_on_devices = tuple(each for each in extra.broke_on_devices if each != device)

@@ -69,16 +69,16 @@ class Residency:
     ids: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, model) -> id: cache of Fleet.model_id
     reported: dict[str, Resident] = field(default_factory=dict)  # in the last heartbeat
     lease_counts: dict[str, int] = field(default_factory=dict)  # model -> live leases
-    granted: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease, until acknowledged
-    going: dict[str, str] = field(default_factory=dict)  # model that will be unloaded -> the model to load instead
+    unacknowledged_frames: dict[str, int] = field(default_factory=dict)  # model -> frame of its newest lease
+    loads_instead: dict[str, str] = field(default_factory=dict)  # model to be unloaded -> model that replaces it
     last_uses: dict[str, int] = field(default_factory=dict)  # model -> sequence number of its last grant or release
     loading_since_s: dict[str, float] = field(default_factory=dict)  # model -> when its loading began
-    pins: dict[str, None] = field(default_factory=dict)  # names or ids that an operator wants loaded
+    operator_pins: dict[str, None] = field(default_factory=dict)  # names or ids that an operator wants loaded
     unwanted: dict[str, int] = field(default_factory=dict)  # ids to unload -> heartbeats in a row without them
     resting: bool = False  # the worker has just loaded a model
     rest_until_s: float = 0.0
-    room_for: str = ""  # the model with a load reservation
-    retiring: dict[str, None] = field(default_factory=dict)  # models without new leases, to make room for room_for
+    reserved_model: str = ""  # the model with a load reservation
+    retiring: dict[str, None] = field(default_factory=dict)  # models without new leases: reserved_model needs room
     # For workers that offer no models by id: (kind, model) of the leases granted since the worker was last idle. These
     # models are loaded, or will be.
     granted_without_id: dict[tuple[str, str], None] = field(default_factory=dict)
@@ -120,26 +120,27 @@ class Residency:
 
     def placed(self, model: str) -> bool:
         reported = self.reported.get(model)
-        if reported is not None and reported.state is not ModelState.UNLOADING and model not in self.going:
+        if reported is not None and reported.state is not ModelState.UNLOADING and model not in self.loads_instead:
             return True
-        return model in self.granted or model in self.lease_counts
+        return model in self.unacknowledged_frames or model in self.lease_counts
 
     def loading(self, model: str) -> bool:
         """Whether the worker reports that it loads the model now."""
         reported = self.reported.get(model)
         return reported is not None and reported.state is ModelState.LOADING
 
-    def pinned(self) -> dict[str, None]:
+    def operator_pinned_ids(self) -> dict[str, None]:
         """The ids of the models that an operator pinned and the worker offers."""
-        return {self.names[name]: None for name in self.pins if name in self.names}
+        return {self.names[name]: None for name in self.operator_pins if name in self.names}
 
     def in_use(self) -> dict[str, None]:
         """The ids of the models that can't be unloaded."""
         if self._in_use is None:
-            self._in_use = dict.fromkeys(self.lease_counts) | self.pinned() | dict.fromkeys(self.loading_since_s)
+            self._in_use = dict.fromkeys(self.lease_counts) | self.operator_pinned_ids()
+            self._in_use |= dict.fromkeys(self.loading_since_s)
             self._in_use |= {r.model: None for r in self.reported.values() if r.pinned}
-            if self.room_for:
-                self._in_use[self.room_for] = None
+            if self.reserved_model:
+                self._in_use[self.reserved_model] = None
         return self._in_use
 
     # --- which models may be loaded ----------------------------------------------------------------------------------
@@ -156,9 +157,9 @@ class Residency:
             return None
         if not self.fits(model):
             return Block.NO_ROOM
-        if model == self.room_for or self.placed(model):
+        if model == self.reserved_model or self.placed(model):
             return None
-        if self.room_for:
+        if self.reserved_model:
             return Block.RESERVED
         if idle or not (self.resting or self.loading_since_s):
             return None
@@ -180,7 +181,7 @@ class Residency:
         if not self.limit_bytes or self.placed(model):
             return 0
         if self._placed_bytes is None:
-            known = dict.fromkeys((*self.reported, *self.granted, *self.lease_counts))
+            known = dict.fromkeys((*self.reported, *self.unacknowledged_frames, *self.lease_counts))
             self._placed_bytes = sum(self.memory_of(m) for m in known if self.placed(m))
         return self._placed_bytes + self.memory_of(model) - self.limit_bytes
 
@@ -189,7 +190,7 @@ class Residency:
         excess, evicted = self.excess_bytes(model), list[str]()
         if excess > 0:
             used = self.in_use()
-            idle = [m for m in (self.reported | self.granted) if m not in used and self.placed(m)]
+            idle = [m for m in (self.reported | self.unacknowledged_frames) if m not in used and self.placed(m)]
             for other in sorted(idle, key=self.last_use):
                 if excess <= 0:
                     break
@@ -215,10 +216,10 @@ class Residency:
         if loads:
             # Evicted models do not count as placed until a heartbeat lists `model`, or the leases on it have ended.
             for other in self.evicted_for(model):
-                self.going[other] = model
-                self.granted.pop(other, None)
+                self.loads_instead[other] = model
+                self.unacknowledged_frames.pop(other, None)
         self.lease_counts[model] = uses + 1
-        self.granted[model] = frame
+        self.unacknowledged_frames[model] = frame
         self._note_use(model)
         if not uses:
             self.invalidate()
@@ -241,7 +242,7 @@ class Residency:
             self.invalidate()
         return not uses and not self.placed(model)
 
-    def ready(self, model: str, now: float) -> None:
+    def record_loaded(self, model: str, now: float) -> None:
         """The model is loaded. The worker rests for as long as that took."""
         took_s = now - self.loading_since_s.pop(model)
         self.invalidate()
@@ -251,49 +252,51 @@ class Residency:
 
     def heard(self, models: Iterable[Resident], last_frame: int, now: float) -> bool:
         """Applies the models of a heartbeat. Returns whether the placed models or a reported size changed."""
-        before = {m for m in (*self.reported, *self.granted) if self.placed(m)}
+        before = {m for m in (*self.reported, *self.unacknowledged_frames) if self.placed(m)}
         sizes = {r.model: r.memory_bytes for r in self.reported.values()}
         self.reported = {r.model: r for r in models}
-        for model in [m for m, frame in self.granted.items() if frame <= last_frame]:
-            del self.granted[model]
-        for model in [m for m, other in self.going.items() if other in self.reported or other not in self.lease_counts]:
-            del self.going[model]
+        for model in [m for m, frame in self.unacknowledged_frames.items() if frame <= last_frame]:
+            del self.unacknowledged_frames[model]
+        for model, other in list(self.loads_instead.items()):
+            if other in self.reported or other not in self.lease_counts:
+                del self.loads_instead[model]
         for resident in self.reported.values():
             if resident.state is ModelState.LOADING:
                 self.loading_since_s.setdefault(resident.model, now)
             elif resident.state is ModelState.READY and resident.model in self.loading_since_s:
-                self.ready(resident.model, now)
+                self.record_loaded(resident.model, now)
         for model in [m for m in self.loading_since_s if not self.placed(m)]:
             del self.loading_since_s[model]  # it could not be loaded
         self.invalidate()
-        after = {m for m in (*self.reported, *self.granted) if self.placed(m)}
+        after = {m for m in (*self.reported, *self.unacknowledged_frames) if self.placed(m)}
         return before != after or sizes != {r.model: r.memory_bytes for r in self.reported.values()}
 
     def lost(self) -> None:
-        """The session is over: nothing is known until the next heartbeat. `pins` and `unwanted` stay."""
-        self.reported, self.granted, self.going, self.loading_since_s, self.granted_without_id = {}, {}, {}, {}, {}
+        """The session is over: nothing is known until the next heartbeat. `operator_pins` and `unwanted` stay."""
+        self.reported, self.unacknowledged_frames, self.loads_instead = {}, {}, {}
+        self.loading_since_s, self.granted_without_id = {}, {}
         self.resting, self.rest_until_s = False, 0.0
-        self.room_for, self.retiring = "", {}
+        self.reserved_model, self.retiring = "", {}
         self.invalidate()
 
     # --- reservations and operators' requests ------------------------------------------------------------------------
 
     def reserve(self, model: str, retiring: Iterable[str]) -> None:
         """Reserves the worker for loading the model next; the retiring models get no new leases."""
-        self.room_for, self.retiring = model, dict.fromkeys(retiring)
+        self.reserved_model, self.retiring = model, dict.fromkeys(retiring)
 
     def end_reservation(self) -> None:
-        self.room_for, self.retiring = "", {}
+        self.reserved_model, self.retiring = "", {}
 
     def pin(self, name: str) -> None:
-        self.pins[name] = None
+        self.operator_pins[name] = None
         self.unwanted.pop(self.names.get(name, name), None)
 
     def unload(self, name: str) -> None:
         """Unloads the model, or all its versions, for an operator. A model that is not loaded is only unpinned."""
-        for pin in [p for p in self.pins if is_version(p, name) or self.names.get(p) == name]:
-            del self.pins[pin]
-        known = dict.fromkeys((*self.reported, *self.granted, *self.lease_counts, *self.loading_since_s))
+        for pin in [p for p in self.operator_pins if is_version(p, name) or self.names.get(p) == name]:
+            del self.operator_pins[pin]
+        known = dict.fromkeys((*self.reported, *self.unacknowledged_frames, *self.lease_counts, *self.loading_since_s))
         for model in [m for m in known if is_version(m, name)]:
             self.unwanted[model] = 0
 

@@ -58,13 +58,13 @@ class Sessions:
         fleet, commands = self._fleet, self._commands
         worker = fleet.workers.get(event.info.worker_id)
         # Tasks and leases share one sequence of ids. Those from ids_end on are another journal's (see ev.Hello).
-        ours = [h for h in event.leases if h.proven and max(h.lease_id, h.task_id) < event.ids_end]
+        ours = [h for h in event.leases if h.granted_by_this_journal and max(h.lease_id, h.task_id) < event.ids_end]
         ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts
         if worker is not None and worker.session:
             commands.add(ev.EndSession(worker.session, "the worker began another session", taken_over=True))
             self._lose(worker, now, kept={h.lease_id for h in ours})
-        if (gone := fleet.make_place_for(event.info.worker_id, event.token_id)) is not None:
-            commands.worker_changed(gone, remember=True, gone=True)
+        if (gone := fleet.evict_lost_worker_for(event.info.worker_id, event.token_id)) is not None:
+            commands.worker_changed(gone, save=True, gone=True)
         worker = fleet.register(event.info)
         worker.token_id = event.token_id
         fleet.open_session(worker, event.session, now)
@@ -81,13 +81,13 @@ class Sessions:
         revoked = [h.lease_id for h in event.leases if h.lease_id not in worker.leases]
         commands.add(ev.Welcome(event.session, adopted))
         commands.revoke(event.session, revoked, STALE)
-        if worker.draining or worker.checks_asked or worker.residency.pins or worker.residency.unwanted:
+        if worker.draining or worker.checks_asked or worker.residency.operator_pins or worker.residency.unwanted:
             commands.desire(worker)
         if worker.drain_deadline_s is not None and worker.drain_deadline_s <= now:
-            self._attempts.take_back_all(worker, now)
+            self._attempts.interrupt_all(worker, now)
         self._watch_silence(worker, now + self._suspect_s)
         self._hold.arrived(worker.worker_id, now)
-        commands.worker_changed(worker, remember=True)
+        commands.worker_changed(worker, save=True)
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
@@ -153,8 +153,8 @@ class Sessions:
         self._reservations.start_rest_timer(worker)
         fleet.room_changed(worker)
         self._reconcile_leases(worker, event, now)
-        worker.occupied = event.occupied_slots
-        if worker.occupied:
+        worker.occupied_slots = event.occupied_slots
+        if worker.occupied_slots:
             self._recalls.watch(worker, now)
         self._commands.worker_changed(worker)
 
@@ -178,7 +178,7 @@ class Sessions:
                 self._attempts.revoke_uncharged(lease, f"worker {worker.worker_id} lost the lease", now)
         for lease in saved:
             if lease.task.lease is lease:
-                self._gangs.saved(lease, now)
+                self._gangs.checkpoint_saved(lease, now)
 
     def _replace_catalog(self, worker: Worker, catalog: ev.Catalog) -> None:
         """Replaces the capabilities and models that the worker offers, if they changed."""
@@ -186,9 +186,9 @@ class Sessions:
         if (catalog.capabilities, catalog.models) == (info.capabilities, info.models):
             return
         self._fleet.set_info(worker, replace(info, capabilities=catalog.capabilities, models=catalog.models))
-        if worker.residency.pins:  # the ids of the pinned models may have changed
+        if worker.residency.operator_pins:  # the ids of the pinned models may have changed
             self._commands.desire(worker)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class Sessions:
         worker.heard_s = now
         for lease in leases:
             self._attempts.worker_lost(lease, now)
-        self._commands.worker_changed(worker, remember=True)
+        self._commands.worker_changed(worker, save=True)
 
     def _watch_silence(self, worker: Worker, due_s: float, *, suspected: bool = False) -> None:
         """Checks at due_s whether the worker has been silent. A worker that one check finds silent is `suspected`. If

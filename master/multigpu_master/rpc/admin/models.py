@@ -45,7 +45,7 @@ class ModelCalls:
 
     async def UnloadModel(self, request: Any, _context: Any) -> pb.UnloadModelResponse:
         workers = self._workers(request.worker_ids)
-        known = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.pins)]
+        known = [m for w in workers for m in (*w.residency.offered, *w.residency.reported, *w.residency.operator_pins)]
         if not any(is_version(m, request.model) for m in known):
             where = "on these workers" if request.worker_ids else "on any worker"
             raise NotFoundError(
@@ -101,7 +101,7 @@ def _misfit(worker: Worker, name: str) -> str:
     """Returns why a model does not fit into a worker's memory beside the worker's pinned models, or "" if it fits."""
     residency = worker.residency
     model, limit = residency.names[name], residency.limit_bytes
-    others = sorted(m for m in residency.pinned() if m != model)
+    others = sorted(m for m in residency.operator_pinned_ids() if m != model)
     taken, needed = sum(map(residency.memory_of, others)), residency.memory_of(model)
     if not limit or taken + needed <= limit:
         return ""
@@ -123,13 +123,19 @@ def _preference(worker: Worker, name: str) -> tuple[bool, bool, bool, int]:
     model = residency.names[name]
     used = sum(residency.memory_of(m) for m in residency.in_use())
     room = residency.limit_bytes - used if residency.limit_bytes else -used
-    return model in residency.pinned(), worker.accepting, residency.placed(model), room
+    return model in residency.operator_pinned_ids(), worker.accepting, residency.placed(model), room
 
 
 def _holds(worker: Worker, name: str) -> bool:
     """Whether a worker has a model of this name or id loaded, pinned, or about to be loaded."""
     residency = worker.residency
-    held = (*residency.reported, *residency.granted, *residency.lease_counts, *residency.pins, *residency.pinned())
+    held = (
+        *residency.reported,
+        *residency.unacknowledged_frames,
+        *residency.lease_counts,
+        *residency.operator_pins,
+        *residency.operator_pinned_ids(),
+    )
     return any(is_version(m, name) for m in held)
 
 
