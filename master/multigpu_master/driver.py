@@ -185,14 +185,14 @@ class Driver:
         """Opens a Run stream. Returns its number and its outbox."""
         self._last_stream += 1
         outbox = RunOutbox(RunFrame, payload_messages.Peer(self.journal.payloads))
-        outbox.peer_id = f"stream {self._last_stream}"  # until a message of the stream names its client
+        outbox.peer_name = f"stream {self._last_stream}"  # until a message of the stream names its client
         self._streams[self._last_stream] = outbox
         self.handle(ev.StreamOpened(self._last_stream))
         return self._last_stream, outbox
 
     def close_stream(self, stream: int) -> None:
         if (outbox := self._streams.pop(stream, None)) is not None:
-            outbox.peer.gone()
+            outbox.peer.release_all()
             self.handle(ev.StreamClosed(stream))
         # Deferred tasks are only in memory. If the master died, their clients would submit them again, but the client
         # of this stream has left.
@@ -220,7 +220,7 @@ class Driver:
         if (outbox := self._streams.get(stream)) is not None:
             outbox.add_pending(submitted.pending)
             for task in submitted.fresh:
-                task.client_id = outbox.peer_id
+                task.client_id = outbox.peer_name
         if spec.durable:
             # Later in the loop: this event's leases go to the workers first.
             fresh = submitted.fresh
@@ -387,10 +387,10 @@ class Driver:
                         )
                         rejected.retry_delay.CopyFrom(duration(delay_s))
                         return
-                    lost = payload_messages.outcome_lost(body, error)
-                    outbox.frame_for(len(lost)).add_outcome(lost)
+                    without_result = payload_messages.outcome_without_result(body, error)
+                    outbox.frame_for(len(without_result)).add_outcome(without_result)
                 return
-            body = payload_messages.outcome_at(body, tail)
+            body = payload_messages.outcome_by_reference(body, tail)
         outbox.frame_for(len(body)).add_outcome(body)
 
     def _forward(self, command: ev.ForwardPartials) -> None:

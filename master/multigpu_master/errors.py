@@ -74,7 +74,7 @@ class UnauthenticatedError(CallError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
-def damaged_setting(key: str, error: Exception) -> JournalError:
+def damaged_setting_error(key: str, error: Exception) -> JournalError:
     """Returns the JournalError for a setting in the journal that can't be parsed. `error`: one of DAMAGE."""
     return JournalError(
         f"The journal's setting {key!r} is damaged ({error!r}). Restore the data directory from a backup, or remove "

@@ -39,7 +39,7 @@ class Outbox(Generic[F]):
         self.bytes = 0  # size of all waiting items
         # By task_id: index of the first partial output to send. The peer got the earlier ones from an earlier master.
         self.partials_from: dict[int, int] = {}
-        self.peer_id = ""  # the name of the client, or of the worker's process, at the other end
+        self.peer_name = ""  # the name of the client, or of the worker's process, at the other end
         self.pending_outcomes = 0  # outcomes that the peer waits for
         self._none_pending = asyncio.Event()
 

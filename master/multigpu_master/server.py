@@ -102,7 +102,7 @@ class Master:
             tasks_recovered, workers_expected = self._recover(driver, recovered)
         except JournalError as error:
             raise StartError(str(error)) from error
-        self.journal.payloads.sweep()
+        self.journal.payloads.start_deleting()
         # Do not traverse a million queued tasks in every full collection.
         gc.collect()
         gc.freeze()
@@ -199,13 +199,13 @@ class Master:
 
     def _services(self, driver: Driver) -> dict[ServiceDescriptor, object]:
         config = self.config
-        offer = self.journal.payloads.offer() if config.share_payloads else ()
+        payload_metadata = self.journal.payloads.initial_metadata() if config.share_payloads else ()
         return {
             task_service_pb2.DESCRIPTOR.services_by_name["TaskService"]: TaskService(
-                driver, self._intake, config.submit_tasks_max, config.stream_bytes_max, offer
+                driver, self._intake, config.submit_tasks_max, config.stream_bytes_max, payload_metadata
             ),
             worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"]: WorkerService(
-                driver, VERSION, config.heartbeat_interval_s, config.session_timeout_s, offer
+                driver, VERSION, config.heartbeat_interval_s, config.session_timeout_s, payload_metadata
             ),
             admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminService(driver, VERSION, self.auth),
         }

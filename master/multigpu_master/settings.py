@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Queue, Worker
 from multigpu_master.core.workers.info import Capability, WorkerInfo
-from multigpu_master.errors import DAMAGE, damaged_setting
+from multigpu_master.errors import DAMAGE, damaged_setting_error
 from multigpu_master.wire.devices import device_message
 from multigpu_master.wire.times import SECONDS_MAX, SECONDS_MIN
 
@@ -75,7 +75,7 @@ def restore(handle: Handle, strategies: Container[str], settings: dict[str, byte
             elif key == BREAKER:
                 handle(ev.RestoreBreaker(_check_seconds(json.loads(value)["tripped_s"])))
         except DAMAGE as error:
-            raise damaged_setting(key, error) from error
+            raise damaged_setting_error(key, error) from error
     return expected
 
 

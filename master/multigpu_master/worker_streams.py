@@ -50,7 +50,7 @@ class WorkerStreams:
     def open(self, session: int, process: str) -> SessionOutbox:
         """Makes the outbox of a session. `process`: the name of the worker's process, from its hello."""
         outbox = SessionOutbox(worker_service_pb2.SessionResponse, payload_messages.Peer(self._payloads))
-        outbox.peer_id = process
+        outbox.peer_name = process
         self._outboxes[session] = outbox
         return outbox
 
@@ -58,7 +58,7 @@ class WorkerStreams:
         """Whether a process other than `process` has an open stream with this worker_id."""
         worker = self._fleet.workers.get(worker_id)
         outbox = self._outboxes.get(worker.session) if worker is not None else None
-        return outbox is not None and outbox.peer_id != process
+        return outbox is not None and outbox.peer_name != process
 
     def close(self, session: int) -> None:
         """Removes the outbox, and tells the core that the session is closed."""
@@ -98,15 +98,15 @@ class WorkerStreams:
 
     def _put_leases(self, session: int, outbox: SessionOutbox, leases: list[Lease], size: int, number: int) -> None:
         """Adds a part of a dispatch, of `size` bytes. Leases whose payloads can't be read are reported as failed."""
-        inlined: dict[int, bytes] | None = None
-        if payload_messages.is_large(size):
-            leases, inlined, lost = payload_messages.readable(leases, outbox.peer)
+        payloads_by_lease_id: dict[int, bytes] | None = None
+        if payload_messages.may_have_large(size):
+            leases, payloads_by_lease_id, lost = payload_messages.read_payloads(leases, outbox.peer)
             if lost:
                 self._loop.call_soon(self._handle, ev.Reports(session, failures=lost))
         response = outbox.frame_for(size, len(leases))
         response.frame = number
         if leases:
-            fill_leases(response.lease_batches.add(), self._specs, self._proofs, leases, inlined)
+            fill_leases(response.lease_batches.add(), self._specs, self._proofs, leases, payloads_by_lease_id)
 
     def welcome(self, command: ev.Welcome) -> None:
         self._frame(command.session, MESSAGE_BYTES).welcome.adopted_lease_ids.extend(command.adopted)

@@ -197,7 +197,7 @@ class WriteBuffer:
         if self._request_filter.full and (self._learning is None or self._learning.done()):
             self.learn_requests()  # before `add`: the journal does not have these request_ids yet
         self._request_filter.add([task.request_id for task in tasks if task.request_id])
-        pending = _Pending(Entry(settles=records), payload_messages.own_bytes(bodies), settled=tasks, done=done)
+        pending = _Pending(Entry(settles=records), payload_messages.memory_bytes(bodies), settled=tasks, done=done)
         self._append(pending, urgent=done is not None)
 
     async def save(self, settings: dict[str, bytes | None], deleted_dead_letters: Sequence[int] = ()) -> None:

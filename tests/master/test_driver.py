@@ -215,7 +215,7 @@ async def test_a_dead_letter_is_requeued_or_deleted_by_one_call(stage: Stage) ->
         failures = [ev.Failure(x.lease_id, TaskError("ValueError", "no")) for x in leases_of(tasks)]
     await stage.durable()
     calls = DeadLetterCalls()
-    calls._driver, calls._taken = stage.driver, set()
+    calls._driver, calls._busy_dead_letters = stage.driver, set()
     ids = [task.task_id for task in tasks]
     requeued, deleted, again = await asyncio.gather(
         calls.RequeueDeadLetters(admin_service_pb2.RequeueDeadLettersRequest(task_ids=ids), None),
@@ -223,7 +223,7 @@ async def test_a_dead_letter_is_requeued_or_deleted_by_one_call(stage: Stage) ->
         calls.DeleteDeadLetters(admin_service_pb2.DeleteDeadLettersRequest(task_ids=ids[::-1]), None),
     )
     assert len(requeued.task_ids) + deleted.deleted + again.deleted == len(ids)
-    assert not calls._taken
+    assert not calls._busy_dead_letters
 
 
 async def test_a_dead_letter_whose_payload_is_lost_can_be_deleted(stage: Stage) -> None:
@@ -235,7 +235,7 @@ async def test_a_dead_letter_whose_payload_is_lost_can_be_deleted(stage: Stage) 
     await stage.durable()
     shutil.rmtree(stage.journal.payloads.path.parent / "segments")
     calls = DeadLetterCalls()
-    calls._driver, calls._taken = stage.driver, set()
+    calls._driver, calls._busy_dead_letters = stage.driver, set()
     with pytest.raises(JournalError, match=r"payload of task \d+ is missing"):
         await calls.RequeueDeadLetters(admin_service_pb2.RequeueDeadLettersRequest(task_ids=[task.task_id]), None)
     request = admin_service_pb2.DeleteDeadLettersRequest(task_ids=[task.task_id, 7])

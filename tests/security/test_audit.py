@@ -11,7 +11,7 @@ import grpc
 import pytest
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu_master.security import audit
-from multigpu_master.security.auth import roles_of
+from multigpu_master.security.auth import allowed_roles
 from multigpu_master.security.tokens import ADMIN
 
 from tests.fleet import until
@@ -44,7 +44,7 @@ def test_a_failed_call_is_audited(secured: SecuredFleet) -> None:
 def test_exactly_the_administrative_calls_are_audited(secured: SecuredFleet) -> None:
     for name in METHODS:
         secured.admin.status(name)
-    changing = {n for n in METHODS if roles_of(n) == {ADMIN} and n != "AdminService/ListTokens"}
+    changing = {n for n in METHODS if allowed_roles(n) == {ADMIN} and n != "AdminService/ListTokens"}
     assert {"AdminService/DrainWorker", "AdminService/DeleteDeadLetters", "AdminService/SetStrategy"} <= changing
     until(lambda: {entry["method"] for entry in _lines(secured)} >= changing, what="the lines")
     assert {entry["method"] for entry in _lines(secured)} == changing

@@ -21,7 +21,7 @@ from multigpu_master.core.identity import FREE
 from multigpu_master.errors import JournalFullError
 from multigpu_master.journal import request_filter as known_requests
 from multigpu_master.journal.protocol import CommitCallback, Entry, SettleRecord, SubmitRecord
-from multigpu_master.journal.sqlite.room import frees
+from multigpu_master.journal.sqlite.room import is_small_or_frees
 
 from tests.sim.world import Link, World
 
@@ -142,7 +142,7 @@ class SimJournal(Rows):
 
     def _take(self) -> None:
         """If the thread is idle, it takes the queued entries and begins to write. On a full disk it writes only entries
-        that `frees`.
+        that are small or free space.
         """
         if self._writing:
             return
@@ -167,12 +167,12 @@ class SimJournal(Rows):
         self._world.after(self._world.between(0.0005, 0.03) * self.slow, lambda: self._end(batch, waiting, generation))
 
     def _end(self, batch: list[Entry], waiting: deque[Entry], generation: int) -> None:
-        """End of a write. On a full disk, entries that `frees` succeed, because the reserve is unlimited here."""
+        """End of a write. On a full disk, entries that are small or free space succeed: the reserve is unlimited."""
         if generation != self._generation:
             return
         self._writing = False
         ahead = waiting is self._freeing
-        if self.disk_full and not (ahead or (batch and all(map(frees, batch)))):
+        if self.disk_full and not (ahead or (batch and all(map(is_small_or_frees, batch)))):
             waiting.extendleft(reversed(batch))
             if not self._full:
                 self._full = True
@@ -212,7 +212,7 @@ class SimJournal(Rows):
                 continue
             if any(r.task_id in self._rejected for r in entry.settles):
                 entry.settles = [r for r in entry.settles if r.task_id not in self._rejected]
-            (self._freeing if frees(entry) else self._pending).append(entry)
+            (self._freeing if is_small_or_frees(entry) else self._pending).append(entry)
         if rejected:
             self.rejected_ever = True
             self._world.coverage["journal: submits rejected"] += len(rejected)

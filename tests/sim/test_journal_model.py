@@ -17,7 +17,7 @@ from multigpu_master.journal.protocol import Entry, SettleRecord, SubmitRecord
 from multigpu_master.journal.sqlite import failures
 from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.sqlite.room import frees
+from multigpu_master.journal.sqlite.room import is_small_or_frees
 
 from tests.sim.journal import SimJournal
 from tests.sim.world import World
@@ -33,13 +33,13 @@ class FillableJournal(SqliteJournal):
     disk_full = False
 
     def _commit(self, batch: Sequence[Entry], bytes_total: int) -> None:
-        if self.disk_full and not all(map(frees, batch)):
+        if self.disk_full and not all(map(is_small_or_frees, batch)):
             raise failures.full_error(self._path)
         super()._commit(batch, bytes_total)
 
-    def _look_for_room(self) -> None:
+    def _try_end_full(self) -> None:
         if not self.disk_full:
-            super()._look_for_room()
+            super()._try_end_full()
 
 
 class Both:

@@ -50,8 +50,8 @@ _OFFSET_MAX = 1 << 40
 _TRASH = "trash"
 
 
-# Initial metadata for peers.
-Offer = tuple[tuple[str, bytes], ...]
+# Initial metadata of a stream, for the peer.
+InitialMetadata = tuple[tuple[str, bytes], ...]
 WRONG_KEY = (
     "payload_key differs from the file KEY in this master's directory of payloads; leave it out to send and get bytes"
 )
@@ -112,7 +112,7 @@ class Payloads:
         self._journaled.update(self._names())
         self._measure()
 
-    def sweep(self) -> None:
+    def start_deleting(self) -> None:
         """Starts the thread that deletes unused segments. Call it after the journal's references were restored."""
         self._thread = threading.Thread(target=self._run, name="payloads", daemon=True)
         self._thread.start()
@@ -125,7 +125,7 @@ class Payloads:
             os.close(self._dir_fd)
             self._dir_fd = -1
 
-    def offer(self) -> Offer:
+    def initial_metadata(self) -> InitialMetadata:
         """Returns initial metadata with the directory's path and a hash of its key."""
         return ((METADATA, hashlib.sha256(self._key).digest() + os.fsencode(self.path.absolute())),)
 

@@ -13,7 +13,7 @@ _DOWNTIMES_MAX = 1000
 
 
 class Retention:
-    """See the module. `downtime_s` and `now` may be called from any thread."""
+    """See the module. `downtime_s` and `now_without_downtime_s` may be called from any thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -29,7 +29,7 @@ class Retention:
             total_s += seconds
         return total_s
 
-    def now(self, cursor: int) -> float:
+    def now_without_downtime_s(self, cursor: int) -> float:
         """Returns the time to compare with the expiry of the outcome at this cursor."""
         return self.clock() - self.downtime_s(cursor)
 
@@ -39,7 +39,7 @@ class Retention:
         self._saved_s = float(fields["time_s"])
         self._downtimes = [(int(cursor), float(seconds)) for cursor, seconds in fields["downtimes"]]
 
-    def resume(self, next_cursor: int) -> float:
+    def add_downtime(self, next_cursor: int) -> float:
         """Adds the downtime before this master. Returns the clock minus the saved time, or 0.0 without one. `save` must
         follow before new outcomes are written.
         """

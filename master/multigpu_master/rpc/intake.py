@@ -29,7 +29,7 @@ DISK_FULL = ev.Rejection(
     "data_dir) or raise the limit, or submit with durability EPHEMERAL",
     1.0,
 )
-TAKEN = ev.Rejection(INVALID_ARGUMENT, "another caller's task has this request_id; use another request_id")
+REQUEST_ID_IN_USE = ev.Rejection(INVALID_ARGUMENT, "another caller's task has this request_id; use another request_id")
 
 Answer = Task | ev.Rejection | SettledTask
 
@@ -42,7 +42,7 @@ class Intake:
         self._payload_bytes_max = payload_bytes_max
         self.stopping = False
 
-    def take(
+    def submit(
         self, batch: task_pb2.TaskBatch, request_ids: Sequence[str], stream: int,
         done: Callable[[JournalError | None], None], peer: Peer | None = None, *, deferred: bool = False,
     ) -> list[Answer]:  # fmt: skip
@@ -112,7 +112,7 @@ class Intake:
             live, stored = self._driver.core.ledger.requests.get(request_id), known.get(request_id)
             queue = live.spec.queue if live is not None else stored.queue if stored is not None else None
             if queue is not None and not caller.may_see(queue):
-                return TAKEN
+                return REQUEST_ID_IN_USE
         return candidate
 
 

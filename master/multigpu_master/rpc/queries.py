@@ -19,7 +19,7 @@ from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTa
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
 from multigpu_master.rpc.paging import make_page_token, parse_page_token, read_page_size
 from multigpu_master.security.auth import caller_queues
-from multigpu_master.wire.payloads import outcome_lost
+from multigpu_master.wire.payloads import outcome_without_result
 from multigpu_master.wire.tasks import task_message, task_state
 from multigpu_master.wire.times import seconds_of, set_time
 
@@ -95,7 +95,7 @@ def fill_from_core(message: task_pb2.Outcome, body: bytes | LargeBody) -> None:
         whole = body if isinstance(body, bytes) else body.whole()
     except OSError as error:
         assert isinstance(body, LargeBody), "only large bodies are read from files"
-        whole = outcome_lost(body, error)
+        whole = outcome_without_result(body, error)
     parse_outcome(message, whole)
 
 

@@ -45,7 +45,7 @@ def add_service(
         # Inside authentication: rejected calls must not fill the audit log.
         serve = serve if audit is None else audit.wrap(serve, name, request_type)
         serve = serve if method.client_streaming else _reading(serve, name, read)
-        serve = serve if auth is None else auth.guard(serve, name)
+        serve = serve if auth is None else auth.with_checks(serve, name)
         serialize = None if method.client_streaming else GetMessageClass(method.output_type).SerializeToString
         streams = method.server_streaming or read is not None
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler

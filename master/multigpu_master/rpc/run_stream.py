@@ -57,9 +57,9 @@ class RunStream:
         frame = parse(task_service_pb2.RunRequest, data)
         self._check(frame)
         self._outcomes_only = self._outcomes_only or frame.outcomes_only
-        self._outbox.peer_id = frame.client_id or self._outbox.peer_id
+        self._outbox.peer_name = frame.client_id or self._outbox.peer_name
         if frame.results_taken:
-            self._outbox.peer.taken(frame.results_taken)
+            self._outbox.peer.release_read(frame.results_taken)
         async for batch in queries.pausing(frame.batches):
             request_ids = request_ids_of(batch)
             if "" in request_ids:
@@ -78,7 +78,7 @@ class RunStream:
 
     def _check(self, frame: task_service_pb2.RunRequest) -> None:
         """Raises InvalidArgumentError if the frame is too large or has a wrong key."""
-        if frame.payload_key and (caller_queues() is not None or not self._outbox.peer.show(frame.payload_key)):
+        if frame.payload_key and (caller_queues() is not None or not self._outbox.peer.check_key(frame.payload_key)):
             raise InvalidArgumentError(WRONG_KEY)
         check_count(len(frame.client_id.encode()), CLIENT_ID_BYTES_MAX, "bytes in a client_id")
         check_count(count_tasks(frame.batches, FRAME_TASKS_MAX), FRAME_TASKS_MAX, "tasks in one frame of a Run stream")
@@ -95,7 +95,7 @@ class RunStream:
             self._reject_lost([task for task in accepted if not task.task_id])
             self._acknowledge([task for task in accepted if task.task_id])
 
-        answers = self._intake.take(
+        answers = self._intake.submit(
             batch, request_ids, self._stream, done, self._outbox.peer, deferred=self._outcomes_only
         )
         for index, answer in enumerate(answers):
@@ -186,7 +186,7 @@ class RunStream:
             task = requests.get(request_id)
             if not queries.may_see(task):
                 task = None
-            if task is not None and task.outcome is None and task.client_id != self._outbox.peer_id:
+            if task is not None and task.outcome is None and task.client_id != self._outbox.peer_name:
                 self._detach(task)
                 self._reject(DETACHED, request_id)
                 continue

@@ -17,7 +17,7 @@ from multigpu_master.errors import (
     JournalFullError,
     NotFoundError,
 )
-from multigpu_master.journal.payload_files import Offer
+from multigpu_master.journal.payload_files import InitialMetadata
 from multigpu_master.journal.protocol import StoredOutcome
 from multigpu_master.outbox import serve_stream
 from multigpu_master.rpc import queries
@@ -45,9 +45,14 @@ class TaskService:
     """See protos/multigpu/v1/task_service.proto."""
 
     def __init__(
-        self, driver: Driver, intake: Intake, submit_tasks_max: int, stream_bytes_max: int, offer: Offer
+        self,
+        driver: Driver,
+        intake: Intake,
+        submit_tasks_max: int,
+        stream_bytes_max: int,
+        payload_metadata: InitialMetadata,
     ) -> None:
-        self._offer = offer
+        self._payload_metadata = payload_metadata
         self._driver = driver
         self._intake = intake
         self._submit_tasks_max = submit_tasks_max
@@ -64,13 +69,13 @@ class TaskService:
         await self._driver.write_buffer.room()
         loop = asyncio.get_running_loop()
         response = task_service_pb2.SubmitResponse()
-        taken: list[tuple[list[str], list[Answer], asyncio.Future[JournalError | None]]] = []
+        submitted: list[tuple[list[str], list[Answer], asyncio.Future[JournalError | None]]] = []
         async for batch in queries.pausing(request.batches):
             durable: asyncio.Future[JournalError | None] = loop.create_future()
             request_ids = request_ids_of(batch)
-            answers = self._intake.take(batch, request_ids, 0, tell(durable))
-            taken.append((request_ids, answers, durable))
-        for request_ids, answers, durable in taken:
+            answers = self._intake.submit(batch, request_ids, 0, tell(durable))
+            submitted.append((request_ids, answers, durable))
+        for request_ids, answers, durable in submitted:
             error = await durable
             for answer, request_id in zip(answers, request_ids, strict=True):
                 result = response.results.add()
@@ -86,8 +91,8 @@ class TaskService:
         stream, outbox = self._driver.open_stream()
         try:
             # The shared directory holds the payloads of all queues.
-            if self._offer and caller_queues() is None:
-                await context.send_initial_metadata(self._offer)
+            if self._payload_metadata and caller_queues() is None:
+                await context.send_initial_metadata(self._payload_metadata)
             run = RunStream(self._driver, self._intake, stream, outbox, self._stream_bytes_max)
             await serve_stream(context, outbox, run.on_message, RunFrame.serialize)
         finally:

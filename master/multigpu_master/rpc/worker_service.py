@@ -22,7 +22,7 @@ from multigpu_master.errors import (
     PreconditionError,
     call_error,
 )
-from multigpu_master.journal.payload_files import WRONG_KEY, Offer
+from multigpu_master.journal.payload_files import WRONG_KEY, InitialMetadata
 from multigpu_master.outbox import serve_stream
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.paging import check_count
@@ -53,9 +53,14 @@ class WorkerService:
     """See protos/multigpu/v1/worker_service.proto."""
 
     def __init__(
-        self, driver: Driver, version: str, heartbeat_interval_s: float, session_timeout_s: float, offer: Offer
+        self,
+        driver: Driver,
+        version: str,
+        heartbeat_interval_s: float,
+        session_timeout_s: float,
+        payload_metadata: InitialMetadata,
     ) -> None:
-        self._offer = offer
+        self._payload_metadata = payload_metadata
         self._driver = driver
         self._version = version
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -63,8 +68,8 @@ class WorkerService:
         self._sessions = itertools.count(1)
 
     async def Session(self, context: Any) -> None:
-        if self._offer:
-            await context.send_initial_metadata(self._offer)
+        if self._payload_metadata:
+            await context.send_initial_metadata(self._payload_metadata)
         data = await context.read()
         if data is grpc.aio.EOF:
             return
@@ -163,7 +168,7 @@ class SessionReader:
 
     async def read(self, frame: Any) -> None:
         handle, session = self._driver.handle, self._session
-        if frame.payload_key and not self._outbox.peer.show(frame.payload_key):
+        if frame.payload_key and not self._outbox.peer.check_key(frame.payload_key):
             raise InvalidArgumentError(WRONG_KEY)
         if frame.partials:
             handle(ev.Partials(session, partial_outputs(frame.partials)))

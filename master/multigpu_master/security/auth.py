@@ -72,7 +72,7 @@ def caller_queues() -> frozenset[str] | None:
     return None if caller is None else caller.queues
 
 
-def roles_of(method: str) -> frozenset[str]:
+def allowed_roles(method: str) -> frozenset[str]:
     """Returns the roles that may call `method`, which is "Service/Method"."""
     return _ROLES.get(method, _ADMINS)
 
@@ -95,13 +95,13 @@ class Auth:
         self._logged_s = 0.0
         self._unlogged = 0
 
-    def guard(self, serve: Serve, method: str) -> Serve:
+    def with_checks(self, serve: Serve, method: str) -> Serve:
         """Returns a wrapper of `serve` that checks each caller, and ends the call when the caller's token expires or is
         revoked. `method`: "Service/Method".
         """
-        roles = roles_of(method)
+        roles = allowed_roles(method)
 
-        async def guarded(request: Any, context: Any) -> Any:
+        async def checked(request: Any, context: Any) -> Any:
             if self._certificates:
                 self._check_certificate(context, method, roles)
             if self.tokens is None:
@@ -129,7 +129,7 @@ class Auth:
                 if timer is not None:
                     timer.cancel()
 
-        return guarded
+        return checked
 
     def revoke(self, token_id: str) -> Token | None:
         """Removes a token, ends its open calls except the running call, and returns it. None if it does not exist."""

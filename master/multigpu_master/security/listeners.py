@@ -56,7 +56,9 @@ def open_port(server: Any, config: MasterConfig, certificates: "Certificates | N
     if certificates is None:
         return int(server.add_insecure_port(config.listen))
     credentials = grpc.dynamic_ssl_server_credentials(
-        certificates.first(), certificates.new_configuration, require_client_authentication=bool(config.tls_client_ca)
+        certificates.load_first(),
+        certificates.new_configuration,
+        require_client_authentication=bool(config.tls_client_ca),
     )
     return int(server.add_secure_port(config.listen, credentials))
 
@@ -69,7 +71,7 @@ class Certificates:
         self._lock = threading.Lock()
         self._seen: list[bytes] = []  # contents of the files, valid or not, when a connection last loaded them
 
-    def first(self) -> Any:
+    def load_first(self) -> Any:
         """Returns the first configuration for gRPC. Raises ListenError if the files are invalid."""
         self._seen = texts = self._read()
         return _configuration(texts)

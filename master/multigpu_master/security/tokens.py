@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from multigpu_master.errors import DAMAGE, damaged_setting
+from multigpu_master.errors import DAMAGE, damaged_setting_error
 
 SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
 ROLES = (SUBMIT, READ, WORKER, ADMIN)
@@ -92,7 +92,7 @@ class Tokens:
                 try:
                     token = _read(key.removeprefix(SETTING_PREFIX), json.loads(value))
                 except DAMAGE as error:
-                    raise damaged_setting(key, error) from error
+                    raise damaged_setting_error(key, error) from error
                 self._tokens[token.token_id] = token
 
     def find(self, text: str) -> Token | None:

@@ -30,11 +30,11 @@ class History:
         self._counted = (0, 0, 0)
         self._succeeded = 0
         self._queue_s = self._run_s = 0.0
-        # By queue: how many tasks have ended. In _queues, oldest first, for the end of each recent interval: the time,
-        # and by queue: how many tasks had ended, and how many were queued or leased.
+        # By queue: how many tasks have ended. In _queue_counts, oldest first, for the end of each recent interval: the
+        # time, and by queue: how many tasks had ended, and how many were queued or leased.
         self._ended: dict[str, int] = {}
-        self._queues: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(maxlen=RATE_INTERVALS + 1)
-        self._resumed: dict[str, tuple[float, tuple[int, int]]] = {}  # as in _queues, at the queue's last resume
+        self._queue_counts: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(maxlen=RATE_INTERVALS + 1)
+        self._resumed: dict[str, tuple[float, tuple[int, int]]] = {}  # as in _queue_counts, at the queue's last resume
 
     def start(self) -> None:
         self._begin_interval()
@@ -65,9 +65,9 @@ class History:
         """Returns how many tasks per second ended, and how many were submitted, in about the last minute, or since the
         queue was resumed if that is more recent.
         """
-        if not self._queues:
+        if not self._queue_counts:
             return 0.0, 0.0
-        begin_s, counts = self._queues[0]
+        begin_s, counts = self._queue_counts[0]
         ended_before, tasks_before = counts.get(queue.name, (0, 0))
         if (resumed := self._resumed.get(queue.name)) is not None and resumed[0] > begin_s:
             begin_s, (ended_before, tasks_before) = resumed
@@ -76,16 +76,16 @@ class History:
         seconds = max(1.0, self._now() - begin_s)
         return ended / seconds, submitted / seconds
 
-    def resume(self, queue: Queue) -> None:
+    def restart_rates(self, queue: Queue) -> None:
         """Restarts the measurement of a queue's rates, because they were low while it was paused."""
         self._resumed[queue.name] = self._now(), (self._ended.get(queue.name, 0), queue.queued + queue.leased)
 
     def recent_queues(self) -> set[str]:
         """Returns the names of queues in which a task ended in about the last minute."""
-        before = self._queues[0][1] if self._queues else {}
+        before = self._queue_counts[0][1] if self._queue_counts else {}
         return {name for name, ended in self._ended.items() if ended != before.get(name, (0, 0))[0]}
 
-    def take(self) -> None:
+    def end_interval(self) -> None:
         """Ends the current interval: adds its point, and begins the next interval."""
         core = self._core
         point = pb.HistoryPoint(queued=core.ledger.unsettled - core.ledger.leased, leased=core.ledger.leased)
@@ -106,10 +106,10 @@ class History:
         queues = self._core.ledger.queues
         self._ended = {name: self._ended.get(name, 0) for name in queues}
         counts = {name: (self._ended[name], queue.queued + queue.leased) for name, queue in queues.items()}
-        self._queues.append((self._now(), counts))
-        begin_s = self._queues[0][0]
+        self._queue_counts.append((self._now(), counts))
+        begin_s = self._queue_counts[0][0]
         self._resumed = {name: resumed for name, resumed in self._resumed.items() if resumed[0] > begin_s}
-        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.take)
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self.end_interval)
 
     def _counts(self) -> tuple[int, int, int]:
         c = self._core.ledger.counters

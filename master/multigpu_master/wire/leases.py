@@ -26,9 +26,9 @@ def fill_leases(
     specs: SpecReader,
     proofs: LeaseProofs,
     leases: Sequence[Lease],
-    inlined: dict[int, bytes] | None = None,
+    payloads_by_lease_id: dict[int, bytes] | None = None,
 ) -> None:
-    """Fills a LeaseBatch with leases of one spec and worker. `inlined`: large payloads to send as bytes, by lease_id;
+    """Fills a LeaseBatch with leases of one spec and worker. `payloads_by_lease_id`: large payloads to send as bytes;
     other large payloads are sent as references. None: no payload is large.
     """
     tasks = [lease.task for lease in leases]
@@ -37,7 +37,7 @@ def fill_leases(
     batch.task_ids.extend([task.task_id for task in tasks])
     batch.attempts.extend([lease.attempt for lease in leases])
     batch.proofs.extend(proofs.of(leases[0].worker.worker_id, batch.lease_ids, batch.task_ids, batch.attempts))
-    if inlined is None:
+    if payloads_by_lease_id is None:
         batch.payloads.extend([task.payload for task in tasks])
     batch.units.extend([task.units for task in tasks])
     for index, lease in enumerate(leases):
@@ -54,8 +54,8 @@ def fill_leases(
             message.gang.rank, message.gang.world_size = lease.rank, len(gang.leases)
             message.gang.store_address = gang.leases[0].worker.info.store_address
             message.gang.run_id = gang.leases[0].lease_id
-    if inlined is not None:
-        payload_messages.fill_payloads(batch, leases, inlined)
+    if payloads_by_lease_id is not None:
+        payload_messages.fill_payloads(batch, leases, payloads_by_lease_id)
 
 
 def held_leases(m: worker_service_pb2.Hello, proofs: LeaseProofs) -> list[ev.HeldLease]:

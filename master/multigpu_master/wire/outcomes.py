@@ -62,7 +62,7 @@ class OutcomeWriter:
         if not o.result:
             return own.SerializeToString() + self._tail
         size = len(o.result)
-        if payload_messages.is_large(size):
+        if payload_messages.may_have_large(size):
             return payload_messages.outcome_body(
                 own.SerializeToString(), self._tail, payload_messages.bytes_of(o.result)
             )

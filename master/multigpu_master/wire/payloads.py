@@ -26,9 +26,9 @@ class Peer:
         self._payloads = payloads
         self._lent: deque[Reference] = deque()
         self._lent_bytes = 0
-        self._taken = 0
+        self._released = 0
 
-    def show(self, key: bytes) -> bool:
+    def check_key(self, key: bytes) -> bool:
         """Checks a key that the peer sent. Returns True if it is right, or if the peer sent the right key before."""
         self.shares = self.shares or self._payloads.shared_with(key)
         return self.shares
@@ -49,14 +49,16 @@ class Peer:
         self._lent_bytes += len(reference)
         return True
 
-    def taken(self, count: int) -> None:
+    def release_read(self, count: int) -> None:
         """Releases the references that the peer has read: the first `count` of the stream."""
-        while self._taken < count and self._lent:
+        while self._released < count and self._lent:
             self._lent_bytes -= len(self._lent.popleft())
-            self._taken += 1
+            self._released += 1
 
-    def gone(self) -> None:
-        """Releases all references at the end of the stream, because a reference cycle could delay their `__del__`."""
+    def release_all(self) -> None:
+        """Releases all references, and lends no more. Called at the end of the stream, because a reference cycle could
+        delay their `__del__`.
+        """
         self.shares = False
         self._lent.clear()
 
@@ -73,7 +75,7 @@ def outcome_body(own: bytes, shared: bytes, result: bytes | Reference) -> LargeB
     return LargeBody(b"".join((own, shared, _RESULT_TAG, varint(len(result)))), result)
 
 
-def outcome_at(body: LargeBody, reference: Reference) -> bytes:
+def outcome_by_reference(body: LargeBody, reference: Reference) -> bytes:
     """Returns the serialized Outcome of `body` with a reference in place of the result."""
     place = task_pb2.PayloadReference(
         segment=reference.pin.name, offset=reference.offset, size=reference.size_bytes
@@ -82,7 +84,7 @@ def outcome_at(body: LargeBody, reference: Reference) -> bytes:
     return b"".join((body.head[:-result_head_bytes], _RESULT_PLACE_TAG, varint(len(place)), place))
 
 
-def outcome_lost(body: LargeBody, error: Exception) -> bytes:
+def outcome_without_result(body: LargeBody, error: Exception) -> bytes:
     """Returns the serialized Outcome of `body` in the state RESULT_MISSING, with the error in place of the result.
     Raises `error` if it is transient.
     """
@@ -95,7 +97,7 @@ def outcome_lost(body: LargeBody, error: Exception) -> bytes:
     return body.head[:-result_head_bytes] + lost.SerializeToString()
 
 
-def readable(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:
+def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:
     """Returns the leases whose payloads the peer can get, the bytes of their large payloads by lease_id (none if the
     peer shares the directory), and the failures of the other leases.
     """
@@ -153,11 +155,11 @@ def bytes_of(value: bytes | Sized) -> bytes | Reference:
     return value
 
 
-def own_bytes(values: Iterable[bytes | Sized]) -> int:
+def memory_bytes(values: Iterable[bytes | Sized]) -> int:
     """Returns how many bytes the values have in memory. Values in payload files count as 0."""
     return sum([0 if isinstance(getattr(v, "tail", v), Reference) else len(v) for v in values])
 
 
-def is_large(size_bytes: int) -> bool:
+def may_have_large(size_bytes: int) -> bool:
     """Returns whether payloads or results of this total size may include a large one."""
     return size_bytes >= LARGE_BYTES

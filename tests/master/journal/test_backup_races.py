@@ -155,7 +155,7 @@ class Busy:
         self._dice = random.Random(seed)
         self.journal = SqliteJournal(data_dir, size_max_bytes=1 << 30)
         list(self.journal.open(self._on_commit).tasks)
-        self.journal.payloads.sweep()
+        self.journal.payloads.start_deleting()
         self._writer = Writer(self.journal.payloads.path)
         self._last: Reference | None = None  # so that what is written to has a holder all the time
         self._room = threading.Semaphore(4)  # entries that are not committed yet

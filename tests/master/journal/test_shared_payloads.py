@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Opened:
-    """An open journal with a swept payload directory. Records the arguments of its callback."""
+    """An open journal that deletes unused segments of its payload directory. Records the arguments of its callback."""
 
     def __init__(self, data_dir: Path) -> None:
         self.commits: list[tuple[int, JournalError | None]] = []
@@ -34,7 +34,7 @@ class Opened:
         recovered = self.journal.open(lambda entries, _, error: self.commits.append((len(entries), error)))
         self.tasks = list(recovered.tasks)
         self.payloads = self.journal.payloads
-        self.payloads.sweep()
+        self.payloads.start_deleting()
 
     def take(self, writer: Writer, data: bytes) -> Reference:
         """What the master makes of a reference to data that a peer wrote."""
@@ -210,7 +210,7 @@ def test_a_new_life_of_the_master_has_a_new_key(tmp_path: Path) -> None:
     keys = []
     for _ in range(2):
         with opened(tmp_path / "data") as it:
-            directory = Directory.of(it.payloads.offer())
+            directory = Directory.of(it.payloads.initial_metadata())
             assert directory is not None and it.payloads.shared_with(directory.key)
             assert not it.payloads.shared_with(b"")
             assert oct((it.payloads.path / "KEY").stat().st_mode & 0o777) == "0o600"

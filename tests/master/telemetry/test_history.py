@@ -31,10 +31,10 @@ async def test_points_hold_what_happened_in_their_interval() -> None:
     settled(stage, history, SPEC, 3)
     (left,) = stage.submit()
     stage.now += INTERVAL_S
-    history.take()
+    history.end_interval()
     stage.handle(ev.Cancel([left]))
     stage.now += INTERVAL_S
-    history.take()
+    history.end_interval()
     first, second = history.points
     assert (first.submitted, first.succeeded, first.unsuccessful, first.queued, first.leased) == (4, 3, 0, 0, 1)
     assert (first.queue_duration.seconds, first.run_duration.seconds) == (1, 2)
@@ -52,17 +52,17 @@ async def test_an_hour_is_kept_and_rates_are_of_the_last_minute() -> None:
     for _ in range(POINTS + 5):
         settled(stage, history, NIGHT, 5)
         stage.now += INTERVAL_S
-        history.take()
+        history.end_interval()
     assert len(history.points) == POINTS
     night = stage.core.ledger.queues["night"]
     assert history.rates(night) == pytest.approx((0.5, 0.5))
     stage.submit(6, NIGHT)
     stage.now += INTERVAL_S
-    history.take()
+    history.end_interval()
     assert history.rates(night) == pytest.approx((25 / 60, 31 / 60))
     for _ in range(6):
         stage.now += INTERVAL_S
-        history.take()
+        history.end_interval()
     assert history.rates(night) == (0.0, 0.0)
     history.stop()
 
@@ -75,19 +75,19 @@ async def test_a_rate_begins_anew_when_its_queue_is_resumed() -> None:
     settled(stage, history, NIGHT, 30)
     for _ in range(5):  # paused
         stage.now += INTERVAL_S
-        history.take()
+        history.end_interval()
     night = stage.core.ledger.queues["night"]
-    history.resume(night)
+    history.restart_rates(night)
     stage.now += 2.0
     assert history.rates(night) == (0.0, 0.0)
     settled(stage, history, NIGHT, 4)
     assert history.rates(night) == pytest.approx((2.0, 2.0))
     stage.now += INTERVAL_S
-    history.take()
+    history.end_interval()
     assert history.rates(night) == pytest.approx((4 / 12, 4 / 12))
     for _ in range(6):
         stage.now += INTERVAL_S
-        history.take()
+        history.end_interval()
     assert history.rates(night) == (0.0, 0.0)
     history.stop()
 
@@ -101,10 +101,10 @@ async def test_a_queue_is_recent_for_a_minute_after_its_last_task() -> None:
     assert history.recent_queues() == {"night"}
     for _ in range(6):
         stage.now += INTERVAL_S
-        history.take()
+        history.end_interval()
     assert history.recent_queues() == {"night"}
     stage.now += INTERVAL_S
-    history.take()
+    history.end_interval()
     assert history.recent_queues() == set()
     history.stop()
 
@@ -118,7 +118,7 @@ async def test_workers_of_one_device_count_once() -> None:
         stage.handle(ev.Heartbeat(session, [], 1 << 30, Telemetry(power_watts=100.0, utilization=0.5)))
     history = History(stage.core, lambda: stage.now)
     history.start()
-    history.take()
+    history.end_interval()
     (point,) = history.points
     assert (point.workers_active, point.power_watts, point.utilization) == (3, 200.0, 0.5)
     history.stop()

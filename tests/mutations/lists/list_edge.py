@@ -193,9 +193,9 @@ TRANSPORT = (
     registration(
         "a request is read before the token is checked",
         """        serve = serve if method.client_streaming else _reading(serve, name, read)
-        serve = serve if auth is None else auth.guard(serve, name)
+        serve = serve if auth is None else auth.with_checks(serve, name)
 """,
-        """        serve = serve if auth is None else auth.guard(serve, name)
+        """        serve = serve if auth is None else auth.with_checks(serve, name)
         serve = serve if method.client_streaming else _reading(serve, name, read)
 """,
         HTTP2 + "a_message_without_a_token_is_not_read",

@@ -162,8 +162,8 @@ JOURNAL = (
     sqlite("submits are rejected for ever", "self._full = None"),
     sqlite(
         "deletions wait for space",
-        'order = "outcomes" if not frees(entry) else "settings" if entry.settings or entry.epoch else ""',
-        'order = "outcomes"',
+        '"outcomes" if not is_small_or_frees(entry) else "settings" if entry.settings or entry.epoch else ""',
+        '"outcomes"',
     ),
     sqlite(
         "outcomes wait for ever, though the disk has room",
@@ -186,8 +186,8 @@ JOURNAL = (
     room("the reserve is never released", "        self._reserve.release()\n", checker="full"),
     sqlite(
         "P1: entries after the close marker are lost",
-        "            taken = [entry for entry in taken if entry is not _CLOSE]\n",
-        "            taken = taken[: taken.index(_CLOSE)][:-1]\n",
+        "            received = [entry for entry in received if entry is not _CLOSE]\n",
+        "            received = received[: received.index(_CLOSE)][:-1]\n",
     ),
     statements(
         "P1: a statement's last row is cut off", "chunk += [None]", "chunk[-fields:] = []\n        chunk += [None]"

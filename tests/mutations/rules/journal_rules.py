@@ -21,7 +21,7 @@ from multigpu_master.journal.sqlite import journal as journal_sqlite
 from multigpu_master.journal.sqlite import room as journal_room
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
-from multigpu_master.journal.sqlite.room import frees
+from multigpu_master.journal.sqlite.room import is_small_or_frees
 from multigpu_master.journal.sqlite.schema import PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
@@ -107,7 +107,7 @@ class Life:
     def _check(self, entries: Sequence[Entry], first_cursor: int, error: JournalError | None) -> None:
         order = [e for e in self.wanted if any(e is entry for entry in entries)]
         # What empties a full journal goes ahead of the rest.
-        acked, wanted = ([id(e) for e in some if not frees(e)] for some in (entries, order))
+        acked, wanted = ([id(e) for e in some if not is_small_or_frees(e)] for some in (entries, order))
         assert acked == wanted, "entries are acknowledged out of order"
         assert not [e for e in entries if id(e) in self.acked], "an entry is acknowledged twice"
         if error is not None:

@@ -193,11 +193,11 @@ def _log_damage(path: Path, log: Path) -> str:
     index = path.with_name(f"{DATABASE_NAME}-shm")
     if not log.exists():
         return ""
-    if what := journal_log.cut(log, index, schema.PAGE_BYTES):
+    if what := journal_log.describe_cut(log, index, schema.PAGE_BYTES):
         return what
     with contextlib.closing(connections.connect_reader(path)) as reader:
         reader.execute("SELECT count(*) FROM sqlite_master").fetchall()
-        return journal_log.damage(log, index, schema.PAGE_BYTES)
+        return journal_log.describe_damage(log, index, schema.PAGE_BYTES)
 
 
 def _segment_of(name: str) -> str:

@@ -145,7 +145,7 @@ def _check_contents(path: Path) -> None:
     log = path.with_name(f"{DATABASE_NAME}-wal")
     index = path.with_name(f"{DATABASE_NAME}-shm")
     absent = [file for file in (log, index) if not file.exists()]
-    if what := wal.cut(log, index, PAGE_BYTES):
+    if what := wal.describe_cut(log, index, PAGE_BYTES):
         raise damaged_log_error(path, what)
     # Without a log, the file alone can be read. With a log, SQLite needs the log's index, which it may have to build.
     mode = "mode=ro" if has_log(path) else "mode=ro&immutable=1"
@@ -158,7 +158,7 @@ def _check_contents(path: Path) -> None:
             _check_identity(path, *told)
             if log in absent and left_open(connection):
                 raise missing_log_error(path)
-            if log not in absent and (what := wal.damage(log, index, PAGE_BYTES)):
+            if log not in absent and (what := wal.describe_damage(log, index, PAGE_BYTES)):
                 raise damaged_log_error(path, what)
             verdicts = [connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0] for scope in scopes]
             connection.execute(f"SELECT {TASK_COLUMNS} FROM task LIMIT 1").fetchall()  # noqa: S608  # constants

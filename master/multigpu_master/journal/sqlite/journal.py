@@ -26,7 +26,7 @@ from multigpu_master.ids import Incarnation
 from multigpu_master.journal.protocol import CommitCallback, Entry, Recovered
 from multigpu_master.journal.sqlite import connections, directory, failures, room, schema
 from multigpu_master.journal.sqlite.reads import JournalReads
-from multigpu_master.journal.sqlite.room import Reserve, Room, content_bytes, frees
+from multigpu_master.journal.sqlite.room import Reserve, Room, content_bytes, is_small_or_frees
 from multigpu_master.journal.sqlite.segments import Segments
 from multigpu_master.journal.sqlite.statements import transaction
 from multigpu_master.journal.sqlite.sweep import Sweeper
@@ -60,7 +60,7 @@ class SqliteJournal(JournalReads):
         self._thread: threading.Thread | None = None
         self._fatal: JournalError | None = None
         # Only the journal's thread changes the following fields, once it runs.
-        self._pending: deque[Entry] = deque()  # taken from the queue, not yet written
+        self._pending: deque[Entry] = deque()  # received from the queue, not yet written
         self._closing = False
         self._busy_since_s = 0.0  # on the monotonic clock; 0: the thread waits for entries
         self._last_cursor = 0
@@ -98,13 +98,13 @@ class SqliteJournal(JournalReads):
             epoch, incarnations, lease_key = self._open()
         settings = self.settings()
         begin_clock(self.newest_time_s())
-        downtime_s = self._retention.resume(self._last_cursor + 1)
+        downtime_s = self._retention.add_downtime(self._last_cursor + 1)
         try:
             # This block also empties the log. Then the database file says, without the log, that the journal is open.
             with self._room.reserve_released():
                 # The downtime is saved before new outcomes are written. Otherwise, if this master dies, the next one
                 # would take the new outcomes for older ones, and add the downtime to their lifetime.
-                if not self._fits(self._sweeper.save_time) or not self._room.accepts():
+                if not self._call_or_roll_back(self._sweeper.save_time) or not self._room.try_accept():
                     self._full = failures.full_error(self._path)
         except (OSError, sqlite3.Error) as error:
             connections.close_keeping_log(self._path, self._writer)
@@ -175,7 +175,7 @@ class SqliteJournal(JournalReads):
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._take()
+                self._receive()
                 self._busy_since_s = time.monotonic()
                 wrote = self._write()
                 self._sweep(busy=wrote)
@@ -192,7 +192,7 @@ class SqliteJournal(JournalReads):
         except Exception as error:  # noqa: BLE001  # the callback is how the driver learns that this thread failed
             self._fail(error)
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         """Moves entries from the queue to `_pending`. If none can be written, waits for entries or the next sweep."""
         if self._pending and not self._stuck:
             at_s = 0.0
@@ -200,13 +200,13 @@ class SqliteJournal(JournalReads):
             at_s = self._sweep_at_s if self._full is None else min(self._sweep_at_s, self._retry_at_s)
         timeout_s = at_s - time.monotonic()
         try:
-            taken = [*self._queue.get(timeout=max(timeout_s, 0.0001)), *self._rest()]
+            received = [*self._queue.get(timeout=max(timeout_s, 0.0001)), *self._rest()]
         except queue.Empty:
             return
-        if any(entry is _CLOSE for entry in taken):
+        if any(entry is _CLOSE for entry in received):
             self._closing = True  # entries that are in the queue behind _CLOSE are written as well
-            taken = [entry for entry in taken if entry is not _CLOSE]
-        self._pending.extend(taken if self._full is None else self._without_submits(taken))
+            received = [entry for entry in received if entry is not _CLOSE]
+        self._pending.extend(received if self._full is None else self._without_submits(received))
 
     def _rest(self) -> list[Entry]:
         """The entries that are in the queue now."""
@@ -221,7 +221,7 @@ class SqliteJournal(JournalReads):
         if retry_due:
             self._retry_at_s = time.monotonic() + RETRY_S
             if not self._pending:
-                self._look_for_room()
+                self._try_end_full()
         return written
 
     def _write_batch(self) -> bool:
@@ -257,15 +257,18 @@ class SqliteJournal(JournalReads):
 
     def _write_one_by_one(self) -> bool:
         """Writes waiting entries with the space of the reserve. An entry without space waits: if it has outcomes, later
-        outcomes wait too; if it has settings, later settings. Other entries that free space (room.frees) overtake it.
-        Each outcome makes room for the next outcome, because it deletes its task. Returns whether any were written.
+        outcomes wait too; if it has settings, later settings. Other entries that are small or free space
+        (room.is_small_or_frees) overtake it. Each outcome makes room for the next outcome, because it deletes its task.
+        Returns whether any were written.
         """
         written, waits = False, set[str]()
         with self._room.reserve_released():
             for _ in range(len(self._pending)):
                 entry = self._pending[0]
-                order = "outcomes" if not frees(entry) else "settings" if entry.settings or entry.epoch else ""
-                if order not in waits and self._fits(partial(self._write_one, entry)):
+                order = (
+                    "outcomes" if not is_small_or_frees(entry) else "settings" if entry.settings or entry.epoch else ""
+                )
+                if order not in waits and self._call_or_roll_back(partial(self._write_one, entry)):
                     written = True
                     self._pending.popleft()
                     self._segments.punch_next(self._writer)
@@ -278,14 +281,14 @@ class SqliteJournal(JournalReads):
 
     def _write_one(self, entry: Entry) -> None:
         bytes_total = content_bytes(entry)
-        if not frees(entry):
+        if not is_small_or_frees(entry):
             self._room.require_room_for_outcome(bytes_total)
         self._write_now([entry], bytes_total)
 
-    def _fits(self, write: Callable[[], object]) -> bool:
-        """Calls `write`. Rolls back and returns False if there is no room."""
+    def _call_or_roll_back(self, step: Callable[[], object]) -> bool:
+        """Calls `step`, which writes or checks for room. Rolls back and returns False if there is no room."""
         try:
-            write()
+            step()
         except Exception as error:
             if not isinstance(failures.explain(error, self._path), JournalFullError):
                 raise
@@ -299,9 +302,9 @@ class SqliteJournal(JournalReads):
         if self._writer.in_transaction:
             self._writer.execute("ROLLBACK")
 
-    def _look_for_room(self) -> None:
+    def _try_end_full(self) -> None:
         """Accepts submits again if there is room."""
-        if self._room.accepts():
+        if self._room.try_accept():
             self._full = None
             self._rejected.clear()
             self._on_commit([], self._last_cursor + 1, None)
@@ -359,7 +362,7 @@ class SqliteJournal(JournalReads):
         else:
             self._sweep_at_s = ended + TICK_S
             self._room.measure()
-            if self._full is None and not self._fits(partial(self._room.require_room_for_submits, 0, 0)):
+            if self._full is None and not self._call_or_roll_back(partial(self._room.require_room_for_submits, 0, 0)):
                 self._begin_full(failures.full_error(self._path))
 
     def _fail(self, error: Exception) -> None:

@@ -124,7 +124,7 @@ class JournalReads:
             raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
         outcome = StoredOutcome(*[*settled, None])
         if (
-            expire_time_s <= self._retention.now(outcome.cursor)
+            expire_time_s <= self._retention.now_without_downtime_s(outcome.cursor)
             and outcome.state != task_pb2.OUTCOME_STATE_DEAD_LETTERED
         ):
             return outcome  # the sweeper will delete the body

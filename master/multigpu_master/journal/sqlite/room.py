@@ -153,7 +153,7 @@ class Room:
         self._used_bytes = connections.used_bytes(self._writer) + self._segments.size_bytes + self._reserve.size_bytes
         self._bytes_until_measure = self._share_bytes // 2
 
-    def accepts(self) -> bool:
+    def try_accept(self) -> bool:
         """Returns whether tasks may be accepted again. First makes the reserve, as far as there is space."""
         try:
             self._reserve.make()
@@ -177,7 +177,7 @@ class Room:
         self._empty_log()
         yield
         self._empty_log()
-        with contextlib.suppress(OSError):  # `accepts` tries again
+        with contextlib.suppress(OSError):  # `try_accept` tries again
             self._reserve.make()
 
     def _empty_log(self) -> None:
@@ -197,8 +197,8 @@ def content_bytes(entry: Entry) -> int:
     return size + sum([len(r.body) for r in entry.settles])
 
 
-def frees(entry: Entry) -> bool:
-    """Whether an entry frees space in the journal or takes almost none: deletions, cancellations, settings, usage."""
+def is_small_or_frees(entry: Entry) -> bool:
+    """Whether an entry takes almost no space in the journal or frees it: deletions, cancellations, settings, usage."""
     return not entry.submits and all(
         record.state == task_pb2.OUTCOME_STATE_CANCELLED and len(record.body) <= SMALL_BODY_BYTES
         for record in entry.settles

@@ -118,7 +118,7 @@ class Sweeper:
         try:
             due_s = self._due_s(low, high)
             if due_s is not None and due_s <= now:
-                self._forget(low, high, self._retention.now(low))
+                self._forget(low, high, self._retention.now_without_downtime_s(low))
                 due_s = self._due_s(low, high)
         except sqlite3.Error:
             self._examine(zone, now + _PERIOD_S)

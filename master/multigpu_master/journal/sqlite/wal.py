@@ -105,7 +105,7 @@ class _Log:
                 yield number
 
 
-def cut(log: Path, index: Path, page_bytes: int) -> str:
+def describe_cut(log: Path, index: Path, page_bytes: int) -> str:
     """Returns a text that describes the frames that the index records and the log lacks, or "" if none are known to be
     missing. Call it before SQLite opens the files, because SQLite then overwrites the index. SQLite writes the index
     after it has synced the log, so the index of an undamaged log never records frames that the log lacks.
@@ -122,7 +122,7 @@ def cut(log: Path, index: Path, page_bytes: int) -> str:
     return f"its log {log.name} was cut: the last {missing} frames are missing" if missing > 0 else ""
 
 
-def damage(log: Path, index: Path, page_bytes: int) -> str:
+def describe_damage(log: Path, index: Path, page_bytes: int) -> str:
     """Returns a text that describes the acknowledged transactions that SQLite can't read from the log, or "" if there
     is no evidence of any. A connection must be open and have read from the database, so that the index exists.
     """

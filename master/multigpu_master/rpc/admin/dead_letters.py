@@ -31,7 +31,7 @@ class DeadLetterCalls:
     """See protos/multigpu/v1/admin_service.proto."""
 
     _driver: Driver
-    _taken: set[int]  # dead letters that a call is requeueing or deleting
+    _busy_dead_letters: set[int]  # dead letters that a call is requeueing or deleting
 
     async def ListDeadLetters(self, request: Any, _context: Any) -> pb.ListDeadLettersResponse:
         size = read_page_size(request.page_size)
@@ -51,13 +51,13 @@ class DeadLetterCalls:
         for batch in queries.batched(ids, BATCH):
             # A dead letter stays in the journal until its task is written: another call must not requeue it meanwhile.
             # Dead letters that another call handles now are reported as unknown.
-            taken = {task_id for task_id in batch if task_id not in self._taken}
-            self._taken |= taken
+            claimed = {task_id for task_id in batch if task_id not in self._busy_dead_letters}
+            self._busy_dead_letters |= claimed
             try:
-                letters = await self._letters([task_id for task_id in batch if task_id in taken])
+                letters = await self._letters([task_id for task_id in batch if task_id in claimed])
                 answers = await asyncio.gather(*[self._requeue(letter) for letter in letters])
             finally:
-                self._taken -= taken
+                self._busy_dead_letters -= claimed
             known = {letter.task_id for letter in letters}
             response.unknown_task_ids.extend(task_id for task_id in batch if task_id not in known)
             response.task_ids.extend(answer.task_id for answer in answers if isinstance(answer, Task))
@@ -69,14 +69,14 @@ class DeadLetterCalls:
 
     async def DeleteDeadLetters(self, request: Any, _context: Any) -> pb.DeleteDeadLettersResponse:
         ids, token = await self._named(request)
-        taken = {task_id for task_id in ids if task_id not in self._taken}
-        self._taken |= taken
+        claimed = {task_id for task_id in ids if task_id not in self._busy_dead_letters}
+        self._busy_dead_letters |= claimed
         try:
-            known = await asyncio.to_thread(self._driver.journal.existing_dead_letters, taken)
+            known = await asyncio.to_thread(self._driver.journal.existing_dead_letters, claimed)
             if known:
                 await save(self._driver, {}, sorted(known))
         finally:
-            self._taken -= taken
+            self._busy_dead_letters -= claimed
         unknown = [task_id for task_id in ids if task_id not in known]
         return pb.DeleteDeadLettersResponse(deleted=len(known), unknown_task_ids=unknown, next_page_token=token)
 

@@ -53,7 +53,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         self._core = driver.core
         self._version = version
         self._start_s = driver.now()
-        self._taken = set()
+        self._busy_dead_letters = set()
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
 
     async def ResumeQueue(self, request: Any, _context: Any) -> pb.ResumeQueueResponse:
         queue = await self._configure(ev.ConfigureQueue(request.queue, paused=False))
-        self._driver.history.resume(self._core.ledger.queue(request.queue))
+        self._driver.history.restart_rates(self._core.ledger.queue(request.queue))
         return pb.ResumeQueueResponse(queue=queue)
 
     async def SetQueueLimits(self, request: Any, _context: Any) -> pb.SetQueueLimitsResponse:
