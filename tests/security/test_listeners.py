@@ -46,7 +46,7 @@ def test_loopback_addresses(address: str, expected: bool) -> None:
         ({"listen": "0.0.0.0:1", "insecure": True}, ""),
         ({"tls_cert": "c"}, "go together"),
         ({"tls_key": "k"}, "go together"),
-        ({"tls_client_ca": "a"}, "takes TLS"),
+        ({"tls_client_ca": "a"}, "requires TLS"),
         ({"metrics_listen": "127.0.0.1:1"}, ""),
         ({"metrics_listen": "0.0.0.0:1"}, "--tls-client-ca"),
         ({"metrics_listen": "0.0.0.0:1"} | TLS, "--tls-client-ca"),

@@ -8,6 +8,7 @@ from multigpu.v1 import task_pb2, worker_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, TaskError
+from multigpu_master.core.workers.sessions import PAYLOAD_NOT_READABLE
 from multigpu_master.journal.payload_files import BadReferenceError, Payloads
 from multigpu_master.journal.protocol import LargeBody
 from multigpu_master.wire.protobuf import tag, varint
@@ -99,7 +100,8 @@ def outcome_without_result(body: LargeBody, error: Exception) -> bytes:
 
 def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:
     """Returns the leases whose payloads the peer can get, the bytes of their large payloads by lease_id (none if the
-    peer shares the directory), and the failures of the other leases.
+    peer shares the directory), and the failures of the other leases. A lease whose payload can't be read for a
+    transient reason, such as a lack of memory, counts as returned.
     """
     kept: list[Lease] = []
     read: dict[int, bytes] = {}
@@ -109,8 +111,13 @@ def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dic
         if isinstance(payload, Reference) and not peer.shares:
             try:
                 read[lease.lease_id] = payload.read()
-            except OSError as error:
-                failures.append(ev.Failure(lease.lease_id, TaskError("PayloadLost", f"the payload is gone: {error}")))
+            except (OSError, MemoryError) as error:
+                if is_transient(error):
+                    why = TaskError(PAYLOAD_NOT_READABLE, f"the payload can't be read now: {error!r}")
+                    failures.append(ev.Failure(lease.lease_id, why, returned=True))
+                else:
+                    why = TaskError("PayloadLost", f"the payload is gone: {error}")
+                    failures.append(ev.Failure(lease.lease_id, why))
                 continue
         kept.append(lease)
     return kept, read, failures

@@ -198,7 +198,13 @@ def test_the_newest_removed_cursor_is_kept_though_an_older_outcome_remains(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("journal.time", b"{"), ("journal.time", b'{"time_s": []}'), ("journal.removed", b"x")]
+    ("key", "value"),
+    [
+        ("journal.time", b"{"),
+        ("journal.time", b'{"time_s": []}'),
+        ("journal.time", b'{"time_s": 1, "downtimes": [[Infinity, 1]]}'),
+        ("journal.removed", b"x"),
+    ],
 )
 def test_a_damaged_setting_of_the_journal_is_reported(tmp_path: Path, key: str, value: bytes) -> None:
     with opened(tmp_path / "data"):

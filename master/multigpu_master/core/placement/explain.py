@@ -6,7 +6,7 @@ from itertools import islice
 from operator import attrgetter
 
 from multigpu_master.core.admission import why_unplaceable
-from multigpu_master.core.model import OutcomeState, Shape, Task, Worker, partition_of, shape_of
+from multigpu_master.core.model import OutcomeState, Queue, Shape, Task, Worker, partition_of, shape_of
 from multigpu_master.core.placement.gangs import one_per_device
 from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
 from multigpu_master.core.placement.resource_classes import ResourceClass
@@ -41,7 +41,7 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     """Explains the task's state. Lists all workers: those that may get the task in the order of their ranks, then the
     excluded ones with the reasons.
     """
-    queue = core.ledger.queue(task.spec.queue)
+    queue = core.ledger.queues.get(task.spec.queue) or Queue(task.spec.queue)  # a settled task's queue may be gone
     strategy = core.ledger.strategy_of(queue)
     shape = shape_of(task.spec, partition_of(task.partition_key))
     fleet = core.fleet

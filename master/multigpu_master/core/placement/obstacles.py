@@ -26,14 +26,9 @@ def short_of_memory(worker: Worker, shape: Shape) -> int | None:
 
 def excluded_now(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
     """Whether memory, strategy or model keeps an eligible, accepting worker from getting a task of this shape now."""
-    return short_of_memory(worker, shape) is not None or excluded_by_strategy_or_model(fleet, strategy, shape, worker)
-
-
-def excluded_by_strategy_or_model(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker) -> bool:
-    """Whether the strategy or the model keeps an eligible, accepting worker from getting a task of this shape now."""
-    return strategy.excludes(shape, worker, fleet) is not None or (
-        fleet.models_by_id and fleet.model_block(worker, shape) is not None
-    )
+    if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
+        return True
+    return fleet.models_by_id and fleet.model_block(worker, shape) is not None
 
 
 def backlog_suffices(fleet: Fleet, strategy: Strategy, shape: Shape, worker: Worker, queued: int) -> bool:

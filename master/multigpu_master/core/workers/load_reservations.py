@@ -103,8 +103,9 @@ class LoadReservations:
             self._begin(backlog, min(sizes, key=lambda w: (sizes[w], w.worker_id)))
 
     def _is_free(self, worker: Worker) -> bool:
-        residency = worker.residency
-        return worker.accepting and not (residency.reserved_model or residency.resting or residency.loading_since_s)
+        residency, for_gang = worker.residency, worker.leases_limit is not None
+        busy = residency.reserved_model or residency.resting or residency.loading_since_s or for_gang
+        return worker.accepting and not busy
 
     def _bytes_to_unload(self, backlog: Backlog, worker: Worker) -> int | None:
         """The bytes of the models in use that must be unloaded. None: the model can't be loaded there."""
@@ -186,7 +187,7 @@ def _models_to_unload(worker: Worker, model: str, priority: int) -> list[str] | 
     none of a more important priority, and is not pinned. None: that frees too little memory, and others stay.
     """
     residency = worker.residency
-    pinned = residency.operator_pinned_ids() | {r.model: None for r in residency.reported.values() if r.pinned}
+    pinned = residency.pinned()
     important = {x.model for x in worker.leases.values() if x.task.spec.priority < priority}
     used = [m for m in residency.in_use() if m not in {model, residency.reserved_model}]
     size = sum(map(residency.memory_of, used)) + residency.memory_of(model)

@@ -133,12 +133,14 @@ class Residency:
         """The ids of the models that an operator pinned and the worker offers."""
         return {self.names[name]: None for name in self.operator_pins if name in self.names}
 
+    def pinned(self) -> dict[str, None]:
+        """The ids of the models that an operator pinned, or that the worker reports as pinned."""
+        return self.operator_pinned_ids() | {r.model: None for r in self.reported.values() if r.pinned}
+
     def in_use(self) -> dict[str, None]:
         """The ids of the models that can't be unloaded."""
         if self._in_use is None:
-            self._in_use = dict.fromkeys(self.lease_counts) | self.operator_pinned_ids()
-            self._in_use |= dict.fromkeys(self.loading_since_s)
-            self._in_use |= {r.model: None for r in self.reported.values() if r.pinned}
+            self._in_use = dict.fromkeys(self.lease_counts) | self.pinned() | dict.fromkeys(self.loading_since_s)
             if self.reserved_model:
                 self._in_use[self.reserved_model] = None
         return self._in_use
@@ -175,6 +177,16 @@ class Residency:
         mine = self.memory_of(model)
         others = self._in_use_bytes - (mine if model in self.in_use() else 0)
         return others <= 0 or others + mine <= self.limit_bytes
+
+    def blocked_when_idle(self, model: str) -> bool:
+        """Whether the model could get no lease here even if the worker held none: an operator unloads it, the worker is
+        reserved for another model, or pinned models leave no room for it.
+        """
+        if model in self.unwanted or model in self.retiring or self.reserved_model not in ("", model):
+            return True
+        others = {m for m in self.pinned() if m != model}
+        needed = sum(map(self.memory_of, others)) + self.memory_of(model)
+        return bool(self.limit_bytes and others) and needed > self.limit_bytes
 
     def excess_bytes(self, model: str) -> int:
         """How many bytes of other models must be unloaded for the model; 0 or less: none must."""

@@ -26,9 +26,10 @@ PARTIAL_OVERHEAD_BYTES = 64  # added to the size of each partial output
 # A timer that fires more than this many seconds late (or a quarter of session_timeout, if that is less) shows that the
 # master itself was paused.
 TIMER_LATE_S = 1.0
-# The error type of a returned lease whose model had to make room for another, and the pause in seconds before its task
-# is requeued.
-MAKES_ROOM, MAKES_ROOM_S = "ModelMakesRoom", 0.1
+# The error types of leases that come back without charge: the model had to make room for another; the master could not
+# read the payload now. And the pause in seconds before their tasks are requeued.
+MAKES_ROOM, PAYLOAD_NOT_READABLE = "ModelMakesRoom", "PayloadNotReadable"
+REQUEUE_S = 0.1
 # The error type of a lease that its worker returned because the master recalled it.
 RECALLED = "Recalled"
 # The reason for revoking a lease that its worker should not hold.
@@ -289,8 +290,8 @@ class Sessions:
                 self._ledger.counters.stale_reports += 1
                 continue
             self._ledger.release(lease)
-            if failure.returned and failure.error.type == MAKES_ROOM:
-                attempts.requeue_uncharged(lease, now, MAKES_ROOM_S)
+            if failure.returned and failure.error.type in (MAKES_ROOM, PAYLOAD_NOT_READABLE):
+                attempts.requeue_uncharged(lease, now, REQUEUE_S)
             elif failure.returned and failure.error.type == RECALLED and lease.recalled:
                 attempts.requeue_uncharged(lease, now, 0.0)
             elif failure.returned:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from multigpu_master.errors import JournalError, JournalFullError
+from multigpu_master.errors import DAMAGE, JournalError, JournalFullError
 from multigpu_master.ids import Incarnation
 from multigpu_master.journal.protocol import CommitCallback, Entry, Recovered
 from multigpu_master.journal.sqlite import connections, directory, failures, room, schema
@@ -35,7 +35,6 @@ RETRY_S = 0.5  # between two tries on a full disk
 TICK_S = 1.0  # between two sweeps
 SWEEP_SHARE_BUSY, SWEEP_SHARE_IDLE = 0.2, 0.5  # of the journal thread's time, for sweeping
 SWEEP_AFTER_S = 5.0  # the first sweep, after `open`: the tasks are recovered first
-_DAMAGE = (ValueError, LookupError, TypeError)  # what parsing a damaged setting raises
 _CLOSE = Entry()  # in the queue: the journal is being closed
 
 
@@ -132,7 +131,7 @@ class SqliteJournal(JournalReads):
                 self._retention.load(saved)
             self._sweeper = Sweeper(self._writer, self._segments, self._retention, self._dedupe_window_s)
             self._files = directory.OpenFiles(self._path)
-        except (sqlite3.Error, OSError, JournalError, *_DAMAGE) as error:
+        except (sqlite3.Error, OSError, JournalError, *DAMAGE) as error:
             if writer is not None:
                 connections.close_keeping_log(self._path, writer)
             self._lock_file.release()

@@ -1,0 +1,71 @@
+"""Gangs on workers whose memory other models fill."""
+
+import pytest
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Task, Worker
+from multigpu_master.core.spec import Spec
+from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
+
+from tests.core.stage import Stage, held_lease, lease_of
+
+MODELS = tuple(Model(name=name, memory_bytes=600, load_s=2.0) for name in "abc")  # two do not fit
+GANG = Spec(kind="run", model="a", world_size=2, wait_for_worker=True)
+
+
+def fleet_of(stage: Stage, n: int) -> list[Worker]:
+    for name in map(str, range(n)):
+        stage.join(WorkerInfo(worker_id=name, capabilities=(Capability(kind="run", models=("a", "b", "c")),), slots=1,
+                              models=MODELS, model_memory_bytes=1000, store_address="h:1"))  # fmt: skip
+    return list(stage.core.fleet.workers.values())
+
+
+def beat(stage: Stage, worker: Worker, *loaded: Resident, after_s: float = 0.0) -> None:
+    held = [held_lease(lease, running=True) for lease in worker.leases.values()]
+    beat = ev.Heartbeat(worker.session, held, 1 << 30, Telemetry(), loaded)
+    stage.handle(beat, after_s)
+
+
+def loaded(name: str, *, pinned: bool = False) -> Resident:
+    return Resident(model=name, memory_bytes=600, state=ModelState.READY, pinned=pinned)
+
+
+def run_others(
+    stage: Stage, workers: list[Worker], gang: Task, seconds: int, names: str, *, pinned: bool = False
+) -> bool:
+    """Each second every worker ends a task, and each model has new tasks. Returns whether the gang began."""
+    for _ in range(seconds):
+        for worker in workers:
+            if worker.leases:
+                lease = next(iter(worker.leases.values()))
+                beat(stage, worker, loaded(lease.task.spec.model, pinned=pinned))
+                stage.report(lease, after_s=1.0 / len(workers))
+            else:
+                beat(stage, worker, after_s=1.0 / len(workers))
+            if gang.lease is not None:
+                return True
+        for name in names:
+            stage.submit(2, Spec(kind="run", model=name, wait_for_worker=True))
+    return False
+
+
+@pytest.mark.parametrize("names", ["b", "bc"])
+def test_a_gang_begins_while_other_models_have_tasks_without_end(names: str) -> None:
+    stage = Stage()
+    workers = fleet_of(stage, 2)
+    stage.submit(4, Spec(kind="run", model="b", wait_for_worker=True))
+    (gang,) = stage.submit(1, GANG)
+    assert gang.lease is None, "model b has leases, and leaves no room"
+    assert run_others(stage, workers, gang, 150, names)
+    assert {lease.model for worker in workers for lease in worker.leases.values()} == {"a"}
+    assert lease_of(gang).rank == 0
+
+
+def test_no_worker_is_reserved_whose_pinned_models_leave_no_room_for_the_gang() -> None:
+    stage = Stage()
+    workers = fleet_of(stage, 2)
+    for worker in workers:
+        beat(stage, worker, loaded("b", pinned=True))
+    stage.submit(4, Spec(kind="run", model="b", wait_for_worker=True))
+    (gang,) = stage.submit(1, GANG)
+    assert not run_others(stage, workers, gang, 10, "b", pinned=True)
+    assert all(worker.leases_limit is None for worker in workers)
