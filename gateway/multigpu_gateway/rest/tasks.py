@@ -151,8 +151,9 @@ async def list_tasks(request: Request, connected: Connected) -> None:
             )
         except errors.RejectedError as error:
             failure = http_error(error)
-            field = "page_token" if failure.status == BAD_REQUEST and "page_token" in failure.message else ""
-            raise HttpError(failure.status, failure.message, code=failure.code, param=field) from error
+            if failure.status == BAD_REQUEST and "page_token" in failure.message:
+                failure.param = "page_token"
+            raise failure from error
     answer = {"tasks": [as_dict(task) for task in tasks], "next_page_token": token}
     await request.respond(200, msgspec.json.encode(answer))
 

@@ -166,7 +166,7 @@ def test_a_master_that_was_paused_blames_no_worker(quick: Fleet) -> None:
     """After a pause (a suspended host, a debugger) the master reads pending heartbeats before it checks for silence."""
     fleet = quick
     requeued = fleet.stats().requeued
-    ids = fleet.submit("trial.nap", *(b"%d" % n for n in range(20)), parameters={"seconds": "0.1"})
+    ids = fleet.submit("trial.nap", *(b"%d" % n for n in range(60)), parameters={"seconds": "0.1"})
     until(lambda: all(w.leases for w in fleet.list_workers()))
     fleet.master.signal(signal.SIGSTOP)
     time.sleep(2.2)  # the session timeout is 1 s
