@@ -1,7 +1,8 @@
 """The driver owns the core: it feeds events to the core, and executes the commands that the core returns.
 
-All of it runs in the event loop's thread and never blocks. Entries for the journal go to write_buffer.py. Dispatch does
-not wait for them, and outcomes wait only as `is_cancelled` says. Times are those of the master's clock (clock.py).
+All of it runs in the event loop's thread. It never waits for the disk to write: entries for the journal go to
+write_buffer.py, dispatch does not wait for them, and outcomes wait only as `is_cancelled` says. It does read
+request_ids from SQLite, and large results from files. Times are those of the master's clock (clock.py).
 """
 
 import asyncio
@@ -125,7 +126,7 @@ class Driver:
         self.requeued_before = 0  # the core's count of requeued leases before the current event
         self._last_stream = 0
         # By task_id: the streams that get the outcome once it is on the disk.
-        self._deferred_streams: dict[int, list[int]] = {}
+        self._held_outcomes: dict[int, list[int]] = {}
         self.history = History(core, now)
         self.usage = UsageLog(core.usage, self.write_buffer, now)
         self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)
@@ -146,14 +147,16 @@ class Driver:
         if not self._broken:
             try:
                 self.requeued_before = self.core.ledger.counters.requeued
+                final: Sequence[int] = ()
+                if self._waiters and isinstance(event, (ev.SettlesCommitted, ev.SubmitFailed)):
+                    final = [task.task_id for task in event.tasks]  # before the core sets those of failed submits to 0
                 commands = self.core.handle(event, self.now())
                 for command in commands:
                     carry_out = self._carry_out.get(type(command))
                     if carry_out is not None:
                         carry_out(command)
-                if isinstance(event, ev.SettlesCommitted) and self._waiters:
-                    for task in event.tasks:
-                        self._wake(task)
+                for task_id in final:
+                    self._wake(task_id)
                 self._arm_timer()
             except Exception as error:
                 # The core's state may be inconsistent. The journal is consistent, and the next master starts from it.
@@ -214,6 +217,7 @@ class Driver:
 
         `deferred`: the caller acknowledges no submits, so tasks may be written as late as their outcomes; ignored if a
         task replaces a dead letter. `replaces`: by request_id, the dead letter that is deleted with the task's write.
+        An ephemeral task is not written, and deletes none: it would be lost with the master, and the dead letter too.
         """
         commands = self.handle(ev.Submit(spec, tasks, stream))
         submitted = next(c for c in commands if isinstance(c, ev.Submitted))
@@ -247,7 +251,9 @@ class Driver:
         self._loop.call_soon(done, None)
 
     async def wait_settled(self, task_id: int, timeout_s: float) -> None:
-        """Returns when the task's outcome is final (of a durable task: committed), or after the timeout."""
+        """Returns when the task's outcome becomes final (of a durable task: committed), when the journal rejects the
+        task, or after the timeout. The outcome must not be final yet.
+        """
         future: asyncio.Future[None] = self._loop.create_future()
         waiters = self._waiters[task_id]
         waiters.append(future)
@@ -281,24 +287,24 @@ class Driver:
                 durable.append(ended)
                 if not writable or is_cancelled(task):
                     later.append(ended)
-                    self._deferred_streams[task.task_id] = list(task.streams)
+                    self._held_outcomes[task.task_id] = list(task.streams)
                     continue
             at_once.append((task, task.streams, ended[1]))
         try:
             self._send_outcomes(at_once)
         finally:  # outcomes go to the journal even if sending them fails
             if durable:
-                done = functools.partial(self._send_deferred, later) if later else None
+                done = functools.partial(self._send_held, later) if later else None
                 # Later in the loop: this event's leases go to the workers first.
                 self._loop.call_soon(self.write_buffer.settles, durable, done)
 
-    def _send_deferred(self, ended: Sequence[Ended], error: JournalError | None) -> None:
+    def _send_held(self, ended: Sequence[Ended], error: JournalError | None) -> None:
         if error is None:
-            self._send_outcomes([(task, self._deferred_streams.pop(task.task_id), body) for task, body in ended])
+            self._send_outcomes([(task, self._held_outcomes.pop(task.task_id), body) for task, body in ended])
 
-    def join_deferred_outcome(self, task: Task, stream: int) -> bool:
+    def join_held_outcome(self, task: Task, stream: int) -> bool:
         """Returns whether the task's outcome waits for the disk. If so, the stream gets it when it is written."""
-        streams = self._deferred_streams.get(task.task_id)
+        streams = self._held_outcomes.get(task.task_id)
         if streams is not None and stream not in streams:
             streams.append(stream)
             self._streams[stream].add_pending(1)
@@ -328,7 +334,7 @@ class Driver:
         """Waits until the cancellations of these tasks are on the disk. Returns False after the timeout."""
         end_s = time.monotonic() + timeout_s
         for task in tasks:
-            while task.task_id in self._deferred_streams:
+            while task.task_id in self._held_outcomes:
                 if (left_s := end_s - time.monotonic()) <= 0:
                     return False
                 await self.wait_settled(task.task_id, left_s)
@@ -353,7 +359,7 @@ class Driver:
                     if outbox.bytes > self._stream_bytes_max:
                         self._abort_unread(outbox)
             if not task.spec.durable:
-                self._wake(task)
+                self._wake(task.task_id)
             if task.extra is not None and task.extra.traceparent:
                 record_spans(task)
             o = task.outcome
@@ -361,9 +367,9 @@ class Driver:
             if o.state is OutcomeState.DEAD_LETTERED and o.error is not None:
                 log.warning("task dead-lettered", task_id=task.task_id, error=o.error.type, message=o.error.message)
 
-    def _wake(self, task: Task) -> None:
+    def _wake(self, task_id: int) -> None:
         """Wakes the calls that wait for the task's outcome."""
-        for future in self._waiters.pop(task.task_id, ()):
+        for future in self._waiters.pop(task_id, ()):
             if not future.done():
                 future.set_result(None)
 

@@ -72,7 +72,7 @@ FAILPOINTS = [
     *_around(MASTER, "the core takes reports", f"{_M}.core.workers.sessions", "Sessions.reports"),
     # Settle: the outcome into the client's frame, then to the journal.
     *_around(MASTER, "an outcome is delivered", f"{_M}.driver", "Driver._settled"),
-    *_around(MASTER, "a cancellation is delivered", f"{_M}.driver", "Driver._send_deferred"),
+    *_around(MASTER, "a cancellation is delivered", f"{_M}.driver", "Driver._send_held"),
     # An event of which only half is carried out.
     *_around(MASTER, "an outcome is sent", f"{_M}.driver", "Driver._send_outcomes", FAILS),
     *_around(MASTER, "leases are put into frames", f"{_M}.worker_streams", "WorkerStreams._put_leases", FAILS),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Attempt, Energy, OutcomeState, Task, TaskError
+from multigpu_master.core.placement.explain import explain
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Telemetry
 
@@ -74,6 +75,21 @@ def test_a_task_that_failed_goes_to_another_worker_with_room() -> None:
     stage.report(lease_of(task), FAILED)
     stage.handle(ev.Tick(), 5.0)
     assert lease_of(task).worker is failed_on, "nobody else has room, and it doesn't wait for that"
+
+
+def test_explain_names_a_device_on_which_the_task_broke_an_engine_only_while_another_accepts_such_tasks() -> None:
+    stage = Stage()
+    stage.worker("a")
+    (task,) = stage.submit()
+    stage.fail(lease_of(task), broke_engine=True)
+
+    def excluded() -> dict[str, bool]:
+        candidates = explain(stage.core, task, stage.now).candidates
+        return {c.worker.worker_id: any("broke an engine" in why for why in c.excluded_by) for c in candidates}
+
+    assert excluded() == {"a": False}, "it will run there again"
+    stage.worker("b")
+    assert excluded() == {"a": True, "b": False}
 
 
 def test_a_lease_that_the_worker_has_not_had_time_to_see_stays() -> None:

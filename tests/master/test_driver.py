@@ -20,7 +20,7 @@ from multigpu_master.core.model import Lease, Task, TaskError
 from multigpu_master.core.scheduler import Core, Limits
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.driver import CANCEL_TASKS, BrokenError, Driver, RunOutbox
-from multigpu_master.errors import ExhaustedError, JournalError, JournalFullError
+from multigpu_master.errors import ExhaustedError, JournalError, JournalFullError, NotFoundError
 from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
@@ -234,6 +234,8 @@ async def test_a_dead_letter_whose_payload_is_lost_can_be_deleted(stage: Stage) 
     stage.driver.handle(ev.Reports(1, failures=[failure]))
     await stage.durable()
     shutil.rmtree(stage.journal.payloads.path.parent / "segments")
+    found = (await stage.service.Get(task_service_pb2.GetRequest(task_id=task.task_id), None)).task
+    assert (found.dead_letter, found.outcome.error.type, found.payload_bytes) == (True, "ValueError", 0)
     calls = DeadLetterCalls()
     calls._driver, calls._busy_dead_letters = stage.driver, set()
     with pytest.raises(JournalError, match=r"payload of task \d+ is missing"):
@@ -268,6 +270,17 @@ async def test_a_task_that_the_journal_rejects_while_it_is_listed_is_not_in_the_
     assert [task.task_id for task in listed.tasks] == [kept.task_id]
 
 
+async def test_get_does_not_wait_on_for_a_task_that_the_journal_rejects(stage: Stage) -> None:
+    (rejected,) = stage.submit("rejected")
+    request = task_service_pb2.GetRequest(request_id="rejected", wait=wire_times.duration(60))
+    waiting = asyncio.ensure_future(stage.service.Get(request, None))
+    await asyncio.sleep(0)
+    stage.driver.handle(ev.SubmitFailed([rejected]))
+    async with asyncio.timeout(20):
+        with pytest.raises(NotFoundError, match="no task 'rejected'"):
+            await waiting
+
+
 async def test_cancel_names_a_task_that_the_journal_rejects_meanwhile_as_unknown(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,12 +300,12 @@ async def test_a_stream_that_joins_a_withdrawn_task_gets_the_durable_cancellatio
     (task,) = stage.submit("withdrawn")
     stage.driver.handle(ev.Cancel([task]))
     stream, outbox = stage.driver.open_stream()
-    assert stage.driver.join_deferred_outcome(task, stream)
+    assert stage.driver.join_held_outcome(task, stream)
     assert (outbox.bytes, outbox.pending_outcomes) == (0, 1)
     received = await outcomes(outbox)
     assert (received["withdrawn"].state, outbox.pending_outcomes) == (task_pb2.OUTCOME_STATE_CANCELLED, 0)
     assert stage.journal.get_outcome(task.task_id) is not None
-    assert not stage.driver.join_deferred_outcome(task, stream), "the next is told at once"
+    assert not stage.driver.join_held_outcome(task, stream), "the next is told at once"
 
 
 async def test_after_an_event_that_failed_half_way_the_master_handles_nothing_more(

@@ -1,6 +1,8 @@
 """Decides whether a resubmit, a submit with a known request_id, is of the same task as the first submit. It is if kind,
 model, content type, parameters and payload are equal. Queue, priority, labels, limits and timeouts may differ: those of
-the first submit apply. A durable resubmit of an ephemeral task is rejected: the task would not survive a restart.
+the first submit apply. What is not known counts as equal: without a fingerprint only kind and model are compared, and a
+payload without a known CRC is not compared. A durable resubmit of an ephemeral task is rejected: the task would not
+survive a restart.
 
 The journal keeps a fingerprint of each task that had a request_id: the CRC-32 of its payload and 31
 bits of the CRC of its kind, model, content type and parameters.

@@ -21,8 +21,8 @@ from multigpu_master.core.workers.pace import Key
 
 # The master revokes an attempt this many seconds after its run_timeout if the worker has not reported its end.
 RUN_GRACE_S = 10.0
-# The reason for revoking the leases of a gang.
-RANK_ENDED = "rank {rank} of this task has ended, and with it the attempt"
+# The reason for revoking the other leases of a gang once one of them has failed or was withdrawn.
+RANK_ENDED = "the attempt has ended: the lease of rank {rank} failed or was withdrawn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class Limits:
     uncommitted_bytes_max: int = 1 << 30  # outcomes that the journal has not written; beyond it nothing is dispatched
     session_timeout_s: float = 5.0
     memory_threshold: float = 0.8
-    breaker_share: float = 0.3  # of the connected devices; if more of them are quarantined, the circuit breaker trips
-    breaker_window_s: float = 600.0
+    breaker_share: float = 0.3  # of the connected devices, at least one. If more fall sick within
+    breaker_window_s: float = 600.0  # this time, the circuit breaker trips
     retry_delay_s: float = 1.0  # rejected clients should wait this long
 
 

@@ -106,7 +106,7 @@ class Core:
 
     @property
     def dispatch_unfinished(self) -> bool:
-        """Whether the last dispatch stopped before it had tried all backlogs: a Tick is due at once."""
+        """Whether the last dispatch stopped at BLOCKS_MAX: a Tick is due at once."""
         return self._dispatcher.unfinished_s is not None
 
     def next_timer_s(self) -> float | None:

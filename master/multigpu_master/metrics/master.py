@@ -173,8 +173,8 @@ def _of_tasks(core: Core) -> Iterator[Metric]:
     states = ("succeeded", "failed", "cancelled", "expired", "dead_lettered")
     settled = [sample(getattr(c, state), outcome=state) for state in states]
     yield metric("mgpu_tasks_settled_total", "Settled tasks, by outcome.", *settled)
-    text = "Leases that ended without a result: their worker was lost or returned them, or they were revoked. Without "
-    text += "leases that were recalled for another worker."
+    text = "Leases after which a task was requeued or became a dead letter: the worker was lost or returned the lease, "
+    text += "or the master revoked it. Without leases that came back uncharged for a recall, a model or a payload."
     yield metric("mgpu_leases_requeued_total", text, sample(c.requeued))
     yield metric("mgpu_reports_stale_total", "Reports that came too late to count.", sample(c.stale_reports))
     queues = list(core.ledger.queues.values())

@@ -67,7 +67,7 @@ class Intake:
             elif spec.durable and not driver.write_buffer.writable:
                 rejection = DISK_FULL
             elif caller is not None:
-                rejection = _check_token(caller, spec.queue, count, driver.now())
+                rejection = _charge_token(caller, spec.queue, count, driver.now())
         if rejection is not None:
             driver.done_soon(done)
             return [rejection] * count
@@ -116,8 +116,8 @@ class Intake:
         return candidate
 
 
-def _check_token(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
-    """Why the caller may not submit these tasks; None if it may."""
+def _charge_token(caller: Token, queue: str, count: int, now: float) -> ev.Rejection | None:
+    """Returns why the caller may not submit these tasks. None: it may, and its rate is charged."""
     if not caller.may_see(queue):
         return ev.Rejection(PERMISSION_DENIED, f"the token is not for the queue {queue!r}; ask for one that is")
     if (delay_s := caller.charge(count, now)) is not None:

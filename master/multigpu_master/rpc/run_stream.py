@@ -108,7 +108,7 @@ class RunStream:
                     self._send_partials(answer, received)
             elif isinstance(answer, ev.Rejection):
                 self._reject(answer, request_ids[index])
-            elif isinstance(answer, SettledTask) or not self._driver.join_deferred_outcome(answer, self._stream):
+            elif isinstance(answer, SettledTask) or not self._driver.join_held_outcome(answer, self._stream):
                 self._ended.append(answer)
 
     def _reject(self, rejection: ev.Rejection, request_id: str) -> None:
@@ -170,7 +170,7 @@ class RunStream:
                     self._outbox.add_pending(int(new))
                     if task.extra is not None and task.extra.partials:
                         self._send_partials(task, 0)
-            elif isinstance(task, SettledTask) or not self._driver.join_deferred_outcome(task, self._stream):
+            elif isinstance(task, SettledTask) or not self._driver.join_held_outcome(task, self._stream):
                 self._ended.append(task)
 
     # --- cancel ------------------------------------------------------------------------------------------------------

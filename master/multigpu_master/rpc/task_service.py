@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import grpc
-from multigpu.v1 import task_service_pb2
+from multigpu.v1 import task_pb2, task_service_pb2
 
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import OutcomeState, Task
@@ -13,6 +13,7 @@ from multigpu_master.errors import (
     CallError,
     ExhaustedError,
     InvalidArgumentError,
+    JournalDamagedError,
     JournalError,
     JournalFullError,
     NotFoundError,
@@ -150,11 +151,12 @@ class TaskService:
             found = None
         if isinstance(found, Task) and found.final_outcome is None:
             wait_s = min(seconds_of(request.wait), WAIT_MAX_S) if request.HasField("wait") else 0.0
+            task_id, durable = found.task_id, found.spec.durable
             if found.outcome is not None:  # not on the disk yet, but its client may have got it from Run
                 wait_s = max(wait_s, COMMIT_S)
-            await self._driver.wait_settled(found.task_id, max(0.0, wait_s))
-            if found.spec.durable:  # by task_id: another task may have the request_id of a withdrawn one by now
-                again = task_service_pb2.GetRequest(task_id=found.task_id)
+            await self._driver.wait_settled(task_id, max(0.0, wait_s))
+            if durable:  # by task_id: another task may have the request_id of a withdrawn one by now
+                again = task_service_pb2.GetRequest(task_id=task_id)
                 found = await self._find(again)
         if found is None:
             name = request.request_id or request.task_id
@@ -162,13 +164,27 @@ class TaskService:
         if isinstance(found, StoredOutcome):
             message = queries.stored_task(found, whole=True)
             if found.state == OutcomeState.DEAD_LETTERED:
-                for letter in self._driver.journal.get_dead_letters([found.task_id]):  # none: it was deleted meanwhile
-                    message.spec.CopyFrom(spec_message(self._driver.specs.restore(letter.spec)))
-                    message.payload_bytes = len(letter.payload)
-                    message.dead_letter = True
+                await self._fill_dead_letter(message)
         else:
             message = queries.core_task(self._driver, found, whole=True, rank=request.rank)
         return task_service_pb2.GetResponse(task=message)
+
+    async def _fill_dead_letter(self, message: task_pb2.Task) -> None:
+        """Fills in the fields that only a dead letter has, unless it was deleted. If its payload is lost, its spec and
+        its size are missing.
+        """
+        journal = self._driver.journal
+        try:
+            letters = await asyncio.to_thread(journal.get_dead_letters, [message.task_id])
+        except JournalDamagedError:
+            raise
+        except JournalError:
+            message.dead_letter = True
+            return
+        for letter in letters:
+            message.spec.CopyFrom(spec_message(self._driver.specs.restore(letter.spec)))
+            message.payload_bytes = len(letter.payload)
+            message.dead_letter = True
 
     async def _find(self, request: Any) -> Task | StoredOutcome | None:
         core, journal = self._driver.core, self._driver.journal

@@ -41,7 +41,7 @@ class Dispatcher:
         self._recalls = recalls
         self._gangs = gangs
         self._can_grant = can_grant
-        self.unfinished_s: float | None = None  # when `run` stopped with backlogs left to try; None: it tried all
+        self.unfinished_s: float | None = None  # when `run` stopped at BLOCKS_MAX; None: it did not
         self._candidates: dict[Backlog, Candidates] = {}  # of this event
         self._places: dict[tuple[str, Shape], dict[Worker, Place]] = {}  # by strategy and shape; see Candidates
         # The fleet's change counters as of the last _unblock_changed().
@@ -50,7 +50,9 @@ class Dispatcher:
         self._resident = -1
 
     def run(self, now: float) -> None:
-        """Grants the leases that can be granted now: all, or until BLOCKS_MAX backlogs have found no worker."""
+        """Grants the leases that can be granted now. Stops early when BLOCKS_MAX backlogs have found no worker, when it
+        has ended DUE_MAX overdue tasks, or when no id is left; a later event continues.
+        """
         self.unfinished_s = None
         if not self._can_grant(now):
             return
@@ -90,7 +92,7 @@ class Dispatcher:
             task.attempts += 1
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
             lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s)
-            if ledger.record_lease(lease, now):  # the worker loads the model, so its min_backlog falls
+            if ledger.record_lease(lease, now):  # the worker loads the model: a backlog of 1 suffices there
                 self._candidates.clear()
                 classes.unblock_all(only_too_few_tasks=True)
             if self._reservations.by_backlog and self._reservations.granted(backlog):

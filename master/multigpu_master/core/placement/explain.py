@@ -8,11 +8,13 @@ from operator import attrgetter
 from multigpu_master.core.admission import why_unplaceable
 from multigpu_master.core.model import OutcomeState, Queue, Shape, Task, Worker, partition_of, shape_of
 from multigpu_master.core.placement.gangs import one_per_device
-from multigpu_master.core.placement.obstacles import backlog_suffices, obstacles
+from multigpu_master.core.placement.obstacles import backlog_suffices, is_one_of, obstacles
 from multigpu_master.core.placement.resource_classes import ResourceClass
 from multigpu_master.core.scheduler import Core
+from multigpu_master.core.strategy import Strategy
+from multigpu_master.core.workers.fleet import Fleet
 
-# Limit of the resource classes in which the tasks ahead of a task are counted, and of the tasks visited in each.
+# Limit of the resource classes in which the tasks ahead of a task are counted, and of the tasks that are visited.
 COUNTED_MAX = 10_000
 
 
@@ -45,14 +47,15 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     strategy = core.ledger.strategy_of(queue)
     shape = shape_of(task.spec, partition_of(task.partition_key))
     fleet = core.fleet
+    avoided = _avoided(fleet, strategy, shape, task)
     free: list[Candidate] = []
     excluded: list[Candidate] = []
     for worker in fleet.workers.values():
         unfit = fleet.unfit(worker, shape)
         candidate = Candidate(worker, [unfit] if unfit is not None else obstacles(fleet, strategy, shape, worker))
-        if task.extra is not None and worker.device_key in task.extra.broke_on_devices:
+        if worker in avoided:
             candidate.excluded_by.append(
-                "the task broke an engine on this device: it runs here again only if no other device accepts such tasks"
+                "the task broke an engine on this device, and waits for another device that accepts such tasks"
             )
         if unfit is None:
             candidate.score = strategy.score(shape, worker, fleet)
@@ -79,27 +82,37 @@ def explain(core: Core, task: Task, now: float) -> Explanation:
     return Explanation(summary, strategy.name, strategy.score_meaning, ahead, free + excluded)
 
 
+def _avoided(fleet: Fleet, strategy: Strategy, shape: Shape, task: Task) -> list[Worker]:
+    """The workers on whose devices the task broke an engine, if it waits for other devices: see dispatch."""
+    if task.extra is None or strategy.pinned or shape.world_size > 1:
+        return []
+    accepting = [worker for worker in fleet.eligible(shape) if worker.accepting]
+    avoided = [worker for worker in accepting if is_one_of(worker, task.extra.broke_on_devices)]
+    return avoided if len(avoided) < len(accepting) else []
+
+
 def _ahead(core: Core, task: Task) -> int | None:
     """How many tasks of the task's queue are dispatched before it; None: it does not wait. The order is by the number
     of the priority, then by task_id.
     """
     if not task.waiting:
         return None
-    spec, ahead = task.spec, 0
+    spec, ahead, exact = task.spec, 0, COUNTED_MAX
     for resource_class in islice(core.ledger.classes.by_key.values(), COUNTED_MAX):
         if resource_class.queue.name != spec.queue or resource_class.priority > spec.priority:
             continue
         if resource_class.priority < spec.priority:
             ahead += resource_class.size
         else:
-            ahead += _older(resource_class, task.task_id)
+            ahead += _older(resource_class, task.task_id, exact)
+            exact = max(0, exact - len(resource_class.tasks))
     return ahead
 
 
-def _older(resource_class: ResourceClass, task_id: int) -> int:
-    """The number of waiting tasks with a smaller task_id: exact, or estimated if the class has many tasks."""
+def _older(resource_class: ResourceClass, task_id: int, exact: int) -> int:
+    """The number of waiting tasks with a smaller task_id; estimated if the class has more than `exact` tasks."""
     tasks = resource_class.tasks
-    if len(tasks) <= COUNTED_MAX:
+    if len(tasks) <= exact:
         return sum(other.task_id < task_id and other.waiting for other in tasks)
     # Not exact, as retries may be out of order, and ended tasks may leave entries; but both are few.
     return round(bisect_left(tasks, task_id, key=attrgetter("task_id")) / len(tasks) * resource_class.size)
@@ -126,7 +139,7 @@ def _summary(core: Core, task: Task, free: list[Candidate], pin: Worker | None, 
         return "the master has just started and waits for the workers it knew to come back"
     if core.ledger.clogged():
         size = core.ledger.uncommitted_bytes
-        return f"outcomes of {size} bytes wait for the journal, which can't be written; free disk space"
+        return f"outcomes of {size} bytes wait for the journal: its disk is slow or full; look at df and iostat"
     shape = shape_of(task.spec)
     if not core.fleet.placeable(shape):
         return why_unplaceable(core.fleet, task.spec, queued=True)
