@@ -162,7 +162,7 @@ def _metrics(driver: Driver, oldest: Mapping[str, float]) -> Iterator[Metric]:
     yield metric("mgpu_master_memory_bytes", "Resident memory of the master.", sample(rss_bytes()))
     workers = list(core.fleet.workers.values())
     yield from _of_workers(workers)
-    yield from _of_models([w for w in workers if w.residency.reported])
+    yield from _of_models([w for w in workers if w.residency.offered or w.residency.reported])
     yield from _of_caches(workers)
     yield from job_metrics(running_jobs(workers))
 

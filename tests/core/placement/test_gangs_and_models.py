@@ -1,5 +1,7 @@
 """Gangs on workers whose memory other models fill."""
 
+from dataclasses import replace
+
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Task, Worker
@@ -37,7 +39,7 @@ def run_others(
         for worker in workers:
             if worker.leases:
                 lease = next(iter(worker.leases.values()))
-                beat(stage, worker, loaded(lease.task.spec.model, pinned=pinned))
+                beat(stage, worker, loaded(lease.task.spec.model))
                 stage.report(lease, after_s=1.0 / len(workers))
             else:
                 beat(stage, worker, after_s=1.0 / len(workers))
@@ -60,12 +62,25 @@ def test_a_gang_begins_while_other_models_have_tasks_without_end(names: str) -> 
     assert lease_of(gang).rank == 0
 
 
-def test_no_worker_is_reserved_whose_pinned_models_leave_no_room_for_the_gang() -> None:
+def test_a_gang_begins_on_workers_whose_pinned_models_leave_no_room() -> None:
+    """A worker unloads all other models for a rank, and loads pinned ones again afterwards."""
     stage = Stage()
-    workers = fleet_of(stage, 2)
-    for worker in workers:
+    for worker in fleet_of(stage, 2):
         beat(stage, worker, loaded("b", pinned=True))
-    stage.submit(4, Spec(kind="run", model="b", wait_for_worker=True))
+    (single,) = stage.submit(1, replace(GANG, world_size=1))
     (gang,) = stage.submit(1, GANG)
-    assert not run_others(stage, workers, gang, 10, "b", pinned=True)
-    assert all(worker.leases_limit is None for worker in workers)
+    assert (single.lease, lease_of(gang).model) == (None, "a")
+
+
+def test_no_worker_is_reserved_for_a_gang_that_is_reserved_for_another_model() -> None:
+    stage = Stage()
+    (worker, other) = fleet_of(stage, 2)
+    beat(stage, worker, loaded("b"))
+    worker.residency.reserve("c", ())
+    stage.core.fleet.models_changed(worker)
+    (gang,) = stage.submit(1, GANG)
+    assert (gang.lease, worker.leases_limit, other.leases_limit) == (None, None, None)
+    worker.residency.end_reservation()
+    stage.core.fleet.models_changed(worker)
+    beat(stage, worker, loaded("b"))
+    assert lease_of(gang).model == "a"

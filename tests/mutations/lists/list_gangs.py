@@ -22,13 +22,14 @@ admission = partial(Mutation, module=f"{CORE}.admission", checker="gangs")
 GANGS = (
     gangs(
         "a gang begins beside other tasks of its workers",
-        "idle = not (worker.leases or worker.occupied_slots) and short",
-        "idle = short",
+        "return not (worker.leases or worker.occupied_slots) and short",
+        "return short",
     ),
     gangs(
         "a gang waits while other models are in use",
-        "and not self._fleet.model_blocked_when_idle(worker, shape)",
-        "and self._fleet.model_block(worker, shape) is None",
+        "        if for_rank:\n",
+        "        if False:\n",
+        module=f"{CORE}.workers.residency",
         checker="pytest",
     ),
     gangs(
@@ -71,7 +72,7 @@ GANGS = (
         "        size = backlog.shape.world_size_min\n",
         "        size = backlog.shape.world_size\n",
     ),
-    gangs("a gang begins again though no worker is idle", "if any(self._is_idle(", "if True or any(self._is_idle("),
+    gangs("a gang begins again though no worker is idle", "if any(_is_idle(", "if True or any(_is_idle("),
     gangs(
         "a gang begins again though a rank has ended", "gang is None or gang.succeeded or len", "gang is None or len"
     ),

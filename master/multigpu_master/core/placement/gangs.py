@@ -81,13 +81,13 @@ class Gangs:
         able = self._able(backlog.strategy, shape, mine)
         avoided = task.extra.broke_on_devices if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
-        idle = one_per_device(worker for worker in able if self._is_idle(worker, shape))
+        idle = one_per_device(worker for worker in able if _is_idle(worker, shape))
         if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
             return choose_workers(idle, min(len(idle), shape.world_size), shape)
-        # A worker without leases and occupied slots that is not idle lacks memory, for an unknown time, or loads
-        # another model: do not reserve it. If it is reserved already, keep it: its memory may not be free yet.
+        # A worker without leases and occupied slots that is not idle lacks memory, for an unknown time: do not reserve
+        # it. If it is reserved already, keep it: its last task may not have freed its memory yet.
         able = [worker for worker in able if worker.leases or worker.occupied_slots or worker in idle or worker in mine]
         able = one_per_device(sorted(able, key=lambda worker: (worker not in mine, worker.backlog_s)))
         if len(able) >= shape.world_size_min and self._key in (None, backlog.key):
@@ -102,13 +102,8 @@ class Gangs:
             if worker.accepting
             and (worker.leases_limit is None or worker in mine)
             and strategy.excludes(shape, worker, self._fleet) is None
-            and not self._fleet.model_blocked_when_idle(worker, shape)
+            and self._fleet.model_block(worker, shape) is None
         ]
-
-    def _is_idle(self, worker: Worker, shape: Shape) -> bool:
-        """Whether an able worker could begin a rank now."""
-        idle = not (worker.leases or worker.occupied_slots) and short_of_memory(worker, shape) is None
-        return idle and self._fleet.model_block(worker, shape) is None
 
     def checkpoint_saved(self, lease: Lease, now: float) -> None:
         """Call when rank 0 has saved a checkpoint. Interrupts the attempt if idle workers can make the gang larger."""
@@ -121,7 +116,7 @@ class Gangs:
         shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
         devices = {rank.worker.device_key for rank in gang.leases}
         able = [worker for worker in self._able(strategy, shape, ()) if worker.device_key not in devices]
-        if any(self._is_idle(worker, shape) for worker in able):
+        if any(_is_idle(worker, shape) for worker in able):
             self._attempts.interrupt(lease, MORE_WORKERS, now)
 
     def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
@@ -174,6 +169,10 @@ class Gangs:
     def reserved_for(self, strategy: Strategy, shape: Shape) -> list[Worker]:
         """The workers that are reserved for gangs of this shape."""
         return [*self._reserved] if self._key == (strategy.name, shape, None) else []
+
+
+def _is_idle(worker: Worker, shape: Shape) -> bool:
+    return not (worker.leases or worker.occupied_slots) and short_of_memory(worker, shape) is None
 
 
 def one_per_device(workers: Iterable[Worker]) -> list[Worker]:

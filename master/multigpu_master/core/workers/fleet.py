@@ -240,12 +240,7 @@ class Fleet:
         model = residency.ids.get((shape.kind, shape.model))
         if model is None:
             model = self.model_id(worker, shape.kind, shape.model)
-        return residency.blocked(model, idle=not worker.leases) if model else None
-
-    def model_blocked_when_idle(self, worker: Worker, shape: Shape) -> bool:
-        """Whether the shape's model could not be used on this worker even if it held no lease."""
-        model = self.model_id(worker, shape.kind, shape.model)
-        return bool(model) and worker.residency.blocked_when_idle(model)
+        return residency.blocked(model, idle=not worker.leases, for_rank=shape.world_size > 1) if model else None
 
     def reserved(self, worker: Worker, shape: Shape) -> bool:
         """Whether the worker has a load reservation for the shape's model."""

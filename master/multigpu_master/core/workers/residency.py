@@ -147,14 +147,18 @@ class Residency:
 
     # --- which models may be loaded ----------------------------------------------------------------------------------
 
-    def blocked(self, model: str, *, idle: bool) -> Block | None:
-        """Returns why the model gets no lease here now; None: it may. `idle`: the worker holds no lease."""
+    def blocked(self, model: str, *, idle: bool, for_rank: bool = False) -> Block | None:
+        """Returns why the model gets no lease here now; None: it may. `idle`: the worker holds no lease. `for_rank`:
+        the lease is of a gang's rank, which begins once the worker is idle and has unloaded all other models.
+        """
         if model in self.unwanted:
             return Block.UNWANTED
         if not self.limit_bytes:
             return None
         if model in self.retiring:
             return Block.RETIRING
+        if for_rank:
+            return Block.RESERVED if self.reserved_model not in ("", model) else None
         if model in self.lease_counts:
             return None
         if not self.fits(model):
@@ -177,16 +181,6 @@ class Residency:
         mine = self.memory_of(model)
         others = self._in_use_bytes - (mine if model in self.in_use() else 0)
         return others <= 0 or others + mine <= self.limit_bytes
-
-    def blocked_when_idle(self, model: str) -> bool:
-        """Whether the model could get no lease here even if the worker held none: an operator unloads it, the worker is
-        reserved for another model, or pinned models leave no room for it.
-        """
-        if model in self.unwanted or model in self.retiring or self.reserved_model not in ("", model):
-            return True
-        others = {m for m in self.pinned() if m != model}
-        needed = sum(map(self.memory_of, others)) + self.memory_of(model)
-        return bool(self.limit_bytes and others) and needed > self.limit_bytes
 
     def excess_bytes(self, model: str) -> int:
         """How many bytes of other models must be unloaded for the model; 0 or less: none must."""
