@@ -3,9 +3,8 @@
 The core calls a strategy only for workers that can run the shape; their windows may be full, and for Explain they may
 be lost. The strategy excludes further workers, and gives each of the others a score; the worker with the lowest score
 gets the task. Exclusion and score must depend on their arguments alone (no I/O, no clock, no state), so that the rpc
-Explain gets the same answer as dispatch. In each event the core computes a score for each worker with room, once for
-each shape, and computes a worker's score again after it was granted a lease. So a score may change only when its worker
-changes (a lease granted or ended, a heartbeat), or the fleet's averages do.
+Explain gets the same answer as dispatch. The core keeps a worker's score and exclusion for a shape until the worker
+changes (a lease is granted or ends, a heartbeat), or the fleet's averages do: they may change only then.
 
 A strategy is a class that is named by an entry point in the group "multigpu.strategies"; docs/strategies.md shows one.
 """
