@@ -7,7 +7,7 @@ not begun and continues the others: nothing runs twice. Each lease is recalled a
 model its worker still loads is recalled, too, if a worker with a free slot has loaded the model.
 
 Only workers that have more leases than slots, or load a model, are checked. They are not checked at each event but
-every CHECK_S seconds: in that time, most leases of fast tasks end without a recall.
+every CHECK_S seconds, WORKERS_MAX of them at a time: meanwhile, most leases of fast tasks end without a recall.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ CHECK_S = 0.05
 # Limit of the different queues and shapes for which one check looks for workers with free slots, and of the backlogs
 # for which it looks for less urgent leases.
 CHECKED_MAX = 64
-# Limit of the workers in one check: of a larger fleet, each check takes the next ones.
+# Limit of the workers in one check. If more are to be checked, each check takes the next ones.
 WORKERS_MAX = 256
 
 
