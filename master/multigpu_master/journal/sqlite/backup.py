@@ -2,10 +2,12 @@
 
 A backup is a directory that a master can start from: the database as of one instant, by SQLite's online backup, and the
 segments to which its rows refer. During the copy the master may delete segments, because tasks end. So all segments are
-opened first: the journal's own can be read after their names are gone; shared payloads are locked against reuse.
+opened first, and can be read after their names are gone. Shared locks keep the master from punching holes into the
+journal's own, and from reusing those with shared payloads.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import resource
@@ -74,7 +76,8 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     os.close(os.open(part, os.O_CREAT | os.O_EXCL, 0o600))
     source = connections.connect_reader(data_dir / DATABASE_NAME)
     with contextlib.closing(source), contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
-        held = _hold(source, data_dir)
+        with _no_holes_punched(data_dir):
+            held = _hold(source, data_dir)
         source.backup(copy)  # in the transaction that _hold began: its rows refer to `held`
         schema.clear_open_flag(copy)
     for name in sorted(held):
@@ -95,8 +98,21 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     return lost
 
 
+@contextlib.contextmanager
+def _no_holes_punched(data_dir: Path) -> Iterator[None]:
+    """Within this block the master punches no holes. Otherwise it could punch one after a transaction began, before the
+    segments to which the transaction's rows refer are locked.
+    """
+    fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # waits at most while the master punches a hole
+        yield
+    finally:
+        os.close(fd)
+
+
 def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
-    """Begins a transaction, and opens the segments to which its rows refer, except segments that were lost before."""
+    """Begins a transaction, and opens and locks the segments to which its rows refer, except those lost before."""
     gone: set[str] = set()
     for _ in range(_TRIES):
         source.execute("BEGIN")
@@ -125,11 +141,13 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
 
 
 def _pin(path: Path) -> Segment:
-    """Opens a segment, so that it can be read after its name is gone; a shared segment is also locked against reuse.
-    Raises FileNotFoundError if the segment is gone.
+    """Opens a segment, so that it can be read after its name is gone, and locks it against holes and reuse. Raises
+    FileNotFoundError if the segment is gone.
     """
     if path.parent.name != payloads.DIRECTORY_NAME:
-        return Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        segment = Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        fcntl.flock(segment.fd, fcntl.LOCK_SH)
+        return segment
     segment = Directory(path.parent, b"").pin(path.name)
     if path.stat().st_ino != os.fstat(segment.fd).st_ino:
         raise FileNotFoundError("the segment was given another name before it was locked")
