@@ -20,7 +20,7 @@ from multigpu._transport.payloads import NAME, Directory, Segment
 
 from multigpu_master.errors import JournalDamagedError, JournalError
 from multigpu_master.journal import payload_files as payloads
-from multigpu_master.journal.sqlite import connections, directory, schema
+from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
 from multigpu_master.journal.sqlite.files import copy_file, sync_directory, sync_file
@@ -85,7 +85,7 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
         (target / name).parent.mkdir(mode=0o700, exist_ok=True)
         copy_file(segment.fd, target / name)
         del segment
-    lost = [what for _, _, what in _lost(target, PART_NAME)]
+    lost = [what for *_, what in _lost(target, PART_NAME)]
     for suffix in ("-shm", "-wal"):  # made by _lost
         (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
     sync_file(part)
@@ -163,9 +163,9 @@ def _clear(target: Path) -> None:
 
 
 def salvage(data_dir: Path) -> Iterator[str]:
-    """Repairs a damaged journal so that a master can start from it. Yields a description of each loss: transactions
-    after the damage in the log, tasks and dead letters whose payload is lost, and lost results. Such tasks and dead
-    letters are deleted; the outcomes of lost results stay.
+    """Repairs a journal whose log is damaged, cut or missing, and deletes tasks, dead letters and outcomes that can't
+    be read, so that a master can start from it. Yields a description of each loss. The outcomes of lost results stay.
+    Raises JournalDamagedError if pages of the database are damaged, which it can't repair.
     """
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
@@ -181,18 +181,44 @@ def salvage(data_dir: Path) -> Iterator[str]:
                 copy_file(file.fileno(), kept)
             sync_directory(data_dir)
             yield f"{what}; the log is kept as {kept}"
-        with contextlib.closing(connections.connect_writer(path)) as writer:
-            schema.clear_open_flag(writer)
-            connections.empty_log(writer)
-            for table, key, what in list(_lost(data_dir)):
-                if table != "outcome":
-                    writer.execute(f"DELETE FROM {table} WHERE task_id = ?", (key,))  # noqa: S608  # one of ours
-                yield what
+        yield from _delete_lost(path)
+    except (OSError, sqlite3.Error) as error:
+        raise failures.explain(error, path) from error
     finally:
         lock.release()
 
 
-def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int, str]]:
+def _delete_lost(path: Path) -> list[str]:
+    """Deletes the rows that can't be read, and empties the log. Changes nothing if pages of the database are damaged.
+    Returns the descriptions of what is lost.
+    """
+    writer = connections.connect_writer(path)
+    try:
+        lost = _lost(path.parent)
+        _delete(path, writer, [(table, key) for table, key, stays, _ in lost if not stays])
+        connections.empty_log(writer)
+    except BaseException:
+        connections.close_keeping_log(path, writer)
+        raise
+    writer.close()
+    return [what for *_, what in lost]
+
+
+def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]]) -> None:
+    """Deletes the rows, and notes that the journal is closed. Raises JournalDamagedError within the transaction if
+    pages are damaged. They are checked last, because a column without a value counts as damage and its row is deleted.
+    """
+    writer.execute("BEGIN IMMEDIATE")
+    schema.clear_open_flag(writer)
+    for table, key in rows:
+        writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # one of ours
+    ((verdict,),) = writer.execute("PRAGMA quick_check(1)").fetchall()
+    if verdict != "ok":
+        raise failures.damaged_error(path, verdict.replace("\n", " "))
+    writer.execute("COMMIT")
+
+
+def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int, bool, str]]:
     reads = JournalReads(data_dir, database=database)
     try:
         return list(reads.lost())
