@@ -4,6 +4,8 @@ import errno
 import os
 import resource
 import shutil
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from multigpu_master.errors import JournalError
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import backup as journal_backup
 from multigpu_master.journal.sqlite.backup import backup, salvage
-from multigpu_master.journal.sqlite.schema import DATABASE_NAME
+from multigpu_master.journal.sqlite.schema import DATABASE_NAME, PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 from multigpu_master.main import main
 
@@ -147,6 +149,50 @@ def test_a_damaged_log_is_salvaged_up_to_the_damage(tmp_path: Path) -> None:
     assert 0 < kept[-1] < 10
     write(data_dir, 3)
     assert tasks_of(data_dir) == list(range(1, kept[-1] + 4)), "and it is no damage any more"
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost"),
+    [
+        ("UPDATE outcome SET settle_time_s = 1e11 WHERE task_id = 4", "the result of task 4"),
+        ("UPDATE outcome SET settle_time_s = -1.0 WHERE task_id = 4", "the result of task 4"),
+        ("UPDATE outcome SET settle_time_s = 'yesterday' WHERE task_id = 3", "the result of task 3"),
+        ("UPDATE outcome SET state = 77 WHERE task_id = 3", "the result of task 3"),
+        ("UPDATE outcome SET submit_time_s = 'yesterday' WHERE task_id = 4", "the result of task 4"),
+        ("UPDATE task SET submit_time_s = 9e10 WHERE task_id = 2", "task 2"),
+    ],
+)
+def test_rows_that_make_no_sense_are_salvaged_away_and_named(damage: str, lost: str, tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as (journal, _):
+        journal.append(Entry(submits=[submit(1), submit(2)]), Entry(settles=[settle(3), settle(4)]))
+    with closing(sqlite3.connect(tmp_path / "data" / DATABASE_NAME, isolation_level=None)) as writer:
+        writer.execute(damage)
+    done = run(tmp_path, "salvage")
+    assert (done.exit_code, "losses: 1" in done.output) == (0, True)
+    assert f"gone: {lost} (request_id 'request-{lost[-1]}')" in done.output
+    with opened(tmp_path / "data") as (journal, _):
+        kept = [f"task {task.task_id}" for task in journal.recover_tasks()]
+        kept += [f"the result of task {each.task_id}" for each in journal.read_outcomes(0, 9, 1 << 20)]
+    assert {*kept, lost} == {"task 1", "task 2", "the result of task 3", "the result of task 4"}
+    assert len(kept) == 3
+    assert list(salvage(tmp_path / "data")) == []
+
+
+def test_salvage_does_not_claim_to_have_repaired_damaged_pages(tmp_path: Path) -> None:
+    path = tmp_path / "data" / DATABASE_NAME
+    with opened(tmp_path / "data") as (journal, _):
+        journal.append(Entry(settles=[settle(i) for i in range(1, 9)]))
+    with closing(sqlite3.connect(path)) as reader:
+        ((page,),) = reader.execute("SELECT rootpage FROM sqlite_master WHERE name = 'outcome_task'").fetchall()
+    data = bytearray(path.read_bytes())
+    data[(page - 1) * PAGE_BYTES : page * PAGE_BYTES] = os.urandom(PAGE_BYTES)
+    path.write_bytes(data)
+    done = run(tmp_path, "salvage")
+    assert (done.exit_code, f"sqlite3 {path} .recover" in done.output) == (3, True)
+    assert "a master can start" not in done.output
+    assert path.read_bytes() == data
+    with pytest.raises(JournalError, match=r"is damaged .*\.recover"):
+        tasks_of(tmp_path / "data")
 
 
 def test_no_journal_is_salvaged_under_a_running_master(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from multigpu_master.errors import JournalDamagedError, JournalError
 from multigpu_master.journal.protocol import Entry
 from multigpu_master.journal.sqlite import connections, failures
+from multigpu_master.journal.sqlite import directory as journal_directory
 from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.directory import LOCK_NAME
 from multigpu_master.journal.sqlite.journal import SqliteJournal
@@ -40,6 +41,28 @@ def test_only_its_user_may_read_it(tmp_path: Path) -> None:
         commit(journal, commits, Entry(submits=[submit(1, bytes(LARGE_BYTES))]))
         for path in [tmp_path / "deep" / "data", *(tmp_path / "deep" / "data").rglob("*")]:
             assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.parametrize("syncs", range(4))
+def test_the_names_of_new_directories_are_synced_also_after_a_start_that_was_killed(
+    syncs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start is killed when it has synced this many directories."""
+    data_dir = tmp_path / "a" / "b" / "data"
+    synced, left = set[Path](), [syncs]
+
+    def sync(parent: Path) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        synced.update(parent.iterdir())
+
+    monkeypatch.setattr(journal_directory, "sync_directory", sync)
+    with contextlib.suppress(KeyboardInterrupt):
+        journal_directory.make_directory(data_dir)
+    left[0] = 100
+    journal_directory.make_directory(data_dir)
+    assert {tmp_path / "a", tmp_path / "a" / "b", data_dir} <= synced
 
 
 def filled(data_dir: Path) -> None:

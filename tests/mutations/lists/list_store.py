@@ -120,6 +120,19 @@ STORE = (
         module="multigpu_master.journal.sqlite.reads",
     ),
     store(
+        "a backup on a full disk lacks payloads of tasks that end meanwhile",
+        "            if not _try_lock(fd):\n",
+        module="multigpu_master.journal.sqlite.segments",
+        checker="master/journal/test_backup_races.py::"
+        "test_payloads_of_tasks_that_end_on_a_full_disk_while_it_is_copied_are_in_the_copy",
+    ),
+    store(
+        "salvage keeps an outcome with which no master starts",
+        "if not _is_time(row[-1]):",
+        module="multigpu_master.journal.sqlite.reads",
+        checker="master/journal/test_backup.py::test_rows_that_make_no_sense_are_salvaged_away_and_named",
+    ),
+    store(
         "a master begins with an empty journal in place of a backup",
         "if path.with_name(PART_NAME).exists():",
         module="multigpu_master.journal.sqlite.directory",

@@ -2,10 +2,12 @@
 
 A backup is a directory that a master can start from: the database as of one instant, by SQLite's online backup, and the
 segments to which its rows refer. During the copy the master may delete segments, because tasks end. So all segments are
-opened first: the journal's own can be read after their names are gone; shared payloads are locked against reuse.
+opened first, and can be read after their names are gone. Shared locks keep the master from punching holes into the
+journal's own, and from reusing those with shared payloads.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import resource
@@ -18,7 +20,7 @@ from multigpu._transport.payloads import NAME, Directory, Segment
 
 from multigpu_master.errors import JournalDamagedError, JournalError
 from multigpu_master.journal import payload_files as payloads
-from multigpu_master.journal.sqlite import connections, directory, schema
+from multigpu_master.journal.sqlite import connections, directory, failures, schema
 from multigpu_master.journal.sqlite import segments as journal_segments
 from multigpu_master.journal.sqlite import wal as journal_log
 from multigpu_master.journal.sqlite.files import copy_file, sync_directory, sync_file
@@ -74,7 +76,8 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     os.close(os.open(part, os.O_CREAT | os.O_EXCL, 0o600))
     source = connections.connect_reader(data_dir / DATABASE_NAME)
     with contextlib.closing(source), contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
-        held = _hold(source, data_dir)
+        with _no_holes_punched(data_dir):
+            held = _hold(source, data_dir)
         source.backup(copy)  # in the transaction that _hold began: its rows refer to `held`
         schema.clear_open_flag(copy)
     for name in sorted(held):
@@ -82,7 +85,7 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
         (target / name).parent.mkdir(mode=0o700, exist_ok=True)
         copy_file(segment.fd, target / name)
         del segment
-    lost = [what for _, _, what in _lost(target, PART_NAME)]
+    lost = [what for *_, what in _lost(target, PART_NAME)]
     for suffix in ("-shm", "-wal"):  # made by _lost
         (target / f"{PART_NAME}{suffix}").unlink(missing_ok=True)
     sync_file(part)
@@ -95,8 +98,21 @@ def _fill(data_dir: Path, target: Path) -> list[str]:
     return lost
 
 
+@contextlib.contextmanager
+def _no_holes_punched(data_dir: Path) -> Iterator[None]:
+    """Within this block the master punches no holes. Otherwise it could punch one after a transaction began, before the
+    segments to which the transaction's rows refer are locked.
+    """
+    fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # waits at most while the master punches a hole
+        yield
+    finally:
+        os.close(fd)
+
+
 def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
-    """Begins a transaction, and opens the segments to which its rows refer, except segments that were lost before."""
+    """Begins a transaction, and opens and locks the segments to which its rows refer, except those lost before."""
     gone: set[str] = set()
     for _ in range(_TRIES):
         source.execute("BEGIN")
@@ -125,11 +141,13 @@ def _hold(source: sqlite3.Connection, data_dir: Path) -> dict[str, Segment]:
 
 
 def _pin(path: Path) -> Segment:
-    """Opens a segment, so that it can be read after its name is gone; a shared segment is also locked against reuse.
-    Raises FileNotFoundError if the segment is gone.
+    """Opens a segment, so that it can be read after its name is gone, and locks it against holes and reuse. Raises
+    FileNotFoundError if the segment is gone.
     """
     if path.parent.name != payloads.DIRECTORY_NAME:
-        return Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        segment = Segment(path.name, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        fcntl.flock(segment.fd, fcntl.LOCK_SH)
+        return segment
     segment = Directory(path.parent, b"").pin(path.name)
     if path.stat().st_ino != os.fstat(segment.fd).st_ino:
         raise FileNotFoundError("the segment was given another name before it was locked")
@@ -145,9 +163,9 @@ def _clear(target: Path) -> None:
 
 
 def salvage(data_dir: Path) -> Iterator[str]:
-    """Repairs a damaged journal so that a master can start from it. Yields a description of each loss: transactions
-    after the damage in the log, tasks and dead letters whose payload is lost, and lost results. Such tasks and dead
-    letters are deleted; the outcomes of lost results stay.
+    """Repairs a journal whose log is damaged, cut or missing, and deletes tasks, dead letters and outcomes that can't
+    be read, so that a master can start from it. Yields a description of each loss. The outcomes of lost results stay.
+    Raises JournalDamagedError if pages of the database are damaged, which it can't repair.
     """
     path, log = data_dir / DATABASE_NAME, data_dir / f"{DATABASE_NAME}-wal"
     if not path.exists():
@@ -163,18 +181,44 @@ def salvage(data_dir: Path) -> Iterator[str]:
                 copy_file(file.fileno(), kept)
             sync_directory(data_dir)
             yield f"{what}; the log is kept as {kept}"
-        with contextlib.closing(connections.connect_writer(path)) as writer:
-            schema.clear_open_flag(writer)
-            connections.empty_log(writer)
-            for table, key, what in list(_lost(data_dir)):
-                if table != "outcome":
-                    writer.execute(f"DELETE FROM {table} WHERE task_id = ?", (key,))  # noqa: S608  # one of ours
-                yield what
+        yield from _delete_lost(path)
+    except (OSError, sqlite3.Error) as error:
+        raise failures.explain(error, path) from error
     finally:
         lock.release()
 
 
-def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int, str]]:
+def _delete_lost(path: Path) -> list[str]:
+    """Deletes the rows that can't be read, and empties the log. Changes nothing if pages of the database are damaged.
+    Returns the descriptions of what is lost.
+    """
+    writer = connections.connect_writer(path)
+    try:
+        lost = _lost(path.parent)
+        _delete(path, writer, [(table, key) for table, key, stays, _ in lost if not stays])
+        connections.empty_log(writer)
+    except BaseException:
+        connections.close_keeping_log(path, writer)
+        raise
+    writer.close()
+    return [what for *_, what in lost]
+
+
+def _delete(path: Path, writer: sqlite3.Connection, rows: list[tuple[str, int]]) -> None:
+    """Deletes the rows, and notes that the journal is closed. Raises JournalDamagedError within the transaction if
+    pages are damaged. They are checked last, because a column without a value counts as damage and its row is deleted.
+    """
+    writer.execute("BEGIN IMMEDIATE")
+    schema.clear_open_flag(writer)
+    for table, key in rows:
+        writer.execute(f"DELETE FROM {table} WHERE rowid = ?", (key,))  # noqa: S608  # one of ours
+    ((verdict,),) = writer.execute("PRAGMA quick_check(1)").fetchall()
+    if verdict != "ok":
+        raise failures.damaged_error(path, verdict.replace("\n", " "))
+    writer.execute("COMMIT")
+
+
+def _lost(data_dir: Path, database: str = DATABASE_NAME) -> list[tuple[str, int, bool, str]]:
     reads = JournalReads(data_dir, database=database)
     try:
         return list(reads.lost())

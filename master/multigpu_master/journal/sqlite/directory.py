@@ -1,13 +1,15 @@
 """The journal's directory: its lock, and the checks before anything in it is changed.
 
-It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which one master holds until its process ends. A new
-database is created under another name and renamed, so it always has the whole schema, an application id and a version.
+It holds `journal.sqlite3` with its write-ahead log, and `LOCK`, which a master, or salvage, holds while it uses the
+directory; the kernel releases it if the process dies. A new database is created under another name and renamed, so it
+always has the whole schema, an application id and a version.
 Without a log, the id and the version are read from the file's header before SQLite opens the file. With a log, they are
 read through a connection that can't write, because the log may have newer values.
 """
 
 import contextlib
 import fcntl
+import itertools
 import os
 import socket
 import sqlite3
@@ -107,12 +109,25 @@ def prepare(data_dir: Path) -> DirectoryLock:
 
 
 def make_directory(data_dir: Path) -> None:
-    """Makes the directory and its parents durably: syncs the parents, which have the names of new directories."""
-    parents = [data_dir.parent, *(p.parent for p in data_dir.parents if not p.exists())]
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for parent in parents:  # also if data_dir existed: the process that made it may have been killed before this
+    """Makes the directory and its parents durably: syncs the name of each before it makes the next. So if a process is
+    killed here, at most the name of the deepest directory that exists is not synced; the next process syncs it first.
+    """
+    path = data_dir.absolute()
+    missing = list(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
+    if missing:
+        _sync_name(missing[-1].parent)
+    for parent in reversed(missing[1:]):
+        parent.mkdir(exist_ok=True)
+        _sync_name(parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    _sync_name(path)
+
+
+def _sync_name(path: Path) -> None:
+    """Makes the name of a directory durable. The parent of a mount point may be unable to sync, and needs no sync."""
+    if not path.is_mount():
         with contextlib.suppress(PermissionError):  # then this user has made no directory there
-            sync_directory(parent)
+            sync_directory(path.parent)
 
 
 def check_header(path: Path) -> None:

@@ -36,6 +36,7 @@ _SETTLED_COLUMNS = (
     "o.cursor, o.task_id, o.request_id, o.state, o.queue, o.kind, o.model, o.submit_time_s, o.fingerprint"
 )
 _OUTCOME_COLUMNS = f"{_SETTLED_COLUMNS}, o.expire_time_s, o.body"
+_TIMED_OUTCOME_COLUMNS = f"{_OUTCOME_COLUMNS}, o.settle_time_s"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _LOST_ROWS = 64  # in one page of `lost`; few, because their payloads and results are read as well
 _TASKS_ROWS = 4096
@@ -196,29 +197,34 @@ class JournalReads:
         files = itertools.chain(self._data_dir.glob(f"{self._path.name}*"), self._large.directory.glob("*"))
         return sum(_size_bytes(file) for file in files) + self.payloads.size_bytes
 
-    def lost(self) -> Iterator[tuple[str, int, str]]:
-        """Reads everything. Yields the table, the key and the description of each row that can't be read."""
+    def lost(self) -> Iterator[tuple[str, int, bool, str]]:
+        """Reads everything. Yields the table, the key and the description of each row that can't be read, and whether
+        only a result is lost: then the row says so, and stays.
+        """
         for table, name in (("task", "task"), ("dead_letter", "dead letter"), ("outcome", "the result of task")):
             is_outcome = table == "outcome"
-            key, columns = ("cursor", _OUTCOME_COLUMNS) if is_outcome else ("task_id", schema.TASK_COLUMNS)
+            key, columns = ("cursor", _TIMED_OUTCOME_COLUMNS) if is_outcome else ("task_id", schema.TASK_COLUMNS)
             sql = f"SELECT {columns} FROM {table} o WHERE {key} > ? ORDER BY {key} LIMIT {_LOST_ROWS}"
             last = 0
             while rows := self._rows(sql, (last,)):
                 last = rows[-1][0]
                 for row in rows:
-                    why = ""
+                    why, stays = "", is_outcome
                     try:
+                        if not _is_time(row[-1]):
+                            raise self._damaged(f"the row's time is {row[-1]!r} s")
                         if is_outcome:
-                            why = self._outcome(row).lost
+                            why = self._outcome(row[:-1]).lost
                         else:
                             self._task(row, {})
                     except JournalFullError:  # the row isn't lost: no file descriptor is left to read it
                         raise
                     except JournalError as error:
                         why = str(error).partition(". ")[0]
+                        stays = stays and not isinstance(error, JournalDamagedError)
                     if why:
                         task_id, request_id = row[is_outcome : is_outcome + 2]
-                        yield table, row[0], f"{name} {task_id} (request_id {request_id!r}): {why}"
+                        yield table, row[0], stays, f"{name} {task_id} (request_id {request_id!r}): {why}"
 
     def recover_tasks(self) -> Iterator[SubmitRecord]:
         """All unsettled tasks, in task_id order. Equal specs are one object."""
@@ -328,7 +334,7 @@ class JournalReads:
         task = "SELECT submit_time_s FROM task ORDER BY task_id DESC LIMIT 1"
         outcome = "SELECT settle_time_s FROM outcome ORDER BY cursor DESC LIMIT 1"
         times_s: list[float] = [0.0, *[time_s for sql in (task, outcome) for (time_s,) in self._rows(sql, ())]]
-        if strange := [each for each in times_s if not (isinstance(each, float) and 0 <= each < TIME_END_S)]:
+        if strange := [each for each in times_s if not _is_time(each)]:
             raise self._damaged(f"its newest time is {strange[0]!r} s")
         return max(times_s)
 
@@ -391,6 +397,11 @@ def _list(names: Collection[str] | None) -> str | None:
 def _are(row: Sequence[Any], types: Sequence[Any]) -> bool:
     """Whether a row's values are of these types."""
     return all(map(isinstance, row, types))
+
+
+def _is_time(value: object) -> bool:
+    """Whether a column's value is a time that a master's clock can show."""
+    return isinstance(value, float) and 0 <= value < TIME_END_S
 
 
 def _size_bytes(file: Path) -> int:

@@ -7,13 +7,15 @@ file of shared payloads, whose name has a dash (journal/payload_files.py). The b
 that refers to them. Segments without references are deleted. Payloads and bodies have separate segments, because they
 are deleted at different times.
 
-On a full disk, holes are punched into segments where no row refers to them.
+On a full disk, holes are punched into segments where no row refers to them, unless a backup holds a shared lock: on the
+data directory while it selects segments, then on each segment until it has copied it.
 """
 
 # ruff: noqa: S608  # statements are put together from this package's constants; values are always bound
 
 import bisect
 import ctypes
+import fcntl
 import os
 import re
 import sqlite3
@@ -108,6 +110,8 @@ class Segments:
         self._shared = shared
         self._segment_bytes = min(SEGMENT_BYTES, size_max_bytes // LIMIT_SHARE)
         self._referred: list[Reference] = []  # to be synced by the next `flush`
+        # Locked while holes are punched. Kept open, because then no descriptor may be left.
+        self._data_dir_fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._directory = data_dir / DIRECTORY_NAME
         self._directory.mkdir(mode=0o700, exist_ok=True)
         sync_directory(data_dir)
@@ -224,13 +228,18 @@ class Segments:
 
     def punch_next(self, writer: sqlite3.Connection) -> bool:
         """Checks up to PUNCHED_MAX segments, until it has given the unused space of one back to the file system.
-        Returns False if none had any. Nothing must be waiting for `flush`.
+        Returns False if none had any, or a backup selects segments now. Nothing must be waiting for `flush`.
         """
-        for number in self._from(self._next_punched)[:PUNCHED_MAX]:
-            self._next_punched = number + 1
-            if self._punch(number, writer):
-                return True
-        return False
+        if not _try_lock(self._data_dir_fd):
+            return False
+        try:
+            for number in self._from(self._next_punched)[:PUNCHED_MAX]:
+                self._next_punched = number + 1
+                if self._punch(number, writer):
+                    return True
+            return False
+        finally:
+            fcntl.flock(self._data_dir_fd, fcntl.LOCK_UN)
 
     def _from(self, first: int) -> list[int]:
         """Returns all segments' numbers in ascending order from `first` on, then those below `first`."""
@@ -247,6 +256,8 @@ class Segments:
         used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, _ in places)
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
+            if not _try_lock(fd):
+                return False  # a backup copies it, and may need bytes to which no row refers any more
             before = os.fstat(fd).st_blocks
             begin = 0
             for offset, size in [*used, (os.fstat(fd).st_size, 0)]:
@@ -261,6 +272,16 @@ class Segments:
             if appender.fd >= 0:
                 os.close(appender.fd)
                 appender.fd = -1
+        os.close(self._data_dir_fd)
+
+
+def _try_lock(fd: int) -> bool:
+    """Locks a file or directory exclusively, unless another process has a lock on it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _punch(fd: int, begin: int, end: int) -> None:
