@@ -292,6 +292,8 @@ def no_descriptor() -> Iterator[None]:
 
 @pytest.mark.usefixtures("sweeping")
 def test_without_a_descriptor_it_rejects_and_goes_on(tmp_path: Path) -> None:
+    with opened(tmp_path / "data") as (journal, commits):  # an old segment, whose unused space is given back
+        commit(journal, commits, Entry(submits=[submit(9, bytes(LARGE_BYTES))]))
     with opened(tmp_path / "data") as (journal, commits):
         with no_descriptor():
             assert "descriptor" in reject(journal, commits, Entry(submits=[submit(1, bytes(LARGE_BYTES))]))

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Sized
 from pathlib import Path
 
-from multigpu._transport.payloads import Reference, read_file
+from multigpu._transport.payloads import Reference, is_transient, read_file
 
 from multigpu_master.journal.payload_files import Payloads, is_shared, parse_reference, reference_text
 from multigpu_master.journal.protocol import LargeBody
@@ -254,7 +254,12 @@ class Segments:
             return False  # a row is damaged: the bytes to which it refers are not known
         places = [reference.split(":") for (reference,) in rows]
         used = sorted((int(offset, 16), int(size, 16)) for _, offset, size, _ in places)
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if not is_transient(error):  # such as a lack of descriptors
+                raise
+            return False
         try:
             if not _try_lock(fd):
                 return False  # a backup copies it, and may need bytes to which no row refers any more
