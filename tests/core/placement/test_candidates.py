@@ -1,10 +1,13 @@
 """Which worker a strategy gets a task for, and how often it is asked."""
 
 import random
+from dataclasses import replace
 
 import pytest
+from multigpu_master.core import events as ev
 from multigpu_master.core.model import Cordon, Lease, Shape, Task, Worker
 from multigpu_master.core.placement.candidates import Candidates
+from multigpu_master.core.placement.dispatch import LOOKS_MAX
 from multigpu_master.core.placement.pins import Pins
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.spec import Spec
@@ -16,7 +19,7 @@ from multigpu_master.strategies.auto import Auto
 from multigpu_master.strategies.static_partition import StaticPartition
 
 from tests.compiled import replaces_a_method
-from tests.core.stage import Stage
+from tests.core.stage import SPEC, Stage
 
 EMBED = Shape("embed", "m", (), 0, -1)
 
@@ -72,6 +75,51 @@ def test_the_next_event_asks_only_for_the_workers_that_have_changed() -> None:
     scored.clear()
     stage.submit(1)
     assert len(scored) == 300, "all scores depend on the averages"
+
+
+def test_a_heartbeat_asks_for_its_worker_only_whatever_waits() -> None:
+    stage, asked = Stage(), list[Worker]()
+
+    class Full(Auto):
+        def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
+            asked.append(worker)
+            return "full"
+
+    stage.core.ledger.strategies["auto"] = Full()
+    for n in range(50):
+        stage.worker(f"w{n}")
+    for n in range(100):
+        stage.submit(1, replace(SPEC, model=f"m{n}"))
+    asked.clear()
+    stage.beat("w7")
+    assert len(asked) == 100
+    assert {worker.worker_id for worker in asked} == {"w7"}
+
+
+def test_an_event_compares_a_limited_number_of_workers_and_the_next_ones_continue() -> None:
+    stage, asked = Stage(), list[Worker]()
+
+    class Full(Auto):
+        def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
+            asked.append(worker)
+            return "full"
+
+    stage.core.ledger.strategies["auto"] = Full()
+    for n in range(200):
+        stage.worker(f"w{n}")
+    shapes = 3 * LOOKS_MAX // 200
+    for n in range(shapes):
+        stage.submit(1, replace(SPEC, model=f"m{n}"))
+    asked.clear()
+    stage.worker("another")  # all backlogs are tried again
+    assert stage.core.dispatch_unfinished
+    assert len(asked) <= LOOKS_MAX + 201
+    events = 1
+    while stage.core.dispatch_unfinished:
+        stage.handle(ev.Tick())
+        events += 1
+    assert events >= 3
+    assert len(asked) == shapes * 201, "each worker once for each shape"
 
 
 def test_an_average_on_which_all_scores_depend_changes_at_most_once_a_second() -> None:

@@ -166,8 +166,8 @@ GANGS = (
     ),
     dispatch(
         "a reserved worker that is done does not wake its gang",
-        " or w.leases_limit is not None])",
-        "])",
+        " or w.leases_limit is not None]",
+        "]",
     ),
     dispatch(
         "a gang waits while all workers are reserved", "while (with_room or gangs.ready) and", "while with_room and"

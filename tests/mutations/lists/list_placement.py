@@ -51,14 +51,21 @@ PLACEMENT = (
     ),
     dispatch(
         "a worker that loads a model is not looked at again",
-        "                self._candidates.clear()\n                classes.unblock_all(only_too_few_tasks=True)",
-        "                self._candidates.clear()",
+        "                self._look_anew()\n                classes.unblock_all(only_too_few_tasks=True)",
+        "                self._look_anew()",
         seeds=20000,
     ),
     dispatch(
         "candidates outlive the event",
-        "        self._candidates.clear()\n        ledger, classes",
-        "        ledger, classes",
+        "        self._look_anew()\n        self._unblock_changed()",
+        "        self._unblock_changed()",
+    ),
+    dispatch(
+        "only changed workers are compared after others gained room, too",
+        "        self._look_anew()  # a reservation",
+        "        self._candidates.clear()  # a reservation",
+        checker="gangs",
+        seeds=20000,
     ),
     dispatch(
         "a worker that comes is not tried",
@@ -74,8 +81,8 @@ PLACEMENT = (
     ),
     candidates(
         "workers get leases without room, or tasks that they can't run",
-        "            if worker in many:\n",
-        "            if True:\n",
+        "            if worker in with_room and worker in eligible:\n",
+        "            if worker in with_room:\n",
     ),
     candidates(
         "a worker keeps its place",
@@ -153,8 +160,8 @@ PLACEMENT = (
     classes("P10: empty backlogs stay in memory", "del self.backlogs[backlog.key]"),
     classes(
         "a change of one worker unblocks too little",
-        "for backlog in list(backlogs):",
-        "for backlog in list(backlogs)[:1]:",
+        "for backlogs in waiting for backlog in backlogs]",
+        "for backlogs in waiting for backlog in list(backlogs)[:1]]",
     ),
     recall("leases are not recalled for free slots", "self._recall_for_slots(workers, now)"),
     recall("leases are not recalled for urgent tasks", "self._recall_for_urgent(over_slots, now)"),

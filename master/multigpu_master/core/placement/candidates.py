@@ -1,5 +1,6 @@
 """Chooses the worker of a task, for strategies that compare workers (pins.py is for pinned strategies)."""
 
+from collections.abc import Collection
 from heapq import heappop, heappush
 
 from multigpu_master.core.model import Worker
@@ -20,25 +21,31 @@ class Candidates:
     """The workers that may get tasks of a backlog, the lowest score first. Valid while no worker gains room, at most
     for one event. If the first worker of the heap has changed (a lease was granted), best() computes its score again.
 
+    `among`: only these workers may have gained room since no worker could take the backlog's first task. None: compare
+    all workers, and reset the flags `too_few_tasks` and `no_room_for_model` of the backlog. Sets these flags when
+    workers are left out for these reasons.
+
     `places` has workers' places from earlier events, for the same strategy and shape. A place is valid until its
     worker's version changes. The caller drops all places when the fleet's members or averages change.
-
-    Resets the flags `too_few_tasks` and `no_room_for_model` of the backlog, and sets them when workers are left out for
-    these reasons.
     """
 
-    __slots__ = ("_backlog", "_fleet", "_heap", "_places")
+    __slots__ = ("_backlog", "_fleet", "_heap", "_places", "looked_at")
 
-    def __init__(self, fleet: Fleet, backlog: Backlog, places: dict[Worker, Place]) -> None:
+    def __init__(
+        self, fleet: Fleet, backlog: Backlog, places: dict[Worker, Place], among: Collection[Worker] | None = None
+    ) -> None:
         self._fleet = fleet
         self._backlog = backlog
         self._places = places
         self._heap: list[Place] = []
-        backlog.too_few_tasks = backlog.no_room_for_model = False
-        few, many = sorted((fleet.with_room, fleet.eligible(backlog.shape)), key=len)
-        for worker in few:
-            if worker in many:
+        with_room, eligible = fleet.with_room, fleet.eligible(backlog.shape)
+        if among is None:
+            backlog.too_few_tasks = backlog.no_room_for_model = False
+            among, _ = sorted((with_room, eligible), key=len)
+        for worker in among:
+            if worker in with_room and worker in eligible:
                 self._rank(worker)
+        self.looked_at = len(among)
 
     def best(self) -> Worker | None:
         """The worker for the backlog's first task; None: no worker may get it now."""

@@ -19,8 +19,10 @@ from multigpu_master.core.timers import DUE_MAX
 from multigpu_master.core.workers.fleet import Fleet
 from multigpu_master.core.workers.load_reservations import LoadReservations
 
-# Limit of backlogs that find no worker in one event. The next event, which is due at once, tries the others.
+# Limits of backlogs that find no worker in one event, and of workers that are looked at for them. The next event, which
+# is due at once, tries the other backlogs.
 BLOCKS_MAX = 1000
+LOOKS_MAX = 20_000
 # A task that broke an engine pauses for this long, repeatedly, until another device has room.
 ELSEWHERE_S = 0.05
 # Limit of shapes for which the places of workers are kept.
@@ -41,8 +43,11 @@ class Dispatcher:
         self._recalls = recalls
         self._gangs = gangs
         self._can_grant = can_grant
-        self.unfinished_s: float | None = None  # when `run` stopped at BLOCKS_MAX; None: it did not
-        self._candidates: dict[Backlog, Candidates] = {}  # of this event
+        self.unfinished_s: float | None = None  # when `run` stopped at a limit of blocks; None: it did not
+        # Of this event. In `_among` are the backlogs that were blocked until then, and the workers that have changed.
+        self._candidates: dict[Backlog, Candidates] = {}
+        self._among: dict[Backlog, list[Worker]] = {}
+        self._looked_at = 0  # workers, for all backlogs
         self._places: dict[tuple[str, Shape], dict[Worker, Place]] = {}  # by strategy and shape; see Candidates
         # The fleet's change counters as of the last _unblock_changed().
         self._membership = -1
@@ -57,8 +62,9 @@ class Dispatcher:
         if not self._can_grant(now):
             return
         self._gangs.update()
+        self._look_anew()
         self._unblock_changed()
-        self._candidates.clear()
+        self._looked_at = 0
         ledger, classes = self._ledger, self._ledger.classes
         fleet, ids, with_room = self._fleet, self._ids, self._fleet.with_room
         dispatched = dict[Worker, list[Lease]]()
@@ -79,7 +85,7 @@ class Dispatcher:
                 continue
             if worker is None:
                 blocked += 1
-                if blocked == BLOCKS_MAX:
+                if blocked == BLOCKS_MAX or self._looked_at >= LOOKS_MAX:
                     self.unfinished_s = now
                     break
                 continue
@@ -93,10 +99,10 @@ class Dispatcher:
             cost_s = fleet.expected_s(worker, backlog.shape, task.units)
             lease = Lease(ids.issue(), task, worker, task.attempts, now, worker.frames_sent + 1, cost_s)
             if ledger.record_lease(lease, now):  # the worker loads the model: a backlog of 1 suffices there
-                self._candidates.clear()
+                self._look_anew()
                 classes.unblock_all(only_too_few_tasks=True)
             if self._reservations.by_backlog and self._reservations.granted(backlog):
-                self._candidates.clear()
+                self._look_anew()
                 classes.unblock_all()
             dispatched.setdefault(worker, []).append(lease)
         for worker, leases in dispatched.items():
@@ -113,7 +119,7 @@ class Dispatcher:
         """
         enough_ids = self._ids.end - self._ids.next_id >= backlog.shape.world_size
         workers = self._gangs.choose_or_reserve(backlog, task, now) if enough_ids else None
-        self._candidates.clear()  # a reservation may have changed the room of workers
+        self._look_anew()  # a reservation may have changed the room of workers
         if workers is None:
             self._ledger.classes.block(backlog, self._fleet.eligible(backlog.shape))
             return False
@@ -140,7 +146,10 @@ class Dispatcher:
         elif not backlog.strategy.pinned:
             candidates = self._candidates.get(backlog)
             if candidates is None:
-                candidates = self._candidates[backlog] = Candidates(fleet, backlog, self._places_for(backlog))
+                candidates = self._candidates[backlog] = Candidates(
+                    fleet, backlog, self._places_for(backlog), self._among.get(backlog)
+                )
+                self._looked_at += candidates.looked_at
             worker = candidates.best()
             if worker is not None:
                 return worker
@@ -177,6 +186,11 @@ class Dispatcher:
             return other
         return worker
 
+    def _look_anew(self) -> None:
+        """Call when workers may have gained room, or need a smaller backlog: all are compared again."""
+        self._candidates.clear()
+        self._among.clear()
+
     def _unblock_changed(self) -> None:
         """Unblocks the backlogs that may find a worker after the changes of workers since the last event."""
         fleet, classes = self._fleet, self._ledger.classes
@@ -189,8 +203,10 @@ class Dispatcher:
         elif classes.blocked:
             if maybe_freed:
                 # A worker reserved for a gang has no room, but when its last lease has ended, the gang may begin.
-                classes.unblock_for([w for w in maybe_freed if w in fleet.with_room or w.leases_limit is not None])
+                changed = [w for w in maybe_freed if w in fleet.with_room or w.leases_limit is not None]
+                self._among = dict.fromkeys(classes.unblock_for(changed), changed)
             if self._resident != fleet.resident_changes:  # the fewer workers have a model, the sooner another loads it
+                self._among.clear()
                 classes.unblock_all(only_too_few_tasks=True)
         self._membership, self._averages = fleet.membership_changes, fleet.averages_changes
         self._resident = fleet.resident_changes

@@ -344,12 +344,13 @@ class ResourceClasses:
         self._forget_blocker(backlog)
         self.ready.place(backlog)
 
-    def unblock_for(self, changed: Iterable[Worker]) -> None:
-        """Unblocks the backlogs that wait for one of these workers."""
-        for workers, backlogs in list(self.blocked.values()):
-            if not workers.keys().isdisjoint(changed):
-                for backlog in list(backlogs):
-                    self.unblock(backlog)
+    def unblock_for(self, changed: Iterable[Worker]) -> list[Backlog]:
+        """Unblocks the backlogs that wait for one of these workers, and returns them."""
+        waiting = [backlogs for workers, backlogs in self.blocked.values() if not workers.keys().isdisjoint(changed)]
+        unblocked = [backlog for backlogs in waiting for backlog in backlogs]
+        for backlog in unblocked:
+            self.unblock(backlog)
+        return unblocked
 
     def unblock_all(self, *, only_too_few_tasks: bool = False) -> None:
         """Unblocks all backlogs, or only those for which a worker has room, but needs a larger backlog."""
