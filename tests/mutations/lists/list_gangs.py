@@ -72,6 +72,15 @@ GANGS = (
         "        size = backlog.shape.world_size_min\n",
         "        size = backlog.shape.world_size\n",
     ),
+    gangs(
+        "a gang that grows gives its workers to another", " and not self._waits_for(task, own):", ":", checker="pytest"
+    ),
+    gangs(
+        "a gang whose memory is still reported does not grow",
+        "if worker in own or _is_idle(worker, shape))",
+        "if _is_idle(worker, shape))",
+        checker="pytest",
+    ),
     gangs("a gang begins again though no worker is idle", "if any(_is_idle(", "if True or any(_is_idle("),
     gangs(
         "a gang begins again though a rank has ended", "gang is None or gang.succeeded or len", "gang is None or len"

@@ -52,6 +52,8 @@ class Gangs:
         self._reserved: dict[Worker, None] = {}
         self._first_id = 0
         self._number = 0  # number of reservations so far
+        # The task that was interrupted to grow, when, and on which workers: their last telemetry shows its memory.
+        self._growing: tuple[Task | None, float, dict[Worker, None]] = (None, 0.0, {})
 
     def update(self) -> None:
         """Call before dispatch. Ends the reservation if no gang waits for it; else limits the leases of its workers."""
@@ -78,10 +80,12 @@ class Gangs:
         """
         shape = backlog.shape
         mine = self._reserved if self._key == backlog.key else {}
-        able = self._able(backlog.strategy, shape, mine)
+        growing, since_s, workers = self._growing
+        own = workers if growing is task and since_s == now else {}
+        able = self._able(backlog.strategy, shape, mine, own)
         avoided = task.extra.broke_on_devices if task.extra is not None else ()
         able.sort(key=lambda worker: is_one_of(worker, avoided))  # devices whose engine the task broke come last
-        idle = one_per_device(worker for worker in able if _is_idle(worker, shape))
+        idle = one_per_device(worker for worker in able if worker in own or _is_idle(worker, shape))
         if len(idle) >= shape.world_size_min:
             if self._key == backlog.key:
                 self._end()
@@ -94,14 +98,18 @@ class Gangs:
             self._reserve(backlog, able, now)
         return None
 
-    def _able(self, strategy: Strategy, shape: Shape, mine: Container[Worker]) -> list[Worker]:
-        """The workers that could run ranks once they are idle. `mine`: the workers reserved for the same backlog."""
+    def _able(
+        self, strategy: Strategy, shape: Shape, mine: Container[Worker] = (), own: Container[Worker] = ()
+    ) -> list[Worker]:
+        """The workers that could run ranks once they are idle. `mine`: the workers reserved for the same backlog.
+        `own`: the workers that ran the task until this event.
+        """
         return [
             worker
             for worker in self._fleet.eligible(shape)
             if worker.accepting
             and (worker.leases_limit is None or worker in mine)
-            and strategy.excludes(shape, worker, self._fleet) is None
+            and (worker in own or strategy.excludes(shape, worker, self._fleet) is None)
             and self._fleet.model_block(worker, shape) is None
         ]
 
@@ -114,10 +122,22 @@ class Gangs:
         if queue.paused or self._ledger.clogged():  # it could not begin again
             return
         shape, strategy = shape_of(task.spec), self._ledger.strategy_of(queue)
-        devices = {rank.worker.device_key for rank in gang.leases}
-        able = [worker for worker in self._able(strategy, shape, ()) if worker.device_key not in devices]
-        if any(_is_idle(worker, shape) for worker in able):
+        own = {rank.worker: None for rank in gang.leases}
+        devices = {worker.device_key for worker in own}
+        able = [worker for worker in self._able(strategy, shape) if worker.device_key not in devices]
+        if any(_is_idle(worker, shape) for worker in able) and not self._waits_for(task, own):
+            self._growing = task, now, own
             self._attempts.interrupt(lease, MORE_WORKERS, now)
+
+    def _waits_for(self, task: Task, workers: Container[Worker]) -> bool:
+        """Whether a waiting task that precedes this one could get one of the workers."""
+        for backlog in self._ledger.classes.backlogs.values():
+            head = backlog.head()
+            if head is None or (head.spec.priority, head.task_id) > (task.spec.priority, task.task_id):
+                continue
+            if any(worker in workers for worker in self._fleet.eligible(backlog.shape)):
+                return True
+        return False
 
     def _reserve(self, backlog: Backlog, able: Iterable[Worker], now: float) -> None:
         """Reserves world_size_min of the `able` workers for a backlog, first those that it has reserved already."""
