@@ -43,6 +43,25 @@ def save(stage: Stage, lease: Lease) -> list[ev.Command]:
     return stage.handle(ev.Heartbeat(lease.worker.session, [held], 1 << 30, Telemetry()))
 
 
+def test_a_gang_that_begins_elsewhere_leaves_the_worker_that_it_had_reserved_to_others_in_the_same_event() -> None:
+    stage = Stage()
+    for name in "abc":
+        labels = {"site": "moon"} if name != "a" else {}  # no task with this label may fill a
+        stage.join(WorkerInfo(worker_id=name, capabilities=(Capability(kind="run"),), slots=2, labels=labels,
+                              store_address="h:1"))  # fmt: skip
+    a, b, c = stage.core.fleet.workers.values()
+    held = {lease_of(task).worker: lease_of(task) for task in stage.submit(3)}
+    (gang,) = stage.submit(spec=PAIR)
+    assert [worker.leases_limit for worker in (a, b, c)] == [0, 0, None]
+    waiting = next(t for t in stage.submit(9, replace(SPEC, labels=(("site", "moon"),))) if t.lease is None)
+    stage.report(held[a])
+    assert (gang.lease, waiting.lease) == (None, None), "b is busy, and c is full"
+    ended = list(c.leases)
+    stage.handle(ev.Reports(c.session, ended, [b""] * len(ended)))
+    assert {lease.worker for lease in ranks(gang)} == {a, c}
+    assert lease_of(waiting).worker is b
+
+
 def test_all_ranks_begin_at_once_and_alone() -> None:
     stage = Stage()
     workers = host(stage, "a", "b", "c")

@@ -64,8 +64,7 @@ PLACEMENT = (
         "only changed workers are compared after others gained room, too",
         "        self._look_anew()  # a reservation",
         "        self._candidates.clear()  # a reservation",
-        checker="gangs",
-        seeds=20000,
+        checker="pytest",
     ),
     dispatch(
         "a worker that comes is not tried",
