@@ -292,7 +292,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
         found: Task | StoredOutcome | None = self._core.ledger.tasks.get(request.task_id)
         if found is None:
-            found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
+            found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id, whole=False)
         if found is None or not queries.may_see(found):
             raise NotFoundError(f"no task {request.task_id}: {queries.FORGOTTEN}")
         if isinstance(found, StoredOutcome):
