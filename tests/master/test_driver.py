@@ -27,8 +27,10 @@ from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
 from multigpu_master.rpc import queries
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
+from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.task_service import TaskService
+from multigpu_master.settings import worker_setting
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import specs as wire_specs
 from multigpu_master.wire import times as wire_times
@@ -104,6 +106,15 @@ async def test_a_result_that_can_not_be_read_is_lost_alone(stage: Stage) -> None
     await stage.durable()
     assert set(stage.journal.find_requests(["before", "after"])) == {"before", "after"}
     assert not stage.fatal
+
+
+async def test_a_worker_is_forgotten_in_the_journal_before_the_call_is_answered(stage: Stage) -> None:
+    driver = stage.driver
+    setting = worker_setting(driver.core.fleet.workers["w"])
+    await driver.write_buffer.save(setting)
+    driver.workers.close(1)
+    await AdminService(driver, "", None).ForgetWorker(admin_service_pb2.ForgetWorkerRequest(worker_id="w"), None)
+    assert not setting.keys() & stage.journal.settings().keys()
 
 
 async def test_a_submit_of_many_specs_waits_for_one_commit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         if worker.session:
             raise PreconditionError(f"worker {request.worker_id!r} is connected; stop its daemon first")
         self._driver.handle(ev.Forget(request.worker_id))
+        await save(self._driver, dict.fromkeys(worker_setting(worker)))
         return pb.ForgetWorkerResponse()
 
     async def CheckWorker(self, request: Any, _context: Any) -> pb.CheckWorkerResponse:
