@@ -280,6 +280,8 @@ class Master:
         # Streams do not end by themselves: their peers reconnect to the next master.
         await self._server.stop(min(0.2, timeout_s / 4))
         await self._audit.finish(timeout_s / 4)
+        await asyncio.sleep(0)  # lets scheduled callbacks append their entries
+        self.driver.write_buffer.flush()  # until the server stopped, streams delivered outcomes that are still there
         try:
             await asyncio.to_thread(self.journal.close, timeout_s / 4)
         except JournalError as error:

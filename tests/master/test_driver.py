@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from multigpu._transport.payloads import LARGE_BYTES, Reference, Writer
-from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2
+from multigpu.v1 import admin_service_pb2, task_pb2, task_service_pb2, worker_service_pb2
 from multigpu_master.clock import Clock
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Task, TaskError
@@ -25,10 +25,12 @@ from multigpu_master.ids import first_id
 from multigpu_master.journal.protocol import Entry, OutcomeFilter
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES as SEGMENT_BYTES
-from multigpu_master.rpc import queries
+from multigpu_master.rpc import queries, worker_service
 from multigpu_master.rpc.admin.dead_letters import DeadLetterCalls
+from multigpu_master.rpc.admin.service import AdminService
 from multigpu_master.rpc.intake import Intake
 from multigpu_master.rpc.task_service import TaskService
+from multigpu_master.settings import worker_setting
 from multigpu_master.strategies.registry import load_strategies
 from multigpu_master.wire import specs as wire_specs
 from multigpu_master.wire import times as wire_times
@@ -104,6 +106,15 @@ async def test_a_result_that_can_not_be_read_is_lost_alone(stage: Stage) -> None
     await stage.durable()
     assert set(stage.journal.find_requests(["before", "after"])) == {"before", "after"}
     assert not stage.fatal
+
+
+async def test_a_worker_is_forgotten_in_the_journal_before_the_call_is_answered(stage: Stage) -> None:
+    driver = stage.driver
+    setting = worker_setting(driver.core.fleet.workers["w"])
+    await driver.write_buffer.save(setting)
+    driver.workers.close(1)
+    await AdminService(driver, "", None).ForgetWorker(admin_service_pb2.ForgetWorkerRequest(worker_id="w"), None)
+    assert not setting.keys() & stage.journal.settings().keys()
 
 
 async def test_a_submit_of_many_specs_waits_for_one_commit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,3 +427,36 @@ async def test_a_cancellation_that_a_full_disk_ends_says_what_remains(
         with pytest.raises(JournalFullError, match=r"^0 tasks were cancelled, 2 were not"):  # of four, two have ended
             await stage.driver.cancel(tasks)
     await stage.durable()
+
+
+class _Unread:
+    """The stream of a worker that sends heartbeats and reads nothing."""
+
+    def __init__(self, hello: bytes, heartbeat: bytes) -> None:
+        self.read_count = 0
+        self._hello, self._heartbeat = hello, heartbeat
+
+    async def read(self) -> bytes:
+        self.read_count += 1
+        await asyncio.sleep(0)
+        return self._hello if self.read_count == 1 else self._heartbeat
+
+    async def write(self, _data: bytes) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_worker_that_does_not_read_is_not_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_service, "UNSENT_BYTES", 20_000)
+    hello, heartbeat = worker_service_pb2.SessionRequest(), worker_service_pb2.SessionRequest()
+    hello.hello.protocol_version, hello.hello.worker_id = worker_service.PROTOCOL_VERSION, "silent"
+    hello.hello.window_bytes = hello.hello.slots = hello.hello.window_tasks = 1
+    hello.hello.capabilities.add(kind="echo")
+    for lease_id in range(1, 101):  # each is answered with a revocation, because the master does not know it
+        heartbeat.heartbeat.leases.add(lease_id=lease_id, task_id=lease_id, running=True)
+    stream = _Unread(hello.SerializeToString(), heartbeat.SerializeToString())
+    call = asyncio.create_task(worker_service.WorkerService(stage.driver, "", 1.0, 5.0, ()).Session(stream))
+    await asyncio.sleep(0.3)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert 3 < stream.read_count < 10

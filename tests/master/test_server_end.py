@@ -14,7 +14,11 @@ import pytest
 from grpc._cython import cygrpc
 from multigpu.config.config import MasterConfig
 from multigpu.daemon import grpc_server, grpcio_check
+from multigpu.v1 import task_pb2
 from multigpu_master.clock import Clock
+from multigpu_master.core import events as ev
+from multigpu_master.core.model import Task
+from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.server import Master
 
@@ -45,6 +49,35 @@ async def test_the_master_ends_with_its_server(tmp_path: Path, monkeypatch: pyte
         await master.stopped.wait()
     assert master.fatal is not None and "gRPC server" in master.fatal
     await master.stop()
+
+
+async def test_outcomes_that_are_delivered_during_a_stop_are_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = MasterConfig(listen="127.0.0.1:0", data_dir=tmp_path)
+    master = Master(config, SqliteJournal(tmp_path, size_max_bytes=1 << 30), Clock())
+    await master.start()
+    driver, stop = master.driver, master._server.stop
+    driver.workers.open(1, "p")
+    driver.handle(ev.Hello(1, WorkerInfo(worker_id="w", capabilities=(Capability(kind="echo"),), slots=8)))
+    stream, outbox = driver.open_stream()
+    task = Task(driver.specs.read(task_pb2.TaskSpec(kind="echo")), "late", b"payload", submit_s=driver.now())
+    driver.submit(task.spec, [task], stream, lambda _error: None)
+    await driver.write_buffer.all_durable()
+
+    async def deliver_then_stop(grace_s: float) -> None:
+        await stop(grace_s)
+        assert task.lease is not None
+        driver.handle(ev.Reports(1, [task.lease.lease_id], [b"result"]))
+        assert await outbox.next() is not None, "the client has the outcome"
+
+    monkeypatch.setattr(master._server, "stop", deliver_then_stop)
+    await master.stop()
+    journal = SqliteJournal(tmp_path, size_max_bytes=1 << 30)
+    again = list(journal.open(lambda *_: None).tasks)
+    stored = journal.find_requests(["late"])
+    journal.close(10)
+    assert (list(stored), again) == (["late"], [])
 
 
 def _send_a_path_that_is_no_text(address: str) -> None:

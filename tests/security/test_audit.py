@@ -67,6 +67,24 @@ def test_a_large_request_is_cut(secured: SecuredFleet) -> None:
     assert len((secured.fleet.data_dir / "audit.log").read_text().splitlines()[-1]) < 10_000
 
 
+def test_a_large_request_is_cut_before_it_becomes_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = json.dumps
+
+    def note(fields: Any, **options: Any) -> str:
+        sizes.append(len(text := str(real(fields, **options))))
+        return text
+
+    monkeypatch.setattr(json, "dumps", note)
+    for request in (
+        admin_pb.DeleteDeadLettersRequest(task_ids=range(1, 1_000_000)),
+        admin_pb.DrainWorkerRequest(worker_id="w" * 1_000_000),
+    ):
+        logged = audit._request(type(request), request.SerializeToString())
+        assert (len(logged), logged[-1]) == (audit.REQUEST_CHARS_MAX + 1, "…")
+    assert max(sizes) < 50_000
+
+
 def test_a_request_out_of_jsons_range_is_audited(secured: SecuredFleet) -> None:
     request = admin_pb.DrainWorkerRequest(worker_id="nobody")
     request.timeout.nanos = 1_500_000_000  # more than a second of them

@@ -12,7 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multigpu.v1 import admin_service_pb2 as admin_pb
 from multigpu.v1 import task_service_pb2
-from multigpu_master.errors import JournalError
+from multigpu_master.errors import ExhaustedError, JournalError
+from multigpu_master.journal.sqlite.reads import JournalReads
+from multigpu_master.security import tokens as product_tokens
 from multigpu_master.security.tokens import Tokens
 
 from tests.fleet import rejected, until
@@ -133,6 +135,28 @@ def test_an_expired_token_is_unknown() -> None:
     assert tokens.find(text) is token
     now = 5.0
     assert tokens.find(text) is None
+
+
+def test_expired_tokens_leave_room_for_new_ones(secured: SecuredFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CreateToken deletes them, also from the journal."""
+    now_s = 1000.0
+    monkeypatch.setattr(product_tokens, "TOKENS_MAX", 2)
+    tokens = Tokens({}, lambda: now_s)
+    for ttl_s in (None, 30.0):
+        tokens.add(tokens.make("t", ["submit"], ttl_s=ttl_s)[0])
+    with pytest.raises(ExhaustedError, match="2 tokens already"):
+        tokens.make("t", ["submit"])
+    now_s += 60
+    assert list(tokens.remove_expired().values()) == [None]
+    tokens.make("t", ["submit"])
+    brief = admin_pb.CreateTokenRequest(name="brief", roles=[admin_pb.ROLE_SUBMIT])
+    brief.ttl.nanos = 1_000_000
+    made = secured.admin.call("AdminService/CreateToken", brief).token
+    time.sleep(0.1)
+    secured.admin.call("AdminService/CreateToken", admin_pb.CreateTokenRequest(name="next", roles=brief.roles))
+    journal = JournalReads(secured.fleet.data_dir)
+    assert [key for key in journal.settings() if made.token_id in key] == []
+    journal.close_readers()
 
 
 def test_the_last_administrators_token_is_not_revoked(own_secured: SecuredFleet) -> None:

@@ -29,6 +29,11 @@ class SubmitRecord:
     submit_time_s: float  # seconds since 1970
 
 
+def head_without_result(head: bytes, result_bytes: int) -> bytes:
+    """Removes the result's tag, one byte, and length, a varint, from the end of a LargeBody's head."""
+    return head[: -1 - (result_bytes.bit_length() + 6) // 7]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LargeBody:
     """A serialized multigpu.v1.Outcome whose last field is a large result. The two parts are kept apart, so that
@@ -40,6 +45,9 @@ class LargeBody:
 
     def __len__(self) -> int:
         return len(self.head) + len(self.tail)
+
+    def without_result(self) -> bytes:
+        return head_without_result(self.head, len(self.tail))
 
     def whole(self) -> bytes:
         """Returns both parts, joined. Raises OSError if the file to which `tail` refers can't be read."""

@@ -12,7 +12,6 @@ from itertools import combinations
 
 import structlog
 
-from multigpu_master.errors import JournalError
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 # 1.5 bytes for each request_id. A full filter finds 4.1 % of new request_ids.
@@ -86,7 +85,7 @@ class RequestFilter:
             try:
                 loaded = await asyncio.to_thread(_read, journal)
                 break
-            except JournalError as error:
+            except Exception as error:  # noqa: BLE001  such as a MemoryError; else every settle would begin a load
                 log.warning(
                     "the journal's request_ids could not be read: trying again", error=str(error), wait_s=RETRY_S
                 )

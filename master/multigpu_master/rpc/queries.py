@@ -16,6 +16,7 @@ from multigpu_master.core.model import OutcomeState, Task
 from multigpu_master.core.scheduler import Core
 from multigpu_master.driver import Driver
 from multigpu_master.journal.protocol import LargeBody, OutcomeFilter, SettledTask, StoredOutcome
+from multigpu_master.journal.sqlite import reads
 from multigpu_master.rpc.intake import fill_stored, parse_outcome
 from multigpu_master.rpc.paging import make_page_token, parse_page_token, read_page_size
 from multigpu_master.security.auth import caller_queues
@@ -77,6 +78,8 @@ def core_task(driver: Driver, task: Task, *, whole: bool, rank: int = 0) -> task
         message.log = task.log if not rank else _log_of(task, rank)
     if task.final_outcome is not None:
         body = driver.outcomes.write(task)
+        if not whole and isinstance(body, LargeBody):
+            body = body.without_result()
         fill_from_core(message.outcome, body)
         if not whole:
             _strip(message.outcome)
@@ -109,7 +112,18 @@ def stored_task(stored: StoredOutcome, *, whole: bool) -> task_pb2.Task:
     message.worker_id = message.outcome.worker_id
     if not whole:
         _strip(message.outcome)
+        message.outcome.state = stored.state  # type: ignore[assignment]  # the body was perhaps read without its CRC
     return message
+
+
+def listed_tasks(rows: Sequence[StoredOutcome]) -> list[task_pb2.Task]:
+    """Tasks of the journal as lists show them. Called on a thread, because the bodies may be large."""
+    return [stored_task(row, whole=False) for row in rows]
+
+
+def ended_early(rows: Sequence[StoredOutcome]) -> bool:
+    """Whether the journal has ended a list because of its bodies' size; then there may be more."""
+    return sum([len(row.body or b"") for row in rows]) >= reads.LIST_BYTES
 
 
 def _strip(outcome: task_pb2.Outcome) -> None:
@@ -179,6 +193,7 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
     edge = parse_page_token(request.page_token, "page_token")
     wanted, table, oldest_first = Filter(request.filter), driver.core.ledger.tasks, request.oldest_first
     found: dict[int, Callable[[], task_pb2.Task]] = {}
+    cut = False
     blocks = table.blocks_after(edge) if oldest_first else table.blocks_before(edge or NEWEST)
     async for block in pausing(blocks):
         for task in filter(wanted.matches, block):
@@ -189,13 +204,16 @@ async def list_tasks(driver: Driver, request: Any) -> task_service_pb2.ListRespo
         rows = await asyncio.to_thread(
             driver.journal.list_outcomes, wanted.for_journal(), edge, size + 1, oldest_first=oldest_first
         )
-        for row in rows:
-            found.setdefault(row.task_id, lambda r=row: stored_task(r, whole=False))  # type: ignore[misc]
+        for stored in await asyncio.to_thread(listed_tasks, rows):
+            found.setdefault(stored.task_id, lambda m=stored: m)  # type: ignore[misc]
+        if cut := ended_early(rows):
+            last = rows[-1].task_id
+            found = {i: made for i, made in found.items() if (i <= last if oldest_first else i >= last)}
     ids = sorted(found, reverse=not oldest_first)
-    tasks = [found[i]() for i in ids[:size]]
+    tasks = [found[i]() async for i in pausing(ids[:size])]
     response = task_service_pb2.ListResponse(tasks=[t for t in tasks if t.task_id])  # 0: the journal has rejected it
-    if len(ids) > size:
-        response.next_page_token = make_page_token(ids[size - 1])
+    if cut or len(ids) > size:
+        response.next_page_token = make_page_token(ids[:size][-1])
     return response
 
 

@@ -259,6 +259,6 @@ class TaskService:
             for r, s in journal.find_requests([k for k in keys if isinstance(k, str)]).items()
             if queries.may_see(s)
         }
-        stored = ((k, journal.get_outcome(k)) for k in keys if isinstance(k, int))
-        found.update((k, k) for k, s in stored if s is not None and queries.may_see(s))
+        by_id = journal.find_tasks([k for k in keys if isinstance(k, int)])
+        found.update((k, k) for k, s in by_id.items() if queries.may_see(s))
         return found

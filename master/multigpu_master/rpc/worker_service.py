@@ -45,6 +45,9 @@ IN_USE = (
     "host lost power, that session ends within session_timeout_s"
 )
 PROCESS_CHARS_MAX, REJECTIONS_MAX = 64, 100
+# While more than this and twice the worker's window waits to be sent, its frames are not read: the session of a worker
+# that does not read times out. A heartbeat may cause revocations that have more bytes than it.
+UNSENT_BYTES, UNSENT_WINDOWS_BYTES_MAX = 64 << 20, 1 << 30
 LEASES = "leases in one frame of a worker's session"
 log = structlog.get_logger()
 
@@ -114,8 +117,10 @@ class WorkerService:
 
             async def on_message(data: bytes) -> None:
                 await reader.read(parse(worker_service_pb2.SessionRequest, data))
+                await outbox.wait_below(unsent_max)
 
             last = 0
+            unsent_max = UNSENT_BYTES + min(2 * info.window_bytes, UNSENT_WINDOWS_BYTES_MAX)
 
             def serialize(frame: worker_service_pb2.SessionResponse) -> bytes:
                 """A frame without leases repeats the number of the last frame with leases."""

@@ -9,6 +9,7 @@ import datetime as dt
 import errno
 import json
 import os
+from collections.abc import MutableSequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,11 @@ def _request(message_type: Any, data: bytes) -> Any:
         message = message_type.FromString(data)
     except DecodeError:
         return "not a request"
+    for field, value in message.ListFields():  # of longer values nothing more is logged, and JSON of them takes long
+        if isinstance(value, str):
+            setattr(message, field.name, value[: REQUEST_CHARS_MAX + 1])
+        elif isinstance(value, MutableSequence):
+            del value[REQUEST_CHARS_MAX:]
     try:
         fields: Any = json_format.MessageToDict(message, preserving_proto_field_name=True)
         text = json.dumps(fields, ensure_ascii=False)

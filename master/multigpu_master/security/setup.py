@@ -28,11 +28,7 @@ async def load_auth(
     """
     tokens = Tokens(settings, now) if config.require_tokens else None
     if tokens is not None:
-        expired: dict[str, bytes | None] = {}
-        for token in filter(tokens.expired, tokens):
-            tokens.remove(token.token_id)
-            expired |= dict.fromkeys(token.setting())
-        if expired:
+        if expired := tokens.remove_expired():
             await save(expired)
         await _first_token(tokens, config.data_dir / ADMIN_TOKEN_FILE, save)
     if tokens is None and not config.tls_client_ca:

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from multigpu_master.errors import DAMAGE, damaged_setting_error
+from multigpu_master.errors import DAMAGE, ExhaustedError, damaged_setting_error
 
 SUBMIT, READ, WORKER, ADMIN = "submit", "read", "worker", "admin"
 ROLES = (SUBMIT, READ, WORKER, ADMIN)
@@ -119,7 +119,9 @@ class Tokens:
         self, name: str, roles: Iterable[str], queues: Iterable[str] = (), worker_ids: Iterable[str] = (),
         *, ttl_s: float | None = None, tasks_per_s: float = 0.0, calls_max: int = 0,
     ) -> tuple[Token, str]:  # fmt: skip
-        """Returns a new token, not yet added, and its text. Raises ValueError if an argument is not allowed."""
+        """Returns a new token, not yet added, and its text. Raises ValueError if an argument is not allowed,
+        and ExhaustedError at TOKENS_MAX.
+        """
         roles, queues, worker_ids = frozenset(roles), frozenset(queues), tuple(worker_ids)
         _check(name, roles, queues, worker_ids)
         if ttl_s is not None and ttl_s <= 0:
@@ -127,7 +129,7 @@ class Tokens:
         if not 0 <= tasks_per_s <= 1e9:
             raise ValueError(f"tasks_per_s is {tasks_per_s:g}; use 0 for no limit, or up to 1e9")
         if len(self._tokens) >= TOKENS_MAX:
-            raise ValueError(f"there are {TOKENS_MAX} tokens already; revoke some")
+            raise ExhaustedError(f"there are {TOKENS_MAX} tokens already; revoke some")
         token_id, secret, now = secrets.token_hex(6), secrets.token_hex(32), self.now()
         token = Token(
             token_id=token_id,
@@ -145,6 +147,14 @@ class Tokens:
 
     def add(self, token: Token) -> None:
         self._tokens[token.token_id] = token
+
+    def remove_expired(self) -> dict[str, bytes | None]:
+        """Removes the tokens that have expired. Returns the settings that delete them from the journal."""
+        expired: dict[str, bytes | None] = {}
+        for token in filter(self.expired, self):
+            self.remove(token.token_id)
+            expired |= dict.fromkeys(token.setting())
+        return expired
 
     def remove(self, token_id: str) -> Token | None:
         """Removes and returns a token. Returns None if there is no such token."""

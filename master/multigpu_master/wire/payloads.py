@@ -81,8 +81,7 @@ def outcome_by_reference(body: LargeBody, reference: Reference) -> bytes:
     place = task_pb2.PayloadReference(
         segment=reference.pin.name, offset=reference.offset, size=reference.size_bytes
     ).SerializeToString()
-    result_head_bytes = len(_RESULT_TAG) + len(varint(len(reference)))
-    return b"".join((body.head[:-result_head_bytes], _RESULT_PLACE_TAG, varint(len(place)), place))
+    return b"".join((body.without_result(), _RESULT_PLACE_TAG, varint(len(place)), place))
 
 
 def outcome_without_result(body: LargeBody, error: Exception) -> bytes:
@@ -91,11 +90,10 @@ def outcome_without_result(body: LargeBody, error: Exception) -> bytes:
     """
     if is_transient(error):
         raise error
-    result_head_bytes = len(_RESULT_TAG) + len(varint(len(body.tail)))
     lost = task_pb2.Outcome()
     lost.state = task_pb2.OUTCOME_STATE_RESULT_MISSING  # parsers keep the last value of a field
     lost.error.type, lost.error.message = "ResultLost", f"the task ended, but its result can't be read: {error}"
-    return body.head[:-result_head_bytes] + lost.SerializeToString()
+    return body.without_result() + lost.SerializeToString()
 
 
 def read_payloads(leases: Sequence[Lease], peer: Peer) -> tuple[list[Lease], dict[int, bytes], list[ev.Failure]]:

@@ -17,6 +17,7 @@ from multigpu_master.journal.sqlite import schema as journal_schema
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 from multigpu_master.journal.sqlite.segments import LARGE_BYTES
 
+from tests.master.journal import journals
 from tests.master.journal.journals import DEAD_LETTERED, FAILED, SUCCEEDED, settle, submit
 from tests.waiting import until
 
@@ -294,3 +295,19 @@ def test_reads_go_on_beside_the_writer_in_many_threads(tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / "data" / "journal.sqlite3") as other:
             assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
         other.close()
+
+
+def test_the_oldest_cursor_is_not_behind_outcomes_that_are_committed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with journals.opened(tmp_path) as (journal, commits):
+        rows = journal._rows
+
+        def commit_after(sql: str, parameters: Any) -> Any:
+            found = rows(sql, parameters)
+            monkeypatch.undo()
+            journals.commit(journal, commits, Entry(settles=[settle(1)]))
+            return found
+
+        monkeypatch.setattr(journal, "_rows", commit_after)
+        assert journal.oldest_cursor() == 1

@@ -2,8 +2,8 @@
 
 import asyncio
 import tracemalloc
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 from multigpu_master.errors import JournalError
@@ -48,6 +48,25 @@ async def test_added_request_ids_are_found_and_few_others() -> None:
     there = stored + pending + added
     assert known.sift(there) == there
     assert len(known.sift(names("new", 20_000))) < 300  # of about 190 on the average
+
+
+async def test_a_load_that_fails_for_lack_of_memory_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_requests, "RETRY_S", 0.01)
+    monkeypatch.setattr(known_requests, "_read", read_on_second_attempt(known_requests._read))
+    known = RequestFilter()
+    await known.load(journal(["stored"]), [])
+    assert known.sift(["stored", "new"]) == ["stored"]
+
+
+def read_on_second_attempt(real: Callable[[SqliteJournal], Any]) -> Callable[[SqliteJournal], Any]:
+    failures = [MemoryError()]
+
+    def read(journal: SqliteJournal) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(journal)
+
+    return read
 
 
 async def test_it_is_made_anew_once_more_is_new_than_was_loaded() -> None:

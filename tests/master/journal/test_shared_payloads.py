@@ -18,6 +18,7 @@ from multigpu_master.errors import JournalError, JournalFullError
 from multigpu_master.journal import payload_files as product
 from multigpu_master.journal.payload_files import Payloads
 from multigpu_master.journal.protocol import Entry, LargeBody, SettleRecord, SubmitRecord
+from multigpu_master.journal.sqlite import room
 from multigpu_master.journal.sqlite.journal import SqliteJournal
 
 from tests.waiting import until
@@ -93,6 +94,17 @@ def test_a_payload_file_is_synced_before_the_commit(tmp_path: Path, monkeypatch:
         assert synced[2:] == [(result.pin.name, 1)]  # its name is on the disk already
         outcome = it.journal.get_outcome(1)
         assert outcome is not None and outcome.body == b"head" + b"r" * MIB
+
+
+def test_a_shared_file_needs_no_further_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "data") as it:
+        free = it.journal._room._share_bytes + (4 << 20)
+        large = it.take(Writer(it.payloads.path), bytes(free))
+        monkeypatch.setattr(room, "free_bytes", lambda _path: free)
+        assert it.write(submit(1, large)) is None
+        assert it.write(settle(2, LargeBody(b"head", large))) is None
+        assert room.content_bytes(settle(2, LargeBody(b"head", large))) == 4
+        assert it.journal.writable
 
 
 def test_the_payload_of_a_settled_task_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

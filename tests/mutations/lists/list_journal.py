@@ -241,4 +241,10 @@ JOURNAL = (
     write_buffer(
         "a task is cancelled for its client and runs after a restart", "if self.writable:", "if True:", checker="pytest"
     ),
+    Mutation(
+        "P2: tasks whose outcomes were delivered during a stop run again",
+        "self.driver.write_buffer.flush()",
+        module="multigpu_master.server",
+        checker="master/test_server_end.py::test_outcomes_that_are_delivered_during_a_stop_are_in_the_journal",
+    ),
 )

@@ -106,8 +106,8 @@ STORE = (
     ),
     store(
         "a lost result is delivered as an empty value",
-        "    return body.head[:-result_head_bytes] + lost.SerializeToString()\n",
-        "    return body.head[:-result_head_bytes]\n",
+        "    return body.without_result() + lost.SerializeToString()\n",
+        "    return body.without_result()\n",
         module="multigpu_master.wire.payloads",
     ),
     segments("a damaged result is delivered as a value", "if zlib.crc32(data) != crc:"),

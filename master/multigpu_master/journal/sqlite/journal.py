@@ -163,8 +163,9 @@ class SqliteJournal(JournalReads):
         self._lock_file.release()
 
     def oldest_cursor(self) -> int:
+        last = self._last_cursor  # read first: the first outcomes may be committed after the query
         ((cursor,),) = self._rows("SELECT min(cursor) FROM outcome", ())
-        return self._last_cursor + 1 if cursor is None else int(cursor)
+        return last + 1 if cursor is None else int(cursor)
 
     @property
     def removed_cursor(self) -> int:

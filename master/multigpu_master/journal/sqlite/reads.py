@@ -40,6 +40,7 @@ _TIMED_OUTCOME_COLUMNS = f"{_OUTCOME_COLUMNS}, o.settle_time_s"
 _KEYS_SIZES = (1, 16, 256)  # keys in one statement; few sizes, so that the statements stay prepared
 _LOST_ROWS = 64  # in one page of `lost`; few, because their payloads and results are read as well
 _TASKS_ROWS = 4096
+LIST_BYTES = 16 << 20  # a list of outcomes ends once their bodies, without large results, have this size
 # A task that was requeued as a dead letter has an outcome for each time that it settled. The newest counts.
 _NEWEST = "NOT EXISTS (SELECT 1 FROM outcome newer WHERE newer.task_id = o.task_id AND newer.cursor > o.cursor)"
 # Requeued and deleted dead letters are neither listed nor counted; get_outcome still finds them.
@@ -50,6 +51,12 @@ _NO_FORMER_LETTER = (
 # The request_id of a requeued or deleted dead letter is free for another task.
 _REQUEST_COLUMNS = _SETTLED_COLUMNS.replace(
     "o.fingerprint", f"CASE WHEN {_NO_FORMER_LETTER} THEN o.fingerprint ELSE {FREE} END"
+)
+# The parameters: a queue or "", a task_id or 0, a limit, and a list of queues or NULL.
+_LETTERS = (
+    "SELECT {} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
+    f"WHERE {_NEWEST} AND (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) "
+    "AND (?4 IS NULL OR o.queue IN (SELECT value FROM json_each(?4))) ORDER BY d.task_id DESC LIMIT ?3"
 )
 # The types of a row's columns. SQLite does not check them, and keeps no checksums.
 _TASK_TYPES = (int, str, (bytes, str), (bytes, str), str, int, float)
@@ -118,7 +125,8 @@ class JournalReads:
             raise self._damaged(f"the outcome at cursor {row[0]!r} makes no sense")
         return task
 
-    def _outcome(self, row: Sequence[Any]) -> StoredOutcome:
+    def _outcome(self, row: Sequence[Any], *, whole: bool = True) -> StoredOutcome:
+        """The outcome of a row of _OUTCOME_COLUMNS. `whole`: with its result, also if that is large."""
         self._settled(row)
         *settled, expire_time_s, body = row
         if not isinstance(expire_time_s, float):
@@ -135,7 +143,7 @@ class JournalReads:
         try:
             if not isinstance(body, str):
                 raise ValueError("a body is bytes, or refers to them")  # noqa: TRY301, TRY004  it is damaged, see `read`
-            outcome.body = self._large.read(body)
+            outcome.body = self._large.read(body) if whole else self._large.read_without_result(body)
         except (OSError, ValueError) as error:
             if is_transient(error):
                 raise failures.explain(error, self._path) from error
@@ -295,27 +303,38 @@ class JournalReads:
             cursor = rows[-1][0]
             yield [request_id for _, request_id in rows if request_id]
 
-    def get_outcome(self, task_id: int) -> StoredOutcome | None:
+    def find_tasks(self, task_ids: Collection[int]) -> dict[int, SettledTask]:
+        """The settled tasks with these task_ids."""
+        sql = (
+            f"SELECT {_SETTLED_COLUMNS} FROM outcome o WHERE o.task_id IN (SELECT value FROM json_each(?)) "
+            "ORDER BY o.cursor"
+        )
+        return {row[1]: self._settled(row) for row in self._rows(sql, (json.dumps(list(task_ids)),))}
+
+    def get_outcome(self, task_id: int, *, whole: bool = True) -> StoredOutcome | None:
+        """`whole`: with its result, also if that is large."""
         if task_id > _INTEGER_MAX:
             return None
         rows = self._rows(
             f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.task_id = ? ORDER BY o.cursor DESC LIMIT 1", (task_id,)
         )
-        return self._outcome(rows[0]) if rows else None
+        return self._outcome(rows[0], whole=whole) if rows else None
 
     def read_outcomes(self, after_cursor: int, limit: int, bytes_max: int) -> list[StoredOutcome]:
         """Returns the outcomes after a cursor, oldest first: at most `limit`, and until their bodies together have
         `bytes_max` or more.
         """
+        sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor > ? ORDER BY o.cursor LIMIT ?"
+        return self._outcomes(sql, (after_cursor, limit), bytes_max, whole=True)
+
+    def _outcomes(self, sql: str, parameters: Sequence[Any], bytes_max: int, *, whole: bool) -> list[StoredOutcome]:
+        """Returns outcomes until their bodies together have `bytes_max` or more."""
         outcomes: list[StoredOutcome] = []
         bytes_read = 0
         with self._connection() as connection:
-            rows = connection.execute(
-                f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE o.cursor > ? ORDER BY o.cursor LIMIT ?",
-                (after_cursor, limit),
-            )
+            rows = connection.execute(sql, parameters)
             for row in rows:
-                outcome = self._outcome(row)
+                outcome = self._outcome(row, whole=whole)
                 outcomes.append(outcome)
                 bytes_read += len(outcome.body or b"")
                 if bytes_read >= bytes_max:
@@ -345,14 +364,16 @@ class JournalReads:
     def list_outcomes(
         self, wanted: OutcomeFilter, edge: int, limit: int, *, oldest_first: bool = False
     ) -> list[StoredOutcome]:
-        """Returns settled tasks with task_ids below `edge`, newest first, or above it, oldest first. `edge` 0: all."""
+        """Returns settled tasks with task_ids below `edge`, newest first, or above it, oldest first. `edge` 0: all.
+        Large results are left out. The list ends early once the bodies have LIST_BYTES.
+        """
         where, parameters = _conditions(wanted)
         if edge:
             where += f" AND o.task_id {'>' if oldest_first else '<'} ?"
             parameters.append(edge)
         order = "ASC" if oldest_first else "DESC"
         sql = f"SELECT {_OUTCOME_COLUMNS} FROM outcome o WHERE {where} ORDER BY o.task_id {order} LIMIT ?"
-        return [self._outcome(row) for row in self._rows(sql, (*parameters, limit))]
+        return self._outcomes(sql, (*parameters, limit), LIST_BYTES, whole=False)
 
     def count_outcomes(self, wanted: OutcomeFilter) -> dict[int, int]:
         where, parameters = _conditions(wanted)
@@ -380,13 +401,16 @@ class JournalReads:
     def list_dead_letters(
         self, *, queue: str, before_task_id: int, limit: int, queues: Collection[str] | None = None
     ) -> list[StoredOutcome]:
-        """Dead letters with task_ids below `before_task_id` (0: all), newest first. `queues`: None for all."""
-        sql = (
-            f"SELECT {_OUTCOME_COLUMNS} FROM dead_letter d CROSS JOIN outcome o ON o.task_id = d.task_id "
-            f"WHERE {_NEWEST} AND (?1 = '' OR o.queue = ?1) AND (?2 = 0 OR d.task_id < ?2) "
-            "AND (?4 IS NULL OR o.queue IN (SELECT value FROM json_each(?4))) ORDER BY d.task_id DESC LIMIT ?3"
-        )
-        return [self._outcome(row) for row in self._rows(sql, (queue, before_task_id, limit, _list(queues)))]
+        """Dead letters with task_ids below `before_task_id` (0: all), newest first. `queues`: None for all. The list
+        ends early once the bodies have LIST_BYTES.
+        """
+        parameters = queue, before_task_id, limit, _list(queues)
+        return self._outcomes(_LETTERS.format(_OUTCOME_COLUMNS), parameters, LIST_BYTES, whole=False)
+
+    def list_dead_letter_ids(self, *, queue: str, before_task_id: int, limit: int) -> list[int]:
+        """The task_ids of a queue's dead letters below `before_task_id` (0: all), newest first."""
+        rows = self._rows(_LETTERS.format("d.task_id"), (queue, before_task_id, limit, None))
+        return [task_id for (task_id,) in rows]
 
 
 def _list(names: Collection[str] | None) -> str | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from multigpu.v1 import task_pb2
 
 from multigpu_master.errors import JournalFullError
-from multigpu_master.journal.protocol import Entry
+from multigpu_master.journal.protocol import Entry, LargeBody
 from multigpu_master.journal.sqlite import connections, failures
 from multigpu_master.journal.sqlite.schema import PAGE_BYTES
 from multigpu_master.journal.sqlite.segments import Segments
@@ -189,12 +189,20 @@ class Room:
 
 
 def content_bytes(entry: Entry) -> int:
-    """Returns the bytes of payloads, bodies, settings and each different spec. Usage takes almost none."""
+    """Returns the bytes of payloads, bodies, settings and each different spec. Usage takes almost none. Shared files
+    count as 0: their bytes are on the disk already.
+    """
     size = sum([len(value or b"") for value in entry.settings.values()]) if entry.settings else 0
     submits = [*entry.submits, *[r.dead for r in entry.settles if r.dead is not None]]
     if submits:
-        size += sum([len(r.payload) for r in submits]) + sum(map(len, {r.spec for r in submits}))
-    return size + sum([len(r.body) for r in entry.settles])
+        size += sum([len(r.payload) for r in submits if type(r.payload) is bytes])
+        size += sum(map(len, {r.spec for r in submits}))
+    return size + sum([_own_bytes(r.body) for r in entry.settles])
+
+
+def _own_bytes(body: bytes | LargeBody) -> int:
+    """The bytes of a body without those in a shared file."""
+    return len(body) if isinstance(body, bytes) or isinstance(body.tail, bytes) else len(body.head)
 
 
 def is_small_or_frees(entry: Entry) -> bool:

@@ -19,19 +19,22 @@ import fcntl
 import os
 import re
 import sqlite3
+import sys
 import zlib
 from collections.abc import Sized
 from pathlib import Path
 
 from multigpu._transport.payloads import Reference, is_transient, read_file
+from multigpu.v1 import task_pb2
 
 from multigpu_master.journal.payload_files import Payloads, is_shared, parse_reference, reference_text
-from multigpu_master.journal.protocol import LargeBody
+from multigpu_master.journal.protocol import LargeBody, head_without_result
 from multigpu_master.journal.sqlite.files import sync_directory
 
 LARGE_BYTES = 128 << 10  # payloads and bodies of this size or more go into a segment
 SEGMENT_BYTES = 64 << 20  # a segment that has reached this size is closed
 LIMIT_SHARE = 16  # a segment is closed at the journal's size limit divided by this, if that is less
+_HEAD_BYTES = 16 << 10  # fields before a large result are rarely larger
 PUNCHED_MAX = 64  # segments that are looked at in one step
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 _PAGE_BYTES = 4096
@@ -79,6 +82,24 @@ class LargeObjects:
         if is_shared(reference):
             name, offset, size_bytes, head, _ = parse_reference(reference)
             return head + read_file(self._shared.path / name, offset, size_bytes)
+        data, crc = self._read_segment(reference)
+        if zlib.crc32(data) != crc:  # damage of the disk must not give a wrong result
+            raise ValueError("its bytes are not those that were written")
+        return data
+
+    def read_without_result(self, reference: str) -> bytes:
+        """As `read`, for an Outcome whose result is not needed: a result that is the last field is not read, and the
+        bytes are not checked then.
+        """
+        if is_shared(reference):
+            _, _, size_bytes, head, _ = parse_reference(reference)
+            return head_without_result(head, size_bytes)
+        head, _ = self._read_segment(reference, _HEAD_BYTES)
+        fields = _before_result(head, int(reference.split(":")[2], 16))
+        return self.read(reference) if fields is None else fields
+
+    def _read_segment(self, reference: str, bytes_max: int = sys.maxsize) -> tuple[bytes, int]:
+        """Returns the first bytes, up to `bytes_max`, and the CRC of all."""
         if not _REFERENCE.fullmatch(reference):
             raise ValueError("it refers to no segment")
         segment, offset, size, crc = (int(part, 16) for part in reference.split(":"))
@@ -86,10 +107,38 @@ class LargeObjects:
             if offset + size > os.fstat(file.fileno()).st_size:
                 raise ValueError("its segment is too short for it")
             file.seek(offset)
-            data = file.read(size)
-        if zlib.crc32(data) != crc:  # damage of the disk must not give a wrong result
-            raise ValueError("its bytes are not those that were written")
-        return data
+            return file.read(min(size, bytes_max)), crc
+
+
+def _before_result(head: bytes, size: int) -> bytes | None:
+    """Returns the fields before the result of a serialized Outcome of `size` bytes that begins with `head`. None: the
+    result is not the last field, or `head` ends before it.
+    """
+    at = 0
+    while at < len(head):
+        begin = at
+        tag, at = _varint(head, at)
+        if tag & 7 == 0:
+            _, at = _varint(head, at)
+        elif tag & 7 == 2:
+            length, at = _varint(head, at)
+            at += length
+            if tag >> 3 == task_pb2.Outcome.RESULT_FIELD_NUMBER:
+                return head[:begin] if at == size else None
+        else:  # a number of 8 or of 4 bytes
+            at += 8 if tag & 7 == 1 else 4
+    return None
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns the number that is encoded at an offset of `data`, 0 at its end, and the offset behind it."""
+    value = shift = 0
+    while at < len(data):
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 0x80:
+            break
+    return value, at
 
 
 class _Appender:

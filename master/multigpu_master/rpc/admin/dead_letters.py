@@ -40,9 +40,10 @@ class DeadLetterCalls:
             self._driver.journal.list_dead_letters,
             queue=request.queue, before_task_id=before, limit=size + 1, queues=caller_queues(),
         )  # fmt: skip
-        response = pb.ListDeadLettersResponse(tasks=[queries.stored_task(r, whole=False) for r in rows[:size]])
-        if len(rows) > size:
-            response.next_page_token = make_page_token(rows[size - 1].task_id)
+        tasks = await asyncio.to_thread(queries.listed_tasks, rows[:size])
+        response = pb.ListDeadLettersResponse(tasks=tasks)
+        if len(rows) > size or queries.ended_early(rows):
+            response.next_page_token = make_page_token(tasks[-1].task_id)
         return response
 
     async def RequeueDeadLetters(self, request: Any, _context: Any) -> pb.RequeueDeadLettersResponse:
@@ -86,12 +87,12 @@ class DeadLetterCalls:
         if request.task_ids or not request.queue:
             return list(dict.fromkeys(request.task_ids)), ""
         before = parse_page_token(request.page_token, "page_token")
-        rows = await asyncio.to_thread(
-            self._driver.journal.list_dead_letters,
+        found = await asyncio.to_thread(
+            self._driver.journal.list_dead_letter_ids,
             queue=request.queue, before_task_id=before, limit=QUEUE_LETTERS_MAX + 1,
         )  # fmt: skip
-        ids = [row.task_id for row in rows[:QUEUE_LETTERS_MAX]]
-        return ids, make_page_token(ids[-1]) if len(rows) > len(ids) else ""
+        ids = found[:QUEUE_LETTERS_MAX]
+        return ids, make_page_token(ids[-1]) if len(found) > len(ids) else ""
 
     async def _letters(self, task_ids: Sequence[int]) -> list[SubmitRecord]:
         """Returns the dead letters with these task_ids. Leaves out task_ids that are not dead letters."""

@@ -1,6 +1,6 @@
 """AdminService's methods for models."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from multigpu.v1 import admin_service_pb2 as pb
@@ -13,6 +13,7 @@ from multigpu_master.driver import Driver
 from multigpu_master.errors import ExhaustedError, NotFoundError
 from multigpu_master.rpc.admin.saving import save
 from multigpu_master.rpc.paging import check_count, page_of
+from multigpu_master.rpc.queries import pausing
 from multigpu_master.settings import worker_setting
 from multigpu_master.wire.models import resident_message
 
@@ -25,7 +26,7 @@ class ModelCalls:
     _driver: Driver
 
     async def ListModels(self, request: Any, _context: Any) -> pb.ListModelsResponse:
-        entries, token = page_of(_entries(self._driver.core.fleet.workers.values(), request.name), request)
+        entries, token = page_of(await _entries(self._driver.core.fleet.workers.values(), request.name), request)
         return pb.ListModelsResponse(models=entries, next_page_token=token)
 
     async def LoadModel(self, request: Any, _context: Any) -> pb.LoadModelResponse:
@@ -70,12 +71,14 @@ class ModelCalls:
         check_count(len(ids), WORKERS_MAX, "workers in one call", "make several")
         return [self._known_worker(worker_id) for worker_id in ids or sorted(self._driver.core.fleet.workers)]
 
-    async def _handle(self, events: list[ev.LoadModel] | list[ev.UnloadModel]) -> None:
+    async def _handle(self, events: Sequence[ev.LoadModel | ev.UnloadModel]) -> None:
         """Handles the events, and returns when the journal has written the pins to the disk."""
         settings: dict[str, bytes | None] = {}
-        for event in events:
-            self._driver.handle(event)
-            settings |= worker_setting(self._driver.core.fleet.workers[event.worker_id])
+        workers = self._driver.core.fleet.workers
+        async for event in pausing(events):
+            if (worker := workers.get(event.worker_id)) is not None:  # not forgotten meanwhile
+                self._driver.handle(event)
+                settings |= worker_setting(worker)
         await save(self._driver, settings)
 
 
@@ -139,12 +142,12 @@ def _holds(worker: Worker, name: str) -> bool:
     return any(is_version(m, name) for m in held)
 
 
-def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
+async def _entries(workers: Iterable[Worker], name: str) -> list[pb.ModelEntry]:
     """The models that workers offer, sorted by id (name and version). `name`: only models of that name; "": all. A
     model has one entry for all workers that offer the same files; its values are from one of these workers.
     """
     groups: dict[str, list[pb.ModelEntry]] = {}
-    for worker in sorted(workers, key=lambda w: w.worker_id):
+    async for worker in pausing(sorted(workers, key=lambda w: w.worker_id)):
         residency = worker.residency
         for model_id, offered in residency.offered.items():
             if name and offered.name != name:

@@ -118,6 +118,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
         if worker.session:
             raise PreconditionError(f"worker {request.worker_id!r} is connected; stop its daemon first")
         self._driver.handle(ev.Forget(request.worker_id))
+        await save(self._driver, dict.fromkeys(worker_setting(worker)))
         return pb.ForgetWorkerResponse()
 
     async def CheckWorker(self, request: Any, _context: Any) -> pb.CheckWorkerResponse:
@@ -292,7 +293,7 @@ class AdminService(TokenCalls, ModelCalls, DeadLetterCalls):
     async def Explain(self, request: Any, _context: Any) -> pb.ExplainResponse:
         found: Task | StoredOutcome | None = self._core.ledger.tasks.get(request.task_id)
         if found is None:
-            found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id)
+            found = await asyncio.to_thread(self._driver.journal.get_outcome, request.task_id, whole=False)
         if found is None or not queries.may_see(found):
             raise NotFoundError(f"no task {request.task_id}: {queries.FORGOTTEN}")
         if isinstance(found, StoredOutcome):

@@ -24,6 +24,7 @@ class TokenCalls:
 
     async def CreateToken(self, request: Any, _context: Any) -> pb.CreateTokenResponse:
         _, tokens = self._tokens()
+        expired = tokens.remove_expired()
         try:
             token, secret = tokens.make(
                 request.name,
@@ -37,7 +38,7 @@ class TokenCalls:
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from None
         try:
-            await self._driver.write_buffer.save(token.setting())
+            await self._driver.write_buffer.save(expired | token.setting())
         except JournalError as error:
             # `save` may have timed out, and the journal can still write the setting: delete it then (None deletes).
             self._driver.write_buffer.remember(dict.fromkeys(token.setting()))
