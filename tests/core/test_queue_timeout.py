@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Task
+from multigpu_master.core.model import Cordon, Task
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.core.workers.sessions import MAKES_ROOM
 
@@ -96,3 +96,16 @@ def test_a_gang_that_ran_when_the_master_ended_is_not_ended_by_its_queue_timeout
     run_for(stage, 6.0)
     assert task.outcome is None
     assert len(ranks(task)) == 2
+
+
+def test_a_lease_that_an_overdue_drain_takes_back_waits_for_workers_that_may_have_begun_the_task() -> None:
+    stage = Stage()
+    for name in ("a", "b"):
+        cordon = Cordon("drained", draining=True, drain_deadline_s=stage.now - 1.0) if name == "a" else None
+        stage.handle(ev.RegisterWorker(WorkerInfo(worker_id=name), cordon, expected=True))
+    task = Task(replace(SPEC, queue_timeout_s=5.0), "", b"payload", submit_s=stage.now - 6.0, task_id=7)
+    stage.handle(ev.Recover([task], stage.now + 5.0))
+    stage.worker("a", [ev.HeldLease(8, 7, 1, running=False, granted_by_this_journal=True)])
+    assert task.outcome is None
+    stage.worker("b", [ev.HeldLease(9, 7, 1, running=True, granted_by_this_journal=True)])
+    assert lease_of(task).worker.worker_id == "b"

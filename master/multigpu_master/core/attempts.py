@@ -207,7 +207,7 @@ class Attempts:
         if spec.deadline_s is not None and spec.deadline_s <= now:
             self.apply_limit(task, TimeLimit.DEADLINE, now)
         elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:
-            self._queue_timeout(task, now)
+            self.apply_limit(task, TimeLimit.QUEUE_TIMEOUT, now)
         return task.outcome is not None
 
     def _queue_timeout(self, task: Task, now: float) -> None:
