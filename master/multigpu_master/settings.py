@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 from multigpu_master.core import events as ev
-from multigpu_master.core.model import Queue, Worker
+from multigpu_master.core.model import Cordon, Queue, Worker
 from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.errors import DAMAGE, damaged_setting_error
 from multigpu_master.wire.devices import device_message
@@ -44,6 +44,8 @@ def worker_setting(worker: Worker) -> dict[str, bytes | None]:
         "info": info,
         "cordoned": worker.cordon is not None,
         "cordon_reason": worker.cordon.reason if worker.cordon is not None else "",
+        "draining": worker.draining,
+        "drain_deadline_s": min(worker.drain_deadline_s, SECONDS_MAX) if worker.drain_deadline_s is not None else None,
         "connected": bool(worker.session),
         "quarantined": worker.quarantined,
         "checks_asked": worker.checks_asked,
@@ -89,13 +91,21 @@ def _restore_queue(handle: Handle, strategies: Container[str], name: str, rules:
 def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
     return ev.RegisterWorker(
         _info(fields["info"]),
-        _check_type(fields["cordoned"], bool),
-        _check_text(fields["cordon_reason"]),
+        _cordon(fields),
         _check_type(fields["connected"], bool),
         _check_type(fields.get("quarantined", False), bool),
         _check_count(fields.get("checks_asked", 0)),
         tuple(_check_text(model) for model in fields.get("pinned_models", ())),
     )
+
+
+def _cordon(fields: dict[str, Any]) -> Cordon | None:
+    if not _check_type(fields["cordoned"], bool):
+        return None
+    draining = _check_type(fields.get("draining", False), bool)  # older journals lack it
+    deadline_s = fields.get("drain_deadline_s")
+    deadline_s = _check_seconds(deadline_s) if deadline_s is not None else None
+    return Cordon(_check_text(fields["cordon_reason"]), draining, deadline_s)
 
 
 def _info(fields: dict[str, Any]) -> WorkerInfo:

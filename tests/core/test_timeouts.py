@@ -1,5 +1,7 @@
 """What ends by the clock: deadlines, timeouts, drains and silent sessions."""
 
+import pytest
+from multigpu_master import settings
 from multigpu_master.core import events as ev
 from multigpu_master.core.attempts import LOSSES_MAX
 from multigpu_master.core.ledger import RUN_GRACE_S
@@ -8,7 +10,7 @@ from multigpu_master.core.scheduler import Limits
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
-from tests.core.stage import Stage, held_lease, lease_of, leased, outcome_of, state_of
+from tests.core.stage import SPEC, Stage, held_lease, lease_of, leased, outcome_of, state_of
 
 
 def test_a_lease_that_is_never_begun_is_taken_back_uncharged_and_goes_elsewhere() -> None:
@@ -112,6 +114,35 @@ def test_drain_deadlines_never_end_a_task() -> None:
         assert (task.lease, task.outcome, task.attempts) == (None, None, 0)
         stage.handle(ev.Uncordon("w"))
         assert task.lease is not None, "at once"
+
+
+@pytest.mark.parametrize("hello_after_s", [1.0, 120.0])
+def test_a_drain_and_its_deadline_survive_a_restart_of_the_master(hello_after_s: float) -> None:
+    before, _ = leased()
+    before.handle(ev.Drain("w", before.now + 60.0))
+    kept = {k: v for k, v in settings.worker_setting(before.core.fleet.workers["w"]).items() if v is not None}
+    after = Stage(now=before.now)
+    settings.restore(after.handle, after.core.ledger.strategies, kept)
+    worker = after.core.fleet.workers["w"]
+    assert worker.cordon == before.core.fleet.workers["w"].cordon
+    task = Task(SPEC, "", b"payload", task_id=50)
+    after.handle(ev.Recover([task], after.now + 300.0))
+    after.now += hello_after_s
+    after.worker("w", [ev.HeldLease(60, 50, 1, running=True, granted_by_this_journal=True)])
+    while after.now < 1060.0:
+        assert worker.leases
+        after.beat(running=True, after_s=1.0)
+    assert not worker.leases
+    assert task.outcome is None
+
+
+def test_a_drain_until_later_than_any_timestamp_survives_a_restart() -> None:
+    stage, _ = leased()
+    stage.handle(ev.Drain("w", 1e11 + 1.0))
+    kept = {k: v for k, v in settings.worker_setting(stage.core.fleet.workers["w"]).items() if v is not None}
+    after = Stage()
+    settings.restore(after.handle, after.core.ledger.strategies, kept)
+    assert after.core.fleet.workers["w"].draining
 
 
 def test_a_task_that_its_worker_did_not_end_says_how_long_it_ran() -> None:

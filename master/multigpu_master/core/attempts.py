@@ -140,7 +140,9 @@ class Attempts:
         extra.attempts = (*extra.attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _uncharge(self, lease: Lease) -> None:
-        task = lease.task
+        task, gang = lease.task, lease.gang
+        if lease.running or (gang is not None and (gang.succeeded or any(x.running for x in gang.leases))):
+            task.ensure_extra().begun = True  # the queue_timeout has ended, although no attempt will be counted
         if task.attempts == lease.attempt:
             task.attempts -= 1
 
@@ -205,15 +207,17 @@ class Attempts:
         if spec.deadline_s is not None and spec.deadline_s <= now:
             self.apply_limit(task, TimeLimit.DEADLINE, now)
         elif spec.queue_timeout_s is not None and task.submit_s + spec.queue_timeout_s <= now:
-            self._queue_timeout(task, now)
+            self.apply_limit(task, TimeLimit.QUEUE_TIMEOUT, now)
         return task.outcome is not None
 
     def _queue_timeout(self, task: Task, now: float) -> None:
-        """Ends a task whose first attempt has not begun within the queue_timeout. If the task is leased, first recalls
+        """Ends a task of which no attempt has begun within the queue_timeout. If the task is leased, first recalls
         the lease: the worker has session_timeout_s to return it, or to report that the task has begun.
         """
         lease, timeout_s = task.lease, task.spec.queue_timeout_s
         if timeout_s is None or task.attempts > (lease is not None) or (lease is not None and lease.running):
+            return
+        if task.extra is not None and task.extra.begun:
             return
         if now < task.submit_s + timeout_s:
             return  # an old expiry: since it was set, the task was a dead letter and was requeued

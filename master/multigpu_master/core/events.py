@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from multigpu_master.core.model import Cordon as WorkerCordon
 from multigpu_master.core.model import Energy, Lease, Payload, Task, TaskError, Worker
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import (
@@ -236,8 +237,7 @@ class RegisterWorker:
     """A worker that the previous master knew; it is lost until its hello."""
 
     info: WorkerInfo
-    cordoned: bool = False
-    cordon_reason: str = ""
+    cordon: WorkerCordon | None = None
     expected: bool = False  # it was connected when the previous master ended
     quarantined: bool = False
     checks_asked: int = 0

@@ -102,6 +102,7 @@ class Extra:
     partials_bytes: int = 0  # with PARTIAL_OVERHEAD_BYTES for each partial output, and with the log
     last_error: TaskError | None = None
     not_before_s: float = 0.0  # when its pause ends; 0.0: it does not pause
+    begun: bool = False  # whether an attempt that is not charged had begun, or one of a gang under an earlier master
     losses: int = 0  # uncharged losses of its leases: see attempts.py
     sick_returns: int = 0  # times that a device fell sick while it ran the task
     failed_attempt: int = 0  # the newest attempt that a worker reported as failed

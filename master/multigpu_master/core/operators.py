@@ -28,7 +28,8 @@ class Operators:
         if gone is not None:
             self._commands.worker_changed(gone, save=True, gone=True)
         worker = self._fleet.register(event.info)
-        worker.cordon = Cordon(event.cordon_reason) if event.cordoned else None
+        worker.cordon = event.cordon
+        self._end_drain_at_deadline(worker)
         worker.quarantined, worker.checks_asked = event.quarantined, event.checks_asked
         worker.residency.operator_pins = dict.fromkeys(event.pins)
         worker.heard_s = now
@@ -51,6 +52,11 @@ class Operators:
         worker, deadline_s = self._workers[event.worker_id], event.deadline_s
         worker.cordon = Cordon("drained", draining=True, drain_deadline_s=deadline_s)
         self._commands.desire(worker)
+        self._end_drain_at_deadline(worker)
+        self._changed(worker)
+
+    def _end_drain_at_deadline(self, worker: Worker) -> None:
+        deadline_s = worker.drain_deadline_s
 
         def end(now: float) -> None:
             # A later drain or uncordon may have replaced this drain.
@@ -59,7 +65,6 @@ class Operators:
 
         if deadline_s is not None:
             self._timers.at(deadline_s, end)
-        self._changed(worker)
 
     def forget(self, event: ev.Forget, now: float) -> None:
         worker = self._workers[event.worker_id]

@@ -1,10 +1,13 @@
 """Leases that wait in a window: when they are recalled, what becomes of their tasks, what those that run teach."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from multigpu_master.core import events as ev
 from multigpu_master.core.model import Lease, Task
 from multigpu_master.core.placement.explain import explain
-from multigpu_master.core.placement.recall import WORKERS_MAX
+from multigpu_master.core.placement.recall import CHECK_S, WORKERS_MAX
 from multigpu_master.core.spec import Spec
 from multigpu_master.core.workers.info import Capability, Model, ModelState, Resident, Telemetry, WorkerInfo
 
@@ -217,6 +220,42 @@ def test_an_urgent_task_gets_the_place_of_the_youngest_waiting_one(stage: Stage)
     tasks = stage.submit(3, LOW)
     stage.submit(spec=URGENT)
     assert pass_s(stage, 0.1) == [lease_of(tasks[2]).lease_id]
+
+
+def test_leases_that_are_as_urgent_as_the_waiting_task_stay(stage: Stage) -> None:
+    stage.worker("w0", slots=1)
+    stage.core.fleet.workers["w0"].pace.leases_max = 4
+    stage.submit()
+    low, *_ = stage.submit(1, LOW)
+    stage.submit(2)
+    stage.submit(3, SPEC)
+    assert pass_s(stage, 0.1) == [lease_of(low).lease_id]
+
+
+class CountedLeases(dict[int, Lease]):
+    """Worker.leases, which counts how often all leases are read."""
+
+    reads = 0
+
+    def values(self) -> Any:
+        self.reads += 1
+        return super().values()
+
+
+@pytest.mark.parametrize("held", [SPEC, LOW])
+def test_one_check_reads_the_leases_of_a_silent_worker_once_for_all_backlogs(stage: Stage, held: Spec) -> None:
+    """With a large fleet, reading them again for each backlog took the master seconds for each check."""
+    others = [f"other{n}" for n in range(20)]
+    kinds = tuple(Capability(kind=kind) for kind in ("run", *others))
+    stage.join(WorkerInfo(worker_id="w0", capabilities=kinds, slots=1))
+    stage.submit(2, held)
+    worker = stage.core.fleet.workers["w0"]
+    stage.beat("w0", running=True)
+    for kind in others:
+        stage.submit(spec=replace(SPEC, kind=kind))
+    worker.leases = counted = CountedLeases(worker.leases)
+    assert pass_s(stage, 2 * CHECK_S) == []  # one check, or two
+    assert 0 < counted.reads <= 4
 
 
 def test_a_window_narrows_while_running_tasks_take_longer_than_earlier_ones(stage: Stage) -> None:

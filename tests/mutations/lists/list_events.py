@@ -91,7 +91,12 @@ EVENTS = (
     admission(
         "P10: payloads without end", "ledger.unsettled_bytes + size > limits.bytes_max", "False", checker="pytest"
     ),
-    operators("a cordon is forgotten by a restart", "Cordon(event.cordon_reason) if event.cordoned else None", "None"),
+    operators("a cordon is forgotten by a restart", "worker.cordon = event.cordon", "worker.cordon = None"),
+    operators(
+        "a restart drops the deadline of a drain",
+        "= event.cordon\n        self._end_drain_at_deadline(worker)\n",
+        "= event.cordon\n",
+    ),
     operators("a restarted master expects no worker", "self._hold.expect(worker.worker_id)"),
     operators("a cordon does nothing", 'worker.cordon = replace(worker.cordon or Cordon(""), reason=event.reason)'),
     operators(

@@ -164,6 +164,12 @@ PLACEMENT = (
     ),
     recall("leases are not recalled for free slots", "self._recall_for_slots(workers, now)"),
     recall("leases are not recalled for urgent tasks", "self._recall_for_urgent(over_slots, now)"),
+    recall_story(
+        "leases as urgent as the waiting task are recalled",
+        "leases = [x for x in waiting if x.task.spec.priority > priority]",
+        "leases = waiting",
+    ),
+    recall_story("P12: all leases are read again for each backlog", "less_urgent[worker] = leases[needed:]"),
     recall("running leases are recalled", "if lease.running or lease.recalled", "if lease.recalled"),
     recall_story(
         "leases behind a cancelled call are not recalled",

@@ -40,11 +40,13 @@ class Attempts:
         self._tallies: dict[Task, Tally] = {}
         self._leases: dict[int, Entry] = {}  # those that are live
         self._recalled: dict[int, None] = {}
+        self._begun: dict[Task, None] = {}  # unsettled tasks, also gangs, that a worker has begun
 
     def after(self, event: ev.Event, commands: Sequence[ev.Command], now: float) -> None:
         workers = self._core.fleet.workers.values()
         # Those of gangs follow other rules: tests/core/test_gangs.py.
         live = {x.lease_id: (x, x.running, w.session) for w in workers for x in w.leases.values() if x.gang is None}
+        self._begun |= {x.task: None for w in workers for x in w.leases.values() if x.running}
         granted = {x.lease_id: x for c in commands if isinstance(c, ev.Dispatch) for x in c.leases}
         ended = [entry for lease_id, entry in self._leases.items() if lease_id not in live]
         revoked: dict[tuple[int, int], str] = {}
@@ -177,6 +179,8 @@ class Attempts:
         """An end by the clock had its reason; what is settled is no longer followed."""
         outcome, spec = task.outcome, task.spec
         tally = self._tallies.pop(task, None) or Tally()
+        begun = task in self._begun
+        self._begun.pop(task, None)
         assert outcome is not None, "it is settled"
         if outcome.state is not OutcomeState.EXPIRED:
             return
@@ -184,8 +188,8 @@ class Attempts:
         if outcome.error.type == "QueueTimeout":
             assert spec.queue_timeout_s is not None, "it has one"
             grace_s = self._core.ledger.limits.session_timeout_s if outcome.dispatch_s else 0.0
-            if tally.attempts or now < task.submit_s + spec.queue_timeout_s + grace_s:
-                raise ViolationError(f"task {task.task_id} expired in the queue: {tally}")
+            if tally.attempts or begun or now < task.submit_s + spec.queue_timeout_s + grace_s:
+                raise ViolationError(f"task {task.task_id} expired in the queue: {tally}, {begun=}")
             check(not self._core.hold.active(now), "task %s expired while its worker is awaited", task.task_id)
         elif spec.deadline_s is None or now < spec.deadline_s:
             raise ViolationError(f"task {task.task_id} expired before its deadline")

@@ -66,8 +66,8 @@ class Notices:
         if isinstance(event, ev.RegisterWorker):
             worker = workers[event.info.worker_id]
             self._remembered[worker.worker_id] = _to_remember(worker)
-            if (worker.cordon is not None) != event.cordoned:
-                raise ViolationError(f"{worker.worker_id} is cordoned: {worker.cordon}; it was: {event.cordoned}")
+            if worker.cordon != event.cordon:
+                raise ViolationError(f"{worker.worker_id} is cordoned: {worker.cordon}; it was: {event.cordon}")
         if len(self._remembered) != len(workers):
             raise ViolationError(f"{list(workers)} are there, {list(self._remembered)} are remembered")
         for name, worker in workers.items():
@@ -115,5 +115,4 @@ class Notices:
 
 def _to_remember(worker: Worker) -> tuple[object, ...]:
     pins = tuple(worker.residency.operator_pins)
-    reason = worker.cordon.reason if worker.cordon is not None else None
-    return worker.info, reason, bool(worker.session), pins
+    return worker.info, worker.cordon, bool(worker.session), pins

@@ -55,6 +55,8 @@ class Time:
                 del self._awaited[worker_id]
             case _:
                 pass
+        if isinstance(event, ev.Hello | ev.Heartbeat):
+            self._hear_begun(event)
         if worker_id and not self._awaited:
             self._hold_until_s = min(self._hold_until_s, now)
 
@@ -68,7 +70,7 @@ class Time:
                 self._silent(command.session, now)
             elif isinstance(command, ev.Dispatch):
                 late = [x for x in command.leases if (x.task.spec.deadline_s or now + 1) <= now]
-                late += [x for x in command.leases if x.attempt == 1 and _queue_until_s(x.task) <= now]
+                late += [x for x in command.leases if x.task not in self._begun and _queue_until_s(x.task) <= now]
                 if late:
                     raise ViolationError(f"task {late[0].task.task_id} was dispatched past its time")
         match event:
@@ -83,6 +85,13 @@ class Time:
         if core.hold.active(now):
             self._timer("the end of the wait for", "workers", self._hold_until_s)
         self._forgotten(commands, now)
+
+    def _hear_begun(self, event: ev.Hello | ev.Heartbeat) -> None:
+        """An attempt may begin for all that the master knows, and be interrupted, in one event."""
+        for held in event.leases:
+            task = self._core.ledger.tasks.get(held.task_id)
+            if held.running and task is not None and task.outcome is None:
+                self._begun[task] = None
 
     def _timer(self, what: str, whose: object, when_s: float) -> None:
         if self._due_s is None or self._due_s > when_s + EARLY_S:

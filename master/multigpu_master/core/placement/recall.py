@@ -128,19 +128,26 @@ class Recalls:
         """
         fleet = self._fleet
         stuck = [w for w in over_slots if now - w.pace.reported_s >= CHECK_S and w.accepting]
-        for backlog in self._first_backlogs() if stuck else ():
-            head, strategy, shape = backlog.head(), backlog.strategy, backlog.shape
-            if head is None or strategy.pinned:
-                continue
-            priority = head.spec.priority  # a smaller number is more urgent
-            needed, able = backlog.size, fleet.eligible(shape)
-            for worker in stuck:
-                less_urgent = any(x.task.spec.priority > priority for x in worker.leases.values())
-                if needed and less_urgent and worker in able and not excluded_now(fleet, strategy, shape, worker):
-                    waiting = self._waiting(worker, now, last_first=True)
-                    recalled = [x for x in waiting if x.task.spec.priority > priority][:needed]
-                    self._commands.recall(worker, recalled)
-                    needed -= len(recalled)
+        backlogs = self._first_backlogs() if stuck else []
+        backlogs = [b for b in backlogs if b.head() is not None and not b.strategy.pinned]
+        if not backlogs:
+            return
+        # All leases are read once, not for each backlog: usually none is less urgent than the most urgent task.
+        most_urgent = backlogs[0].position[0]  # a smaller number is more urgent
+        stuck = [w for w in stuck if any(x.task.spec.priority > most_urgent for x in w.leases.values())]
+        less_urgent: dict[Worker, list[Lease] | None] = dict.fromkeys(stuck)  # None: not computed
+        for backlog in backlogs:
+            priority, needed, able = backlog.position[0], backlog.size, fleet.eligible(backlog.shape)
+            for worker, known in less_urgent.items():
+                if not needed:
+                    break
+                if known == [] or worker not in able or excluded_now(fleet, backlog.strategy, backlog.shape, worker):
+                    continue
+                waiting = self._waiting(worker, now, last_first=True) if known is None else known
+                leases = [x for x in waiting if x.task.spec.priority > priority]  # no later backlog is more urgent
+                self._commands.recall(worker, leases[:needed])
+                less_urgent[worker] = leases[needed:]
+                needed = max(0, needed - len(leases))
 
     def _first_backlogs(self) -> list[Backlog]:
         """The backlogs with the most urgent first tasks."""

@@ -92,7 +92,8 @@ class Sessions:
 
     def _adopt(self, worker: Worker, held: ev.HeldLease, now: float) -> bool:
         """Takes over a lease of an earlier session. Returns False, and does nothing, if the task is unknown, settled or
-        leased, or if the attempt's failure was reported. For a gang, only keeps rank 0's checkpoint; returns False.
+        leased, or if the attempt's failure was reported. For a gang, only keeps rank 0's checkpoint, and
+        that an attempt has begun, and returns False.
         """
         task = self._ledger.tasks.get(held.task_id)
         if task is None or task.outcome is not None or task.lease is not None:
@@ -103,6 +104,8 @@ class Sessions:
         if task.spec.world_size > 1:  # it runs again as a whole, from the checkpoint of rank 0: other ranks have none
             if held.checkpoint:
                 task.ensure_extra().checkpoint = held.checkpoint
+            if held.running:
+                task.ensure_extra().begun = True
             return False
         if task.waiting:
             self._ledger.classes.remove(self._ledger.class_of(task), task)
