@@ -9,7 +9,8 @@ from multigpu_master.core.workers.info import Capability, WorkerInfo
 from multigpu_master.core.workers.sessions import MAKES_ROOM
 
 from tests.core.stage import RETURNED, SPEC, Stage, error_of, lease_of
-from tests.core.test_gangs import ELASTIC, PAIR, host, ranks, save
+from tests.core.test_elastic_gangs import ELASTIC
+from tests.core.test_gangs import PAIR, host, ranks, save
 
 TIMEOUT_S = 60.0
 
