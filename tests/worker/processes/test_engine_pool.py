@@ -227,15 +227,19 @@ async def test_instances_share_the_load_and_one_that_dies_is_replaced(start: Sta
     toml = folder / "model.toml"
     toml.write_text("instances = 2\n" + toml.read_text())
     _, stream = await start(*shop.flags, "--batch-tasks-max", "1")
-    stream.lease([(n, b"sleep 0.1") for n in range(1, 9)], kind="infer", model="a")
-    pids = {Answer.of(word.result).pid for word in await stream.reported(*range(1, 9))}
+    pids: set[int] = set()
+    lease_id = 1
+    while len(pids) < 2:  # the second instance may start later
+        batch = range(lease_id, lease_id + 8)
+        lease_id += 8
+        stream.lease([(n, b"sleep 0.1") for n in batch], kind="infer", model="a")
+        pids |= {Answer.of(word.result).pid for word in await stream.reported(*batch)}
     assert len(pids) == 2
     await stream.until(lambda: models(stream)["a"].memory_bytes)
     victim = min(pids)
     os.kill(victim, signal.SIGKILL)
     await stream.until(lambda: "a" in ready(stream))
     found: set[int] = set()
-    lease_id = 100
     while len(found - pids) < 1 or len(found) < 2:
         batch = range(lease_id, lease_id + 6)
         lease_id += 6
