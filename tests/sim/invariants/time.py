@@ -55,8 +55,7 @@ class Time:
                 del self._awaited[worker_id]
             case _:
                 pass
-        if isinstance(event, ev.Hello | ev.Heartbeat):
-            self._hear_begun(event)
+        self._hear_begun(event)
         if worker_id and not self._awaited:
             self._hold_until_s = min(self._hold_until_s, now)
 
@@ -86,12 +85,17 @@ class Time:
             self._timer("the end of the wait for", "workers", self._hold_until_s)
         self._forgotten(commands, now)
 
-    def _hear_begun(self, event: ev.Hello | ev.Heartbeat) -> None:
-        """An attempt may begin for all that the master knows, and be interrupted, in one event."""
-        for held in event.leases:
-            task = self._core.ledger.tasks.get(held.task_id)
-            if held.running and task is not None and task.outcome is None:
-                self._begun[task] = None
+    def _hear_begun(self, event: ev.Event) -> None:
+        """An attempt may begin for all that the master knows, and be interrupted, in one event. A rank of a gang may
+        succeed before the master hears that it runs.
+        """
+        begun: list[Task | None] = []
+        if isinstance(event, ev.Hello | ev.Heartbeat):
+            begun += [self._core.ledger.tasks.get(held.task_id) for held in event.leases if held.running]
+        elif isinstance(event, ev.Reports) and event.session in self._core.fleet.sessions:
+            leases = self._core.fleet.sessions[event.session].leases
+            begun += [leases[lease_id].task for lease_id in event.succeeded if lease_id in leases]
+        self._begun |= {task: None for task in begun if task is not None and task.outcome is None}
 
     def _timer(self, what: str, whose: object, when_s: float) -> None:
         if self._due_s is None or self._due_s > when_s + EARLY_S:
