@@ -329,3 +329,17 @@ def test_models_with_too_little_room_keep_the_bounds_whatever_the_order() -> Non
     """The short form of `python -m tests.sim.models`."""
     for seed in range(60):
         check(seed)
+
+
+def test_another_worker_loads_a_model_as_soon_as_the_last_one_has_lost_it(stage: Models) -> None:
+    """The worker that loses it is full: the change of its room alone would have nothing tried again."""
+    stage.offer("w")
+    stage.says("a", "b", name="w")
+    stage.core.fleet.workers["w"].pace.leases_max = 1
+    stage.ask("b")
+    stage.offer("v")
+    stage.says(name="v")
+    waiting = stage.ask("a")
+    assert waiting.lease is None, "w has the model, and one task is too little to load it on v"
+    stage.says("b", name="w")
+    assert lease_of(waiting).worker.worker_id == "v"
