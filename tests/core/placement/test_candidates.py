@@ -36,16 +36,28 @@ def fleet_of(workers: int, resident: int) -> Fleet:
     return fleet
 
 
-def test_one_event_asks_for_each_worker_and_each_lease_not_for_all_workers_again() -> None:
-    stage, scored = Stage(), list[Worker]()
+def asked_by(stage: Stage, *, full: bool = False) -> list[Worker]:
+    """The workers for which the strategy auto of this stage is asked from now on. `full`: it excludes all of them."""
+    asked = list[Worker]()
     auto = stage.core.ledger.strategies["auto"]
 
-    class Counting(Auto):
+    class Asked(Auto):
+        def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
+            if full:
+                asked.append(worker)
+            return "full" if full else None
+
         def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-            scored.append(worker)
+            asked.append(worker)
             return auto.score(shape, worker, fleet)
 
-    stage.core.ledger.strategies["auto"] = Counting()
+    stage.core.ledger.strategies["auto"] = Asked()
+    return asked
+
+
+def test_one_event_asks_for_each_worker_and_each_lease_not_for_all_workers_again() -> None:
+    stage = Stage()
+    scored = asked_by(stage)
     for n in range(300):
         stage.worker(f"w{n}")
     scored.clear()
@@ -55,15 +67,8 @@ def test_one_event_asks_for_each_worker_and_each_lease_not_for_all_workers_again
 
 
 def test_the_next_event_asks_only_for_the_workers_that_have_changed() -> None:
-    stage, scored = Stage(), list[Worker]()
-    auto = stage.core.ledger.strategies["auto"]
-
-    class Counting(Auto):
-        def score(self, shape: Shape, worker: Worker, fleet: FleetView) -> float:
-            scored.append(worker)
-            return auto.score(shape, worker, fleet)
-
-    stage.core.ledger.strategies["auto"] = Counting()
+    stage = Stage()
+    scored = asked_by(stage)
     for n in range(300):
         stage.worker(f"w{n}")
     stage.submit(1)
@@ -78,14 +83,8 @@ def test_the_next_event_asks_only_for_the_workers_that_have_changed() -> None:
 
 
 def test_a_heartbeat_asks_for_its_worker_only_whatever_waits() -> None:
-    stage, asked = Stage(), list[Worker]()
-
-    class Full(Auto):
-        def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
-            asked.append(worker)
-            return "full"
-
-    stage.core.ledger.strategies["auto"] = Full()
+    stage = Stage()
+    asked = asked_by(stage, full=True)
     for n in range(50):
         stage.worker(f"w{n}")
     for n in range(100):
@@ -97,14 +96,8 @@ def test_a_heartbeat_asks_for_its_worker_only_whatever_waits() -> None:
 
 
 def test_an_event_compares_a_limited_number_of_workers_and_the_next_ones_continue() -> None:
-    stage, asked = Stage(), list[Worker]()
-
-    class Full(Auto):
-        def excludes(self, shape: Shape, worker: Worker, fleet: FleetView) -> str | None:
-            asked.append(worker)
-            return "full"
-
-    stage.core.ledger.strategies["auto"] = Full()
+    stage = Stage()
+    asked = asked_by(stage, full=True)
     for n in range(200):
         stage.worker(f"w{n}")
     shapes = 3 * LOOKS_MAX // 200
