@@ -102,10 +102,12 @@ def _registration(fields: dict[str, Any]) -> ev.RegisterWorker:
 def _cordon(fields: dict[str, Any]) -> Cordon | None:
     if not _check_type(fields["cordoned"], bool):
         return None
-    draining = _check_type(fields.get("draining", False), bool)  # older journals lack it
-    deadline_s = fields.get("drain_deadline_s")
-    deadline_s = _check_seconds(deadline_s) if deadline_s is not None else None
-    return Cordon(_check_text(fields["cordon_reason"]), draining, deadline_s)
+    deadline_s = fields["drain_deadline_s"]
+    return Cordon(
+        _check_text(fields["cordon_reason"]),
+        _check_type(fields["draining"], bool),
+        _check_seconds(deadline_s) if deadline_s is not None else None,
+    )
 
 
 def _info(fields: dict[str, Any]) -> WorkerInfo:

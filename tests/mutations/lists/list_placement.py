@@ -85,7 +85,7 @@ PLACEMENT = (
     ),
     candidates(
         "a worker keeps its place",
-        "if place is None or place[3] != worker.version:",
+        "if place is None or place.version != worker.version:",
         "if place is None:",
     ),
     dispatch_story(
@@ -97,9 +97,11 @@ PLACEMENT = (
     candidates(
         "exclusions of a strategy ignored", " or strategy.excludes(shape, worker, fleet) is not None:", ":", seeds=2000
     ),
-    candidates("a worker keeps its score", "if heap[0][3] != worker.version:"),
+    candidates("a worker keeps its score", "if heap[0].version != worker.version:"),
     candidates_story(
-        "the worst worker is chosen", "return score, worker.last_dispatch,", "return -score, worker.last_dispatch,"
+        "the worst worker is chosen",
+        "return Place(score, worker.last_dispatch,",
+        "return Place(-score, worker.last_dispatch,",
     ),
     candidates_story("no backlog waits to grow", "backlog.too_few_tasks = True"),
     candidates("a backlog of one task less suffices", "<= backlog.size or", "<= backlog.size + 1 or", seeds=5000),

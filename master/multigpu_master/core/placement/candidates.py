@@ -2,19 +2,30 @@
 
 from collections.abc import Collection
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from multigpu_master.core.model import Worker
 from multigpu_master.core.placement.obstacles import excluded_now, is_one_of, short_of_memory
 from multigpu_master.core.placement.resource_classes import Backlog
 from multigpu_master.core.workers.fleet import Fleet
 
-# (score, last_dispatch, worker_id, version, worker, obstacle). The worker with the lowest tuple gets the task. The
-# worker_id breaks ties, so that tuples never compare their Worker objects.
-Place = tuple[float, int, str, int, Worker, int]
-# Obstacles.
-NONE = 0
+# Why a worker may not get the tasks now.
+NO_OBSTACLE = 0
 EXCLUDED = 1
 NO_ROOM_FOR_MODEL = 2
+
+
+class Place(NamedTuple):
+    """A worker's place among the candidates: the lowest gets the task. The worker_id breaks ties, so that no two Worker
+    objects are compared.
+    """
+
+    score: float
+    last_dispatch: int
+    worker_id: str
+    version: int  # the worker's, when the place was computed
+    worker: Worker
+    obstacle: int
 
 
 class Candidates:
@@ -52,8 +63,8 @@ class Candidates:
         heap, fleet, backlog = self._heap, self._fleet, self._backlog
         strategy, shape = backlog.strategy, backlog.shape
         while heap:
-            worker = heap[0][4]
-            if heap[0][3] != worker.version:
+            worker = heap[0].worker
+            if heap[0].version != worker.version:
                 heappop(heap)
                 if worker in fleet.with_room:
                     self._rank(worker)
@@ -67,23 +78,23 @@ class Candidates:
     def _rank(self, worker: Worker) -> None:
         """Adds a worker to the heap, unless it may not get the backlog's tasks now."""
         place = self._places.get(worker)
-        if place is None or place[3] != worker.version:
+        if place is None or place.version != worker.version:
             place = self._places[worker] = self._place(worker)
-        if place[5] == NONE:
+        if place.obstacle == NO_OBSTACLE:
             heappush(self._heap, place)
-        elif place[5] == NO_ROOM_FOR_MODEL:
+        elif place.obstacle == NO_ROOM_FOR_MODEL:
             self._backlog.no_room_for_model = True
 
     def _place(self, worker: Worker) -> Place:
         fleet, strategy, shape = self._fleet, self._backlog.strategy, self._backlog.shape
-        score, obstacle = 0.0, NONE
+        score, obstacle = 0.0, NO_OBSTACLE
         if short_of_memory(worker, shape) is not None or strategy.excludes(shape, worker, fleet) is not None:
             obstacle = EXCLUDED
         elif fleet.models_by_id and fleet.model_block(worker, shape) is not None:
             obstacle = NO_ROOM_FOR_MODEL
         else:
             score = strategy.score(shape, worker, fleet)
-        return score, worker.last_dispatch, worker.worker_id, worker.version, worker, obstacle
+        return Place(score, worker.last_dispatch, worker.worker_id, worker.version, worker, obstacle)
 
 
 def workers_elsewhere(fleet: Fleet, backlog: Backlog, avoided: tuple[str, ...]) -> tuple[list[Worker], Worker | None]:
