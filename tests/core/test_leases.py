@@ -146,6 +146,15 @@ def test_an_adopted_lease_was_dispatched_before_it_began(state: ReportState) -> 
     assert (outcome.dispatch_s, outcome.start_s, outcome.finish_s) == (950.0, 950.0, 1001.0)
 
 
+def test_of_two_attempts_of_a_task_that_a_worker_reports_the_last_is_adopted() -> None:
+    """It had not yet ended the first, which had been revoked, when the master that granted both died."""
+    stage = Stage()
+    task = Task(Spec(kind="run", wait_for_worker=True), "", b"payload", submit_s=900.0, task_id=50)
+    stage.handle(ev.Recover([task], hold_until_s=1003.0))
+    stage.worker("w", [ev.HeldLease(59 + n, 50, n, running=True, granted_by_this_journal=True) for n in (1, 2)])
+    assert (lease_of(task).lease_id, task.attempts) == (61, 2)
+
+
 @pytest.mark.parametrize("start_s", [800.0, 2000.0])
 def test_the_stages_of_a_task_are_in_order_though_its_workers_clock_is_wrong(start_s: float) -> None:
     stage, task = leased()

@@ -99,6 +99,6 @@ ATTEMPTS = (
         "the first reported attempt of a task is adopted",
         "ours.sort(key=lambda h: -h.attempt)  # of several attempts of a task the last one counts",
         module="multigpu_master.core.workers.sessions",
-        seeds=5000,
+        checker="pytest",
     ),
 )

@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,30 +108,36 @@ def _start(engine: engines.Engine, spec: Spec) -> dict[str, Any]:
     with engines.engine_errors():
         cache_dir().mkdir(parents=True, exist_ok=True)
         _pull(engine, spec.image)
-        created: Future[Any] | None = None
-        # In a thread: Ctrl-C does not end the request, whose answer names the container to remove.
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                with _uninterrupted():
-                    created = pool.submit(engine.create, spec)
-                container = created.result()
-                container.start()
-                _wait(container, spec.port)
-            except BaseException:
-                if created is not None and created.exception() is None:
-                    _remove(created.result())
-                raise
+        container = None
+        try:
+            with _ctrl_c_deferred():
+                container = engine.create(spec)  # its answer names the container to remove
+            container.start()
+            _wait(container, spec.port)
+        except BaseException:
+            if container is not None:
+                _remove(container)
+            raise
         return engine.row(container)
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block: `submit` waits for its thread, which may have sent the request."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _ctrl_c_deferred() -> Iterator[None]:
+    """The first Ctrl-C in the block takes effect at its end. A second one takes effect at once."""
+    interrupted = False
+
+    def defer(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, defer)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _remove(container: Any) -> None:
