@@ -108,7 +108,3 @@ class Readings:
     def _variation(self, begin_s: float, end_s: float) -> float:
         powers = self._powers(begin_s, end_s)
         return max(powers) - min(powers)
-
-    def mean_watts(self, begin_s: float, end_s: float) -> Energy:
-        """Mean power, as energy for each second."""
-        return self.energy(begin_s, end_s).times(1 / (end_s - begin_s))

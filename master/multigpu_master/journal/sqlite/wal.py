@@ -37,7 +37,7 @@ class _Log:
 
     def __init__(self, data: bytes, page_bytes: int) -> None:
         magic, *_, salt1, salt2, sum1, sum2 = _HEADER.unpack_from(data)
-        self._data, self._page_bytes = data, page_bytes
+        self._data = data
         self._frame_bytes = _FRAME.size + page_bytes
         self._order = ">" if magic == _MAGIC_BIG_ENDIAN else "<"
         self._header_sums = sum1, sum2
