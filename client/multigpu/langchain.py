@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from typing import Any, Self, Unpack
 
 from multigpu import AsyncClient, Client
@@ -69,7 +68,7 @@ class MultiGpuEmbeddings(Embeddings):
     def _connect_lazily(self) -> None:
         self._lock = threading.Lock()
         self._client: Client | None = None
-        self._async_clients = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncClient]()
+        self._async_clients: dict[asyncio.AbstractEventLoop, AsyncClient] = {}
 
     def __repr__(self) -> str:
         return f"MultiGpuEmbeddings(model={self.model!r}, master={self.master!r})"
@@ -131,6 +130,8 @@ class MultiGpuEmbeddings(Embeddings):
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._async_clients:
+                for each in [each for each in self._async_clients if each.is_closed()]:
+                    del self._async_clients[each]
                 self._async_clients[loop] = AsyncClient(self.master, connect_timeout_s=self.connect_timeout_s)
             return self._async_clients[loop]
 

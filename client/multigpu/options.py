@@ -165,8 +165,7 @@ def filter_of(filters: TaskFilter) -> task_service_pb2.TaskFilter:
     wanted: dict[str, Any] = dict(filters)
     for name in ("submitted_after", "submitted_before"):
         if (instant := wanted.pop(name, None)) is not None:
-            wanted[name] = Timestamp()
-            wanted[name].FromDatetime(_aware(instant))
+            wanted[name] = timestamp_of(instant)
     for name, cls in (("states", TaskState), ("outcomes", OutcomeState)):
         if name in wanted:
             wanted[name] = tuple(wanted[name])
@@ -314,19 +313,25 @@ def _set(spec: task_pb2.TaskSpec, name: str, value: Any) -> None:
     elif name in _DURATIONS:
         getattr(spec, _DURATIONS[name]).CopyFrom(to_proto_duration(value))
     elif name == "deadline":
-        spec.deadline.FromDatetime(_aware(value))
+        spec.deadline.CopyFrom(timestamp_of(value))
     else:
         assert name == "ephemeral", name
         spec.durability = task_pb2.DURABILITY_EPHEMERAL if value else task_pb2.DURABILITY_DURABLE
 
 
-def _aware(value: Any) -> datetime:
+def timestamp_of(value: Any) -> Timestamp:
+    """ValueError: it is no datetime, has no time zone, or lies outside the years 1 to 9999 in UTC."""
     if not isinstance(value, datetime):
         wrong = "it is no datetime; use datetime.now(UTC) + timedelta(…), or for seconds run_timeout_s"
         raise ValueError(wrong)  # noqa: TRY004  as for any other value
     if value.tzinfo is None:
         raise ValueError("it has no time zone; use datetime.now(UTC) + timedelta(…)")
-    return value
+    found = Timestamp()
+    try:
+        found.FromDatetime(value)
+    except OverflowError:
+        raise ValueError("it is outside the years 1 to 9999 in UTC") from None
+    return found
 
 
 def _check_name(name: str, kind: str) -> None:

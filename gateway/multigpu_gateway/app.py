@@ -1,13 +1,16 @@
 """The ASGI application: routes, callers, errors."""
 
 import asyncio
+import ipaddress
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import structlog
 from multigpu import errors
+from multigpu._transport.credentials import is_loopback
 from multigpu.config.config import GatewayConfig
 
 from multigpu_gateway import apidocs, dashboard, openai, rerank, rest, tei
@@ -43,6 +46,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
+        self._on_this_host = is_loopback(config.http)
         self.clients = Clients(config)
         self.metrics = Metrics()
         self.inference = Inference(config)
@@ -85,7 +89,10 @@ class Gateway:
                 serve = _method_of(route, request)
                 if name not in dashboard.ROUTES:  # its forms have a check and a page of their own
                     _check_site(request)
-                async with self.clients.of(route.token_of(request)) as connected:
+                token = route.token_of(request)
+                if self._on_this_host and not token:
+                    _check_host(request)
+                async with self.clients.of(token) as connected:
                     await serve(request, connected)
         except DisconnectedError:
             return name, HUNG_UP
@@ -99,8 +106,9 @@ class Gateway:
         except Exception:
             log.exception("a request failed", method=request.method, path=request.path)
             failure = HttpError(INTERNAL, "the gateway failed: its log says why", code="internal_error")
-        if request.responded:  # an answer can't be taken back
-            raise failure
+        if request.responded:  # it can't be taken back: the server closes the connection, so that the reader notices
+            log.warning("an answer broke off", method=request.method, path=request.path, reason=failure.message)
+            return failure.status
         await request.respond(failure.status, msgspec.json.encode(error_body(failure)), headers=failure.headers)
         return failure.status
 
@@ -135,6 +143,22 @@ def _check_site(request: Request) -> None:
         raise HttpError(
             FORBIDDEN, "pages of other sites may only read here: send it from a program, or from the gateway's pages"
         )
+
+
+def _check_host(request: Request) -> None:
+    """HttpError: Host is a name of another host. A browser sends it for a page of that name whose owner has changed
+    the name's address to this host's (DNS rebinding): it takes the page and the gateway for one site.
+    """
+    host = request.header(b"host")
+    try:
+        name = urlsplit(f"//{host}").hostname or "localhost"
+        if name != "localhost" and not name.endswith(".localhost"):
+            ipaddress.ip_address(name)
+    except ValueError:
+        raise HttpError(
+            FORBIDDEN,
+            f"Host is {host}, and this gateway serves its own host: send a token, or Host: localhost from a proxy",
+        ) from None
 
 
 def _method_of(route: Route, request: Request) -> Serve:

@@ -21,9 +21,13 @@ async def send_events(
     request: Request, events: AsyncGenerator[bytes, None], error_of: Callable[[HttpError], bytes], end: bytes
 ) -> None:
     """Answers with these events, and `end` after the last one. An error before the first event is raised, so that the
-    answer has its status, unless it has begun by then; a later one is an event.
+    answer has its status, unless it has begun by then; a later one is an event. HEAD gets the status 200.
     """
     async with aclosing(events), request.while_connected(events=True):
+        if request.method == "HEAD":
+            await request.begin_events()
+            await request.write(b"", more=False)
+            return
         try:
             async for data in events:
                 await request.begin_events()

@@ -14,7 +14,7 @@ from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai.errors import error_body
 from multigpu_gateway.routes import Operation, Route
-from multigpu_gateway.tasks import TASK_HEADERS, TaskSettings, all_of
+from multigpu_gateway.tasks import TASK_HEADERS, TaskSettings, all_of, check_copies
 
 KIND = "rerank"
 # Documents of one request, and of one of its tasks: a long list is spread over the workers.
@@ -53,6 +53,7 @@ async def _rerank(request: Request, connected: Connected) -> None:
     options = TaskSettings(request, asked.model).each()
     run = connected.client.run
     parts = [texts[at : at + TASK_DOCUMENTS] for at in range(0, len(texts), TASK_DOCUMENTS)]
+    check_copies("query", len(asked.query.encode()), len(parts))
     payloads = [_payload(asked.query, part) for part in parts]
     each = zip(parts, payloads, options, strict=False)
     async with request.while_connected():

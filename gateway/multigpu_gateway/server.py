@@ -12,20 +12,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 # Of one request's headers; and how long they may take to arrive.
 HEADER_BYTES_MAX = 64 << 10
 HEADER_TIMEOUT_S = 30.0
+# How long a reader may take none of what is written.
+READER_TIMEOUT_S = 60.0
 KEEP_ALIVE_S = 75
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection that is closed if the headers of a request are too large or too slow."""
+    """A connection that is closed if the headers of a request are too large or too slow, or if its reader stalls."""
 
     # Beside the attributes of HttpToolsProtocol: with more of those, CPython makes a larger dict for each connection.
-    __slots__ = ("_header_bytes", "_header_timer")
+    __slots__ = ("_header_bytes", "_header_timer", "_reader_timer")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Bytes of the next request's headers, which may come while a request is served; None: a body is coming.
         self._header_bytes: int | None = 0
         self._header_timer: asyncio.TimerHandle | None = None
+        # Runs while more is written than the transport wants to hold.
+        self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -33,7 +37,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_reader_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._expect_reader()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stop_reader_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._header_bytes is not None:
@@ -60,6 +73,21 @@ class LimitedProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._header_timer = None
         self.transport.close()
+
+    def _expect_reader(self) -> None:
+        unread_bytes = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(READER_TIMEOUT_S, self._check_reader, unread_bytes)
+
+    def _check_reader(self, unread_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < unread_bytes:
+            self._expect_reader()
+        else:
+            self.transport.abort()  # `close` would wait for the reader
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from multigpu_gateway.errors import BAD_REQUEST, HttpError
+from multigpu_gateway.errors import BAD_REQUEST, TOO_LARGE, HttpError
 
 T = TypeVar("T")
 IDEMPOTENCY_KEY = b"idempotency-key"
@@ -12,6 +12,8 @@ QUEUE, PRIORITY, DURABLE = b"x-multigpu-queue", b"x-multigpu-priority", b"x-mult
 TASK_HEADERS = (IDEMPOTENCY_KEY, QUEUE, PRIORITY, DURABLE)
 # Longer ones are no keys.
 _KEY_CHARACTERS_MAX = 200
+# Bytes that the tasks of a request may have in common, each a copy: a small request must not fill the memory.
+COPIES_BYTES_MAX = 64 << 20
 
 
 class Call(Protocol):
@@ -53,6 +55,16 @@ class TaskSettings:
             key = f"{self.key}:{number}" if self.key and number else self.key
             yield self.options | ({"request_id": key} if key else {})
             number += 1
+
+
+def check_copies(param: str, size_bytes: int, tasks: int) -> None:
+    """HttpError: `size_bytes` of a field, which each of the request's tasks gets, are too many in all."""
+    if size_bytes * (tasks - 1) > COPIES_BYTES_MAX:
+        message = (
+            f"{param}: its {size_bytes:,} bytes go to each of {tasks} tasks, more than {COPIES_BYTES_MAX:,} bytes in "
+            "all: make it shorter, or send several requests"
+        )
+        raise HttpError(TOO_LARGE, message, param=param)
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -111,9 +111,13 @@ class Webhooks:
 
     async def _deliver(self, http: httpx2.AsyncClient, outcome: Outcome) -> None:
         """Sends an outcome until the receiver has taken it. _GoneError: it wants none."""
-        name, body = str(outcome.task_id), msgspec.json.encode(outcome_dict(outcome))
+        # A task that is requeued has another outcome.
+        name = f"{outcome.task_id}-{outcome.message.stages.finish_time.ToNanoseconds()}"
+        body = msgspec.json.encode(outcome_dict(outcome))
         while reason := await self._send(http, name, body):
-            log.warning("an outcome was not taken", url=self._config.webhook_url, task_id=name, reason=reason)
+            log.warning(
+                "an outcome was not taken", url=self._config.webhook_url, task_id=str(outcome.task_id), reason=reason
+            )
             await self._pause()
         self._failures = 0
 

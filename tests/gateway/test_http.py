@@ -48,6 +48,7 @@ def test_metrics_count_requests(gateway: GatewayProcess) -> None:
         ("POST", "/v1/embeddings", b'{"input": "x"}', 400, "missing required field `model`"),
         ("POST", "/v1/embeddings", b'{"input": 1e999, "model": "m"}', 400, ""),
         ("POST", "/v1/chat/completions", b'{"model": "m", "messages": [{}]}', 400, "messages[0]: Object missing"),
+        ("GET", f"/v1/batches?limit={'9' * 5000}", None, 400, "1 to 100"),
     ],
 )
 def test_wrong_requests_get_their_status(
@@ -75,6 +76,19 @@ def test_pages_of_other_sites_change_nothing(gateway: GatewayProcess, site: str,
     assert gateway.call("GET", "/v1/workers", headers=headers)[0].status == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:80", 200), ("a.localhost", 200), ("[::1]:80", 200), ("10.0.0.1", 200), ("evil.example:80", 403)],
+)
+def test_a_page_whose_name_leads_to_this_host_reads_nothing(gateway: GatewayProcess, host: str, status: int) -> None:
+    """A browser takes such a page and the gateway for one site (DNS rebinding)."""
+    headers = {"Host": host, "Sec-Fetch-Site": "same-origin"}
+    for method, path, asked in (("GET", "/v1/workers", None), ("POST", "/embed", {"inputs": []}), ("GET", "/", None)):
+        response, body = gateway.call(method, path, asked, headers)
+        assert (response.status == 403) == (status == 403)
+        assert status == 200 or "send a token" in str(body)
+
+
 def test_a_missing_field_is_named_and_a_compressed_body_is_no_json(gateway: GatewayProcess) -> None:
     _, body = gateway.call("POST", "/v1/embeddings", {"input": "x"})
     assert body["error"]["param"] == "model"
@@ -96,7 +110,7 @@ def test_a_body_has_a_limit(fleet: Fleet, tmp_path: Path) -> None:
         response, body = small.call("POST", "/v1/embeddings", large)
         assert response.status == 413
         assert "the limit is 4,096 bytes" in body["error"]["message"]
-        head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         answer = talk(small, head + b"%x\r\n%s\r\n" % (len(large), large))
         assert answer.startswith(b"HTTP/1.1 413 ")
 
@@ -120,10 +134,13 @@ def talk(gateway: GatewayProcess, data: bytes, timeout_s: float = 20.0) -> bytes
     [
         (b"\x16\x03\x01\x02\x00\x01\x00", b"HTTP/1.1 400 "),  # TLS
         (b"nonsense\r\n\r\n", b"HTTP/1.1 400 "),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"y" * 100_000, b""),  # headers without an end
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * 100_000, b""),  # headers without an end
         (b"GET /" + b"y" * 100_000, b""),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", b"HTTP/1.1 400 "),
-        (b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"HTTP/1.1 400 "),
+        (
+            b"GET /health HTTP/1.1\r\nHost: ::\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+            b"HTTP/1.1 400 ",
+        ),
+        (b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", b"HTTP/1.1 400 "),
     ],
 )
 def test_what_is_no_http_is_rejected_and_harms_nobody(gateway: GatewayProcess, data: bytes, begins: bytes) -> None:
@@ -137,7 +154,7 @@ def test_a_peer_that_leaves_in_the_middle_of_a_body_harms_nobody(gateway: Gatewa
     host, _, port = gateway.address.rpartition(":")
     for _ in range(20):
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: ::\r\nContent-Length: 100\r\n\r\n{")
     until(lambda: 'route="/v1/embeddings",status="499"' in gateway.call("GET", "/metrics")[1], 10)
     assert "mgpu_gateway_open_requests 1.0" in gateway.call("GET", "/metrics")[1]
 
@@ -145,7 +162,7 @@ def test_a_peer_that_leaves_in_the_middle_of_a_body_harms_nobody(gateway: Gatewa
 def test_requests_of_one_connection_are_answered_in_order(gateway: GatewayProcess) -> None:
     host, _, port = gateway.address.rpartition(":")
     with socket.create_connection((host, int(port)), 20) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = b""
         while answer.count(b"HTTP/1.1 ") < 2:
             part = connection.recv(65_536)
@@ -177,7 +194,7 @@ def test_a_stop_lets_a_request_end(fleet: Fleet, tmp_path: Path) -> None:
     with GatewayProcess(tmp_path, fleet.address) as stopped:
         host, _, port = stopped.address.rpartition(":")
         with socket.create_connection((host, int(port)), 20) as connection:
-            connection.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
+            connection.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{")
             time.sleep(0.3)
             stopped.daemon.process.terminate()
             time.sleep(0.3)
@@ -200,7 +217,7 @@ def test_a_stop_ends_requests_that_wait_after_its_time(fleet: Fleet, tmp_path: P
         host, _, port = stopped.address.rpartition(":")
         with fleet.client() as client, socket.create_connection((host, int(port)), 20) as connection:
             waiting = client.submit("sleep", b"60")
-            connection.sendall(f"GET /v1/tasks/{waiting.id}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            connection.sendall(f"GET /v1/tasks/{waiting.id}?wait=60 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             until(lambda: "mgpu_gateway_open_requests 2.0" in stopped.call("GET", "/metrics")[1], 10)
             assert stopped.daemon.stop() == 0
             assert connection.recv(65_536).startswith(b"HTTP/1.1 503 ")
@@ -211,7 +228,7 @@ def test_headers_are_limited_while_another_request_is_served(gateway: GatewayPro
     host, _, port = gateway.address.rpartition(":")
     with fleet.client() as client, socket.create_connection((host, int(port)), 20) as connection:
         waiting = client.submit("sleep", b"60")
-        connection.sendall(f"GET /v1/tasks/{waiting.id}?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        connection.sendall(f"GET /v1/tasks/{waiting.id}?wait=60 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         until(lambda: "mgpu_gateway_open_requests 2.0" in gateway.call("GET", "/metrics")[1], 10)
         with contextlib.suppress(ConnectionError):
             connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"y" * 300_000)

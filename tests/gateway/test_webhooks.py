@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from multigpu import AdminClient
 from multigpu.cli.security import authority
 from multigpu.config.config import ConfigError, GatewayConfig
 from multigpu_gateway import webhooks
@@ -55,7 +56,7 @@ class Receiver:
         self.attempts.append(handler.headers["webhook-id"])
         try:
             outcome = Webhook(SECRET).verify(body, dict(handler.headers))
-            assert handler.headers["webhook-id"] == outcome["task_id"]
+            assert handler.headers["webhook-id"].partition("-")[0] == outcome["task_id"]
             assert handler.headers["content-type"] == "application/json"
         except Exception as error:
             self.wrong.append(repr(error))
@@ -204,6 +205,17 @@ def test_a_receiver_that_is_away_gets_all_when_it_is_back(fleet: Fleet, tmp_path
         assert gateway.daemon.stop() == 0
         assert time.monotonic() - begin < 10
     assert not receiver.wrong
+
+
+def test_the_outcome_of_a_requeued_task_has_another_id(fleet: Fleet, tmp_path: Path, receiver: Receiver) -> None:
+    """A receiver that ignores the ids that it has had, as the standard says, ignored it."""
+    with process(tmp_path, fleet, receiver, webhook_queue="again") as gateway, AdminClient(fleet.address) as admin:
+        task_id = submit(gateway, kind="fail", payload=1, queue="again", attempts_max=1)
+        until(lambda: len(receiver.taken) == 1, 20)
+        admin.requeue_dead_letters([int(task_id)])
+        until(lambda: len(receiver.taken) == 2, 20)
+    assert receiver.ids == [task_id]
+    assert len(set(receiver.attempts)) == 2
 
 
 def test_gone_ends_webhooks_and_nothing_else(fleet: Fleet, tmp_path: Path, receiver: Receiver) -> None:

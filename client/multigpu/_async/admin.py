@@ -28,7 +28,7 @@ from multigpu.fleet import (
     Worker,
     WorkerState,
 )
-from multigpu.options import USAGE_KEYS, to_proto_duration
+from multigpu.options import USAGE_KEYS, timestamp_of, to_proto_duration
 from multigpu.task import Task
 from multigpu.v1 import admin_service_pb2 as admin
 
@@ -64,15 +64,16 @@ class AsyncAdminClient(AsyncBaseClient):
     ) -> UsageReport:
         """Device time and energy of tasks in a period, summed by these of "queue", "submitter" (the name of a token),
         "kind" and "model"; the largest device time first. `begin`: default 24 hours before `end`; `end`: default now.
-        InvalidRequestError: the period ends before it begins. ValueError: `by` has another name.
+        InvalidRequestError: the period ends before it begins. ValueError: `by` has another name, or an instant has no
+        time zone.
         """
         if unknown := [name for name in by if name not in USAGE_KEYS]:
             raise ValueError(f"usage can't be summed by {unknown[0]!r}; use some of {', '.join(USAGE_KEYS)}")
         request = admin.GetUsageRequest(group_by=[f"USAGE_KEY_{name.upper()}" for name in by])
         if begin is not None:
-            request.begin_time.FromDatetime(begin)
+            request.begin_time.CopyFrom(timestamp_of(begin))
         if end is not None:
-            request.end_time.FromDatetime(end)
+            request.end_time.CopyFrom(timestamp_of(end))
         return UsageReport.of(await self._core.admin("GetUsage", request))
 
     # Workers.

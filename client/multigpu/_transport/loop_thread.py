@@ -18,12 +18,16 @@ class LoopThread:
         self.loop = _new_loop()
         self.loop.set_exception_handler(_handle)
         self._pid = os.getpid()
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        # Before the last tasks are cancelled: what is scheduled after it is rejected, and what was before runs once.
+        self._ended = True
+        self.loop.run_until_complete(_cancel_tasks())
         self.loop.close()
 
     @property
@@ -42,35 +46,47 @@ class LoopThread:
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            raise ClientClosedError("this client is closed; make a new one") from None
+            raise _closed() from None
+        if self._ended:
+            raise _closed()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Runs the coroutine on the event loop. ClientClosedError: the loop has ended."""
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError:
             coroutine.close()
-            raise ClientClosedError("this client is closed; make a new one") from None
+            raise _closed() from None
+        if self._ended:
+            raise _closed()
+        return future
 
     def finish(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs a last coroutine, cancels what still runs, and ends the loop and its thread."""
-        ended = self.submit(_finish(last))
+        ended = self.submit(_stop_after(last))
         if threading.current_thread() is self._thread:
             return  # called by the garbage collector on the loop's thread, which can't wait for itself
         ended.result()
         self._thread.join()
 
 
-async def _finish(last: Coroutine[Any, Any, None]) -> None:
+def _closed() -> ClientClosedError:
+    return ClientClosedError("this client is closed; make a new one")
+
+
+async def _stop_after(last: Coroutine[Any, Any, None]) -> None:
     try:
         await last
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
     finally:
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.stop)  # after the callbacks of this coroutine's end
+
+
+async def _cancel_tasks() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

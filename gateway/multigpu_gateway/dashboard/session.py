@@ -40,7 +40,8 @@ def _page(target: str, problem: str, status: int = 200) -> Page:
 
 def _local(target: str) -> str:
     """Where to go after signing in: a page of this gateway."""
-    return target if target == "/" or target.startswith(("/?", "/ui/")) else "/"
+    local = target == "/" or target.startswith(("/?", "/ui/"))
+    return target if local and target.isascii() and target.isprintable() else "/"
 
 
 def _cookie(request: Request, token: str) -> Headers:

@@ -36,6 +36,8 @@ TYPED = {
     "FP32": ("fp32_contents", "float32"),
     "FP64": ("fp64_contents", "float64"),
 }
+# NumPy's limit.
+DIMENSIONS_MAX = 64
 _LENGTH = struct.Struct("<I")
 
 
@@ -108,7 +110,7 @@ def inputs_of(request: pb.ModelInferRequest, raw: Sequence[bytes]) -> dict[str, 
             raise wrong(given.name, "it is there twice")
         if raw and given.HasField("contents"):
             raise wrong(given.name, "it has contents, and there are raw_input_contents: send either")
-        _check_type(given)
+        _check(given)
         shape = tuple(given.shape)
         if min(shape, default=0) < 0:
             raise wrong(given.name, f"{list(shape)} is no shape")
@@ -132,14 +134,17 @@ def _reject_parameters(name: str, parameters: Iterable[str]) -> None:
         raise wrong(name, f"the parameter {unknown[0]!r} is not served: leave it out")
 
 
-def _check_type(given: pb.ModelInferRequest.InferInputTensor) -> None:
+def _check(given: pb.ModelInferRequest.InferInputTensor) -> None:
+    """HttpError: its type is unknown, or it has too many dimensions: their product may be a number of any length."""
+    if len(given.shape) > DIMENSIONS_MAX:
+        raise wrong(given.name, f"it has {len(given.shape):,} dimensions: at most {DIMENSIONS_MAX}")
     if given.datatype != BYTES and given.datatype not in NUMPY_NAMES:
         raise wrong(given.name, f"no type {given.datatype!r}: known are {', '.join((*NUMPY_NAMES, BYTES))}")
 
 
 def _field_of(given: pb.ModelInferRequest.InferInputTensor) -> tuple[str, str]:
     """See TYPED."""
-    _check_type(given)
+    _check(given)
     if given.datatype == BYTES:
         return "bytes_contents", ""
     if given.datatype not in TYPED:
@@ -163,8 +168,8 @@ def set_contents(given: pb.ModelInferRequest.InferInputTensor, values: Sequence[
 def data_of(given: pb.ModelInferRequest.InferInputTensor) -> bytes:
     """The contents of an input as bytes. HttpError: they are of another type, or too many."""
     contents = given.contents
-    count = math.prod(given.shape)
     field, element = _field_of(given)
+    count = math.prod(given.shape)
     if others := [each.name for each, _ in contents.ListFields() if each.name != field]:
         raise wrong(given.name, f"{given.datatype} is to be in {field}, and not in {others[0]}")
     values = getattr(contents, field)

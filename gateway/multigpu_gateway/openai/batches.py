@@ -181,7 +181,7 @@ async def _list(request: Request, client: AsyncClient) -> dict[str, Any]:
     """The batches, the newest first. `limit` and `after` as OpenAI has them."""
     query = request.query
     limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit) <= LIST_MAX:
+    if not limit.isdecimal() or len(limit) > len(str(LIST_MAX)) or not 1 <= int(limit) <= LIST_MAX:
         raise HttpError(BAD_REQUEST, f"limit is {limit!r}: 1 to {LIST_MAX}", param="limit")
     found: list[dict[str, Any]] = []
     more, after = False, query.get("after", "")

@@ -114,7 +114,7 @@ def shortened(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[n
     return found
 
 
-def _written(row: NDArray[np.float32], encoding_format: str) -> str | list[float]:
+def _written(row: NDArray[np.float32], encoding_format: str | None) -> str | list[float]:
     if encoding_format == "base64":
         return base64.b64encode(row.astype("<f4", copy=False).tobytes()).decode()
     numbers: list[float] = row.tolist()

@@ -13,7 +13,7 @@ Input = str | list[str | int | list[int]]
 class EmbeddingsRequest(msgspec.Struct):
     input: Input
     model: str
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
 

@@ -8,6 +8,7 @@ from multigpu.v1 import generate_pb2
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.openai.embeddings import texts_or_tokens
 from multigpu_gateway.openai.requests import ChatRequest, CompletionRequest, Message, Sampled
+from multigpu_gateway.tasks import check_copies
 
 CHOICES_MAX = 128
 TOP_LOGPROBS_MAX = 20
@@ -96,6 +97,7 @@ def _choices(asked: Sampled, messages: list[generate_pb2.GeneratePayload]) -> li
     n = 1 if asked.n is None else asked.n
     if not 1 <= n * len(messages) <= CHOICES_MAX:
         raise _reject("n", f"a request has 1 to {CHOICES_MAX} answers, and this one {n * len(messages)}")
+    check_copies("n", sum(message.ByteSize() for message in messages), n)
     payloads = []
     for message in messages:
         for number in range(n):

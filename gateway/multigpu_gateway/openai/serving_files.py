@@ -1,6 +1,9 @@
 """The routes below /v1/files."""
 
 import asyncio
+import contextlib
+import math
+import tempfile
 import time
 import uuid
 from typing import Any
@@ -11,7 +14,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from multigpu_gateway.clients import Connected
-from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, TOO_LARGE, HttpError
+from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, TOO_LARGE, UNAVAILABLE, HttpError
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai import batches
 from multigpu_gateway.openai.files import (
@@ -39,10 +42,10 @@ async def upload(request: Request, connected: Connected) -> None:
     """Stores a file of a batch's requests."""
     if request.path.rstrip("/") != PATH:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
-    body = _Upload(connected.client, request.header(b"content-type"))
-    async for data in request.parts(FILE_BYTES_MAX):
-        await body.take(data)
-    info = await body.end()
+    with contextlib.closing(_Upload(connected.client, request.header(b"content-type"))) as body:
+        async for data in request.parts(FILE_BYTES_MAX):
+            await body.take(data)
+        info = await body.end()
     await request.respond(200, msgspec.json.encode(info.as_dict()))
 
 
@@ -106,7 +109,8 @@ class _Upload:
         self._filename: str | None = None
         self._in_file = False
         self._content = bytearray()
-        self._size = self._chunks = 0
+        # Nothing is stored in the master until the body is whole: it can't be deleted there.
+        self._received = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed by close()
         self._field_count = self._field_bytes = 0
         self._ended = False
 
@@ -116,30 +120,51 @@ class _Upload:
             self._parser.write(data)
         except FormParserError as error:
             raise HttpError(BAD_REQUEST, f"the body is not multipart/form-data: {error}") from None
-        while len(self._content) >= CHUNK_BYTES:
-            await self._store(bytes(self._content[:CHUNK_BYTES]))
-            del self._content[:CHUNK_BYTES]
+        if len(self._content) >= CHUNK_BYTES:
+            await self._keep()
 
     async def end(self) -> FileInfo:
-        """Keeps the rest and the description. HttpError: a field or the end is missing, or a field is wrong."""
+        """Stores the chunks and then the description. HttpError: a field or the end is missing, or a field is wrong."""
         if not self._ended:
             raise HttpError(BAD_REQUEST, "the body has no closing boundary: its end is missing")
         if self._filename is None:
             raise HttpError(BAD_REQUEST, "the field file is missing", param="file")
+        purpose = self._purpose()
+        await self._keep()
+        size = self._received.tell()
+        self._received.seek(0)
+        chunks = max(1, math.ceil(size / CHUNK_BYTES))
+        for number in range(chunks):
+            chunk = await asyncio.to_thread(self._received.read, CHUNK_BYTES)
+            await store(self._client, f"{self.id}:{number}", chunk)
+        info = FileInfo(self.id, size, int(time.time()), self._filename, purpose, chunks)
+        await store(self._client, self.id, msgspec.json.encode(info))
+        return info
+
+    def close(self) -> None:
+        """Deletes what was received."""
+        self._received.close()
+
+    async def _keep(self) -> None:
+        """Writes the received bytes of the file to the temporary file. HttpError: they can't be written."""
+        data, self._content = self._content, bytearray()
+        try:
+            written = await asyncio.to_thread(self._received.write, data)
+        except OSError as error:
+            written, reason = 0, f": {error.strerror}"
+        else:
+            reason = ""
+        if written < len(data):
+            message = f"the gateway's folder for temporary files ({tempfile.gettempdir()}) can't hold the file{reason}"
+            raise HttpError(UNAVAILABLE, message)
+
+    def _purpose(self) -> str:
+        """The field purpose. HttpError: it is another one than those that are served."""
         purpose = bytes(self._fields.get(b"purpose", b"")).decode("utf-8", "replace")
         if purpose not in PURPOSES:
             message = f"purpose is {purpose!r}: this server keeps files for {' or '.join(PURPOSES)}"
             raise HttpError(BAD_REQUEST, message, param="purpose")
-        if self._content or not self._chunks:
-            await self._store(bytes(self._content))
-        info = FileInfo(self.id, self._size, int(time.time()), self._filename, purpose, self._chunks)
-        await store(self._client, self.id, msgspec.json.encode(info))
-        return info
-
-    async def _store(self, chunk: bytes) -> None:
-        await store(self._client, f"{self.id}:{self._chunks}", chunk)
-        self._chunks += 1
-        self._size += len(chunk)
+        return purpose
 
     # Called by the parser.
 
@@ -166,7 +191,11 @@ class _Upload:
         name = self._disposition.get(b"name", b"")
         self._in_file = name == b"file"
         if self._in_file:
+            if self._filename is not None:
+                raise HttpError(BAD_REQUEST, "the form has two fields file: send one in each request", param="file")
             self._filename = self._disposition.get(b"filename", b"file").decode("utf-8", "replace")
+            if b"purpose" in self._fields:  # OpenAI's client sends it first
+                self._purpose()
         self._field = self._fields[name] = bytearray()
 
     def _data(self, data: bytes, start: int, end: int) -> None:

@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -27,7 +27,20 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-class TaskRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _Timed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """HttpError: an instant is outside the years 1 to 9999 in UTC."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            instant = getattr(self, name)
+            try:
+                if isinstance(instant, datetime):
+                    instant.astimezone(UTC)
+            except OverflowError:
+                raise wrong(name, "it is outside the years 1 to 9999 in UTC") from None
+
+
+class TaskRequest(_Timed):
     """A task to submit. UNSET: the master's default."""
 
     kind: Annotated[str, Meta(min_length=1)]
@@ -95,7 +108,7 @@ class OutcomesQuery(msgspec.Struct, forbid_unknown_fields=True):
     kind: str = ""
 
 
-class UsageQuery(msgspec.Struct, forbid_unknown_fields=True):
+class UsageQuery(_Timed):
     """`by`: names with commas between them."""
 
     by: str = "queue"
@@ -111,7 +124,7 @@ class UsageQuery(msgspec.Struct, forbid_unknown_fields=True):
         return names
 
 
-class ListQuery(msgspec.Struct, forbid_unknown_fields=True):
+class ListQuery(_Timed):
     """`state`, `outcome`: names with commas between them."""
 
     state: str = ""

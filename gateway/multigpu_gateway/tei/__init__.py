@@ -137,7 +137,7 @@ async def _below(request: Request, connected: Connected) -> None:
     if not model or name not in OPERATIONS:
         model, name = path, ""
     methods = OPERATIONS[name]
-    operation = methods.get(request.method)
+    operation = methods.get("GET" if request.method == "HEAD" else request.method)
     if operation is None:
         raise not_allowed(request.path, request.method, *methods)
     await _answer(operation, request, connected, model)

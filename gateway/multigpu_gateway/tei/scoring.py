@@ -7,6 +7,7 @@ import msgspec
 from multigpu.v1 import classify_pb2, rerank_pb2
 
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
+from multigpu_gateway.tasks import check_copies
 from multigpu_gateway.tei.call import TASK_INPUTS, Answer, Call, Truncated, check_count
 from multigpu_gateway.tei.errors import backend_error
 
@@ -41,6 +42,7 @@ async def rerank(call: Call, asked: RerankRequest) -> Answer:
     asked.check()
     check_count(len(asked.texts), "texts")
     parts = [asked.texts[at : at + TASK_INPUTS] for at in range(0, len(asked.texts), TASK_INPUTS)]
+    check_copies("query", len(asked.query.encode()), len(parts))
     fixed: dict[str, Any] = {"query": asked.query, "raw_scores": asked.raw_scores, "count_tokens": True}
     payloads = [(rerank_pb2.RerankPayload(documents=part, **fixed).SerializeToString(), len(part)) for part in parts]
     results = [rerank_pb2.RerankResult.FromString(result) for result in await call.run(RERANK, payloads)]

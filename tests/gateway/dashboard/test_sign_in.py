@@ -57,6 +57,13 @@ def test_a_cookie_opens_pages_and_no_other_route(
     )
 
 
+def test_cookies_of_other_programs_of_the_host_do_no_harm(visitor: Visitor, secured: SecuredFleet) -> None:
+    """Browsers send them here too, also those that are no cookies by the standard: http.cookies reads none of all."""
+    sign_in(visitor, secured.admin_token)
+    cookies = f'prefs={{"dark": true}}; a[0]=1; {visitor.cookie}; b="'
+    assert visitor.gateway.call("GET", "/", headers={"cookie": cookies})[0].status == 200
+
+
 def test_a_wrong_token_is_told_so(visitor: Visitor) -> None:
     response, page = visitor.post("/ui/sign-in", token="what; Path=/evil", next="/")
     assert (response.status, response.headers["set-cookie"]) == (401, None)
@@ -67,7 +74,7 @@ def test_a_wrong_token_is_told_so(visitor: Visitor) -> None:
 
 
 def test_signing_in_leads_to_no_other_site(visitor: Visitor, secured: SecuredFleet) -> None:
-    for target in ("https://evil.example/", "//evil.example", "/\\evil.example", "javascript:alert(1)"):
+    for target in ("https://evil.example/", "//evil.example", "/\\evil.example", "javascript:alert(1)", "/ui/\r\nX: y"):
         response, _ = visitor.post("/ui/sign-in", token=secured.admin_token, next=target)
         assert response.headers["location"] == "/"
 

@@ -129,6 +129,7 @@ def test_wrong_inputs_are_named(client: Any) -> None:
         (lambda r: r.parameters["timeout"].__setattr__("string_param", "1"), "timeout is '1'"),
         (lambda r: r.ClearField("inputs"), "there are 0 inputs and 2 raw_input_contents"),
         (lambda r: r.ClearField("model_name"), "model_name is missing"),
+        (lambda r: r.inputs[0].shape.extend([1] * 63), "it has 65 dimensions: at most 64"),
     ],
 )
 def test_a_request_that_contradicts_itself_is_rejected(client: Any, change: Any, why: str) -> None:

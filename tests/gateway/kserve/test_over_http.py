@@ -139,6 +139,7 @@ def test_vectors_and_texts_are_those_of_grpc(http: Any, client: Any) -> None:
         ({"inputs": [X_JSON | {"datatype": "FP8"}]}, "no type 'FP8'"),
         ({"inputs": [X_JSON | {"shape": [-2, 3]}]}, "and the shape [-2, 3]"),
         ({"inputs": [X_JSON | {"shape": [1 << 70]}]}, ""),
+        ({"inputs": [X_JSON | {"shape": [(1 << 63) - 1] * 20_000}]}, "it has 20,000 dimensions: at most 64"),
         ({"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 3]}]}, "neither data nor binary_data_size"),
         ({"inputs": [X_JSON | {"parameters": {"binary_data_size": 4}}]}, "binary_data_size is 4, and 0 bytes are left"),
         ({"inputs": [X_JSON | {"parameters": {"shared_memory_region": "s"}}]}, "'shared_memory_region' is not served"),
@@ -160,6 +161,7 @@ def test_a_wrong_request_is_named(gateway: GatewayProcess, body: Any, why: str) 
         (None, [24, 16], "is 24, and 0 bytes are left"),
         ("x", [24, 16], "make it the size of the JSON"),
         ("9999", [24, 16], "make it the size of the JSON"),
+        ("9" * 5000, [24, 16], "make it the size of the JSON"),
         ("", [24, 17], "is 17, and 16 bytes are left"),
         ("", [24, -1], "is -1, and 16 bytes are left"),
         ("", [24, True], "is True, and 16 bytes are left"),
@@ -185,6 +187,7 @@ def test_bytes_that_do_not_fit_are_named(
 
 def test_other_errors_have_tritons_form(gateway: GatewayProcess, http: Any) -> None:
     assert failure(http.infer, "nobody", scale()) == ("404", "there is no model 'nobody'")
+    http.infer("scale", scale())  # the inputs of a model are known once a worker has loaded it
     code, text = failure(http.infer, "scale", scale(), request_compression_algorithm="gzip")
     assert (code, text) == ("415", "the body is compressed: send it as it is")
     code, text = failure(http.infer, "scale", [sent("text", texts("a"))])

@@ -74,6 +74,7 @@ def test_a_file_is_kept_as_it_is(client: openai.OpenAI) -> None:
         ("multipart/form-data; boundary=x", b"--x--\r\n", "the field file is missing"),
         (FORM, PARTS, "the body has no closing boundary"),
         (FORM, PARTS + b"\r\n--x-", "the body has no closing boundary"),
+        (FORM, PARTS + PARTS + b"\r\n--x--", "the form has two fields file"),
         (FORM, PARTS + PART * 15 + b"\r\n--x--", "the form has more than 16 fields"),
     ],
 )
@@ -81,6 +82,17 @@ def test_an_upload_that_is_no_form_is_rejected(gateway: GatewayProcess, kind: st
     response, answer = gateway.call("POST", "/v1/files", body, {"Content-Type": kind})
     assert response.status == 400
     assert says in answer["error"]["message"]
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(gateway: GatewayProcess, client: openai.OpenAI, fleet: Fleet) -> None:
+    """Chunks that no list shows stayed in the journal for a month, and nobody could delete them."""
+    with multigpu.Client(fleet.address) as direct:
+        before = direct.count(queue=files.QUEUE)
+        response, _ = gateway.call("POST", "/v1/files", PARTS + bytes(9 << 20), {"Content-Type": FORM})
+        assert response.status == 400
+        with pytest.raises(openai.BadRequestError, match="purpose is 'vision'"):
+            client.files.create(file=("x", bytes(9 << 20)), purpose="vision")
+        assert direct.count(queue=files.QUEUE) == before
 
 
 def test_the_fields_of_a_form_have_a_limit(gateway: GatewayProcess) -> None:

@@ -328,7 +328,8 @@ def test_headers_choose_queue_and_priority(client: openai.OpenAI, fleet: Fleet) 
 def test_a_stream_that_waits_takes_little_memory(client: openai.OpenAI, gateway: GatewayProcess, fleet: Fleet) -> None:
     streams, name, talk = 1000, "waiting", [{"role": "user", "content": "x" * 1000}]
     body = json.dumps({"model": "tiny", "messages": talk, "stream": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Multigpu-Queue: {name}\r\nContent-Length: {len(body)}"
+    request = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head = f"{request}X-Multigpu-Queue: {name}\r\nContent-Length: {len(body)}"
     client.chat.completions.create(model="tiny", messages=TALK, max_tokens=1)  # what is imported late
 
     def resident_kib() -> int:

@@ -41,6 +41,7 @@ def test_documents_are_returned_if_asked_for(gateway: GatewayProcess) -> None:
         ({"top_n": 0}, 400, "top_n is 0: at least 1"),
         ({"max_tokens_per_doc": 5}, 400, "max_tokens_per_doc"),
         ({"model": "nobody"}, 404, "no worker has model 'nobody'"),
+        ({"query": "x" * (1 << 20), "documents": ["x"] * 10_000}, 413, "query: its 1,048,576 bytes go to each of 313"),
     ],
 )
 def test_wrong_requests_are_rejected(gateway: GatewayProcess, changed: dict[str, Any], status: int, says: str) -> None:
