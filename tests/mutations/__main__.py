@@ -1,6 +1,7 @@
 """`python -m tests.mutations` applies the mutations one at a time, and says after how many seeds each was noticed.
 
-It fails when a mutation survives, when a checker fails on the unmutated product, or when a mutation no longer fits it.
+It fails when a mutation survives, when a checker fails on the unmutated product, or when a mutation or its test is
+outdated.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from functools import partial
 from tests.mutations import checkers
 from tests.mutations.listed import MUTATIONS
 from tests.mutations.mutation import Mutation
+from tests.mutations.rules.pytest_checkers import is_missing
 from tests.mutations.trial import Verdict, attempt, baseline
 
 Trial = Callable[[], Verdict]
@@ -69,6 +71,9 @@ def main() -> int:
     mutations = [m for m in MUTATIONS if not args.only or m.breaks in args.only]
     outdated = [
         f"{m.breaks}: its text occurs {m.found()} times in {m.path}, not once" for m in mutations if m.found() != 1
+    ]
+    outdated += [
+        f"{m.breaks}: there is no test {m.checker}" for m in mutations if "::" in m.checker and is_missing(m.checker)
     ]
     if args.list or outdated:
         print(*(outdated or [f"{m.breaks} ({m.checker})" for m in mutations]), sep="\n")

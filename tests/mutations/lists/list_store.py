@@ -22,7 +22,7 @@ IDS = (
         "P2: on a restored copy a task gets the result of another",
         "{one.name: (after.first_id, ",
         "{one.name: (EPOCHS_END * EPOCH_IDS, ",
-        seeds=20000,
+        checker="master/journal/test_incarnations.py::test_a_restored_copy_knows_an_incarnation_as_far_as_it_has_it",
     ),
     ids(
         "P9: a watch skips outcomes after the data directory was lost",

@@ -50,6 +50,12 @@ class _Failed:
             self.test = report.nodeid.rpartition("/")[2]
 
 
+def is_missing(name: str) -> bool:
+    """Whether there is no such test. pytest would fail, as if the test had noticed the mutation."""
+    file, _, test = name.partition("::")
+    return f"def {test.partition('[')[0]}(" not in (TESTS / file).read_text()
+
+
 def check(name: str, _seed: int) -> None:
     """AssertionError: one of the tests of this checker failed; names it."""
     run_tests(TESTS_OF[name])
