@@ -51,7 +51,7 @@ class Arguments:
 
 
 def encode(value: Any) -> tuple[bytes, str]:
-    """The payload and content type of a value. ValueError: it is none of these."""
+    """The payload and content type of a value. ValueError: it can't be encoded."""
     try:
         return _encode(value)
     except ValueError:

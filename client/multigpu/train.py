@@ -29,7 +29,7 @@ _group: Any = None  # of all ranks, on CPUs
 
 
 def report(metrics: Mapping[str, float], *, step: int | None = None, fraction: float | None = None) -> None:
-    """Reports metrics of the job, such as {"loss": 2.31}. Of several ranks, rank 0's count.
+    """Reports metrics of the job, such as {"loss": 2.31}. With several ranks, only those of rank 0 are kept.
 
     `step`: to which they belong; reports of one step add to each other. `fraction`: how much of the job is done, 0 to
     1. They are kept with the job, fewer of a long job: `mgpuctl train metrics`. Never blocks. TypeError, ValueError: a

@@ -4,7 +4,6 @@ of every caller itself.
 
 import asyncio
 import contextlib
-import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
@@ -39,17 +38,16 @@ class Clients:
     def __init__(self, config: GatewayConfig) -> None:
         self._settings: dict[str, Any] = {"master": config.master, "connect_timeout_s": config.connect_timeout_s}
         self._settings |= {name: getattr(config, name) for name in ("tls_ca", "tls_cert", "tls_key")}
-        self._by_token: OrderedDict[bytes, Connected] = OrderedDict()
+        self._by_token: OrderedDict[str, Connected] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def of(self, token: str) -> AsyncIterator[Connected]:
         """The clients of a token, for one request."""
-        key = hashlib.sha256(token.encode()).digest()
-        found = self._by_token.get(key)
+        found = self._by_token.get(token)
         if found is None:
-            found = self._by_token[key] = Connected(self._settings, token)
-        self._by_token.move_to_end(key)
+            found = self._by_token[token] = Connected(self._settings, token)
+        self._by_token.move_to_end(token)
         found.users += 1
         try:
             yield found
@@ -65,9 +63,9 @@ class Clients:
                 await connected.client.count(timeout=CHECK_TIMEOUT_S)
 
     def _close_unused(self) -> None:
-        for key, each in list(self._by_token.items())[: max(0, len(self._by_token) - IDLE_MAX)]:
+        for token, each in list(self._by_token.items())[: max(0, len(self._by_token) - IDLE_MAX)]:
             if not each.users:
-                del self._by_token[key]
+                del self._by_token[token]
                 task = asyncio.get_running_loop().create_task(each.close(), name="close an unused connection")
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

@@ -111,7 +111,7 @@ class GrpcCalls:
         running: asyncio.Queue[asyncio.Task[Message | Exception] | None] = asyncio.Queue()
 
         async def run(data: bytes) -> Message | Exception:
-            """An error is not raised: it has its turn."""
+            """Returns an error instead of raising it, so that it is reported in the order of the requests."""
             try:
                 return await answer(parsed(request_type, data), connected, self.call(context))
             except Exception as error:  # noqa: BLE001  raised below

@@ -33,7 +33,7 @@ JSON = b"application/json"
 EVENT_STREAM = "text/event-stream"
 # How long a body may take to arrive.
 BODY_TIMEOUT_S = 60.0
-# A stream that has had nothing to say for so long sends a comment: proxies and clients give up silent ones.
+# After this many seconds without an event, a stream sends a comment: proxies and clients close idle connections.
 HEARTBEAT_S = 10.0
 _COMMENT = b": waiting\n\n"
 _EVENTS: Headers = [
@@ -146,8 +146,8 @@ class Request:
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_parts(self, parts: AsyncIterator[bytes], content_type: bytes) -> None:
-        """An answer of unknown length. An error before the first part is raised, so that the answer has its status; a
-        later one breaks the answer off, so that the reader notices.
+        """A response of unknown length. An error before the first part is raised, so that the response has its status;
+        a later one closes the connection before the end of the response.
         """
         async for part in parts:
             if not self.responded:
@@ -241,11 +241,15 @@ def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        message, _, at = str(error).partition(" - at `$")
-        param = at.rstrip("`").lstrip(".")
-        if not param and (missing := re.search("missing required field `(.+)`", message)):
-            param = missing[1]
-            raise HttpError(BAD_REQUEST, message, param=param) from None
-        raise HttpError(BAD_REQUEST, f"{param}: {message}" if param else message, param=param) from None
+        raise invalid(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(BAD_REQUEST, f"the body is not valid JSON: {error}") from None
+
+
+def invalid(error: msgspec.ValidationError) -> HttpError:
+    """The error of a value of another shape; it names the field."""
+    message, _, at = str(error).partition(" - at `$")
+    param = at.rstrip("`").lstrip(".")
+    if not param and (missing := re.search("missing required field `(.+)`", message)):
+        return HttpError(BAD_REQUEST, message, param=missing[1])
+    return HttpError(BAD_REQUEST, f"{param}: {message}" if param else message, param=param)

@@ -112,7 +112,7 @@ async def _serve(config: GatewayConfig) -> None:
     webhooks = webhooks_of(config)
     await check_tokens(config)
     gateway = Gateway(config)
-    # Before HTTP: who reaches that reaches both.
+    # gRPC starts first: a client that reaches the HTTP port can rely on both.
     grpc_server = GrpcServer(config, gateway) if config.grpc else None
     grpc_address = "" if grpc_server is None else await grpc_server.start()
     server = HttpServer(config, gateway)

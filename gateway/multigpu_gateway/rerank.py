@@ -31,7 +31,7 @@ class RerankRequest(msgspec.Struct):
     documents: list[str | Document]
     top_n: int | None = None
     return_documents: bool | None = None
-    # Served where it has no effect only.
+    # Accepted only with values that change nothing.
     max_tokens_per_doc: int | None = None
 
 

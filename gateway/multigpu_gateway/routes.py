@@ -44,8 +44,8 @@ Paths = Mapping[str, Mapping[str, Operation]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path. `methods`: what serves each method. `tree`: also what is below the path. `token_of`: the caller's token;
-    empty: none. `paths`: what GET /openapi.json says of it, where `methods` is not enough.
+    """A path. `methods`: what serves each method. `tree`: the route also matches all paths below it. `token_of`: the
+    caller's token; empty: none. `paths`: what GET /openapi.json says of it, where `methods` is not enough.
     """
 
     methods: Mapping[str, Serve]

@@ -20,7 +20,7 @@ KEEP_ALIVE_S = 75
 class LimitedProtocol(HttpToolsProtocol):
     """A connection that is closed if the headers of a request are too large or too slow, or if its reader stalls."""
 
-    # Beside the attributes of HttpToolsProtocol: with more of those, CPython makes a larger dict for each connection.
+    # In slots: further instance attributes would enlarge the __dict__ of every connection.
     __slots__ = ("_header_bytes", "_header_timer", "_reader_timer")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -4,8 +4,8 @@ A MapBuffer bounds what has been pulled from the input and not yet been taken by
 million-item map holds its window and no more. Pulling happens in chunks of what the source yields within two
 milliseconds: a fast source costs little for each item, a slow one does not hold up results that are ready.
 
-The loop thread settles calls; the other side, which pulls and takes, may be on another thread (the synchronous client).
-Therefore each counter has one writer, and the sides meet only in a deque and in fields that are written once.
+The loop thread settles calls. The caller's side pulls inputs and takes results, and may run on another thread (the
+synchronous client). Therefore each counter has one writer, and the sides meet only in a deque and in fields that are written once.
 """
 
 import asyncio

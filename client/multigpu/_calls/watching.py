@@ -16,7 +16,7 @@ from multigpu.errors import CursorExpiredError, TransportError
 from multigpu.outcome import Outcome
 from multigpu.v1 import task_service_pb2
 
-# Of a client's cursor inside a frame: "<cursor>#<outcomes to skip>.<task_id of the last of them>".
+# A client's cursor that points inside a frame is "<cursor>#<outcomes to skip>.<task_id of the last of them>".
 _MARK = "#"
 _MARKED = re.compile(rf"(.*){_MARK}([0-9]{{1,20}})\.([0-9]{{1,20}})", re.DOTALL)
 # Consecutive streams without a response that end in another way than UNAVAILABLE.

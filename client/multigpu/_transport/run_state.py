@@ -59,9 +59,9 @@ class RunState:
         # Withdrawals sent on this stream that the master has not answered, by request_id. Each is answered once; the
         # answer does not concern a call that was started again meanwhile.
         self._withdrawals: Counter[str] = Counter()
-        # Further calls for the request_id of an unsettled call. If both submit or both follow, they share its answer. A
-        # call that submits, while one follows, is sent once that one has its answer: only the master can compare their
-        # tasks.
+        # Further calls for the request_id of an unsettled call. Two calls that submit, or two that follow, get the same
+        # answer. If the first follows and the second submits, the second is sent after the first was answered: only the
+        # master can compare their tasks.
         self._joined: dict[str, list[Call]] = {}
 
     @property

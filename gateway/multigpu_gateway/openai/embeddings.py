@@ -46,7 +46,9 @@ def answer(asked: EmbeddingsRequest, outcomes: Sequence[Outcome]) -> dict[str, A
     for outcome in outcomes:
         vectors, counted = _read(outcome)
         tokens += counted
-        rows += [_written(row, asked.encoding_format) for row in shortened(vectors, asked.dimensions)]
+        if asked.dimensions is not None:
+            vectors = normalised(shortened(vectors, asked.dimensions))
+        rows += [_written(row, asked.encoding_format) for row in vectors]
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": asked.model, "usage": usage}
@@ -76,17 +78,24 @@ def _payloads(inputs: list[Any], task_inputs: int = TASK_INPUTS) -> list[tuple[b
     if len(inputs) > INPUTS_MAX:
         message = f"there are {len(inputs):,} inputs: send at most {INPUTS_MAX:,} in one request"
         raise HttpError(BAD_REQUEST, message, param="input")
+    return payloads_of(inputs, "input", task_inputs, count_tokens=True)
+
+
+def payloads_of(inputs: list[Any], param: str, task_inputs: int, **fields: Any) -> list[tuple[bytes, int]]:
+    """The payload and the number of inputs of each task on texts or on lists of token ids. `fields`: others of the
+    payload. HttpError: an input can't be one.
+    """
     found = []
     for at in range(0, len(inputs), task_inputs):
         part = inputs[at : at + task_inputs]
-        payload = embed_pb2.EmbedPayload(count_tokens=True)
+        payload = embed_pb2.EmbedPayload(**fields)
         try:
             if isinstance(part[0], str):
                 payload.texts.extend(part)
             else:
                 payload.tokens.extend(embed_pb2.TokenIds(ids=ids) for ids in part)
         except ValueError as error:  # half of a surrogate pair; an id that no token has
-            raise HttpError(BAD_REQUEST, f"input: {error}", param="input") from None
+            raise HttpError(BAD_REQUEST, f"{param}: {error}", param=param) from None
         found.append((payload.SerializeToString(), len(part)))
     return found
 
@@ -99,18 +108,18 @@ def _read(outcome: Outcome) -> tuple[NDArray[np.float32], int]:
     return np.frombuffer(result.values, "<f4").reshape(-1, result.dimension), result.tokens
 
 
-def shortened(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
-    """The first `dimensions` components, normalised again, as models of nested vectors (Matryoshka) are used.
-    HttpError: there are fewer.
-    """
-    if dimensions is None:
-        return vectors
+def shortened(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
+    """The first components, as models of nested vectors (Matryoshka) are used. HttpError: there are fewer."""
     if not 1 <= dimensions <= vectors.shape[1]:
         message = f"dimensions is {dimensions}: the model's vectors have {vectors.shape[1]} components"
         raise HttpError(BAD_REQUEST, message, param="dimensions")
-    cut = vectors[:, :dimensions]
-    norms = np.linalg.norm(cut, axis=1, keepdims=True)
-    found: NDArray[np.float32] = np.divide(cut, norms, out=np.zeros_like(cut), where=norms > 0)
+    return vectors[:, :dimensions]
+
+
+def normalised(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The vectors with the length 1; zeros stay."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    found: NDArray[np.float32] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
     return found
 
 

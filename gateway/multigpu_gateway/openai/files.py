@@ -87,7 +87,7 @@ async def names(client: AsyncClient, queue: str) -> AsyncIterator[str]:
 
 async def look(client: AsyncClient, name: str, decoder: "msgspec.json.Decoder[T]", give_up: float) -> T | None:
     """What is described under a name of a list. None: it can't be read, or no worker has run its task by `give_up`, of
-    the loop's clock; one such entry is not to spoil the list.
+    the loop's clock; the list skips such an entry.
     """
     try:
         return decoder.decode(await fetch(client, name, max(0.0, give_up - asyncio.get_running_loop().time())))

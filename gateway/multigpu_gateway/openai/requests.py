@@ -45,7 +45,7 @@ class Sampled(msgspec.Struct):
     # Of vLLM and others.
     top_k: int | None = None
     repetition_penalty: float | None = None
-    # Served where they have no effect only.
+    # Accepted only with values that change nothing.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None

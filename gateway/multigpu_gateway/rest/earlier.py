@@ -20,7 +20,7 @@ from multigpu_gateway.routes import Operation, Paths
 MIB = 1 << 20
 GPU, GPU_STATS, RECOMMENDATIONS = "/multigpu/gpu", "/stats", "/multigpu/gpu/recommendations"
 GPU_TEST = "/multigpu/gpu/test"
-# Fields of Onyx' GPUConfig for training, which each job has its own of.
+# Training fields of Onyx' GPUConfig. Here each job sets them, so they are null.
 _TRAINING = (
     "distributed_training", "backend", "batch_size_per_gpu", "gradient_accumulation_steps", "sync_batch_norm",
     "mixed_precision", "memory_fraction",

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from multigpu import errors
+from multigpu._calls.streaming import Part
 from multigpu.outcome import Outcome, TaskName
 
 from multigpu_gateway.clients import Connected
@@ -62,13 +63,8 @@ async def _ended(connected: Connected, task_id: int) -> AsyncGenerator[Any, None
     message = outcome.message
     types = message.partial_content_types or [""] * len(message.partials)
     for data, content_type in zip(message.partials, types, strict=True):
-        yield _Part(data, content_type)
+        yield Part(data, content_type)
     yield outcome
-
-
-class _Part(msgspec.Struct):
-    data: bytes
-    content_type: str
 
 
 def _without_partials(outcome: Outcome) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from multigpu.v1 import embed_pb2
 from numpy.typing import NDArray
 
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
-from multigpu_gateway.openai.embeddings import KIND, texts_or_tokens
+from multigpu_gateway.openai.embeddings import KIND, normalised, payloads_of, shortened, texts_or_tokens
 from multigpu_gateway.openai.requests import Input
 from multigpu_gateway.tei.call import TASK_INPUTS, Answer, Call, Truncated, check_count
 from multigpu_gateway.tei.errors import empty
@@ -57,12 +57,9 @@ async def embed(call: Call, asked: EmbedRequest) -> Answer:
         message = "normalize is false, and the model's own configuration normalises its vectors: leave normalize out"
         raise HttpError(BAD_REQUEST, message, param="normalize")
     if asked.dimensions is not None:
-        if not 1 <= asked.dimensions <= vectors.shape[1]:
-            message = f"dimensions is {asked.dimensions}: the model's vectors have {vectors.shape[1]} components"
-            raise HttpError(BAD_REQUEST, message, param="dimensions")
-        vectors = vectors[:, : asked.dimensions]
+        vectors = shortened(vectors, asked.dimensions)
     if asked.normalize is not False:
-        vectors = _normalised(vectors)
+        vectors = normalised(vectors)
     return Answer(vectors.tolist(), characters=sum(map(len, inputs)), tokens=tokens)
 
 
@@ -81,7 +78,7 @@ async def similarity(call: Call, asked: SimilarityRequest) -> Answer:
         raise empty("inputs.sentences")
     texts = [asked.inputs.source_sentence, *asked.inputs.sentences]
     vectors, tokens = await _vectors(call, texts, "inputs")
-    vectors = _normalised(vectors)
+    vectors = normalised(vectors)
     cosines = vectors[1:] @ vectors[0]
     return Answer(cosines.tolist(), characters=sum(map(len, texts)), tokens=tokens)
 
@@ -100,22 +97,5 @@ async def run_embed(
 ) -> list[embed_pb2.EmbedResult]:
     """The results of tasks on texts or on lists of token ids, in order. `fields`: others of the payload."""
     check_count(len(inputs), param)
-    payloads = []
-    for at in range(0, len(inputs), task_inputs):
-        part = inputs[at : at + task_inputs]
-        payload = embed_pb2.EmbedPayload(**fields)
-        if isinstance(part[0], str):
-            payload.texts.extend(part)
-        else:
-            try:
-                payload.tokens.extend(embed_pb2.TokenIds(ids=ids) for ids in part)
-            except ValueError as error:  # an id that no token has
-                raise HttpError(BAD_REQUEST, f"{param}: {error}", param=param) from None
-        payloads.append((payload.SerializeToString(), len(part)))
+    payloads = payloads_of(inputs, param, task_inputs, **fields)
     return [embed_pb2.EmbedResult.FromString(result) for result in await call.run(KIND, payloads)]
-
-
-def _normalised(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    found: NDArray[np.float32] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
-    return found

@@ -12,7 +12,7 @@ from multigpu_gateway.tei.call import TASK_INPUTS, Answer, Call, Truncated, chec
 from multigpu_gateway.tei.errors import backend_error
 
 RERANK, CLASSIFY = "rerank", "classify"
-# As many classes as a task may ask for: all.
+# The largest top_k of a task of kind classify, which asks for all classes.
 CLASSES_MAX = 10_000
 
 
