@@ -5,7 +5,8 @@ million-item map holds its window and no more. Pulling happens in chunks of what
 milliseconds: a fast source costs little for each item, a slow one does not hold up results that are ready.
 
 The loop thread settles calls. The caller's side pulls inputs and takes results, and may run on another thread (the
-synchronous client). Therefore each counter has one writer, and the sides meet only in a deque and in fields that are written once.
+synchronous client). Therefore each counter has one writer, and the sides meet only in a deque and in fields that are
+written once.
 """
 
 import asyncio
