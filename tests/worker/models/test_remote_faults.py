@@ -8,13 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import multigpu
 import pytest
 from multigpu.v1 import generate_pb2
-from multigpu_worker.repository.model import ModelFolderError
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec, Remote
 from multigpu_worker.repository.scan import read_model
+
+pytest.importorskip("httpx2", reason="the extra `remote` is not installed")
+
+from multigpu_worker.engines.remote.calls import Generate
+from multigpu_worker.engines.remote.engine import RemoteEngine
+from multigpu_worker.engines.remote.server import CancelledError, RequestFailedError
 
 from tests.fleet import Fleet, until
 
@@ -259,6 +268,27 @@ def test_a_cancelled_task_no_longer_waits_for_the_server(fleet: Fleet, server: S
         server.answers.clear()
         assert embed(client) == [[4.0, 1.0]]
         assert Counter(str(body["input"]) for body in server.asked)["['four']"] == 2
+
+
+@pytest.mark.parametrize("error", [RequestFailedError("RemoteError", "", retryable=True), CancelledError()])
+def test_the_text_of_a_failed_or_cancelled_attempt_is_not_kept(error: Exception) -> None:
+    spec = ModelSpec(
+        name="m", folder=Path("/m"), engine="remote", kind="generate", remote=Remote(url="http://127.0.0.1:1")
+    )
+    engine = RemoteEngine(EngineSettings(device="cpu", slots=1, threads=0, models={"m": spec}))
+
+    def events(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"choices": [{"text": "a"}]}
+        raise error
+
+    call = engine._call = Generate(spec, SimpleNamespace(events=events))  # type: ignore[arg-type]
+    payload = generate_pb2.GeneratePayload(prompt="Once").SerializeToString()
+    item = SimpleNamespace(lease_id=1, task_id=1, payload=payload, partials=(), partials_received=0)
+    reporter = MagicMock()
+    reporter.cancelled.return_value = False
+    engine.run(SimpleNamespace(items=[item], content_type="", parameters={}), None, reporter)  # type: ignore[arg-type]
+    assert reporter.partial.called
+    assert not call._sent
 
 
 @pytest.mark.parametrize("model", ["slow", "writer"])

@@ -51,6 +51,9 @@ class Call:
         """The result and its content type. Raises BadInputError, and what Server raises."""
         raise NotImplementedError
 
+    def forget(self, item: Item) -> None:
+        """The task has ended, or its attempt has failed."""
+
     def check(self) -> dict[str, str]:
         """Asks the server for the model, and returns facts for people. ModelFolderError: it does not have it."""
         if not self._openai:
@@ -165,7 +168,6 @@ class Generate(Call):
                     chunk.seed, seed_sent = seed, True
                 reporter.partial(item, generate_payload.encode(chunk, batch.content_type), batch.content_type)
                 sent = self._sent[item.lease_id] = text
-        self._sent.pop(item.lease_id, None)
         result.text = text
         return generate_payload.encode(result, batch.content_type), batch.content_type
 
@@ -173,6 +175,9 @@ class Generate(Call):
         super().__init__(spec, server)
         # By lease_id: the text that was sent on before the server became unavailable.
         self._sent: dict[int, str] = {}
+
+    def forget(self, item: Item) -> None:
+        self._sent.pop(item.lease_id, None)
 
     def _request(self, asked: pb.GeneratePayload, seed: int) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {

@@ -71,6 +71,8 @@ class RemoteEngine:
                 bad_input(error).report(item, reporter)
             except RequestFailedError as error:
                 error.failure.report(item, reporter)
+            finally:
+                self._call.forget(item)
 
     def _run(self, batch: Batch, item: Item, reporter: Reporter) -> None:
         wait_s = WAIT_FIRST_S
