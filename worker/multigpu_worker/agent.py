@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 from multigpu.config.config import WorkerConfig
 
+from multigpu_worker.daemon_thread import to_daemon_thread
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.dispatcher import Dispatcher
 from multigpu_worker.health_monitor import HealthMonitor
@@ -139,7 +140,7 @@ class Agent:
         while True:
             await asyncio.sleep(self.config.repository_poll_s)
             try:
-                found = await asyncio.to_thread(self.find_catalog)
+                found = await to_daemon_thread(self.find_catalog)
             except (ModelFolderError, OSError, ValueError) as error:
                 log.warning("the model repository can't be read; the models found before stay", error=str(error))
                 continue

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -298,6 +299,31 @@ async def test_energy_is_read_only_while_the_device_works() -> None:
                 await asyncio.sleep(0.02)
         sampler.end_work()
         assert sampler.measure(0, 1, 1) is None
+    finally:
+        sampler.stop()
+
+
+async def test_an_error_while_energy_is_read_does_not_end_the_samples() -> None:
+    class Unreadable(BlockingDevice):
+        def energy_joules(self) -> float | None:
+            if super().energy_joules() == 10.0:  # when the sampler looks for a method
+                return 10.0
+            raise TypeError("N/A")
+
+    device = Unreadable()
+    device.answers.set()
+    sampler = Sampler(device)
+    sampler.start()
+    try:
+        await sampler.sample(5.0)
+        sampler.begin_work()
+        async with asyncio.timeout(10):
+            while device.joules < 50.0:
+                await asyncio.sleep(0.02)
+            before = sampler.latest
+            while await sampler.sample(5.0) is before:
+                pass
+        assert sampler.measure(0, time.time_ns(), 1) is None
     finally:
         sampler.stop()
 

@@ -8,11 +8,12 @@ import pytest
 from multigpu_worker.device import reset_watch
 from multigpu_worker.device.health import CHECK_MAX_S, CHECK_MIN_S, NOTICE_S, STEADY_S, Gravity, Health, Reason, State
 from multigpu_worker.device.interface import Telemetry
-from multigpu_worker.device.reset_watch import ResetNote, ResetWatch
+from multigpu_worker.device.reset_watch import ResetNote, ResetState, ResetWatch
 from multigpu_worker.device.sampler import Sample
 from multigpu_worker.device.xids import REMEDIES, XIDS, XidClass, xid_of
 from multigpu_worker.health_monitor import HealthMonitor
 from multigpu_worker.processes.start import KILLS_MAX, READY_S, EngineStart
+from structlog.testing import capture_logs
 
 LOST = Reason("gpu_is_lost", "it is gone", Gravity.UNUSABLE)
 NO_ENGINE = Reason("engine_fails", "no engine can start", Gravity.NO_ENGINE)
@@ -282,3 +283,16 @@ def test_the_next_process_knows_that_a_reset_is_needed_unless_the_host_was_resta
     assert ResetNote(path).read().needed is None
     path.write_text("{")
     assert ResetNote(path).read().needed is None
+
+
+def test_a_needed_reset_that_could_not_be_stored_is_stored_later(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("a file in place of the folder")
+    note = ResetNote(tmp_path / "notes" / "gpu.json")
+    state = ResetState(("xid_79", "off the bus"))
+    with capture_logs() as logs:
+        note.keep(state)
+        note.keep(state)
+    assert [entry["event"] for entry in logs] == ["the reset state can't be stored"]
+    (tmp_path / "notes").unlink()
+    note.keep(state)
+    assert ResetNote(note.path).read() == state

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from multigpu.v1 import device_pb2 as device
 from multigpu_worker.engines.common import self_test
+from multigpu_worker.engines.common.subprocess_call import subprocess_call
 
 from tests.worker.asking import until
 from tests.worker.device.conftest import Begin
@@ -97,6 +99,46 @@ async def test_the_device_is_not_blamed_for_too_little_memory_for_the_self_test(
     worker, stream = await begin(*small, **{f"TEST_SELF_TEST_{how}": "yes"}, **alone)
     await until(lambda: worker.log.count("no self-test") >= 2, "the self-test to be tried")
     assert all(beat.health.state == HEALTHY for beat in stream.heartbeats)
+
+
+DYING = """
+import os
+import sys
+from pathlib import Path
+
+def answer(*, device, begun):
+    Path(begun).write_text("begun", encoding="ascii")
+    os.write(int(sys.argv[2]), b'[tru')  # as if the disk were full
+    if int(device):
+        os.kill(os.getpid(), int(device))
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "passed"), [(signal.SIGABRT, False), (signal.SIGKILL, None), (signal.SIGTERM, None), (0, None)]
+)
+def test_only_a_crash_of_the_subprocess_blames_the_device(
+    number: int, passed: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel kills it if the host has no memory; it ends with its answer cut off if the disk is full."""
+    (tmp_path / "dying.py").write_text(DYING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+
+    def call(_: str, arguments: dict[str, str], **options: bool) -> Any:
+        return subprocess_call("dying:answer", arguments, **options)
+
+    monkeypatch.setattr(self_test, "subprocess_call", call)
+    result, message = self_test.run_in_subprocess(str(int(number)))
+    assert result is passed
+    assert "died with exit status" in message
+
+
+def test_a_full_disk_blames_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))  # no temporary file can be created
+    result, message = self_test.run_in_subprocess("cpu")
+    assert result is None
+    assert "No such file" in message
 
 
 SELF_TEST = """

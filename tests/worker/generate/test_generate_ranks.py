@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -76,6 +77,12 @@ def test_answers_are_those_of_one_process(folder: Path, tensor_parallel: int, pi
         assert f"on each of {tensor_parallel * pipeline} ranks" in facts["cache"]
     for prompt, recorder in zip(PROMPTS, found, strict=True):
         assert list(recorder.result.token_ids) == plain.greedy(prompt, 24)
+
+
+def test_ranks_that_are_killed_leave_no_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with loaded(folder, pipeline=2):
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("shared", [{"tensor_parallel": 3}, {"pipeline": 2}], ids=["tensor", "pipeline"])

@@ -189,3 +189,12 @@ async def test_models_make_room_for_a_rank_of_a_gang(start: Start, shop: Shop, t
     await stream.until(lambda: "pinned" in ready(stream))
     assert "idle" not in ready(stream), "no task wants it"
     assert (await ask(stream, 3, "idle")).words == "I am idle"
+
+
+async def test_a_worker_that_is_stopped_does_not_wait_for_the_hash_of_a_model(start: Start, shop: Shop) -> None:
+    with (shop.add("m") / "weights.dat").open("wb") as file:
+        file.truncate(1 << 40)  # takes minutes to read
+    worker, stream = await start(*shop.flags, "--model-memory-bytes", str(1 << 41))
+    await ask(stream, 1, "m")
+    worker.signal(signal.SIGTERM)
+    assert await worker.wait() == 0

@@ -8,13 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import multigpu
 import pytest
 from multigpu.v1 import generate_pb2
-from multigpu_worker.repository.model import ModelFolderError
+from multigpu_worker.engines.base import EngineSettings
+from multigpu_worker.repository.model import ModelFolderError, ModelSpec, Remote
 from multigpu_worker.repository.scan import read_model
+
+pytest.importorskip("httpx2", reason="the extra `remote` is not installed")
+
+from multigpu_worker.engines.remote.calls import Generate
+from multigpu_worker.engines.remote.engine import RemoteEngine
+from multigpu_worker.engines.remote.server import CancelledError, RequestFailedError
 
 from tests.fleet import Fleet, until
 
@@ -52,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
     def do_GET(self) -> None:
-        self.send(200, {"data": [{"id": "m"}, {"id": "writer"}]})
+        self.send(200, {"data": [{"id": "m"}, {"id": "slow"}, {"id": "writer"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -109,11 +118,12 @@ def save_model(folder: Path, url: str, kind: str = "embed", rest: str = "") -> P
 
 @contextmanager
 def fleet_before(server: Server, folder: Path) -> Iterator[Fleet]:
-    """A fleet whose worker sends the tasks of two models to this server."""
+    """A fleet whose worker sends the tasks of three models to this server."""
     token = folder / "token"
     token.write_text("secret\n")
     models = {
         "m": save_model(folder / "m", server.url, rest=f'timeout_s = 1.0\ntoken_file = "{token}"\n'),
+        "slow": save_model(folder / "slow", server.url),
         "writer": save_model(folder / "writer", server.url, "generate"),
     }
     flags = ["--models", ",".join(f"{name}={path}" for name, path in models.items())]
@@ -258,6 +268,59 @@ def test_a_cancelled_task_no_longer_waits_for_the_server(fleet: Fleet, server: S
         server.answers.clear()
         assert embed(client) == [[4.0, 1.0]]
         assert Counter(str(body["input"]) for body in server.asked)["['four']"] == 2
+
+
+@pytest.mark.parametrize("error", [RequestFailedError("RemoteError", "", retryable=True), CancelledError()])
+def test_the_text_of_a_failed_or_cancelled_attempt_is_not_kept(error: Exception) -> None:
+    spec = ModelSpec(
+        name="m", folder=Path("/m"), engine="remote", kind="generate", remote=Remote(url="http://127.0.0.1:1")
+    )
+    engine = RemoteEngine(EngineSettings(device="cpu", slots=1, threads=0, models={"m": spec}))
+
+    def events(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"choices": [{"text": "a"}]}
+        raise error
+
+    call = engine._call = Generate(spec, SimpleNamespace(events=events))  # type: ignore[arg-type]
+    payload = generate_pb2.GeneratePayload(prompt="Once").SerializeToString()
+    item = SimpleNamespace(lease_id=1, task_id=1, payload=payload, partials=(), partials_received=0)
+    reporter = MagicMock()
+    reporter.cancelled.return_value = False
+    engine.run(SimpleNamespace(items=[item], content_type="", parameters={}), None, reporter)  # type: ignore[arg-type]
+    assert reporter.partial.called
+    assert not call._sent
+
+
+@pytest.mark.parametrize("model", ["slow", "writer"])
+def test_cancelling_a_task_ends_its_request_and_no_other(fleet: Fleet, server: Server, model: str) -> None:
+    closed, release = threading.Event(), threading.Event()
+
+    def answer(handler: Handler, body: dict[str, Any]) -> None:
+        if "cancelled" in str(body):
+            assert not handler.rfile.read(1), "the worker closes the connection"
+            closed.set()
+            handler.close_connection = True
+            return
+        assert release.wait(60)
+        if model == "writer":
+            write_words(handler, ["a"])
+        else:
+            handler.send(200, {"data": [{"index": 0, "embedding": [1.0]}]})
+
+    def submit(text: str) -> Any:
+        if model == "writer":
+            return client.submit("generate", generate_pb2.GeneratePayload(prompt=text).SerializeToString(), model=model)
+        return client.submit("embed", [text], model=model)
+
+    server.answers += [answer] * 4
+    with fleet.client() as client:
+        handles = [submit(text) for text in ("kept", "kept", "kept", "cancelled")]
+        until(lambda: len(server.asked) == 4, what="the requests")
+        handles[3].cancel("changed my mind")
+        until(closed.is_set, what="the end of a request")
+        release.set()
+        assert all(handle.result() for handle in handles[:3])
+        assert len(server.asked) == 4, "no request was sent twice"
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,33 @@ def test_a_line_that_a_killed_engine_has_not_finished_is_cut_off(tmp_path: Path)
     assert len((tmp_path / "events").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("received", [0, 3])
+def test_a_damaged_line_is_left_out_and_the_later_ones_are_sent(tmp_path: Path, received: int) -> None:
+    first, _ = attempt(tmp_path / "events")
+    with (tmp_path / "events").open("ab") as file:
+        file.write(b'{"metrics": {"lo{"checkpoint": {"step": 2}}\n')
+    first.reported(metrics(3, 10.0))
+    events, recorder = attempt(tmp_path / "events", received, number=2)
+    assert events.last["step"] == 3
+    assert [event.get("step", event.get("attempt")) for event in recorder.sent] == ([2] if received else [1, 3, 2])
+
+
+def test_a_line_for_which_the_disk_has_no_room_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, recorder = attempt(tmp_path / "events")
+    whole = (tmp_path / "events").read_bytes()
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.truncate, self.seek, self.name = file.truncate, file.seek, file.name
+            self.write = lambda data: file.write(data[:5])
+
+    monkeypatch.setattr(events, "_file", Full(events._file))
+    with pytest.raises(OSError, match="No space left"):
+        events.reported(metrics(3, 10.0))
+    assert (tmp_path / "events").read_bytes() == whole
+    assert len(recorder.sent) == 1
+
+
 def test_of_a_long_job_fewer_metrics_are_kept(tmp_path: Path) -> None:
     events, recorder = attempt(tmp_path / "events")
     for step in range(100_000):

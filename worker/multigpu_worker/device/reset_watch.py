@@ -63,6 +63,8 @@ class ResetNote:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._kept = ResetState()
+        # The last write failed, and that was logged.
+        self._failed = False
 
     def read(self) -> ResetState:
         """The state stored by an earlier process since the last boot; the default if there is none."""
@@ -79,20 +81,22 @@ class ResetNote:
         return self._kept
 
     def keep(self, state: ResetState) -> None:
-        """Write the state, or delete the file if no reset is needed."""
+        """Write the state, or delete the file if no reset is needed. A later call repeats a write that failed."""
         if state == self._kept or state.needed is self._kept.needed is None:
             return
-        self._kept = state
         new = self.path.with_name(f".{self.path.name}.new")
         try:
             if state.needed is None:
                 self.path.unlink(missing_ok=True)
-                return
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            new.write_text(json.dumps({"boot_id": _boot_id(), **asdict(state)}), encoding="utf-8")
-            new.replace(self.path)
+            else:
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                new.write_text(json.dumps({"boot_id": _boot_id(), **asdict(state)}), encoding="utf-8")
+                new.replace(self.path)
+            self._kept, self._failed = state, False
         except OSError as error:
-            log.warning("the reset state can't be stored", file=str(self.path), error=str(error))
+            if not self._failed:
+                log.warning("the reset state can't be stored", file=str(self.path), error=str(error))
+            self._failed = True
 
 
 def _boot_id() -> str:

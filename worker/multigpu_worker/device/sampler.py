@@ -48,6 +48,8 @@ class Sampler:
         self._released_s = 0.0
         self._wake = threading.Event()
         self._stopped = False
+        # An unexpected error of an energy reading was logged. Energy is read too often to log each.
+        self._energy_failed = False
         # When the current driver call began, on the monotonic clock; 0.0: there is none.
         self._asked_s = 0.0
         self._wanted: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -161,6 +163,11 @@ class Sampler:
                 return self.device.energy_joules()
             return self.device.power_watts()
         except DeviceGoneError:
+            return None
+        except Exception:
+            if not self._energy_failed:
+                log.exception("the device's energy can't be read")
+            self._energy_failed = True
             return None
         finally:
             self._asked_s = 0.0

@@ -5,7 +5,6 @@ its memory, how long it took to load, why loading failed. It is level-triggered:
 wanted state, and is called after every change and regularly while something is in progress.
 """
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from typing import Protocol
 
 import structlog
 
+from multigpu_worker.daemon_thread import to_daemon_thread
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.model_sizes import ModelSizes, slots_of
@@ -135,7 +135,7 @@ class ModelLoader:
 
     async def put(self, catalog: Scan) -> None:
         """The repository has changed. Reading a large model's files takes long, so it is done in a thread."""
-        await asyncio.to_thread(self._sizes.prepare, catalog.models)
+        await to_daemon_thread(self._sizes.prepare, catalog.models)
         self._reroute(lambda: self.routes.put(catalog))
         self._report_change()
         self.look()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from multigpu_worker.daemon_thread import to_daemon_thread
 from multigpu_worker.device.sampler import Sampler
 from multigpu_worker.engines.base import EngineSettings
 from multigpu_worker.models.measured_sizes import MeasuredSizes, ModelSize
@@ -110,7 +111,7 @@ class ModelSizes:
             await asyncio.to_thread(self._kept.keep, resident.spec, size)
         if not resident.digest:
             with contextlib.suppress(OSError, ModelFolderError):  # the files may be gone
-                resident.digest = await asyncio.to_thread(digest, resident.spec)
+                resident.digest = await to_daemon_thread(digest, resident.spec)
                 self._changed()
 
     async def _memory_of(self, pids: Sequence[int]) -> int:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_worker.engines.common.cuda_errors import caused_elsewhere, device_is_occupied
-from multigpu_worker.engines.common.subprocess_call import subprocess_call
-from multigpu_worker.repository.folders import ModelFolderError
+from multigpu_worker.engines.common.subprocess_call import SubprocessDiedError, subprocess_call
 
 CPU_SIZE, GPU_SIZE = 256, 2048
 CHECKSUMS = {CPU_SIZE: 0xD74D3C83, GPU_SIZE: 0x30BC3C98}
@@ -42,12 +41,17 @@ def loaded() -> bool:
 
 def run_in_subprocess(device: str) -> tuple[bool | None, str]:
     """As `attempt`, in a subprocess, which frees everything that torch takes. Raises nothing."""
-    with tempfile.NamedTemporaryFile() as begun:
-        try:
-            right, message = subprocess_call(f"{__name__}:answer", {"device": device, "begun": begun.name}, gpu=True)
-        except (ModelFolderError, MemoryError, OSError) as error:
-            # A subprocess that died after it began to use the device says that the device is at fault.
-            return (False if Path(begun.name).stat().st_size else None), str(error)
+    try:
+        with tempfile.NamedTemporaryFile() as begun:
+            try:
+                right, message = subprocess_call(
+                    f"{__name__}:answer", {"device": device, "begun": begun.name}, gpu=True
+                )
+            except SubprocessDiedError as error:
+                # Only a crash after it began to use the device says that the device is at fault.
+                return (False if error.crashed and Path(begun.name).stat().st_size else None), str(error)
+    except Exception as error:  # noqa: BLE001  no memory, a full disk: not the device
+        return None, str(error)
     return right, message
 
 

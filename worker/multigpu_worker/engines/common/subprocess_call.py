@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,13 +27,23 @@ STDERR_CHARACTERS_MAX = 1_000
 log = structlog.get_logger(__name__)
 
 
+class SubprocessDiedError(ModelFolderError):
+    """The subprocess ended without an answer. `crashed`: by a signal that neither an operator nor the kernel short of
+    memory sends.
+    """
+
+    def __init__(self, message: str, *, crashed: bool) -> None:
+        super().__init__(message)
+        self.crashed = crashed
+
+
 def subprocess_call(
     function: str, arguments: Mapping[str, Any], *, threads: int = 0, niceness: int = 0, gpu: bool = False
 ) -> Any:
     """Call "module:function" with keyword arguments in a subprocess, without GPUs unless `gpu`, and return the result.
 
-    Raises ModelFolderError with the function's message if it raised, MemoryError if memory ran out, OSError if the
-    system rejected something, such as writing to a full disk.
+    Raises ModelFolderError with the function's message if it raised, SubprocessDiedError if the subprocess gave no
+    answer, MemoryError if memory ran out, OSError if the system rejected something, such as writing to a full disk.
     """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if not gpu:
@@ -55,12 +66,14 @@ def subprocess_call(
         text = answer.read()
         errors.seek(0)
         tail = errors.read()[-STDERR_CHARACTERS_MAX:].strip()
-    if not text:
-        raise ModelFolderError(
+    try:
+        outcome = json.loads(text)
+    except ValueError:  # empty, or cut off by a full disk
+        raise SubprocessDiedError(
             f"{function} died with exit status {done.returncode} (negative: a signal; -9 is often a lack of memory): "
-            f"{tail}"
-        )
-    outcome = json.loads(text)
+            f"{tail}",
+            crashed=done.returncode < 0 and done.returncode not in (-signal.SIGKILL, -signal.SIGTERM),
+        ) from None
     if "value" in outcome:
         return outcome["value"]
     if outcome["error"] == "MemoryError":

@@ -13,11 +13,9 @@ import marshal
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
@@ -107,8 +105,9 @@ class RankGroup:
 
     def __init__(self, spec: ModelSpec, settings: EngineSettings, precision: str) -> None:
         self._closing = False
-        self._folder = tempfile.TemporaryDirectory(prefix="mgpu-ranks-")
-        store = str(Path(self._folder.name) / "store")
+        # A file without a name: rank 0 mostly ends by SIGKILL, and could not delete it.
+        self._store = os.memfd_create("ranks")
+        store = f"/proc/{os.getpid()}/fd/{self._store}"
         plain = {name: getattr(settings, name) for name in SETTINGS}
         self._processes = [
             subprocess.Popen(
@@ -144,7 +143,7 @@ class RankGroup:
         for process in self._processes:
             process.wait(END_TIMEOUT_S)
         dist.destroy_process_group()
-        self._folder.cleanup()
+        os.close(self._store)
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()

@@ -7,8 +7,8 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 
 import base64
 import json
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from multigpu_worker.engines.common.tensors import Arrays, TensorSpec
 from multigpu_worker.engines.embed.payload import parse_texts
 from multigpu_worker.engines.generate import payload as generate_payload
 from multigpu_worker.engines.infer import payload as infer_payload
-from multigpu_worker.engines.remote.server import RequestFailedError, Server, wrong_answer
+from multigpu_worker.engines.remote.server import Cancelled, RequestFailedError, Server, wrong_answer
 from multigpu_worker.engines.rerank import payload as rerank_payload
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
@@ -51,6 +51,9 @@ class Call:
         """The result and its content type. Raises BadInputError, and what Server raises."""
         raise NotImplementedError
 
+    def forget(self, item: Item) -> None:
+        """The task has ended, or its attempt has failed."""
+
     def check(self) -> dict[str, str]:
         """Asks the server for the model, and returns facts for people. ModelFolderError: it does not have it."""
         if not self._openai:
@@ -76,14 +79,14 @@ class Embed(Call):
     apis = ("openai", "tei")
 
     def run(self, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
-        del reporter
+        cancelled = partial(reporter.cancelled, item)
         asked = parse_texts(item.payload, batch.content_type)
         if asked.output:
             raise BadInputError("a remote model gives vectors of texts only, neither those of tokens nor tokens")
         texts, tokens = list(asked.texts), 0
         if self._openai:
             body = {"model": self._model, "input": texts, "encoding_format": "base64"}
-            answer = self._server.post("/v1/embeddings", body)
+            answer = self._server.post("/v1/embeddings", body, cancelled)
             rows = read(lambda: {int(each["index"]): vector_of(each["embedding"]) for each in answer["data"]})
             vectors = read(lambda: [rows[n] for n in range(len(texts))])
             if asked.count_tokens:
@@ -91,7 +94,7 @@ class Embed(Call):
         else:
             if asked.count_tokens or not isinstance(texts[0], str):
                 raise BadInputError("text-embeddings-inference takes texts, and does not tell the number of tokens")
-            answer = self._server.post("/embed", {"inputs": texts, "truncate": True})
+            answer = self._server.post("/embed", {"inputs": texts, "truncate": True}, cancelled)
             vectors = read(lambda: [vector_of(each) for each in answer])
         if len(vectors) != len(texts) or len({vector.shape for vector in vectors}) != 1:
             raise wrong_answer(f"{len(vectors)} vectors for {len(texts)} texts, or of different lengths")
@@ -114,17 +117,17 @@ class Rerank(Call):
     apis = ("tei", "openai")
 
     def run(self, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
-        del reporter
+        cancelled = partial(reporter.cancelled, item)
         asked = rerank_payload.parse(item.payload, batch.content_type)
         documents = list(asked.documents)
         if asked.count_tokens or (self._openai and asked.raw_scores):
             raise BadInputError("this server tells neither the number of tokens nor, with the API openai, raw scores")
         if self._openai:
-            answer = self._server.post("/v1/rerank", self._body(asked, documents))
+            answer = self._server.post("/v1/rerank", self._body(asked, documents), cancelled)
             found = read(lambda: {int(e["index"]): float(e["relevance_score"]) for e in answer["results"]})
         else:
             body = {"query": asked.query, "texts": documents, "raw_scores": asked.raw_scores, "truncate": True}
-            answer = self._server.post("/rerank", body)
+            answer = self._server.post("/rerank", body, cancelled)
             found = read(lambda: {int(e["index"]): float(e["score"]) for e in answer})
         scores = read(lambda: [found[n] for n in range(len(documents))])
         return rerank_payload.result(scores, 0, batch.content_type), batch.content_type
@@ -153,9 +156,7 @@ class Generate(Call):
         sent, seed_sent, text = self._sent.get(item.lease_id, before.text), before.seed_sent, ""
         result = pb.GenerateResult(finish_reason=pb.FINISH_REASON_STOP)
         path, body = self._request(asked, seed)
-        for event in self._server.events(path, body):
-            if reporter.cancelled(item):
-                break
+        for event in self._server.events(path, body, partial(reporter.cancelled, item)):
             text += self._read(event, result)
             if not (text.startswith(sent) or sent.startswith(text)):
                 raise RequestFailedError(
@@ -167,7 +168,6 @@ class Generate(Call):
                     chunk.seed, seed_sent = seed, True
                 reporter.partial(item, generate_payload.encode(chunk, batch.content_type), batch.content_type)
                 sent = self._sent[item.lease_id] = text
-        self._sent.pop(item.lease_id, None)
         result.text = text
         return generate_payload.encode(result, batch.content_type), batch.content_type
 
@@ -175,6 +175,9 @@ class Generate(Call):
         super().__init__(spec, server)
         # By lease_id: the text that was sent on before the server became unavailable.
         self._sent: dict[int, str] = {}
+
+    def forget(self, item: Item) -> None:
+        self._sent.pop(item.lease_id, None)
 
     def _request(self, asked: pb.GeneratePayload, seed: int) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
@@ -215,27 +218,25 @@ class Infer(Call):
     def __init__(self, spec: ModelSpec, server: Server) -> None:
         super().__init__(spec, server)
         self._path = f"/v2/models/{self._model}"
-        self._lock = threading.Lock()
         self._forward: _Forward | None = None
 
     def check(self) -> dict[str, str]:
         forward = self._metadata()
         return {"model": self._model, "inputs": "; ".join(map(str, forward.inputs))}
 
-    def _metadata(self) -> "_Forward":
-        with self._lock:
-            if self._forward is None:
-                found = self._server.get(self._path)
-                self._forward = read(lambda: _Forward(found))
-            return self._forward
+    def _metadata(self, cancelled: Cancelled = lambda: False) -> "_Forward":
+        if self._forward is None:
+            found = self._server.get(self._path, cancelled)
+            self._forward = read(lambda: _Forward(found))
+        return self._forward
 
     def run(self, batch: Batch, item: Item, reporter: Reporter) -> tuple[bytes, str]:
-        del reporter
-        asked = infer_payload.parse(item.payload, batch.content_type, self._metadata())
+        cancelled = partial(reporter.cancelled, item)
+        asked = infer_payload.parse(item.payload, batch.content_type, self._metadata(cancelled))
         body: dict[str, Any] = {"inputs": [_tensor(name, array) for name, array in asked.inputs.items()]}
         if asked.outputs:
             body["outputs"] = [{"name": name} for name in asked.outputs]
-        answer = self._server.post(f"{self._path}/infer", body)
+        answer = self._server.post(f"{self._path}/infer", body, cancelled)
         outputs = read(lambda: {str(each["name"]): _array(each) for each in answer["outputs"]})
         return infer_payload.result(outputs, asked.outputs, batch.content_type), batch.content_type
 

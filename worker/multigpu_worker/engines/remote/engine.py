@@ -17,14 +17,12 @@ import structlog
 from multigpu_worker.engines.base import Batch, EngineSettings, Item, Reporter
 from multigpu_worker.engines.common.failures import BadInputError, bad_input, check_parameters
 from multigpu_worker.engines.remote.calls import Call, Embed, Generate, Infer, Rerank
-from multigpu_worker.engines.remote.server import RequestFailedError, Server, UnavailableError
+from multigpu_worker.engines.remote.server import POLL_S, CancelledError, RequestFailedError, Server, UnavailableError
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 log = structlog.get_logger(__name__)
 
 WAIT_FIRST_S, WAIT_MAX_S = 0.1, 5.0
-POLL_S = 0.1
-
 
 CALLS: dict[str, type[Call]] = {"embed": Embed, "generate": Generate, "rerank": Rerank, "infer": Infer}
 
@@ -67,10 +65,14 @@ class RemoteEngine:
             try:
                 check_parameters(batch)
                 self._run(batch, item, reporter)
+            except CancelledError:
+                continue
             except BadInputError as error:
                 bad_input(error).report(item, reporter)
             except RequestFailedError as error:
                 error.failure.report(item, reporter)
+            finally:
+                self._call.forget(item)
 
     def _run(self, batch: Batch, item: Item, reporter: Reporter) -> None:
         wait_s = WAIT_FIRST_S

@@ -1,7 +1,11 @@
 """HTTP to a model server, with its errors sorted by what to do about them."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,17 @@ from multigpu_worker.engines.common.failures import Failure
 from multigpu_worker.repository.model import ModelFolderError, ModelSpec
 
 CONNECT_S = 5.0
+# How often a call looks whether its task was cancelled.
+POLL_S = 0.1
 TEXT_CHARS_MAX = 500
 # The server has no room now, or its proxy no server: it took nothing on.
 BUSY = frozenset({429, 502, 503, 504})
 DENIED = frozenset({401, 403})
+Cancelled = Callable[[], bool]
+
+
+class CancelledError(Exception):
+    """The task of the request was cancelled."""
 
 
 class UnavailableError(Exception):
@@ -38,7 +49,9 @@ def wrong_answer(message: str) -> RequestFailedError:
 
 
 class Server:
-    """Calls may be made from several threads. They raise UnavailableError or RequestFailedError."""
+    """Calls may be made from several threads. They raise UnavailableError, RequestFailedError, or, while `cancelled`
+    returns True, CancelledError: a request that nobody waits for any more is ended.
+    """
 
     def __init__(self, spec: ModelSpec, calls_max: int) -> None:
         """ModelFolderError: the token's file can't be read."""
@@ -49,54 +62,84 @@ class Server:
             except (OSError, UnicodeDecodeError) as error:
                 raise ModelFolderError(f"remote.token_file {remote.token_file} can't be read: {error}") from error
             headers["authorization"] = f"Bearer {token}"
-        self._client = httpx.Client(
+        # All requests run on one thread with an event loop: a blocking request could not be ended.
+        self._loop = asyncio.new_event_loop()
+        self._client = httpx.AsyncClient(
             base_url=remote.url.rstrip("/").removesuffix("/v1"),
             headers=headers,
             timeout=httpx.Timeout(remote.timeout_s, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=calls_max),
         )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="remote-requests", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        self._client.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
-    def get(self, path: str) -> Any:
-        return self._json("GET", path, None)
+    def get(self, path: str, cancelled: Cancelled = lambda: False) -> Any:
+        return self._json("GET", path, None, cancelled)
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        return self._json("POST", path, body)
+    def post(self, path: str, body: dict[str, Any], cancelled: Cancelled) -> Any:
+        return self._json("POST", path, body, cancelled)
 
-    def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    def _json(self, method: str, path: str, body: dict[str, Any] | None, cancelled: Cancelled) -> Any:
+        running = asyncio.run_coroutine_threadsafe(self._client.request(method, path, json=body), self._loop)
         try:
-            answer = self._client.request(method, path, json=body)
+            while not wait((running,), POLL_S).done:
+                if cancelled():
+                    raise CancelledError
+            answer = running.result()
             _check(answer)
             return answer.json()
         except httpx.TransportError as error:
             raise _explained(error) from error
         except ValueError as error:
             raise wrong_answer(f"{method} {path} gave no JSON ({error})") from error
+        finally:
+            running.cancel()
 
-    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def events(self, path: str, body: dict[str, Any], cancelled: Cancelled) -> Iterator[dict[str, Any]]:
         """The server-sent events that answer a request. UnavailableError, if they end before their end mark."""
+        lines: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+        running = asyncio.run_coroutine_threadsafe(self._read_lines(path, body, lines), self._loop)
         try:
-            with self._client.stream("POST", path, json=body) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    answer.read()
-                    _check(answer)
-                for line in answer.iter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or not data:
-                        continue
-                    if data == "[DONE]":
-                        return
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise RequestFailedError("RemoteError", str(event["error"])[:TEXT_CHARS_MAX], retryable=True)
-                    yield event
+            while True:
+                if cancelled():
+                    raise CancelledError
+                try:
+                    line = lines.get(timeout=POLL_S)
+                except queue.Empty:
+                    continue
+                if isinstance(line, Exception):
+                    raise line
+                if line == "[DONE]":
+                    return
+                event = json.loads(line)
+                if "error" in event:
+                    raise RequestFailedError("RemoteError", str(event["error"])[:TEXT_CHARS_MAX], retryable=True)
+                yield event
         except httpx.TransportError as error:
             raise _explained(error) from error
         except ValueError as error:
             raise wrong_answer(f"an event is no JSON ({error})") from error
-        raise UnavailableError("the answer broke off")
+        finally:
+            running.cancel()
+
+    async def _read_lines(self, path: str, body: dict[str, Any], lines: "queue.SimpleQueue[str | Exception]") -> None:
+        """Runs on the event loop's thread. The last entry is an exception or the end mark."""
+        try:
+            async with self._client.stream("POST", path, json=body) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    await answer.aread()
+                    _check(answer)
+                async for line in answer.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if line.startswith("data:") and data:
+                        lines.put(data)
+            lines.put(UnavailableError("the answer broke off"))
+        except Exception as error:  # noqa: BLE001  it is raised in the thread that waits
+            lines.put(error)
 
 
 def _check(answer: httpx.Response) -> None:

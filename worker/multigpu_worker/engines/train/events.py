@@ -4,7 +4,9 @@ They are in the job's folder and, as partial outputs, in the master. A master th
 next attempt sends those of the folder again.
 """
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,10 @@ class Events:
         known = _whole_lines(path)
         self._file = path.open("ab", buffering=0)
         for index, line in enumerate(known):
-            self._note(json.loads(line))
+            try:
+                self._note(json.loads(line))
+            except ValueError:  # it was damaged: the events before and after it still count
+                continue
             if index < item.partials_received:
                 self._sent_bytes += len(line) + OVERHEAD_BYTES
             else:
@@ -86,7 +91,10 @@ class Events:
 
     def _add(self, event: dict[str, Any]) -> None:
         line = json.dumps(event, separators=(",", ":")).encode()
-        self._file.write(line + b"\n")
+        whole_bytes = self._file.seek(0, os.SEEK_END)
+        if self._file.write(line + b"\n") <= len(line):  # the next line must not follow on a part of this one
+            self._file.truncate(whole_bytes)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
         self._send(line)
 
     def _send(self, line: bytes) -> None:

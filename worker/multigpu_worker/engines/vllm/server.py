@@ -89,11 +89,16 @@ class VllmServer:
             raise MemoryError(what)
         raise ModelFolderError(f"{what}; its output is in the worker's log")
 
-    def wait_gone(self) -> None:
-        """Returns if it goes on after a call to it has failed: else the engine process ends meanwhile."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GONE_TIMEOUT_S)
-            time.sleep(END_TIMEOUT_S)  # `died` ends this process
+    def wait_gone(self, cancelled: Callable[[], bool]) -> None:
+        """Returns if it goes on after a call to it has failed, or the call's task is cancelled: else the engine process
+        ends meanwhile.
+        """
+        until_s = time.monotonic() + GONE_TIMEOUT_S
+        while time.monotonic() < until_s and not cancelled():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(READY_POLL_S)
+                time.sleep(END_TIMEOUT_S)  # `died` ends this process
+                return
 
     def close(self) -> None:
         self._closing = True

@@ -8,7 +8,8 @@ import asyncio
 import json
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import httpx2 as httpx
@@ -70,7 +71,7 @@ class Streams:
                 if reporter.cancelled(item):
                     return
                 if event is None or isinstance(event, BaseException):
-                    raise self._explained(event)
+                    raise self._explained(event, partial(reporter.cancelled, item))
                 if event:
                     reporter.beat()
                     ended = _take(sequence, event, known)
@@ -99,10 +100,10 @@ class Streams:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
 
-    def _explained(self, event: BaseException | None) -> Exception:
-        if isinstance(event, BadInputError):
+    def _explained(self, event: BaseException | None, cancelled: Callable[[], bool]) -> Exception:
+        if isinstance(event, BadInputError | VllmError):  # the server has answered
             return event
-        self._server.wait_gone()
+        self._server.wait_gone(cancelled)
         return VllmError(
             "vLLM ended the answer before its end" if event is None else f"{type(event).__name__}: {event}"
         )
