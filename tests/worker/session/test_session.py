@@ -182,7 +182,7 @@ def test_checkpoints_are_sent_when_they_changed_and_before_a_failure(session: Se
     session.save(two, b"c2")
     session.report(1, 2, [Report(two, ReportState.FAILED, error=FAILURE)])
     assert session.heartbeat_due
-    assert [(e.lease.lease_id, e.checkpoint) for e in session.held(hello=False)] == [(1, None), (2, b"c2")]
+    assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=False)} == {1: None, 2: b"c2"}
     assert not session.heartbeat_due
     session.break_stream()
     assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=True)} == {1: b"c1", 2: b"c2"}
@@ -209,6 +209,22 @@ def test_checkpoints_that_are_too_many_for_one_heartbeat_go_with_the_next(sessio
         sent = [entry.lease.lease_id for entry in session.held(hello=hello) if entry.checkpoint is not None]
         assert sent == (list(range(1, 33)) if hello else list(range(33, 41)))
     assert all(entry.checkpoint is None for entry in session.held(hello=False))
+
+
+def test_checkpoints_of_failed_attempts_all_leave_before_the_reports(session: Session) -> None:
+    leases = grant(session, *range(1, 81))
+    for lease in leases:
+        session.save(lease, bytes(1 << 20))
+    failed = leases[:40]  # more than one heartbeat has space for
+    session.report(1, 2, [Report(lease, ReportState.FAILED, error=FAILURE) for lease in failed])
+    sent: list[int] = []
+    beats = 0
+    while session.heartbeat_due:
+        beats += 1
+        sent += [entry.lease.lease_id for entry in session.held(hello=False) if entry.checkpoint is not None]
+    assert set(range(1, 41)) <= set(sent)
+    assert beats == 2
+    assert reported(frame(session)) == list(range(1, 41))
 
 
 def test_return_all_empties_the_session_and_a_grant_without_one_is_our_bug(session: Session) -> None:

@@ -267,11 +267,12 @@ class Session:
         reported = [group for group in self._outbox if isinstance(group, Reports)]
         if hello:
             reported += [group for _, group in self._sent]
-        leases = list(self.leases.values())
-        leases += [report.lease for group in reported for report in group.reports]
+        # First, because after a report it is too late for a checkpoint.
+        leases = [report.lease for group in reported for report in group.reports]
+        leases += self.leases.values()
         if hello:
             leases = [lease for lease in leases if lease.resumable]
-        # The next attempt would not make these outputs again. After a report it is too late for a checkpoint.
+        # The next attempt would not make these outputs again.
         later = set() if hello else {entry.lease.lease_id for entry in self._outbox if isinstance(entry, Partial)}
         later &= self.leases.keys()
         left_bytes = CHECKPOINT_BYTES_MAX
@@ -290,7 +291,8 @@ class Session:
             if left_bytes < 0:
                 log = ""
             listed.append(Held(lease=lease, checkpoint=checkpoint, log=log))
-        self.heartbeat_due = False
+        failed = [r.lease for g in reported for r in g.reports if r.state is not ReportState.SUCCEEDED]
+        self.heartbeat_due = not hello and any(lease.saved_unsent for lease in failed)
         return listed
 
     def has_unsent(self) -> bool:
