@@ -4,7 +4,9 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from multigpu_worker.composition import RESULT_BYTES_MAX
 from multigpu_worker.session.lease import Lease, Spec
+from multigpu_worker.session.link import MESSAGE_BYTES_MAX
 from multigpu_worker.session.session import (
     GROUP_BYTES_MAX,
     REPORT_BYTES,
@@ -15,6 +17,7 @@ from multigpu_worker.session.session import (
     SessionLimits,
     TaskError,
 )
+from multigpu_worker.session.wire import request_of
 
 SPEC = Spec(kind="k")
 FRAME_BYTES = 4 << 20
@@ -225,6 +228,18 @@ def test_checkpoints_of_failed_attempts_all_leave_before_the_reports(session: Se
     assert set(range(1, 41)) <= set(sent)
     assert beats == 2
     assert reported(frame(session)) == list(range(1, 41))
+
+
+def test_a_checkpoint_that_does_not_fit_beside_a_partial_output_goes_with_the_heartbeat_after_it(
+    session: Session,
+) -> None:
+    (lease,) = grant(session, 1)
+    session.save(lease, bytes(1 << 20))
+    session.partial(lease, bytes(RESULT_BYTES_MAX))
+    request = request_of(frame(session))
+    assert [len(partial.data) for partial in request.partials] == [RESULT_BYTES_MAX]
+    assert request.ByteSize() <= MESSAGE_BYTES_MAX
+    assert [entry.checkpoint for entry in session.held(hello=False)] == [bytes(1 << 20)]
 
 
 def test_return_all_empties_the_session_and_a_grant_without_one_is_our_bug(session: Session) -> None:

@@ -29,6 +29,8 @@ GROUP_BYTES_MAX = 4 << 20
 REPORT_BYTES = 32
 # Of checkpoints and logs in one hello or heartbeat; the rest waits for the next one.
 CHECKPOINT_BYTES_MAX = 32 << 20
+# Of a partial output with the checkpoint that goes with it; a larger message would break the stream.
+PARTIAL_BYTES_MAX = 63 << 20
 
 
 class ReportState(Enum):
@@ -231,7 +233,10 @@ class Session:
                 lease.partial_bytes = 0
         if self.connected:
             saved = lease.saved if lease.saved_unsent else None
-            lease.saved_unsent = False
+            if saved is not None:
+                # One that does not fit goes with the next output, or with a heartbeat after this one.
+                lease.saved_unsent = len(data) + len(saved) > PARTIAL_BYTES_MAX
+                saved = None if lease.saved_unsent else saved
             self._push(Partial(lease, index, data, content_type, saved))
         elif not lease.resumable:
             self.revoke(lease.lease_id)
