@@ -1,9 +1,12 @@
 """The session as values: leases in hello, reports sent and resent, and reports dropped."""
 
+import os
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from multigpu._transport.payloads import Reference, Segment
 from multigpu_worker.composition import RESULT_BYTES_MAX
 from multigpu_worker.session.lease import Lease, Spec
 from multigpu_worker.session.link import MESSAGE_BYTES_MAX
@@ -240,6 +243,20 @@ def test_a_checkpoint_that_does_not_fit_beside_a_partial_output_goes_with_the_he
     assert [len(partial.data) for partial in request.partials] == [RESULT_BYTES_MAX]
     assert request.ByteSize() <= MESSAGE_BYTES_MAX
     assert [entry.checkpoint for entry in session.held(hello=False)] == [bytes(1 << 20)]
+
+
+def test_a_result_whose_file_cannot_be_read_fails_its_attempt_and_no_other(session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "segment"
+    file.write_bytes(b"whole")
+    segment = Segment("segment", os.open(file, os.O_RDONLY))
+    results: list[bytes | Reference] = [b"small", Reference(segment, 0, 5), Reference(segment, 0, 100)]
+    leases = grant(session, 1, 2, 3)
+    both = zip(leases, results, strict=True)
+    session.report(1, 2, [Report(lease, ReportState.SUCCEEDED, result) for lease, result in both])
+    one, two = request_of(frame(session)).report_batches
+    assert dict(zip(one.succeeded_lease_ids, one.results, strict=True)) == {1: b"small", 2: b"whole"}
+    (report,) = two.reports
+    assert (report.lease_id, report.error.type, report.error.retryable) == (3, "ResultLost", True)
 
 
 def test_return_all_empties_the_session_and_a_grant_without_one_is_our_bug(session: Session) -> None:
