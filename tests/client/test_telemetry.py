@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import os
+import select
 import socket
 import subprocess
 import sys
@@ -254,6 +256,53 @@ def test_logs_are_json_lines_off_a_terminal_and_carry_the_ids_around_them() -> N
     assert (library["event"], library["logger"], library["task_id"]) == ("from a library", "grpc", 7)
     assert "ZeroDivisionError" in failed["exception"]
     assert failed["path"] == "/x"
+
+
+LOGGING = """
+import logging, sys, structlog
+from multigpu.daemon import telemetry
+telemetry.configure_logging("info", "json")
+log = structlog.get_logger()
+"""
+
+
+def test_a_log_line_that_cannot_be_written_is_dropped_and_raises_nothing() -> None:
+    code = LOGGING + "log.warning('lost')\nlogging.getLogger('x').warning('lost too')\nprint('goes on', flush=True)"
+    with open("/dev/full", "w") as full:  # noqa: PTH123  each write fails: no space left on device
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, timeout=30, check=False
+        )
+    assert done.stdout == b"goes on\n"
+
+
+def test_a_reader_that_stands_still_does_not_stop_the_program_and_is_sent_how_many_lines_it_missed() -> None:
+    code = LOGGING + (
+        "for n in range(100): log.info('x' * 10_000, n=n)\n"  # more than a pipe holds
+        "print('goes on', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "log.info('the last')\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            ready, _, _ = select.select([process.stdout], [], [], 30)
+            assert ready, "it waits for the reader of its log"
+            assert process.stdout.readline() == b"goes on\n"
+            got = b""
+            while select.select([process.stderr], [], [], 0)[0]:
+                got += os.read(process.stderr.fileno(), 1 << 16)
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            lines = (got + process.stderr.read()).splitlines()
+        finally:
+            process.kill()
+    whole = [json.loads(line) for line in lines if line.endswith(b"}")]
+    lost, last = whole[-2:]
+    assert (lost["event"], last["event"]) == (telemetry.LINES_LOST, "the last")
+    assert lost["lines"] == 100 - sum("n" in line for line in whole)
 
 
 def test_logs_are_text_on_the_console() -> None:

@@ -1,11 +1,13 @@
 """An error of our own, planted in a real worker: it ends the worker, and no task and no engine is charged for it."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 
 import pytest
 from multigpu.v1 import worker_service_pb2 as pb
+from multigpu_worker import supervision
 
 from tests.worker.conftest import StartWorker
 from tests.worker.scripted_master import ScriptedMaster
@@ -50,3 +52,20 @@ async def test_an_internal_error_ends_the_worker_and_charges_no_task(
     assert "planted" in worker.log
     assert "makes no sense" not in worker.log, "it is not the engine's"
     assert not kind or pb.REPORT_STATE_FAILED not in {word.state for word in stream.reports.values()}
+
+
+async def test_a_callback_that_failed_ends_the_worker_even_if_that_cannot_be_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class BrokenLog:
+        def critical(self, *_: object, **__: object) -> None:
+            raise OSError("no space left on device")
+
+    def fail() -> None:
+        raise LookupError("planted")
+
+    monkeypatch.setattr(supervision, "log", BrokenLog())
+    watched = supervision.Supervision()
+    asyncio.get_running_loop().call_soon(fail)
+    with pytest.raises(LookupError):
+        await asyncio.wait_for(watched.watch(), 10)

@@ -133,6 +133,8 @@ class Dispatcher:
             assert process is not None
             self._sampler.begin_work()
             process.dispatch(leases, one_by_one=self._is_one_by_one(spec))
+            if self.paused:  # it may have been started since the others were paused
+                process.pause(paused=True)
             waiting.clear()
         due_s = min([due_s for due_s in (self.batcher.due_s(), *later_s) if due_s is not None], default=None)
         if due_s is not None:

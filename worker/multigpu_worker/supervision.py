@@ -36,6 +36,6 @@ class Supervision:
         if "handle" not in context or not isinstance(error, Exception):
             loop.default_exception_handler(context)
             return
-        log.critical("a callback failed, so the worker ends", exc_info=error)
-        if not self._failed.done():
+        if not self._failed.done():  # before it is logged: the worker must end even if logging fails
             self._failed.set_exception(error)
+        log.critical("a callback failed, so the worker ends", exc_info=error)

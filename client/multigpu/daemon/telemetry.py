@@ -12,9 +12,12 @@ OpenTelemetry is imported only if tracing is configured, so that a worker withou
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
+import select
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TextIO
 
@@ -39,6 +42,12 @@ __all__ = [
 _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 # How long an unresponsive collector may delay the end of a program.
 _EXPORT_TIMEOUT_S = 3
+# How long a reader of the log that stands still may delay the program, once until it reads again.
+_STALL_MS = 500
+# Linux: a pipe that is writable takes so many bytes at once.
+_PIPE_BYTES = 4096
+# The event that follows lost lines, once the stream takes lines again.
+LINES_LOST = "log lines were lost: the stream did not take them"
 
 
 def configure_logging(level: str = "info", log_format: str = "auto", *, stream: TextIO | None = None) -> None:
@@ -47,6 +56,7 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
     `level`: debug, info, warning or error. `log_format`: json, console, or auto: console on a terminal, else json.
     """
     stream = sys.stderr if stream is None else stream
+    lossy: Any = _LossyStream(stream)
     if log_format == "auto":
         log_format = "console" if stream.isatty() else "json"
     threshold = logging.getLevelNamesMapping()[level.upper()]
@@ -57,8 +67,9 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
         structlog.processors.StackInfoRenderer(),
     ]
     if log_format == "json":
-        json = structlog.processors.JSONRenderer(default=str)
-        final: list[Any] = [structlog.processors.format_exc_info, _Prioritised(json) if _is_journal(stream) else json]
+        render: Any = structlog.processors.JSONRenderer(default=str)
+        render = _Prioritised(render) if _is_journal(stream) else render
+        final: list[Any] = [structlog.processors.format_exc_info, render]
     else:
         plain = structlog.dev.plain_traceback
         final = [
@@ -67,10 +78,10 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
     structlog.configure(
         processors=[*shared, *final],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=structlog.WriteLoggerFactory(lossy),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(lossy)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
@@ -81,6 +92,46 @@ def configure_logging(level: str = "info", log_format: str = "auto", *, stream: 
     root.handlers[:] = [handler]
     root.setLevel(threshold)
     logging.captureWarnings(capture=True)
+
+
+class _LossyStream:
+    """Drops and counts the lines that the stream does not take: logging neither fails nor stops a program."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._lost = 0
+        # The last line was written in part.
+        self._cut = False
+        self._poll: select.poll | None = None
+        with contextlib.suppress(OSError, ValueError):  # a stream without a file never waits
+            fd = stream.fileno()
+            self._poll = select.poll()
+            self._poll.register(fd, select.POLLOUT)
+
+    def write(self, text: str) -> None:
+        with self._lock:
+            try:
+                if self._lost:
+                    event = {"event": LINES_LOST, "lines": self._lost, "level": "warning"}
+                    self._write(json.dumps(event) + "\n")
+                    self._lost = 0
+                self._write(text)
+            except (OSError, ValueError):
+                self._lost += 1
+
+    def _write(self, text: str) -> None:
+        text = "\n" + text if self._cut else text
+        size = _PIPE_BYTES if text.isascii() else _PIPE_BYTES // 4  # UTF-8 has at most four bytes a character
+        for at in range(0, len(text), size):
+            if self._poll is not None and not self._poll.poll(0 if self._lost else _STALL_MS):
+                raise TimeoutError
+            self._stream.write(text[at : at + size])
+            self._stream.flush()
+            self._cut = at + size < len(text)
+
+    def flush(self) -> None:
+        """Each line is flushed when it is written."""
 
 
 def _is_journal(stream: TextIO) -> bool:

@@ -122,6 +122,8 @@ async def test_tasks_that_outlast_the_drain_timeout_begin_anew_uncharged(start: 
         ("1/0", r"ZeroDivisionError: division by zero \(.*mine\.py, line \d+\)"),
         ("def (", r"SyntaxError: invalid syntax \(.*mine\.py, line \d+\)"),
         ("import os; os._exit(7)", "exit code 7"),
+        # As of a file name that is not UTF-8: no text of a message may have it.
+        (r"raise ValueError('bad \udcff name')", r"ValueError: bad \? name"),
     ],
 )
 async def test_a_failed_import_leaves_the_version_before(begun: Begun, edited: Edited, code: str, error: str) -> None:

@@ -223,3 +223,42 @@ async def test_the_same_reason_is_not_logged_every_second(master: ScriptedMaster
     assert worker.log.count("no such token") == 3
     master.reject = grpc.StatusCode.UNAUTHENTICATED, "the token has ended"
     await until(lambda: "the token has ended" in worker.log, "the log line")
+
+
+LARGE = """
+import os, time
+from multigpu.handlers import handler
+
+@handler("my.large")
+def large(value: bytes) -> bytes:
+    folder = value.decode()
+    while not os.path.exists(folder + "/go"):
+        time.sleep(0.01)
+    open(f"{folder}/run-{time.monotonic_ns()}", "x").close()
+    return bytes(8 << 20)
+"""
+
+
+async def test_an_engine_that_begins_while_too_much_is_unsent_waits_too(
+    master: ScriptedMaster, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "large.py").write_text(LARGE)
+    worker, stream = await start("--handlers", "large", pythonpath=tmp_path)
+    stream.lease([(n, str(tmp_path).encode()) for n in range(1, 41)], kind="my.large")
+    await stream.running(1)
+    await master.stop()
+    (tmp_path / "go").touch()
+
+    async def runs(more_than: int) -> int:
+        """How many results were made, once their number stays the same."""
+        before = -1
+        while (made := len(list(tmp_path.glob("run-*")))) <= more_than or made != before:
+            before = made
+            await asyncio.sleep(1.0)
+        return made
+
+    async with asyncio.timeout(60):
+        first = await runs(0)
+        (pid,) = worker.engine_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert first <= await runs(first) < 40

@@ -1,10 +1,15 @@
 """The session as values: leases in hello, reports sent and resent, and reports dropped."""
 
+import os
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from multigpu._transport.payloads import Reference, Segment
+from multigpu_worker.composition import RESULT_BYTES_MAX
 from multigpu_worker.session.lease import Lease, Spec
+from multigpu_worker.session.link import MESSAGE_BYTES_MAX
 from multigpu_worker.session.session import (
     GROUP_BYTES_MAX,
     REPORT_BYTES,
@@ -15,6 +20,7 @@ from multigpu_worker.session.session import (
     SessionLimits,
     TaskError,
 )
+from multigpu_worker.session.wire import request_of
 
 SPEC = Spec(kind="k")
 FRAME_BYTES = 4 << 20
@@ -182,7 +188,7 @@ def test_checkpoints_are_sent_when_they_changed_and_before_a_failure(session: Se
     session.save(two, b"c2")
     session.report(1, 2, [Report(two, ReportState.FAILED, error=FAILURE)])
     assert session.heartbeat_due
-    assert [(e.lease.lease_id, e.checkpoint) for e in session.held(hello=False)] == [(1, None), (2, b"c2")]
+    assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=False)} == {1: None, 2: b"c2"}
     assert not session.heartbeat_due
     session.break_stream()
     assert {e.lease.lease_id: e.checkpoint for e in session.held(hello=True)} == {1: b"c1", 2: b"c2"}
@@ -209,6 +215,48 @@ def test_checkpoints_that_are_too_many_for_one_heartbeat_go_with_the_next(sessio
         sent = [entry.lease.lease_id for entry in session.held(hello=hello) if entry.checkpoint is not None]
         assert sent == (list(range(1, 33)) if hello else list(range(33, 41)))
     assert all(entry.checkpoint is None for entry in session.held(hello=False))
+
+
+def test_checkpoints_of_failed_attempts_all_leave_before_the_reports(session: Session) -> None:
+    leases = grant(session, *range(1, 81))
+    for lease in leases:
+        session.save(lease, bytes(1 << 20))
+    failed = leases[:40]  # more than one heartbeat has space for
+    session.report(1, 2, [Report(lease, ReportState.FAILED, error=FAILURE) for lease in failed])
+    sent: list[int] = []
+    beats = 0
+    while session.heartbeat_due:
+        beats += 1
+        sent += [entry.lease.lease_id for entry in session.held(hello=False) if entry.checkpoint is not None]
+    assert set(range(1, 41)) <= set(sent)
+    assert beats == 2
+    assert reported(frame(session)) == list(range(1, 41))
+
+
+def test_a_checkpoint_that_does_not_fit_beside_a_partial_output_goes_with_the_heartbeat_after_it(
+    session: Session,
+) -> None:
+    (lease,) = grant(session, 1)
+    session.save(lease, bytes(1 << 20))
+    session.partial(lease, bytes(RESULT_BYTES_MAX))
+    request = request_of(frame(session))
+    assert [len(partial.data) for partial in request.partials] == [RESULT_BYTES_MAX]
+    assert request.ByteSize() <= MESSAGE_BYTES_MAX
+    assert [entry.checkpoint for entry in session.held(hello=False)] == [bytes(1 << 20)]
+
+
+def test_a_result_whose_file_cannot_be_read_fails_its_attempt_and_no_other(session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "segment"
+    file.write_bytes(b"whole")
+    segment = Segment("segment", os.open(file, os.O_RDONLY))
+    results: list[bytes | Reference] = [b"small", Reference(segment, 0, 5), Reference(segment, 0, 100)]
+    leases = grant(session, 1, 2, 3)
+    both = zip(leases, results, strict=True)
+    session.report(1, 2, [Report(lease, ReportState.SUCCEEDED, result) for lease, result in both])
+    one, two = request_of(frame(session)).report_batches
+    assert dict(zip(one.succeeded_lease_ids, one.results, strict=True)) == {1: b"small", 2: b"whole"}
+    (report,) = two.reports
+    assert (report.lease_id, report.error.type, report.error.retryable) == (3, "ResultLost", True)
 
 
 def test_return_all_empties_the_session_and_a_grant_without_one_is_our_bug(session: Session) -> None:

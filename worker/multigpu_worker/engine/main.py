@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 from multigpu import allow_pickle
+from multigpu._handling.attempts import MESSAGE_BYTES_MAX, TRACEBACK_BYTES_MAX, end_of
 from multigpu.handlers import registered_handlers
 
 from multigpu_worker.engine.channel import AgentChannel
@@ -73,7 +74,7 @@ def _import_handlers(
     """
     allow_pickle(settings.allow_pickle)
     try:
-        sources = import_handlers(settings.handlers, sources, lambda file: channel.send(("importing", file)))
+        sources = import_handlers(settings.handlers, sources, lambda file: _report_import(channel, file))
         if registered_handlers():
             importlib.import_module("multigpu_worker.engines.handlers.engine").instantiate(settings.device)
     except BaseException as error:  # noqa: BLE001  the user's module may raise anything
@@ -82,13 +83,20 @@ def _import_handlers(
     return [(info.kind, info.one_by_one, info.tasks_max, info.delay_s) for info in offered_kinds(settings)], sources
 
 
+def _report_import(channel: AgentChannel, file: str) -> None:
+    channel.send(("importing", end_of(file, MESSAGE_BYTES_MAX)))  # a name may not be UTF-8
+
+
 def _of_user(error: BaseException) -> str:
-    """The traceback as text, without the frames of this package and of importlib that lead to the user's module."""
+    """The end of the traceback as text, without the frames of this package and of importlib that lead to the user's
+    module.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
     kept = [frame for frame in frames if not frame.filename.startswith(own)]
     lines = traceback.format_exception_only(error)
-    return "".join([*(["Traceback:\n"] if kept else []), *traceback.format_list(kept), *lines])
+    text = "".join([*(["Traceback:\n"] if kept else []), *traceback.format_list(kept), *lines])
+    return end_of(text, TRACEBACK_BYTES_MAX)
 
 
 if __name__ == "__main__":

@@ -96,16 +96,20 @@ class BatchReporter:
 
     def begin(self, item: Item) -> None:
         lease_id = item.lease_id
-        if lease_id in self._unbegun:
-            self._leases.begin([lease_id], self._given_back)
-        if lease_id in self._given_back:  # the engine runs it anyway, and its reports are ignored
-            self._open.discard(lease_id)
+        self._begin(lease_id)
         view = self._view
         view[self._lease_at] = 0
         view[self._started_at] = time.monotonic_ns()
         view[self._lease_at] = lease_id
         if self._waits and not self._flush_asked:
             self._ask_flush()
+
+    def _begin(self, lease_id: int) -> None:
+        """From here on it can't be given back. If it was, the engine may run it, and its reports are ignored."""
+        if lease_id in self._unbegun:
+            self._leases.begin([lease_id], self._given_back)
+        if lease_id in self._given_back:
+            self._open.discard(lease_id)
 
     def begin_all(self) -> None:
         self._leases.begin([item.lease_id for item in self._items], self._given_back)
@@ -140,6 +144,7 @@ class BatchReporter:
     def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
         with self._entered():
             lease_id = item.lease_id
+            self._begin(lease_id)  # it may fail unbegun: the agent must not get a report of a lease that it got back
             if lease_id in self._open:
                 self._open.discard(lease_id)
                 self._view[self._lease_at] = 0
@@ -220,11 +225,22 @@ class BatchReporter:
             self._send(done=True)
 
     def fail_rest(self, error: BaseException) -> None:
-        """Fail all unsettled items with the error that the engine raised."""
+        """Fail the unsettled items that have begun with the error that the engine raised, and give back the others.
+
+        If none has begun, all fail: given back, they would come again and again.
+        """
         text = "".join(traceback.format_exception(error))
         error_type = "OutOfMemory" if isinstance(error, MemoryError) else type(error).__name__
+        unsettled = self._open - self._given_back
+        unbegun = {lease_id for lease_id in unsettled if self._unbegun.get(lease_id) is self._given_back}
+        if unbegun == unsettled:
+            unbegun = set()
         for item in self._items:
-            self.fail(item, error_type, message_of(error) or error_type, retryable=True, traceback=text)
+            if item.lease_id not in unbegun:
+                self.fail(item, error_type, message_of(error) or error_type, retryable=True, traceback=text)
+        if unbegun:
+            self.flush()  # the agent must see first whether this engine can take another batch
+            self._leases.give_back([item.lease_id for item in self._items if item.lease_id in unbegun])
 
     def _entered(self) -> threading.Lock:
         """Return the lock. In a child that user code forked, end the process instead."""

@@ -237,7 +237,7 @@ def _run_batch(work: Work, reporter: BatchReporter) -> None:
         return
     try:
         work.engine.run(work.batch, work.prepared, reporter)
-    except BaseException as error:  # noqa: BLE001  whatever an engine raises is charged to its batch
+    except BaseException as error:  # noqa: BLE001  charged to the tasks that have begun
         reporter.fail_rest(error)
 
 

@@ -29,6 +29,8 @@ GROUP_BYTES_MAX = 4 << 20
 REPORT_BYTES = 32
 # Of checkpoints and logs in one hello or heartbeat; the rest waits for the next one.
 CHECKPOINT_BYTES_MAX = 32 << 20
+# Of a partial output with the checkpoint that goes with it; a larger message would break the stream.
+PARTIAL_BYTES_MAX = 63 << 20
 
 
 class ReportState(Enum):
@@ -231,7 +233,10 @@ class Session:
                 lease.partial_bytes = 0
         if self.connected:
             saved = lease.saved if lease.saved_unsent else None
-            lease.saved_unsent = False
+            if saved is not None:
+                # One that does not fit goes with the next output, or with a heartbeat after this one.
+                lease.saved_unsent = len(data) + len(saved) > PARTIAL_BYTES_MAX
+                saved = None if lease.saved_unsent else saved
             self._push(Partial(lease, index, data, content_type, saved))
         elif not lease.resumable:
             self.revoke(lease.lease_id)
@@ -267,11 +272,12 @@ class Session:
         reported = [group for group in self._outbox if isinstance(group, Reports)]
         if hello:
             reported += [group for _, group in self._sent]
-        leases = list(self.leases.values())
-        leases += [report.lease for group in reported for report in group.reports]
+        # First, because after a report it is too late for a checkpoint.
+        leases = [report.lease for group in reported for report in group.reports]
+        leases += self.leases.values()
         if hello:
             leases = [lease for lease in leases if lease.resumable]
-        # The next attempt would not make these outputs again. After a report it is too late for a checkpoint.
+        # The next attempt would not make these outputs again.
         later = set() if hello else {entry.lease.lease_id for entry in self._outbox if isinstance(entry, Partial)}
         later &= self.leases.keys()
         left_bytes = CHECKPOINT_BYTES_MAX
@@ -290,7 +296,8 @@ class Session:
             if left_bytes < 0:
                 log = ""
             listed.append(Held(lease=lease, checkpoint=checkpoint, log=log))
-        self.heartbeat_due = False
+        failed = [r.lease for g in reported for r in g.reports if r.state is not ReportState.SUCCEEDED]
+        self.heartbeat_due = not hello and any(lease.saved_unsent for lease in failed)
         return listed
 
     def has_unsent(self) -> bool:

@@ -1,7 +1,7 @@
 """Protobuf messages of the session to and from the worker's values."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
@@ -16,7 +16,7 @@ from multigpu_worker.device.health import Health
 from multigpu_worker.device.interface import DeviceInfo, Telemetry
 from multigpu_worker.mps.control import MpsStatus
 from multigpu_worker.session.lease import Lease, Spec
-from multigpu_worker.session.session import Frame, Held, Report, Reports, ReportState
+from multigpu_worker.session.session import Frame, Held, Report, Reports, ReportState, TaskError
 from multigpu_worker.session.store_address import StoreAddress
 
 PROTOCOL_VERSION = 2
@@ -237,13 +237,14 @@ def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.S
 
 def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
     """One for each content type, and one for failures."""
+    contents = _read_files(reports.reports, lend)
     batches = []
     for content_type in {report.content_type for report in reports.reports if report.error is None}:
         succeeded = [r for r in reports.reports if r.error is None and r.content_type == content_type]
         batch = _report_batch(reports, succeeded)
         batch.content_type = content_type
         batch.succeeded_lease_ids.extend([report.lease.lease_id for report in succeeded])
-        batch.results.extend([_result(batch, n, report.result, lend) for n, report in enumerate(succeeded)])
+        batch.results.extend([_result(batch, n, report, contents) for n, report in enumerate(succeeded)])
         if (energy := reports.usage.energy) is not None:
             _fill_energy(batch, succeeded, energy)
         batches.append(batch)
@@ -271,13 +272,28 @@ def _fill_energy(batch: pb.ReportBatch, succeeded: list[Report], energy: Energy)
     batch.energy_uncertainty = energy.uncertainty
 
 
-def _result(batch: pb.ReportBatch, index: int, result: bytes | Sized, lend: Callable[[Reference], bool]) -> bytes:
+def _read_files(reports: list[Report], lend: Callable[[Reference], bool]) -> dict[int, bytes]:
+    """By lease: the results in files that are not sent as references. An attempt whose result can't be read fails."""
+    contents: dict[int, bytes] = {}
+    for report in reports:
+        if isinstance(report.result, Reference) and not lend(report.result):
+            try:
+                contents[report.lease.lease_id] = report.result.read()
+            except OSError as error:
+                text = f"the file of the result can't be read: {error}"
+                report.error = TaskError(type="ResultLost", message=text, retryable=True)
+                report.state, report.result = ReportState.FAILED, b""
+    return contents
+
+
+def _result(batch: pb.ReportBatch, index: int, report: Report, contents: dict[int, bytes]) -> bytes:
     """The result's entry in the column: its bytes; empty if they are sent as a reference."""
+    result = report.result
     if isinstance(result, bytes):
         return result
+    if report.lease.lease_id in contents:
+        return contents[report.lease.lease_id]
     assert isinstance(result, Reference)
-    if not lend(result):
-        return result.read()
     at = batch.result_places.add(index=index).at
     at.segment, at.offset, at.size = result.pin.name, result.offset, result.size_bytes
     return b""
