@@ -312,9 +312,8 @@ class HealthMonitor:
         if self._events is not None:
             self._events.park(False)
         if self._is_gpu:
-            asked_ns = time.time_ns()
-            sample = await self._sampler.sample(ANSWER_TIMEOUT_S)
-            if sample is None or sample.time_ns < asked_ns:
+            before = self._sampler.latest
+            if await self._sampler.sample(ANSWER_TIMEOUT_S) is before:
                 message = f"the driver did not answer within {ANSWER_TIMEOUT_S:g} s"
                 return Reason("driver_hung", message, Gravity.SICK)
             self._look()

@@ -116,3 +116,13 @@ def test_results_of_short_tasks_do_not_wait_for_a_long_one() -> None:
         message = next(received)
         ended |= {row[0] for row in message[4]} if message[0] == "reports" else set()
     assert ended == set(range(1, 8))
+
+
+def test_a_cancelled_lease_is_forgotten_with_its_batch_though_another_batch_waits() -> None:
+    """An engine that always had a batch to prepare kept the ids of all leases that were ever cancelled."""
+    leases = Ends().leases
+    for lease_id in (1, 2):
+        leases.add_batch([lease_id])
+    leases.cancelled.update((1, 2))
+    leases.end_batch([1])
+    assert leases.cancelled == {2}

@@ -11,7 +11,7 @@ class Leases:
     """Shared by all threads. `cancelled` and `unbegun` may be read without a lock."""
 
     def __init__(self, channel: AgentChannel) -> None:
-        # Emptied when the last batch here ends.
+        # A lease leaves it when its batch ends; one whose batch had ended before it was cancelled, with the last batch.
         self.cancelled: set[int] = set()
         # Leases that no slot has begun. The value is the set of its batch's leases that were given back.
         self.unbegun: dict[int, set[int]] = {}
@@ -28,7 +28,8 @@ class Leases:
         self.unbegun.update((lease_id, given_back) for lease_id in lease_ids)
         return given_back
 
-    def end_batch(self) -> None:
+    def end_batch(self, lease_ids: Iterable[int]) -> None:
+        self.cancelled.difference_update(lease_ids)
         with self._batches_lock:
             self._batches -= 1
             if self._batches == 0:

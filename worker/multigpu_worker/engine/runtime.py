@@ -196,7 +196,7 @@ class Runtime:
                 view[at + SlotPage.BATCH] = 0
             reporter.begin_all()  # items that the engine passed over
             reporter.finish()
-            self._leases.end_batch()
+            self._leases.end_batch(item.lease_id for item in work.batch.items)
 
     def _engine_lock(self, work: Work) -> contextlib.AbstractContextManager[object]:
         if work.engine is None or work.engine.one_by_one:
