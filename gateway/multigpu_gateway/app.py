@@ -1,6 +1,7 @@
 """The ASGI application: routes, callers, errors."""
 
 import asyncio
+import contextlib
 import ipaddress
 import time
 from collections.abc import Mapping
@@ -89,10 +90,9 @@ class Gateway:
                 serve = _method_of(route, request)
                 if name not in dashboard.ROUTES:  # its forms have a check and a page of their own
                     _check_site(request)
-                token = route.token_of(request)
-                if self._on_this_host and not token:
-                    _check_host(request)
-                async with self.clients.of(token) as connected:
+                if self._on_this_host and not _names_this_host(request):
+                    await self._check_tokens(request)
+                async with self.clients.of(route.token_of(request)) as connected:
                     await serve(request, connected)
         except DisconnectedError:
             return name, HUNG_UP
@@ -111,6 +111,17 @@ class Gateway:
             return failure.status
         await request.respond(failure.status, msgspec.json.encode(error_body(failure)), headers=failure.headers)
         return failure.status
+
+    async def _check_tokens(self, request: Request) -> None:
+        """HttpError: the master asks nobody for a token, and Host names another host. A browser sends that for a page
+        whose owner has changed the address of his name to this host's (DNS rebinding): to it, this is the page's site.
+        """
+        if not await self.clients.asks_for_tokens():
+            raise HttpError(
+                FORBIDDEN,
+                f"Host is {request.header(b'host')}, and this gateway serves its own host, because the master asks "
+                "nobody for a token: start the master with --require-tokens, or let a proxy send Host: localhost",
+            )
 
     async def _health(self, request: Request) -> None:
         """200: the master answers. Needs no token."""
@@ -145,20 +156,15 @@ def _check_site(request: Request) -> None:
         )
 
 
-def _check_host(request: Request) -> None:
-    """HttpError: Host is a name of another host. A browser sends it for a page of that name whose owner has changed
-    the name's address to this host's (DNS rebinding): it takes the page and the gateway for one site.
-    """
-    host = request.header(b"host")
-    try:
-        name = urlsplit(f"//{host}").hostname or "localhost"
-        if name != "localhost" and not name.endswith(".localhost"):
-            ipaddress.ip_address(name)
-    except ValueError:
-        raise HttpError(
-            FORBIDDEN,
-            f"Host is {host}, and this gateway serves its own host: send a token, or Host: localhost from a proxy",
-        ) from None
+def _names_this_host(request: Request) -> bool:
+    """Whether Host is localhost or an address: no page of another site has these."""
+    with contextlib.suppress(ValueError):
+        name = urlsplit(f"//{request.header(b'host')}").hostname or "localhost"
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
+        ipaddress.ip_address(name)
+        return True
+    return False
 
 
 def _method_of(route: Route, request: Request) -> Serve:

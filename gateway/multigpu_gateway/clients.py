@@ -55,12 +55,18 @@ class Clients:
             found.users -= 1
             self._close_unused()
 
+    async def asks_for_tokens(self) -> bool:
+        """Whether the master rejects callers without a token. MultigpuError: it does not answer."""
+        async with self.of("") as connected:
+            try:
+                await connected.client.count(timeout=CHECK_TIMEOUT_S)
+            except errors.AccessError:
+                return True
+        return False
+
     async def check_master(self) -> None:
         """Needs no token. MultigpuError: the master does not answer."""
-        # A master that wants a token answers, too.
-        async with self.of("") as connected:
-            with contextlib.suppress(errors.AccessError):
-                await connected.client.count(timeout=CHECK_TIMEOUT_S)
+        await self.asks_for_tokens()
 
     def _close_unused(self) -> None:
         for token, each in list(self._by_token.items())[: max(0, len(self._by_token) - IDLE_MAX)]:

@@ -49,6 +49,13 @@ def test_the_caller_needs_a_token_of_the_right_role(gateway: GatewayProcess, sec
     assert status(gateway, "GET", "/health") == (200, {"status": "ok"})
 
 
+def test_a_proxy_may_keep_its_name_in_host(gateway: GatewayProcess, secured: SecuredFleet) -> None:
+    """On loopback other names are rejected only before a master that asks nobody for a token."""
+    _, reader = secured.create("gateway-proxy", "read")
+    headers = {"Host": "gpu.example", "Authorization": f"Bearer {reader}"}
+    assert gateway.call("GET", "/v1/models", headers=headers)[0].status == 200
+
+
 def test_a_token_is_for_its_queues(gateway: GatewayProcess, secured: SecuredFleet) -> None:
     _, token = secured.create("gateway-night", "submit", queues=["night"])
     found, body = status(gateway, "POST", "/v1/embeddings", token, EMBED)
