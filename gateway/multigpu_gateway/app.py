@@ -1,4 +1,4 @@
-"""The ASGI application: routes, callers, errors."""
+"""The ASGI application: finds a request's route, checks where it comes from, and turns errors into responses."""
 
 import asyncio
 import ipaddress
@@ -34,7 +34,7 @@ from multigpu_gateway.routes import ErrorBody, Route, Serve
 log = structlog.get_logger()
 
 HEALTH, METRICS = "/health", "/metrics"
-# The status of a request whose caller hung up, for metrics: nginx' number.
+# The status, in metrics, of a request whose client disconnected. nginx uses the same number.
 HUNG_UP = 499
 
 API_ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **rest.ROUTES, **tei.ROUTES}
@@ -42,7 +42,7 @@ ROUTES: dict[str, Route] = {**API_ROUTES, **apidocs.routes_of(API_ROUTES), **das
 
 
 class Gateway:
-    """Serves the routes. `config`: limits and the master's address."""
+    """Serves all HTTP requests. The gRPC server shares its clients, metrics and `inference`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class Gateway:
         name, status = "other", HUNG_UP
         try:
             name, status = await self._answer(request)
-        except asyncio.CancelledError:  # the server stops, and has waited for stop_timeout_s
+        except asyncio.CancelledError:  # the server is stopping, and stop_timeout_s has passed
             if not request.responded:
                 stopping = HttpError(UNAVAILABLE, "the gateway is stopping: send it again", retry_s=1.0)
                 status = await self._fail(request, stopping, openai.error_body)
@@ -73,7 +73,7 @@ class Gateway:
             self.metrics.ended(name, status, time.perf_counter() - begun_at)
 
     async def _answer(self, request: Request) -> tuple[str, int]:
-        """Returns the route's name and the status, for metrics."""
+        """Responds to the request. Returns the route's name and the status, for metrics."""
         name = "other"
         error_body: ErrorBody = openai.error_body
         try:
@@ -87,7 +87,7 @@ class Gateway:
                 name, route = _route_of(request, self._routes)
                 error_body = route.error_body
                 serve = _method_of(route, request)
-                if name not in dashboard.ROUTES:  # its forms have a check and a page of their own
+                if name not in dashboard.ROUTES:  # the dashboard checks its forms itself, and shows an error page
                     _check_site(request)
                 token = route.token_of(request)
                 if self._on_this_host and not token:
@@ -96,7 +96,7 @@ class Gateway:
                     await serve(request, connected)
         except DisconnectedError:
             return name, HUNG_UP
-        except Exception as error:  # noqa: BLE001  the caller gets an answer, and the log the reason
+        except Exception as error:  # noqa: BLE001  _fail responds, and logs unexpected errors
             return name, await self._fail(request, error, error_body)
         return name, 200
 
@@ -106,14 +106,14 @@ class Gateway:
         except Exception:
             log.exception("a request failed", method=request.method, path=request.path)
             failure = HttpError(INTERNAL, "the gateway failed: its log says why", code="internal_error")
-        if request.responded:  # it can't be taken back: the server closes the connection, so that the reader notices
-            log.warning("an answer broke off", method=request.method, path=request.path, reason=failure.message)
+        if request.responded:  # too late for an error status: the server closes the connection, so the client notices
+            log.warning("a response broke off", method=request.method, path=request.path, reason=failure.message)
             return failure.status
         await request.respond(failure.status, msgspec.json.encode(error_body(failure)), headers=failure.headers)
         return failure.status
 
     async def _health(self, request: Request) -> None:
-        """200: the master answers. Needs no token."""
+        """Responds 200. Needs no token. Raises HttpError (503) if the master does not answer."""
         try:
             await self.clients.check_master()
         except errors.MultigpuError as error:
@@ -122,9 +122,9 @@ class Gateway:
 
 
 def _route_of(request: Request, routes: Mapping[str, Route]) -> tuple[str, Route]:
-    """The route and its path. HttpError: there is none."""
+    """Returns the path under which the route is registered, and the route. Raises HttpError if none matches."""
     path = request.path
-    if path == "/" and request.method in ("GET", "HEAD"):  # TEI has POST
+    if path == "/" and request.method in ("GET", "HEAD"):  # POST / belongs to TEI
         return path, dashboard.HOME
     route = routes.get(path)
     if route is None:
@@ -136,8 +136,8 @@ def _route_of(request: Request, routes: Mapping[str, Route]) -> tuple[str, Route
 
 
 def _check_site(request: Request) -> None:
-    """HttpError: a page of another site sent it, by a browser that reaches the gateway. Other clients send no such
-    header: https://www.w3.org/TR/fetch-metadata/
+    """Raises HttpError if a page of another site made a browser send a request other than GET or HEAD. Only browsers
+    send Sec-Fetch-Site: https://www.w3.org/TR/fetch-metadata/
     """
     if request.method not in ("GET", "HEAD") and request.header(b"sec-fetch-site") in ("cross-site", "same-site"):
         raise HttpError(
@@ -146,8 +146,8 @@ def _check_site(request: Request) -> None:
 
 
 def _check_host(request: Request) -> None:
-    """HttpError: Host is a name of another host. A browser sends it for a page of that name whose owner has changed
-    the name's address to this host's (DNS rebinding): it takes the page and the gateway for one site.
+    """Raises HttpError if Host is a name other than localhost. The owner of a page's name can change its address to
+    that of this host (DNS rebinding): a browser then treats the page and the gateway as one site.
     """
     host = request.header(b"host")
     try:
@@ -162,8 +162,8 @@ def _check_host(request: Request) -> None:
 
 
 def _method_of(route: Route, request: Request) -> Serve:
-    """What serves the request; the server leaves out the body of an answer to HEAD. HttpError: the route does not take
-    its method.
+    """Returns the function that serves the method. HEAD is served as GET: the server omits the body. Raises HttpError
+    if the route does not have the method.
     """
     serve = route.methods.get("GET" if request.method == "HEAD" else request.method)
     if serve is None:
