@@ -67,7 +67,7 @@ class Gateway:
             name, status = await self._answer(request)
         except asyncio.CancelledError:  # the server is stopping, and stop_timeout_s has passed
             if not request.responded:
-                stopping = HttpError(UNAVAILABLE, "the gateway is stopping: send it again", retry_s=1.0)
+                stopping = HttpError(UNAVAILABLE, "the gateway is stopping: send the request again", retry_s=1.0)
                 status = await self._fail(request, stopping, openai.error_body)
         finally:
             self.metrics.ended(name, status, time.perf_counter() - begun_at)
@@ -141,13 +141,13 @@ def _check_site(request: Request) -> None:
     """
     if request.method not in ("GET", "HEAD") and request.header(b"sec-fetch-site") in ("cross-site", "same-site"):
         raise HttpError(
-            FORBIDDEN, "pages of other sites may only read here: send it from a program, or from the gateway's pages"
+            FORBIDDEN, "pages of other sites may only read: send the request from a program, or a page of the gateway"
         )
 
 
 def _check_host(request: Request) -> None:
-    """Raises HttpError if Host is a name other than localhost. The owner of a page's name can change its address to
-    that of this host (DNS rebinding): a browser then treats the page and the gateway as one site.
+    """Raises HttpError if Host is neither an IP address nor localhost or a name below it. The owner of another name can
+    let it resolve to this host (DNS rebinding): a browser then takes his page and the gateway for one site.
     """
     host = request.header(b"host")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from multigpu import AsyncAdminClient, AsyncClient, errors
 from multigpu.config.config import GatewayConfig
 
-# Clients of more tokens than this are closed once no request uses them, the least recently used first.
+# While more tokens than this have clients, unused clients are closed, the least recently used first.
 IDLE_MAX = 256
 CHECK_TIMEOUT_S = 2.0
 # Limits of the SDK on a token's tasks in flight and their bytes: so high that the master's limits apply first.

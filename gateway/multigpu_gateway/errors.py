@@ -14,7 +14,7 @@ BAD_INPUT = "BadInput"
 UNKNOWN_MODEL = "UnknownModel"
 # The end of the master's message about an unplaceable task. http_error removes it: most protocols have no such option.
 _QUEUE_IT = ", or set wait_for_worker to queue the task until then"
-# The google.rpc.Code of a rejection because the token is not for the task's queue.
+# The google.rpc.Code of a rejection because the token does not allow the task's queue.
 _PERMISSION_DENIED = 7
 
 
@@ -43,7 +43,7 @@ class HttpError(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Retry-After, Allow and WWW-Authenticate, each if it applies."""
+        """The headers of the response that tell when to retry, which methods there are, or that a token is needed."""
         found = []
         if self.retry_s is not None:
             found.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_s))))
@@ -61,7 +61,7 @@ def not_allowed(path: str, method: str, *allowed: str) -> HttpError:
 
 
 class DisconnectedError(Exception):
-    """The client disconnected before the end of the response."""
+    """The client disconnected: no response can be sent."""
 
 
 def http_error(error: Exception) -> HttpError:

@@ -24,7 +24,7 @@ M = TypeVar("M", bound=Message)
 
 log = structlog.get_logger()
 
-# A client may set any deadline. A later one than this counts as this.
+# A client may set any deadline. Its timeout is cut to this.
 TIMEOUT_MAX_S = 86_400.0
 MESSAGE_CHARS_MAX = 2_000
 # Requests of one stream that run at once.
@@ -60,7 +60,7 @@ class GrpcCall:
 
     @property
     def token(self) -> str:
-        """The token of the call; "" if it has none. Raises HttpError if the metadata is malformed."""
+        """The token of the call; "" if it has none. Raises HttpError if the authorization is not `Bearer TOKEN`."""
         return token_of(self.header(b"authorization"))
 
 
@@ -165,7 +165,7 @@ class GrpcCalls:
 
 
 def parsed(request_type: type[M], data: Any) -> M:
-    """Returns the message in `data`; at the end of the stream an empty one. Raises HttpError if it can't be parsed."""
+    """Returns the message in `data`, an empty one if `data` is EOF. Raises HttpError if `data` can't be parsed."""
     try:
         return request_type.FromString(b"" if data is grpc.aio.EOF else data)
     except DecodeError as error:

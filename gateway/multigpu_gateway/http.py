@@ -31,7 +31,7 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 EVENT_STREAM = "text/event-stream"
-# The time limit for a whole request body, or for each part of one that a route reads in parts.
+# The time limit for receiving a whole request body, or each part if a route reads the body in parts.
 BODY_TIMEOUT_S = 60.0
 # After this many seconds without an event, a stream sends a comment: proxies and clients close idle connections.
 HEARTBEAT_S = 10.0
@@ -44,8 +44,8 @@ _EVENTS: Headers = [
 
 
 def token_of(value: str) -> str:
-    """Returns the token in the value of an Authorization header, "" if the value is empty. Raises HttpError if it is
-    not `Bearer TOKEN`.
+    """Returns the token in the value of an Authorization header, "" if the value is empty. Raises HttpError if the
+    value is not `Bearer TOKEN`.
     """
     if not value:
         return ""
@@ -151,7 +151,7 @@ class Request:
 
     async def respond_parts(self, parts: AsyncIterator[bytes], content_type: bytes) -> None:
         """Sends a response of unknown length. If `parts` raises an error before the first part, the response can still
-        have the error's status; later, the server closes the connection before the end of the response.
+        have the error's status. After a later error, the server closes the connection before the end of the response.
         """
         async for part in parts:
             if not self.responded:
@@ -173,7 +173,7 @@ class Request:
             self._written_at = asyncio.get_running_loop().time()
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Sends the next part of a response. Waits while the client reads too slowly; does nothing if it is gone."""
+        """Sends the next part of a response. Waits while the client reads too slowly. No-op after a disconnect."""
         self._written_at = self._written_at and asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -240,7 +240,7 @@ class WhileConnected:
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
-    """Returns the decoded request body. Raises HttpError if it is not JSON, or has not the decoder's type."""
+    """Returns the decoded request body. Raises HttpError if it is not JSON, or not of the decoder's type."""
     if not data:
         raise HttpError(BAD_REQUEST, "the body is empty: it is to be JSON")
     try:
@@ -252,7 +252,7 @@ def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
 
 
 def invalid(error: msgspec.ValidationError) -> HttpError:
-    """Returns the response's error for msgspec's: it names the field at fault."""
+    """Converts msgspec's error to an HttpError that names the field at fault."""
     message, _, at = str(error).partition(" - at `$")
     param = at.rstrip("`").lstrip(".")
     if not param and (missing := re.search("missing required field `(.+)`", message)):

@@ -53,7 +53,7 @@ def main(config_file: str | None, **flags: Any) -> None:
         telemetry = load(TelemetryConfig, file=config_file).config
         configure_logging(config.log_level, config.log_format)
         check_listener(config)
-        # It logs every malformed upload, and the client gets the error anyway.
+        # The library logs every malformed upload. The client gets the error in the response.
         logging.getLogger("python_multipart").setLevel(logging.ERROR)
         configure_tracing(telemetry, {"service.name": "mgpu-gateway", "service.version": VERSION})
         raise_descriptor_limit()

@@ -96,7 +96,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class HttpServer:
-    """Serves an ASGI application at config.http. ConfigError: the address or the certificate can't be used."""
+    """Serves an ASGI application at config.http. Raises ConfigError if the address or the certificate can't be used."""
 
     def __init__(self, config: GatewayConfig, app: Any) -> None:
         host, port = split_address(config.http)

@@ -70,7 +70,7 @@ def check_copies(param: str, size_bytes: int, tasks: int) -> None:
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs the calls concurrently, and returns their results in order. Raises the first error; cancels the others."""
+    """Runs the calls concurrently, and returns their results in order. Raises the first error, and cancels the rest."""
     try:
         async with asyncio.TaskGroup() as group:
             runs = [group.create_task(call) for call in calls]

@@ -23,7 +23,7 @@ _SPECIAL = {
 
 
 class Schemas:
-    """The schemas of these shapes. `components`: by name, the schemas to which others refer."""
+    """The schemas of these shapes. `components`: the schemas to which others refer, by name."""
 
     def __init__(self, shapes: Iterable[Any]) -> None:
         types = list(dict.fromkeys(leaf for shape in shapes for leaf in _leaves(shape)))

@@ -127,7 +127,7 @@ def page(view: View) -> Serve:
 
 
 async def _in_time(view: Awaitable[Page | Redirect]) -> Page | Redirect:
-    """Raises HttpError if a view takes too long: the SDK's client would wait until a restarting master is back."""
+    """Awaits a view. Raises HttpError after PAGE_TIMEOUT_S: the SDK's client would wait longer for the master."""
     try:
         async with asyncio.timeout(PAGE_TIMEOUT_S):
             return await view

@@ -15,7 +15,7 @@ SORTS = {
 
 
 def drain_s(queue: Queue) -> float | None:
-    """Returns the seconds until the queue's tasks have ended, at the last minute's rate; None: none ended then."""
+    """Returns the seconds until the queue's tasks have ended, at the last minute's rate. None: no task ended then."""
     return (queue.queued + queue.leased) / queue.end_rate if queue.end_rate else None
 
 

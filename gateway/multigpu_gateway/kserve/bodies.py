@@ -104,7 +104,9 @@ def read_infer(name: str, version: str, body: bytes, json_length: str) -> tuple[
 
 
 def _flat(given: _Input, rank: int) -> list[Any]:
-    """Returns the elements of an input, given as a flat list or nested as the shape is. Raises HttpError otherwise."""
+    """Returns the elements of an input, whose data are flat or nested as its shape is. Raises HttpError if they are
+    missing or nested otherwise.
+    """
     data = given.data
     if data is None:
         raise wrong(given.name, "it has neither data nor binary_data_size")

@@ -3,8 +3,9 @@
 - infer: the model's own inputs and outputs.
 - embed: `text` BYTES [-1] in, `embedding` FP32 [-1, -1] out.
 - generate, as Triton's back end for vLLM: `text_input` BYTES [1] in, `text_output` BYTES [1] out, which begins with
-  the input unless `exclude_input_in_output` BOOL [1] is true. Sampling: `sampling_parameters` BYTES [1], a JSON object,
-  or, without it, the parameters of the request. `stream` BOOL [1]: false in ModelStreamInfer gives one response.
+  the input unless it is streamed or `exclude_input_in_output` BOOL [1] is true. Sampling: `sampling_parameters` BYTES
+  [1], a JSON object, or, without it, the parameters of the request. `stream` BOOL [1]: false in ModelStreamInfer gives
+  one response.
 """
 
 import json
@@ -182,7 +183,7 @@ def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor], 
     if "stream" in inputs:
         pieces = inputs["stream"].data != b"\0"
         if pieces and not stream:
-            raise wrong("stream", "it is true, and ModelInfer answers once: use ModelStreamInfer")
+            raise wrong("stream", "it is true, and ModelInfer has one response: use ModelStreamInfer")
         stream = pieces
     without = inputs.get("exclude_input_in_output")
     excluded = stream if without is None else without.data != b"\0"

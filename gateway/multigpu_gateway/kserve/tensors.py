@@ -64,7 +64,7 @@ class NamedTensor:
             begin = at + _LENGTH.size
             at = begin + _LENGTH.unpack_from(self.data, at)[0] if begin <= end else end + 1
             if at > end:
-                raise wrong(self.name, "its bytes end within an element: each is its length as 4 bytes, and so many")
+                raise wrong(self.name, "its bytes end within an element: before each are 4 bytes with its length")
             found.append(self.data[begin:at])
         if len(found) != math.prod(self.shape):
             raise wrong(self.name, f"it has {len(found)} elements, and the shape {list(self.shape)}")
@@ -135,7 +135,7 @@ def _reject_parameters(name: str, parameters: Iterable[str]) -> None:
 
 
 def _check(given: pb.ModelInferRequest.InferInputTensor) -> None:
-    """Raises HttpError if the type is unknown, or if there are so many dimensions that their product takes long."""
+    """Raises HttpError if the type is unknown, or if the product of too many dimensions would block the event loop."""
     if len(given.shape) > DIMENSIONS_MAX:
         raise wrong(given.name, f"it has {len(given.shape):,} dimensions: at most {DIMENSIONS_MAX}")
     if given.datatype != BYTES and given.datatype not in NUMPY_NAMES:

@@ -85,7 +85,7 @@ class Record(msgspec.Struct):
 
     @property
     def expired(self) -> bool:
-        """Whether the time has passed in which lines may run."""
+        """Whether expires_at has passed, after which no line may start."""
         return time.time() >= self.expires_at
 
     def name(self, line: int) -> str:
@@ -110,7 +110,7 @@ async def post(request: Request, connected: Connected) -> None:
 
 
 async def get(request: Request, connected: Connected) -> None:
-    """Lists all batches, or returns one, after submitting those of its tasks that are missing."""
+    """Lists batches, or returns one, of which it first submits tasks that are missing."""
     batch_id = request.path.removeprefix(PATH).strip("/")
     client = connected.client
     async with request.while_connected():

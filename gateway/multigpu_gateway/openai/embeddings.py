@@ -109,7 +109,7 @@ def _read(outcome: Outcome) -> tuple[NDArray[np.float32], int]:
 
 
 def shortened(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """Returns the first components of each vector (Matryoshka models). Raises HttpError if there are not so many."""
+    """Returns the first components of each vector (Matryoshka models). Raises HttpError for invalid `dimensions`."""
     if not 1 <= dimensions <= vectors.shape[1]:
         message = f"dimensions is {dimensions}: the model's vectors have {vectors.shape[1]} components"
         raise HttpError(BAD_REQUEST, message, param="dimensions")

@@ -1,4 +1,4 @@
-"""The endpoints for which a line of a batch may have a request."""
+"""The endpoints that the lines of a batch may use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Files in the master, for batches.
 
-A file consists of durable tasks of kind "echo": one for each chunk, whose result is the chunk, and one whose result is
-the description. That one is submitted last, so a file with a description is complete. The master deletes the results
-after FILE_TTL_S. A file can't be read before a worker has run its tasks.
+A file consists of durable tasks of kind "echo", whose results are the chunks and, in one more task, the description.
+The description is submitted last, so a file that has one is complete. The master deletes the results after FILE_TTL_S.
+A file can't be read before a worker has run its tasks.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ async def fetch(client: AsyncClient, name: str, wait_s: float = READ_TIMEOUT_S) 
     """
     outcome = (await client.get(name, wait_s=wait_s)).outcome
     if outcome is None:
-        raise HttpError(UNAVAILABLE, "the master has not got the file ready: it takes a connected worker", retry_s=1.0)
+        raise HttpError(UNAVAILABLE, "no worker has run the tasks of the file yet: start one, or wait", retry_s=1.0)
     if not outcome.succeeded:
         raise outcome.to_error()
     return outcome.result
@@ -81,7 +81,7 @@ async def describe(client: AsyncClient, file_id: str) -> FileInfo:
 
 
 async def names(client: AsyncClient, queue: str) -> AsyncIterator[str]:
-    """Yields the names of the files or batches in a queue, the newest first. Names with a colon are parts of one."""
+    """Yields the names of the files or batches in a queue, the newest first. Other tasks have a colon in their name."""
     async for task in client.list_tasks(queue=queue, kind=KIND):
         if task.request_id and ":" not in task.request_id:
             yield task.request_id

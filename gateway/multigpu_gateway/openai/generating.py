@@ -154,7 +154,7 @@ async def chat_completions(request: Request, connected: Connected) -> None:
 
 
 async def completions(request: Request, connected: Connected) -> None:
-    """Continues texts."""
+    """Continues the text of each prompt."""
     asked = await request.json(_completion)
     shape, tasks = CompletionShape(asked), _tasks(request, asked.model, completion_payloads(asked))
     del asked  # as above

@@ -1,8 +1,8 @@
 """The monitoring routes of two earlier systems, so that their dashboards keep working: one in the form of LangChain's
 SAP HANA integration with many GPUs (/api/v1/gpu/stats), one of Onyx' multi-GPU training (/multigpu/…).
 
-Here a GPU is a worker. They are numbered from 0, sorted by host, device and worker_id. Values that a device does not
-measure are null.
+Here a GPU is a worker. Workers are numbered from 0, sorted by host, device and worker_id. Values that a device does
+not measure are null.
 """
 
 import time
@@ -35,7 +35,7 @@ class TestRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ManageRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As TestRequest."""
+    """`action`: see `manage`. `gpu_ids` None: all GPUs."""
 
     action: Literal["cleanup", "cordon", "uncordon"]
     gpu_ids: list[int] | None = None
@@ -76,7 +76,7 @@ async def langchain_stats(request: Request, connected: Connected) -> None:
 
 
 async def health(request: Request, connected: Connected) -> None:
-    """How many GPUs take tasks: 503 if none does."""
+    """How many GPUs take tasks. The status is 503 if none does."""
     workers, _ = await _fleet(connected)
     usable = sum(map(available, workers))
     status = "unhealthy" if not usable else "healthy" if usable == len(workers) else "degraded"

@@ -79,7 +79,7 @@ def is_id(field: Any) -> bool:
 
 
 def _data(data: bytes, content_type: str) -> Any:
-    """Returns a JSON value, text if there is no content type, or else, and for what can't be decoded, the bytes."""
+    """Returns a JSON value, or text if there is no content type; `data` if it has another type, or is invalid."""
     try:
         if content_type == JSON and data:
             return _decode(data)

@@ -12,7 +12,7 @@ from multigpu_gateway.tei.call import TASK_INPUTS, Answer, Call, Truncated, chec
 from multigpu_gateway.tei.errors import backend_error
 
 RERANK, CLASSIFY = "rerank", "classify"
-# The largest top_k of a task of kind classify. It means all classes.
+# The largest top_k of a task of kind classify. Also the default, to get all classes.
 CLASSES_MAX = 10_000
 
 

@@ -1,4 +1,4 @@
-"""TEI's gRPC services tei.v1.Info, Embed, Predict, Rerank and Tokenize. They share the operations of the HTTP routes."""
+"""TEI's gRPC services tei.v1.Info, Embed, Predict, Rerank and Tokenize: they share the operations of the HTTP API."""
 
 import time
 from collections.abc import Awaitable, Callable
