@@ -1,4 +1,4 @@
-"""The ASGI application: routes, callers, errors."""
+"""The ASGI application: finds a request's route, checks where it comes from, and turns errors into responses."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ from multigpu_gateway.routes import ErrorBody, Route, Serve
 log = structlog.get_logger()
 
 HEALTH, METRICS = "/health", "/metrics"
-# The status of a request whose caller hung up, for metrics: nginx' number.
+# The status, in metrics, of a request whose client disconnected. nginx uses the same number.
 HUNG_UP = 499
 
 API_ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **rest.ROUTES, **tei.ROUTES}
@@ -43,7 +43,7 @@ ROUTES: dict[str, Route] = {**API_ROUTES, **apidocs.routes_of(API_ROUTES), **das
 
 
 class Gateway:
-    """Serves the routes. `config`: limits and the master's address."""
+    """Serves all HTTP requests. The gRPC server shares its clients, metrics and `inference`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -66,15 +66,15 @@ class Gateway:
         name, status = "other", HUNG_UP
         try:
             name, status = await self._answer(request)
-        except asyncio.CancelledError:  # the server stops, and has waited for stop_timeout_s
+        except asyncio.CancelledError:  # the server is stopping, and stop_timeout_s has passed
             if not request.responded:
-                stopping = HttpError(UNAVAILABLE, "the gateway is stopping: send it again", retry_s=1.0)
+                stopping = HttpError(UNAVAILABLE, "the gateway is stopping: send the request again", retry_s=1.0)
                 status = await self._fail(request, stopping, openai.error_body)
         finally:
             self.metrics.ended(name, status, time.perf_counter() - begun_at)
 
     async def _answer(self, request: Request) -> tuple[str, int]:
-        """Returns the route's name and the status, for metrics."""
+        """Responds to the request. Returns the route's name and the status, for metrics."""
         name = "other"
         error_body: ErrorBody = openai.error_body
         try:
@@ -88,7 +88,7 @@ class Gateway:
                 name, route = _route_of(request, self._routes)
                 error_body = route.error_body
                 serve = _method_of(route, request)
-                if name not in dashboard.ROUTES:  # its forms have a check and a page of their own
+                if name not in dashboard.ROUTES:  # the dashboard checks its forms itself, and shows an error page
                     _check_site(request)
                 if self._on_this_host and not _names_this_host(request):
                     await self._check_tokens(request)
@@ -96,7 +96,7 @@ class Gateway:
                     await serve(request, connected)
         except DisconnectedError:
             return name, HUNG_UP
-        except Exception as error:  # noqa: BLE001  the caller gets an answer, and the log the reason
+        except Exception as error:  # noqa: BLE001  _fail responds, and logs unexpected errors
             return name, await self._fail(request, error, error_body)
         return name, 200
 
@@ -106,15 +106,16 @@ class Gateway:
         except Exception:
             log.exception("a request failed", method=request.method, path=request.path)
             failure = HttpError(INTERNAL, "the gateway failed: its log says why", code="internal_error")
-        if request.responded:  # it can't be taken back: the server closes the connection, so that the reader notices
-            log.warning("an answer broke off", method=request.method, path=request.path, reason=failure.message)
+        if request.responded:  # too late for an error status: the server closes the connection, so the client notices
+            log.warning("a response broke off", method=request.method, path=request.path, reason=failure.message)
             return failure.status
         await request.respond(failure.status, msgspec.json.encode(error_body(failure)), headers=failure.headers)
         return failure.status
 
     async def _check_tokens(self, request: Request) -> None:
-        """HttpError: the master asks nobody for a token, and Host names another host. A browser sends that for a page
-        whose owner has changed the address of his name to this host's (DNS rebinding): to it, this is the page's site.
+        """Raises HttpError if the master requires no tokens. For a request whose Host names another host: the owner of
+        a name can let it resolve to this host (DNS rebinding), and a browser then takes his page and the gateway for
+        one site.
         """
         if not await self.clients.asks_for_tokens():
             raise HttpError(
@@ -124,7 +125,7 @@ class Gateway:
             )
 
     async def _health(self, request: Request) -> None:
-        """200: the master answers. Needs no token."""
+        """Responds 200. Needs no token. Raises HttpError (503) if the master does not answer."""
         try:
             await self.clients.check_master()
         except errors.MultigpuError as error:
@@ -133,9 +134,9 @@ class Gateway:
 
 
 def _route_of(request: Request, routes: Mapping[str, Route]) -> tuple[str, Route]:
-    """The route and its path. HttpError: there is none."""
+    """Returns the path under which the route is registered, and the route. Raises HttpError if none matches."""
     path = request.path
-    if path == "/" and request.method in ("GET", "HEAD"):  # TEI has POST
+    if path == "/" and request.method in ("GET", "HEAD"):  # POST / belongs to TEI
         return path, dashboard.HOME
     route = routes.get(path)
     if route is None:
@@ -147,17 +148,17 @@ def _route_of(request: Request, routes: Mapping[str, Route]) -> tuple[str, Route
 
 
 def _check_site(request: Request) -> None:
-    """HttpError: a page of another site sent it, by a browser that reaches the gateway. Other clients send no such
-    header: https://www.w3.org/TR/fetch-metadata/
+    """Raises HttpError if a page of another site made a browser send a request other than GET or HEAD. Only browsers
+    send Sec-Fetch-Site: https://www.w3.org/TR/fetch-metadata/
     """
     if request.method not in ("GET", "HEAD") and request.header(b"sec-fetch-site") in ("cross-site", "same-site"):
         raise HttpError(
-            FORBIDDEN, "pages of other sites may only read here: send it from a program, or from the gateway's pages"
+            FORBIDDEN, "pages of other sites may only read: send the request from a program, or a page of the gateway"
         )
 
 
 def _names_this_host(request: Request) -> bool:
-    """Whether Host is localhost or an address: no page of another site has these."""
+    """Whether Host is an IP address, localhost or a name below it. No page of another site has such a name."""
     with contextlib.suppress(ValueError):
         name = urlsplit(f"//{request.header(b'host')}").hostname or "localhost"
         if name == "localhost" or name.endswith(".localhost"):
@@ -168,8 +169,8 @@ def _names_this_host(request: Request) -> bool:
 
 
 def _method_of(route: Route, request: Request) -> Serve:
-    """What serves the request; the server leaves out the body of an answer to HEAD. HttpError: the route does not take
-    its method.
+    """Returns the function that serves the method. HEAD is served as GET: the server omits the body. Raises HttpError
+    if the route does not have the method.
     """
     serve = route.methods.get("GET" if request.method == "HEAD" else request.method)
     if serve is None:

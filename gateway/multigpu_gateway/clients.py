@@ -1,5 +1,5 @@
-"""The gateway's connections to the master: a client for each token, so that the master checks roles, queues and rates
-of every caller itself.
+"""The gateway's connections to the master. Each token has its own clients, so that the master itself checks the roles,
+queues and rates of every token.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from typing import Any
 from multigpu import AsyncAdminClient, AsyncClient, errors
 from multigpu.config.config import GatewayConfig
 
-# Connections that are kept for tokens that nobody uses at the moment.
+# While more tokens than this have clients, unused clients are closed, the least recently used first.
 IDLE_MAX = 256
 CHECK_TIMEOUT_S = 2.0
-# Tasks and bytes of one caller's token under way at once: the master's limits come first.
+# Limits of the SDK on a token's tasks in flight and their bytes: so high that the master's limits apply first.
 TASKS_MAX, BYTES_MAX = 1_000_000, 1 << 30
 
 
 class Connected:
-    """The clients of one token."""
+    """The clients of one token, which all its requests share."""
 
     def __init__(self, settings: dict[str, Any], token: str) -> None:
         limits: dict[str, Any] = {"max_in_flight": TASKS_MAX, "max_in_flight_bytes": BYTES_MAX}
@@ -33,7 +33,7 @@ class Connected:
 
 
 class Clients:
-    """Connections by token; "": that of callers without one. Unused ones are closed, the longest unused first."""
+    """The clients of every token. The token "" stands for requests without one."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._settings: dict[str, Any] = {"master": config.master, "connect_timeout_s": config.connect_timeout_s}
@@ -43,7 +43,7 @@ class Clients:
 
     @contextlib.asynccontextmanager
     async def of(self, token: str) -> AsyncIterator[Connected]:
-        """The clients of a token, for one request."""
+        """Yields the clients of a token. They stay open until the block ends."""
         found = self._by_token.get(token)
         if found is None:
             found = self._by_token[token] = Connected(self._settings, token)
@@ -56,7 +56,7 @@ class Clients:
             self._close_unused()
 
     async def asks_for_tokens(self) -> bool:
-        """Whether the master rejects callers without a token. MultigpuError: it does not answer."""
+        """Whether the master rejects calls without a token. Raises MultigpuError if it does not answer."""
         async with self.of("") as connected:
             try:
                 await connected.client.count(timeout=CHECK_TIMEOUT_S)
@@ -65,7 +65,7 @@ class Clients:
         return False
 
     async def check_master(self) -> None:
-        """Needs no token. MultigpuError: the master does not answer."""
+        """Raises MultigpuError if the master does not answer. Needs no token."""
         await self.asks_for_tokens()
 
     def _close_unused(self) -> None:

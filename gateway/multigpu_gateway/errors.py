@@ -1,4 +1,4 @@
-"""What a caller is told: a status, and an error that names the remedy. Routes write it in their protocol's format."""
+"""Errors of requests: an HTTP status, and a message that names the remedy. Routes write them in their own format."""
 
 import math
 
@@ -9,18 +9,18 @@ BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 400, 401, 403, 40
 TIMED_OUT, CONFLICT, TOO_LARGE, UNSUPPORTED, TOO_MANY = 408, 409, 413, 415, 429
 INTERNAL, NOT_IMPLEMENTED, UNAVAILABLE, LATE = 500, 501, 503, 504
 
-# The error type of an engine for an input that no worker can run.
+# An engine's error_type for an input that fails on every worker.
 BAD_INPUT = "BadInput"
 UNKNOWN_MODEL = "UnknownModel"
-# The master's advice to programs that can follow it.
+# The end of the master's message about an unplaceable task. http_error removes it: most protocols have no such option.
 _QUEUE_IT = ", or set wait_for_worker to queue the task until then"
-# google.rpc.Code of a rejection for the token's queues.
+# The google.rpc.Code of a rejection because the token does not allow the task's queue.
 _PERMISSION_DENIED = 7
 
 
 class HttpError(Exception):
-    """An answer that is an error. `param`: the field of the request at fault; `retry_s`: when to try again;
-    `allow`: the methods that the path takes.
+    """Ends a request with an error response. `param`: the field of the request at fault; `retry_s`: seconds after which
+    to try again; `allow`: the methods that the path has.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HttpError(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Those that belong to the status."""
+        """The headers of the response that tell when to retry, which methods there are, or that a token is needed."""
         found = []
         if self.retry_s is not None:
             found.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_s))))
@@ -56,16 +56,16 @@ class HttpError(Exception):
 
 
 def not_allowed(path: str, method: str, *allowed: str) -> HttpError:
-    """The path takes other methods."""
+    """Returns the error for a method that the path does not have."""
     return HttpError(NOT_ALLOWED, f"{path} takes {' or '.join(allowed)}, not {method}", allow=allowed)
 
 
 class DisconnectedError(Exception):
-    """The caller has hung up: nobody reads an answer."""
+    """The client disconnected: no response can be sent."""
 
 
 def http_error(error: Exception) -> HttpError:
-    """The answer for an error of a call to the master; re-raises one that is not the caller's or the fleet's."""
+    """Returns the HttpError for an error of the SDK or of a task. Re-raises any other: a defect of the gateway."""
     text = str(error)
     match error:
         case HttpError():
@@ -79,7 +79,7 @@ def http_error(error: Exception) -> HttpError:
             return HttpError(CONFLICT, message, code="idempotency_key_in_use")
         case errors.ResourceExhaustedError():
             return HttpError(TOO_MANY, error.message, code="queue_full", retry_s=error.retry_delay_s or 1.0)
-        case errors.RejectedError() if error.retry_delay_s is not None:  # the master starts or stops
+        case errors.RejectedError() if error.retry_delay_s is not None:  # the master can't take the task now
             return HttpError(UNAVAILABLE, error.message, code="master_unavailable", retry_s=error.retry_delay_s)
         case errors.RejectedError():
             denied = error.code == _PERMISSION_DENIED

@@ -1,4 +1,4 @@
-"""Answers that are streams of server-sent events."""
+"""Responses that are streams of server-sent events."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -13,15 +13,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 def event(value: Any) -> bytes:
-    """An event with a JSON value."""
+    """Returns an event whose data is the value in JSON."""
     return b"data: " + _encode(value) + b"\n\n"
 
 
 async def send_events(
     request: Request, events: AsyncGenerator[bytes, None], error_of: Callable[[HttpError], bytes], end: bytes
 ) -> None:
-    """Answers with these events, and `end` after the last one. An error before the first event is raised, so that the
-    answer has its status, unless it has begun by then; a later one is an event. HEAD gets the status 200.
+    """Responds with these events and then `end`. Raises an error that occurs before the response has begun, so that
+    the response can have the error's status; sends a later error as an event. HEAD: responds 200 at once.
     """
     async with aclosing(events), request.while_connected(events=True):
         if request.method == "HEAD":

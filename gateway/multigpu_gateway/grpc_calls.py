@@ -1,7 +1,7 @@
-"""Calls over gRPC, of any service of the gateway: their callers, their errors, how they are counted.
+"""Method handlers for the gateway's gRPC services: tokens, timeouts, errors and metrics of calls.
 
-To gRPC every method takes a stream of requests (see multigpu/daemon/grpc_server.py): they are read here, or by the
-method.
+Every method is registered as one that takes a stream of requests (see multigpu/daemon/grpc_server.py), so that this
+module or the method itself reads them.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ M = TypeVar("M", bound=Message)
 
 log = structlog.get_logger()
 
-# A client's deadline may be endless.
+# A client may set any deadline. Its timeout is cut to this.
 TIMEOUT_MAX_S = 86_400.0
 MESSAGE_CHARS_MAX = 2_000
-# Of one stream that run at once.
+# Requests of one stream that run at once.
 STREAM_REQUESTS_MAX = 64
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -46,10 +46,10 @@ CODES = {
 
 
 class GrpcCall:
-    """What a call says beside its request: a Call of tasks.py."""
+    """The metadata and the timeout of a call. Implements tasks.Call."""
 
     def __init__(self, context: Any, timeout_s: float) -> None:
-        """`timeout_s`: for a call without a deadline."""
+        """`timeout_s`: the timeout if the call has no deadline."""
         self._metadata = dict(context.invocation_metadata() or ())
         left_s = context.time_remaining()
         self.timeout_s = timeout_s if left_s is None else min(left_s, TIMEOUT_MAX_S)
@@ -60,12 +60,12 @@ class GrpcCall:
 
     @property
     def token(self) -> str:
-        """The caller's token; empty: none. HttpError: it can't be read."""
+        """The token of the call; "" if it has none. Raises HttpError if the authorization is not `Bearer TOKEN`."""
         return token_of(self.header(b"authorization"))
 
 
 Answer = Callable[[Any, Connected, GrpcCall], Awaitable[Message]]
-# Reads its requests from the call's context. None: it has written its answers there.
+# Reads its requests from the context. Returns the response, or None if it has written its responses to the context.
 StreamAnswer = Callable[[Any, Connected], Awaitable[Message | None]]
 
 
@@ -73,30 +73,30 @@ class GrpcCalls:
     """Makes the handlers of one service, for add_registered_method_handlers."""
 
     def __init__(self, service: str, config: GatewayConfig, clients: Clients, metrics: Metrics) -> None:
-        """`service`: its name with the package."""
+        """`service`: its full name, with the package."""
         self._service, self._config = service, config
         self._clients, self._metrics = clients, metrics
 
     def unary(self, name: str, request_type: type[Message], answer: Answer) -> Any:
-        """A method with one request and one answer."""
+        """A method with one request and one response."""
         return self.stream_unary(name, partial(self._answer, request_type, answer))
 
     def stream_unary(self, name: str, answer: StreamAnswer) -> Any:
-        """A method with many requests and one answer."""
+        """A method with many requests and one response."""
         serve = partial(self._serve, name, answer)
         return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_serialized)
 
     def stream_stream(self, name: str, answer: StreamAnswer) -> Any:
-        """A method with many requests and many answers, which `answer` writes to its context."""
+        """A method with many requests and many responses, which `answer` writes to its context."""
         serve = partial(self._serve, name, answer)
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=_serialized)
 
     def stream(self, name: str, request_type: type[Message], answer: Answer) -> Any:
-        """A method with an answer for each of many requests, in their order. An error ends the stream."""
+        """A method that responds to each of many requests, in their order. An error ends the stream."""
         return self.stream_stream(name, partial(self._answer_each, request_type, answer))
 
     def call(self, context: Any) -> GrpcCall:
-        """What a call says beside its requests; its timeout is from now on."""
+        """Returns the metadata of a call, and its timeout counted from now."""
         return GrpcCall(context, self._config.request_timeout_s)
 
     async def _answer(self, request_type: type[Message], answer: Answer, context: Any, connected: Connected) -> Message:
@@ -106,7 +106,9 @@ class GrpcCalls:
     async def _answer_each(
         self, request_type: type[Message], answer: Answer, context: Any, connected: Connected
     ) -> None:
-        """The requests run together. The next is not read while STREAM_REQUESTS_MAX have no answer written."""
+        """Runs the requests concurrently, and writes the responses in their order. While STREAM_REQUESTS_MAX requests
+        have no response written, the next is not read.
+        """
         free = asyncio.Semaphore(STREAM_REQUESTS_MAX)
         running: asyncio.Queue[asyncio.Task[Message | Exception] | None] = asyncio.Queue()
 
@@ -114,7 +116,7 @@ class GrpcCalls:
             """Returns an error instead of raising it, so that it is reported in the order of the requests."""
             try:
                 return await answer(parsed(request_type, data), connected, self.call(context))
-            except Exception as error:  # noqa: BLE001  raised below
+            except Exception as error:  # noqa: BLE001  `write` raises it
                 return error
 
         async def write() -> None:
@@ -122,7 +124,7 @@ class GrpcCalls:
                 response = await task
                 if isinstance(response, Exception):
                     raise response
-                await context.write(response)  # waits while the reader is slow
+                await context.write(response)  # waits while the client reads too slowly
                 del task, response
                 free.release()
 
@@ -147,11 +149,11 @@ class GrpcCalls:
             try:
                 async with self._clients.of(self.call(context).token) as connected:
                     response = await answer(context, connected)
-            except grpc.aio.InternalError as error:  # gRPC could not send: the peer is gone
+            except grpc.aio.InternalError as error:  # gRPC could not send: the client has disconnected
                 raise asyncio.CancelledError from error
-            except Exception as error:  # noqa: BLE001  the caller gets a status, and the log the reason
+            except Exception as error:  # noqa: BLE001  status_of logs unexpected errors
                 code, text = status_of(error, name)
-                # The frames of the traceback keep the request.
+                # The traceback's frames refer to the request, and would keep it in memory.
                 error.__traceback__ = error.__context__ = error.__cause__ = None
             else:
                 code = grpc.StatusCode.OK
@@ -163,7 +165,7 @@ class GrpcCalls:
 
 
 def parsed(request_type: type[M], data: Any) -> M:
-    """HttpError: it is no such message."""
+    """Returns the message in `data`, an empty one if `data` is EOF. Raises HttpError if `data` can't be parsed."""
     try:
         return request_type.FromString(b"" if data is grpc.aio.EOF else data)
     except DecodeError as error:
@@ -175,7 +177,7 @@ def _serialized(message: Message) -> bytes:
 
 
 def status_of(error: Exception, name: str) -> tuple[grpc.StatusCode, str]:
-    """The status and message of a call that failed. Logs an error that neither the caller nor the fleet caused."""
+    """Returns the status and message for an error of a call. Logs an error that is a defect of the gateway."""
     try:
         failure = http_error(error)
     except Exception:

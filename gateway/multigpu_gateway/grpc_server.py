@@ -1,4 +1,4 @@
-"""The gRPC server."""
+"""The gateway's gRPC server."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from multigpu_gateway.tei import service as tei
 
 
 class GrpcServer:
-    """Serves the services of the gateway at config.grpc."""
+    """Serves KServe's and TEI's gRPC services at config.grpc."""
 
     def __init__(self, config: GatewayConfig, gateway: Gateway) -> None:
         self._config = config
@@ -25,7 +25,9 @@ class GrpcServer:
             self._server.add_registered_method_handlers(service, handlers)
 
     async def start(self) -> str:
-        """Begins to serve. Returns the address. ConfigError: the address or the certificate can't be used."""
+        """Starts to serve, and returns the address with the port in use. Raises ConfigError if the address or the
+        certificate can't be used.
+        """
         address = self._config.grpc
         try:
             port = self._open_port(address)
@@ -42,7 +44,7 @@ class GrpcServer:
         return int(self._server.add_secure_port(address, credentials))
 
     async def serve(self) -> None:
-        """Serves until `stop`. RuntimeError: gRPC's server has ended by itself."""
+        """Serves until `stop` is called. Raises RuntimeError if gRPC's server ends by itself."""
         stopped = asyncio.ensure_future(self._stopping.wait())
         ended = asyncio.ensure_future(self._server.wait_for_termination())
         await asyncio.wait([stopped, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -53,5 +55,5 @@ class GrpcServer:
         await ended
 
     def stop(self) -> None:
-        """Ends it: calls under way have stop_timeout_s."""
+        """Makes `serve` return, after at most stop_timeout_s for the calls under way."""
         self._stopping.set()

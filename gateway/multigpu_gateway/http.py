@@ -1,4 +1,4 @@
-"""One HTTP request, as the routes see it: its body, its caller, its answer.
+"""One HTTP request, as the routes see it: headers, token, body and response.
 
 ASGI: https://asgi.readthedocs.io/en/latest/specs/www.html. Server-sent events:
 https://html.spec.whatwg.org/multipage/server-sent-events.html
@@ -31,7 +31,7 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 EVENT_STREAM = "text/event-stream"
-# How long a body may take to arrive.
+# The time limit for receiving a whole request body, or each part if a route reads the body in parts.
 BODY_TIMEOUT_S = 60.0
 # After this many seconds without an event, a stream sends a comment: proxies and clients close idle connections.
 HEARTBEAT_S = 10.0
@@ -44,7 +44,9 @@ _EVENTS: Headers = [
 
 
 def token_of(value: str) -> str:
-    """The token in the value of an Authorization header; empty: none. HttpError: the value can't be read."""
+    """Returns the token in the value of an Authorization header, "" if the value is empty. Raises HttpError if the
+    value is not `Bearer TOKEN`.
+    """
     if not value:
         return ""
     scheme, _, token = value.partition(" ")
@@ -55,8 +57,8 @@ def token_of(value: str) -> str:
 
 
 class Request:
-    """A request whose headers have arrived. `body_bytes_max`: a larger body is an error. `timeout_s`: how long its
-    tasks may take.
+    """A request whose headers have arrived. `body_bytes_max`: a larger body is an error. `timeout_s`: the timeout of
+    its tasks.
     """
 
     def __init__(
@@ -73,16 +75,16 @@ class Request:
         self.body_bytes_max = body_bytes_max
         self.timeout_s = timeout_s
         self.responded = False
-        # What was written last, by the loop's clock; 0: no stream has begun.
+        # When an event stream was last written to, by the loop's clock; 0: no event stream has begun.
         self._written_at = 0.0
 
     @property
     def query(self) -> dict[str, str]:
-        """The fields of the query string; of a repeated one, the last."""
+        """The parameters of the query string. A repeated one has its last value."""
         return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True))
 
     def header(self, name: bytes) -> str:
-        """The value of a header, by its name in lower case; empty: there is none."""
+        """Returns the value of a header, "" if there is none. `name`: in lower case."""
         for key, value in self._headers:
             if key == name:
                 return value.decode("latin-1")
@@ -90,17 +92,17 @@ class Request:
 
     @property
     def token(self) -> str:
-        """The caller's token; empty: none. HttpError: the header can't be read."""
+        """The token of the request; "" if it has none. Raises HttpError if the header is malformed."""
         return token_of(self.header(b"authorization"))
 
     def cookie(self, name: str) -> str:
-        """The value of a cookie; empty: there is none."""
-        # Not by SimpleCookie, which reads none if it does not like one: other programs of the host may have set that.
+        """Returns the value of a cookie, "" if there is none."""
+        # SimpleCookie drops all cookies if one is malformed; other programs on this host may have set such a cookie.
         pairs = (pair.strip().partition("=") for pair in self.header(b"cookie").split(";"))
         return next((value for key, _, value in pairs if key == name), "")
 
     async def body(self) -> bytes:
-        """The whole body. HttpError: too large, too slow or compressed."""
+        """Returns the whole body. Raises HttpError if it is too large, too slow or compressed."""
         if self.header(b"content-encoding") not in ("", "identity"):
             raise HttpError(UNSUPPORTED, "the body is compressed: send it as it is")
         try:
@@ -110,7 +112,9 @@ class Request:
             raise HttpError(TIMED_OUT, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
     async def parts(self, bytes_max: int) -> AsyncIterator[bytes]:
-        """The body as it arrives. HttpError: it has more than `bytes_max`, or a part does not come."""
+        """Yields the body as it arrives. Raises HttpError if it has more than `bytes_max` bytes, or if no part arrives
+        for BODY_TIMEOUT_S; DisconnectedError if the client disconnects.
+        """
         length = self.header(b"content-length")
         if length.isdecimal() and int(length) > bytes_max:
             raise _too_large(bytes_max)
@@ -131,23 +135,23 @@ class Request:
             yield part
 
     async def json(self, decoder: "msgspec.json.Decoder[T]") -> T:
-        """The body as a value. HttpError: it is no JSON, or has another shape."""
+        """Returns the decoded body. Raises HttpError if it can't be read or decoded."""
         return decode(decoder, await self.body())
 
-    # Answers.
+    # Responses.
 
     async def respond(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None
     ) -> None:
-        """The whole answer."""
+        """Sends a whole response."""
         self.responded = True
         own = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
         await self._send({"type": "http.response.start", "status": status, "headers": own})
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_parts(self, parts: AsyncIterator[bytes], content_type: bytes) -> None:
-        """A response of unknown length. An error before the first part is raised, so that the response has its status;
-        a later one closes the connection before the end of the response.
+        """Sends a response of unknown length. If `parts` raises an error before the first part, the response can still
+        have the error's status. After a later error, the server closes the connection before the end of the response.
         """
         async for part in parts:
             if not self.responded:
@@ -161,7 +165,7 @@ class Request:
             await self.write(b"", more=False)
 
     async def begin_events(self, headers: Headers | None = None) -> None:
-        """Begins an answer of server-sent events. Nothing happens if it has begun."""
+        """Begins a response of server-sent events, unless the response has begun."""
         if not self.responded:
             self.responded = True
             own = [*_EVENTS, *(headers or ())]
@@ -169,20 +173,21 @@ class Request:
             self._written_at = asyncio.get_running_loop().time()
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """The next part of a stream. Waits while the reader is slow; nothing is sent to one that has gone."""
+        """Sends the next part of a response. Waits while the client reads too slowly. No-op after a disconnect."""
         self._written_at = self._written_at and asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     def while_connected(self, *, events: bool = False) -> "WhileConnected":
-        """A block that a hang-up of the caller ends with DisconnectedError. Only after the body was read.
+        """Returns a context manager that cancels its block, and raises DisconnectedError, when the client disconnects.
+        Use it only after the body was read.
 
-        In it, a stream of events that has nothing else to send for HEARTBEAT_S sends a comment. `events`: the answer
-        will be such a stream, and begins after HEARTBEAT_S at the latest.
+        In the block, an event stream sends a comment after HEARTBEAT_S without an event. `events`: the response will be
+        an event stream; it begins with a comment if there is no event within HEARTBEAT_S.
         """
         return WhileConnected(self, events=events)
 
     async def watch(self, *, events: bool) -> None:
-        """Returns when the caller has hung up. `events`: see while_connected."""
+        """Sends the comments of an event stream. Returns when the client disconnects. `events`: see while_connected."""
         while True:
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
@@ -235,7 +240,7 @@ class WhileConnected:
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
-    """A JSON value. HttpError: it is no JSON, or has another shape."""
+    """Returns the decoded request body. Raises HttpError if it is not JSON, or not of the decoder's type."""
     if not data:
         raise HttpError(BAD_REQUEST, "the body is empty: it is to be JSON")
     try:
@@ -247,7 +252,7 @@ def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
 
 
 def invalid(error: msgspec.ValidationError) -> HttpError:
-    """The error of a value of another shape; it names the field."""
+    """Converts msgspec's error to an HttpError that names the field at fault."""
     message, _, at = str(error).partition(" - at `$")
     param = at.rstrip("`").lstrip(".")
     if not param and (missing := re.search("missing required field `(.+)`", message)):

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import Any
 
-# gRPC's own log would write to stderr what peers send, line ends included. Set before grpc is imported.
+# gRPC's own log would write text from peers to stderr, with line ends. This must be set before grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from multigpu import _extras
@@ -53,7 +53,7 @@ def main(config_file: str | None, **flags: Any) -> None:
         telemetry = load(TelemetryConfig, file=config_file).config
         configure_logging(config.log_level, config.log_format)
         check_listener(config)
-        # It reports what callers send wrong; they are told.
+        # The library logs every malformed upload. The client gets the error in the response.
         logging.getLogger("python_multipart").setLevel(logging.ERROR)
         configure_tracing(telemetry, {"service.name": "mgpu-gateway", "service.version": VERSION})
         raise_descriptor_limit()
@@ -66,7 +66,9 @@ def main(config_file: str | None, **flags: Any) -> None:
 
 
 def check_listener(config: GatewayConfig) -> None:
-    """ConfigError: the settings would let unauthorized callers in, or contradict each other."""
+    """Raises ConfigError if only one of the TLS files is set, or if other hosts can reach a listener and the gateway
+    uses shared memory, or has neither TLS nor `insecure`.
+    """
     if bool(config.http_tls_cert) != bool(config.http_tls_key):
         raise ConfigError("http_tls_cert and http_tls_key go together: give both, or neither")
     reached = _open_address(config)
@@ -81,12 +83,14 @@ def check_listener(config: GatewayConfig) -> None:
 
 
 def _open_address(config: GatewayConfig) -> str:
-    """An address that other hosts can reach; empty: there is none."""
+    """Returns the address of a listener that other hosts can reach, "" if there is none."""
     return next((each for each in (config.http, config.grpc) if each and not is_loopback(each)), "")
 
 
 async def check_tokens(config: GatewayConfig) -> None:
-    """Waits for the master. ConfigError: it asks nobody for a token, and other hosts can reach the gateway."""
+    """Waits for the master and raises ConfigError if it requires no tokens. Returns at once if only this host can reach
+    the gateway, or with `insecure`.
+    """
     reached = _open_address(config)
     if not reached or config.insecure:
         return

@@ -1,9 +1,9 @@
-"""What the gateway counts: requests by route and status, and their duration."""
+"""The gateway's metrics: requests by route and status, their durations, and open requests."""
 
 import prometheus_client as prometheus
 from prometheus_client.registry import Collector
 
-# From a cached embedding to a long answer.
+# From the duration of a cached embedding to that of a long generated text.
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -22,18 +22,18 @@ class Metrics:
         )
 
     def register(self, collector: Collector) -> None:
-        """Adds what another part of the gateway counts."""
+        """Adds the metrics of another part of the gateway."""
         self._registry.register(collector)
 
     def begun(self) -> None:
         self._open.inc()
 
     def ended(self, route: str, status: int | str, seconds: float) -> None:
-        """`status`: of HTTP, 499 for a caller that hung up; the name of gRPC's code."""
+        """`status`: the HTTP status (499: the client disconnected), or the name of the gRPC status code."""
         self._open.dec()
         self._requests.labels(route, status).inc()
         self._seconds.labels(route).observe(seconds)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return prometheus.generate_latest(self._registry)

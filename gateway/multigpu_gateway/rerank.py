@@ -17,7 +17,7 @@ from multigpu_gateway.routes import Operation, Route
 from multigpu_gateway.tasks import TASK_HEADERS, TaskSettings, all_of, check_copies
 
 KIND = "rerank"
-# Documents of one request, and of one of its tasks: a long list is spread over the workers.
+# Limits of documents: of a request, and of each of its tasks, so that several workers share a long list.
 DOCUMENTS_MAX, TASK_DOCUMENTS = 10_000, 32
 
 
@@ -31,7 +31,7 @@ class RerankRequest(msgspec.Struct):
     documents: list[str | Document]
     top_n: int | None = None
     return_documents: bool | None = None
-    # Accepted only with values that change nothing.
+    # Rejected unless null.
     max_tokens_per_doc: int | None = None
 
 
@@ -39,7 +39,7 @@ _request = msgspec.json.Decoder(RerankRequest)
 
 
 async def _rerank(request: Request, connected: Connected) -> None:
-    """Answers with the documents' scores for the query, the best first."""
+    """Scores documents for a query, and lists them with the best first."""
     asked = await request.json(_request)
     texts = [each if isinstance(each, str) else each.text for each in asked.documents]
     if not 1 <= len(texts) <= DOCUMENTS_MAX:

@@ -1,4 +1,4 @@
-"""What a route is."""
+"""The types of the route table."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import HttpError
 from multigpu_gateway.http import Request
 
-# A request, and the caller's clients.
+# Responds to a request, with the clients of its token.
 Serve = Callable[[Request, Connected], Awaitable[None]]
-# An error, as the clients of a protocol expect it: a JSON value.
+# Converts an error to the JSON value that clients of a protocol expect.
 ErrorBody = Callable[[HttpError], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What serves a method of a path, with what GET /openapi.json says of it; the docstring of `serve` is its summary.
+    """Serves a method of a path, and describes it for GET /openapi.json; the docstring of `serve` is the summary.
 
-    `body`, `answer`: the shape of a JSON value (apidocs/schemas.py); None: there is no body. `query`: a Struct of the
-    parameters. `status`: of the answer. `content`: its content type; `body_content`: the body's. `headers`: those that
-    it reads. `errors`: statuses that not every route has.
+    `body`, `answer`: shapes of the request body and of the response, see apidocs/schemas.py; `body` None: there is
+    none. `query`: a Struct of the query parameters. `status`, `content`: of the response. `body_content`: the request's
+    content type. `headers`: request headers that `serve` reads. `errors`: statuses that not every route has.
     """
 
     serve: Callable[..., Awaitable[Any]]
@@ -44,8 +44,9 @@ Paths = Mapping[str, Mapping[str, Operation]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path. `methods`: what serves each method. `tree`: the route also matches all paths below it. `token_of`: the
-    caller's token; empty: none. `paths`: what GET /openapi.json says of it, where `methods` is not enough.
+    """What serves a path. `methods`: the function for each method. `tree`: the route also matches all paths below the
+    path. `token_of`: returns a request's token, "" if there is none. `paths`: the operations in GET /openapi.json, if
+    they differ from `methods`.
     """
 
     methods: Mapping[str, Serve]

@@ -9,26 +9,26 @@ from multigpu.config.config import ConfigError, GatewayConfig
 from multigpu.config.values import split_address
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Of one request's headers; and how long they may take to arrive.
+# Limits of the headers of one request: their bytes, and the seconds until they are complete.
 HEADER_BYTES_MAX = 64 << 10
 HEADER_TIMEOUT_S = 30.0
-# How long a reader may take none of what is written.
+# A connection is aborted if data waits to be sent and the client reads none of it for this long.
 READER_TIMEOUT_S = 60.0
 KEEP_ALIVE_S = 75
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection that is closed if the headers of a request are too large or too slow, or if its reader stalls."""
+    """A connection that is closed if a request's headers are too large or too slow, or if the client stops reading."""
 
     # In slots: further instance attributes would enlarge the __dict__ of every connection.
     __slots__ = ("_header_bytes", "_header_timer", "_reader_timer")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Bytes of the next request's headers, which may come while a request is served; None: a body is coming.
+        # Bytes of the next request's headers, which may arrive while a request is served; None: a body is arriving.
         self._header_bytes: int | None = 0
         self._header_timer: asyncio.TimerHandle | None = None
-        # Runs while more is written than the transport wants to hold.
+        # Runs while the transport's write buffer is too full (between pause_writing and resume_writing).
         self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -82,7 +82,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < unread_bytes:
             self._expect_reader()
         else:
-            self.transport.abort()  # `close` would wait for the reader
+            self.transport.abort()  # `close` would wait until the client has read everything
 
     def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:
@@ -96,7 +96,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class HttpServer:
-    """Serves an ASGI application at config.http. ConfigError: the address or the certificate can't be used."""
+    """Serves an ASGI application at config.http. Raises ConfigError if the address or the certificate can't be used."""
 
     def __init__(self, config: GatewayConfig, app: Any) -> None:
         host, port = split_address(config.http)
@@ -115,11 +115,11 @@ class HttpServer:
         self._server = uvicorn.Server(settings)
 
     async def serve(self) -> None:
-        """Serves until `stop`."""
+        """Serves until `stop` is called."""
         await self._server._serve([self._socket])  # noqa: SLF001  serve() would take the process' signals
 
     def stop(self) -> None:
-        """Ends it: requests under way have stop_timeout_s."""
+        """Makes `serve` return, after at most stop_timeout_s for the requests under way."""
         self._server.should_exit = True
 
 

@@ -1,4 +1,4 @@
-"""The tasks of a request: their queue, priority and durability, from headers that every protocol's client can set."""
+"""Options of a request's tasks (queue, priority, durability), from headers that clients of every protocol can set."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator
@@ -10,24 +10,24 @@ T = TypeVar("T")
 IDEMPOTENCY_KEY = b"idempotency-key"
 QUEUE, PRIORITY, DURABLE = b"x-multigpu-queue", b"x-multigpu-priority", b"x-multigpu-durable"
 TASK_HEADERS = (IDEMPOTENCY_KEY, QUEUE, PRIORITY, DURABLE)
-# Longer ones are no keys.
+# A longer Idempotency-Key is rejected.
 _KEY_CHARACTERS_MAX = 200
-# Bytes that the tasks of a request may have in common, each a copy: a small request must not fill the memory.
+# Limit of the bytes that are added when each task gets a copy of a field: a small request must not fill the memory.
 COPIES_BYTES_MAX = 64 << 20
 
 
 class Call(Protocol):
     """A request of any protocol."""
 
-    # How long its tasks may take.
+    # The timeout of its tasks.
     timeout_s: float
 
     def header(self, name: bytes) -> str:
-        """The value of a header, by its name in lower case; empty: there is none."""
+        """Returns the value of a header, "" if there is none. `name`: in lower case."""
 
 
 class TaskSettings:
-    """The options of the tasks of one request. HttpError: a header is wrong."""
+    """The options of the tasks of one request. Raises HttpError if a header has an invalid value."""
 
     def __init__(self, request: Call, model: str) -> None:
         self.key = request.header(IDEMPOTENCY_KEY)
@@ -37,7 +37,7 @@ class TaskSettings:
         durable = request.header(DURABLE).lower()
         if durable not in ("", "true", "false"):
             raise HttpError(BAD_REQUEST, "X-Multigpu-Durable is to be true or false")
-        # A task that a retry may ask for has to be on the disk, else a restart of the master forgets that it ran.
+        # A task with a key is durable: otherwise a retry after a restart of the master would run it again.
         self.options: dict[str, Any] = {
             "model": model, "timeout": request.timeout_s, "ephemeral": durable != "true" and not self.key,
         }  # fmt: skip
@@ -49,7 +49,9 @@ class TaskSettings:
             self.options["priority"] = int(priority)
 
     def each(self) -> Iterator[dict[str, Any]]:
-        """The options of one task after the other: with a key, the first has it as its request_id, others KEY:N."""
+        """Yields the options of task 0, 1, 2 and so on without end. With an Idempotency-Key, the request_id of task 0
+        is KEY, that of task N is KEY:N.
+        """
         number = 0
         while True:
             key = f"{self.key}:{number}" if self.key and number else self.key
@@ -58,7 +60,7 @@ class TaskSettings:
 
 
 def check_copies(param: str, size_bytes: int, tasks: int) -> None:
-    """HttpError: `size_bytes` of a field, which each of the request's tasks gets, are too many in all."""
+    """Raises HttpError if copies of `size_bytes` for all tasks but the first exceed COPIES_BYTES_MAX in all."""
     if size_bytes * (tasks - 1) > COPIES_BYTES_MAX:
         message = (
             f"{param}: its {size_bytes:,} bytes go to each of {tasks} tasks, more than {COPIES_BYTES_MAX:,} bytes in "
@@ -68,7 +70,7 @@ def check_copies(param: str, size_bytes: int, tasks: int) -> None:
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of calls that run together. The first error cancels the others, and is raised."""
+    """Runs the calls concurrently, and returns their results in order. Raises the first error, and cancels the rest."""
     try:
         async with asyncio.TaskGroup() as group:
             runs = [group.create_task(call) for call in calls]

@@ -1,7 +1,7 @@
-"""Outcomes posted to a URL as tasks end: https://www.standardwebhooks.com.
+"""Posts the outcomes of tasks to a URL, as https://www.standardwebhooks.com specifies.
 
-At least once, and in the order of GET /v1/outcomes: an outcome is sent when the receiver has taken the one before. A
-file has the cursor of the last one that was taken, so that a gateway that was killed goes on there.
+Each outcome is delivered at least once, in the order of GET /v1/outcomes: the next is sent after the receiver has
+accepted the one before. A file has the cursor of the last accepted outcome, where the next start continues.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ from multigpu_gateway.rest.values import outcome_dict
 
 log = structlog.get_logger()
 
-# How long one attempt may take, and what of an answer is read, so that the connection can be used again.
+# Limits of one attempt: its duration, and how much of the response is read so that the connection can be used again.
 TIMEOUT_S, ANSWER_BYTES_MAX = 30.0, 64 << 10
-# Between attempts; twice as long after each failure.
+# The pause between attempts: doubled after each failure, up to the maximum.
 PAUSE_MIN_S, PAUSE_MAX_S = 0.5, 60.0
 SECRET_PREFIX, SECRET_BYTES = "whsec_", range(24, 65)
 _SETTINGS = ("webhook_url", "webhook_secret_file", "webhook_token_file", "webhook_cursor_file", "webhook_queue")
 
 
 class _GoneError(Exception):
-    """The receiver wants nothing more."""
+    """The receiver responded 410: it wants no more outcomes."""
 
 
 def webhooks_of(config: GatewayConfig) -> "Webhooks | None":
-    """None: they are off. ConfigError: their settings can't be used."""
+    """Returns None if no webhook setting is given. Raises ConfigError if one can't be used or the URL is missing."""
     if config.webhook_url:
         return Webhooks(config)
     given = next((name for name in _SETTINGS if getattr(config, name)), None)
@@ -53,7 +53,7 @@ def webhooks_of(config: GatewayConfig) -> "Webhooks | None":
 
 
 class Webhooks:
-    """Posts outcomes to config.webhook_url. ConfigError: a setting can't be used."""
+    """Posts outcomes to config.webhook_url. Raises ConfigError if a setting can't be used."""
 
     def __init__(self, config: GatewayConfig) -> None:
         _check_url(config)
@@ -72,7 +72,7 @@ class Webhooks:
         self._failures = 0
 
     async def run(self) -> None:
-        """Posts outcomes for ever. Returns if the receiver answers 410."""
+        """Posts outcomes, and retries after every error. Returns only if the receiver responds 410."""
         try:
             async with httpx2.AsyncClient(timeout=TIMEOUT_S) as http:
                 while True:
@@ -85,7 +85,7 @@ class Webhooks:
             await self._clients.close()
 
     async def _run_once(self, http: httpx2.AsyncClient) -> None:
-        """Returns when outcomes can't be followed any more, and has logged why. Raises _GoneError."""
+        """Posts outcomes until an error, and logs it. Raises _GoneError if the receiver responds 410."""
         try:
             await self._follow(http)
         except errors.CursorExpiredError as error:
@@ -110,8 +110,8 @@ class Webhooks:
         raise AssertionError("a watch does not end")
 
     async def _deliver(self, http: httpx2.AsyncClient, outcome: Outcome) -> None:
-        """Sends an outcome until the receiver has taken it. _GoneError: it wants none."""
-        # A task that is requeued has another outcome.
+        """Posts an outcome until the receiver accepts it. Raises _GoneError if it responds 410."""
+        # The finish time distinguishes the outcomes of a task that was requeued after its first one.
         name = f"{outcome.task_id}-{outcome.message.stages.finish_time.ToNanoseconds()}"
         body = msgspec.json.encode(outcome_dict(outcome))
         while reason := await self._send(http, name, body):
@@ -122,7 +122,7 @@ class Webhooks:
         self._failures = 0
 
     async def _send(self, http: httpx2.AsyncClient, name: str, body: bytes) -> str:
-        """Why the receiver has not taken it; empty: it has."""
+        """Posts an outcome once. Returns why the receiver did not accept it, "" if it did. Raises _GoneError on 410."""
         now = int(time.time())
         headers = {
             "content-type": "application/json", "webhook-id": name, "webhook-timestamp": str(now),
@@ -164,7 +164,9 @@ class Webhooks:
 
 
 def _check_url(config: GatewayConfig) -> None:
-    """ConfigError: nothing can be posted there, or others could read it."""
+    """Raises ConfigError if webhook_url is not an http or https URL, or if outcomes would cross the network unencrypted
+    and `insecure` is not set.
+    """
     try:
         url = urlsplit(config.webhook_url)
         port = url.port or 0
@@ -180,7 +182,7 @@ def _check_url(config: GatewayConfig) -> None:
 
 
 def _key_of(file: str) -> bytes:
-    """The key of a secret. ConfigError: it can't be read, or is none."""
+    """Returns the key in a secret file. Raises ConfigError if the file can't be read, or has no valid secret."""
     text = read_secret(file, "secret")
     try:
         key = base64.b64decode(text.removeprefix(SECRET_PREFIX), validate=True)

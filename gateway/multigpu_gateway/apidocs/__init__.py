@@ -1,4 +1,4 @@
-"""GET /openapi.json, the OpenAPI document of the routes, and GET /docs, which shows it. Neither needs a token."""
+"""GET /openapi.json, the OpenAPI document of the routes, and GET /docs, the same as a page. Neither needs a token."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ JSON_PATH, PAGE_PATH = "/openapi.json", "/docs"
 
 
 def routes_of(described: Mapping[str, Route]) -> dict[str, Route]:
-    """The two routes, for a document of these."""
+    """Returns the two routes, for a document that describes the routes in `described`."""
     made = cache(lambda: document(described))
 
     async def openapi(request: Request, _connected: Connected) -> None:
@@ -35,7 +35,7 @@ def _public(serve: Serve) -> Route:
 
 
 def _values(made: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows: the operations of each tag, and the schemas as JSON."""
+    """Returns the values for the page: the operations of each tag, and the schemas as JSON."""
     operations = [
         (method.upper(), path, each) for path, methods in made["paths"].items() for method, each in methods.items()
     ]

@@ -27,14 +27,14 @@ from multigpu_gateway.errors import (
 from multigpu_gateway.routes import ErrorBody, Operation, Paths, Route
 
 OPENAPI = "3.1.1"
-# Errors of every route, of those whose path has a variable part, and of those with a body.
+# Error statuses of every operation, of those whose path has a variable part, and of those with a request body.
 _EVERY = (BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, TOO_MANY, INTERNAL, UNAVAILABLE, LATE)
 _NAMED = (NOT_FOUND,)
 _WITH_BODY = (NOT_FOUND, TIMED_OUT, CONFLICT, TOO_LARGE, UNSUPPORTED)
 
 
 def document(routes: Mapping[str, Route]) -> dict[str, Any]:
-    """The document of these routes."""
+    """Returns the OpenAPI document of these routes."""
     operations = list(_operations(routes))
     schemas = Schemas(shape for *_, each, _ in operations for shape in (each.body, each.answer) if shape is not None)
     paths: dict[str, dict[str, Any]] = {}
@@ -58,7 +58,7 @@ def document(routes: Mapping[str, Route]) -> dict[str, Any]:
 
 
 def _operations(routes: Mapping[str, Route]) -> Iterator[tuple[str, str, Operation, ErrorBody]]:
-    """The path, method and operation of each, with the form of its errors."""
+    """Yields the path, method, operation and error format of each operation."""
     for path, route in routes.items():
         paths = _paths(path, route) if route.paths is None else route.paths
         for at, methods in paths.items():
@@ -67,7 +67,7 @@ def _operations(routes: Mapping[str, Route]) -> Iterator[tuple[str, str, Operati
 
 
 def _paths(path: str, route: Route) -> Paths:
-    """Of a route that has no `paths`."""
+    """Returns the paths of a route whose `paths` is None."""
     methods = {
         method: serve if isinstance(serve, Operation) else Operation(serve) for method, serve in route.methods.items()
     }
@@ -75,7 +75,7 @@ def _paths(path: str, route: Route) -> Paths:
 
 
 def _described(path: str, method: str, operation: Operation, schemas: Schemas, error: str) -> dict[str, Any]:
-    """An Operation Object. `error`: the component of its errors."""
+    """Returns OpenAPI's Operation Object. `error`: the name of the component with the schema of its errors."""
     names = re.findall(r"{(\w+)}", path)
     found: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
@@ -116,11 +116,11 @@ def _headers(operation: Operation) -> Iterator[dict[str, Any]]:
 
 
 def _summary(documented: Any) -> str:
-    """The first paragraph of a docstring, as one line."""
+    """Returns the first paragraph of a docstring, as one line."""
     return " ".join((documented.__doc__ or "").partition("\n\n")[0].split())
 
 
 def _package(function: Any) -> str:
-    """The part of the gateway that has it."""
+    """Returns the package, or the module, directly below multigpu_gateway that contains the function."""
     name: str = function.__module__.split(".")[1]
     return name

@@ -1,8 +1,8 @@
-"""JSON schemas of what routes take and answer.
+"""JSON schemas of request and response bodies.
 
-A shape says how a JSON value looks: a dict has the shapes of an object's fields, all of them there; a list has the
-shape of its elements; a tuple has several shapes, of which one fits; a class of a protobuf message stands for what
-rest/values.py writes of it; everything else is a type for msgspec.
+A shape describes a JSON value: a dict has the shapes of an object's fields, which are all required; a list has the
+shape of its elements; a tuple has alternative shapes; a protobuf message class stands for the JSON value that
+rest/values.py makes of such a message; everything else is a type for msgspec.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ _SPECIAL = {
 
 
 class Schemas:
-    """The schemas of these shapes. `components`: those that others refer to, by name."""
+    """The schemas of these shapes. `components`: the schemas to which others refer, by name."""
 
     def __init__(self, shapes: Iterable[Any]) -> None:
         types = list(dict.fromkeys(leaf for shape in shapes for leaf in _leaves(shape)))
@@ -46,7 +46,7 @@ class Schemas:
     def _message(self, descriptor: Any) -> Schema:
         name = descriptor.full_name
         if name not in self.components:
-            self.components[name] = {}  # it may have fields of its own type
+            self.components[name] = {}  # ends the recursion if a field has the message's own type
             properties: dict[str, Schema] = {}
             required = []
             for field in descriptor.fields:
@@ -76,7 +76,7 @@ class Schemas:
 
 
 def error_schema(error_body: ErrorBody) -> Schema:
-    """The schema of the errors of a protocol, from one with all fields and one without those that may be absent."""
+    """Returns the schema of a protocol's errors, derived from an error with all fields and one with the fewest."""
     full = HttpError(BAD_REQUEST, "message", code="code", param="param")
     return _of_samples(error_body(full), error_body(HttpError(BAD_REQUEST, "message")))
 
@@ -89,7 +89,7 @@ def _of_samples(full: Any, least: Any) -> Schema:
 
 
 def _leaves(shape: Any) -> Iterator[Any]:
-    """The types for msgspec."""
+    """Yields the types in a shape that msgspec describes."""
     if isinstance(shape, dict | list | tuple):
         for each in shape.values() if isinstance(shape, dict) else shape:
             yield from _leaves(each)

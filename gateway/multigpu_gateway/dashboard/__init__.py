@@ -1,5 +1,5 @@
-"""The dashboard: HTML pages at / and below /ui, rendered here and refreshed by htmx. Without JavaScript they work too,
-except for charts and live updates.
+"""The dashboard: HTML pages at / and below /ui, which the gateway renders and htmx refreshes. Without JavaScript they
+work too, except for charts and live updates.
 """
 
 from multigpu_gateway.dashboard import dead_letters, device, fleet, models, queues, session, static, tasks, usage
@@ -13,7 +13,7 @@ def _route(get: Serve | None = None, post: Serve | None = None, *, tree: bool = 
     return Route(methods, error_body, tree=tree, token_of=session.token_of)
 
 
-# Of /, whose POST is TEI's.
+# The route of GET /. It is not in ROUTES, because POST / belongs to TEI.
 HOME = _route(page(fleet.show))
 ROUTES = {
     "/ui/history": _route(fleet.history),

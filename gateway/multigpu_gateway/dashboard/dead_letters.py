@@ -1,4 +1,4 @@
-"""Dead letters: tasks that failed every attempt, to run again or to delete, alone or all that match a filter."""
+"""Dead letters: tasks that failed every attempt. Actions requeue or delete one, or all that match a filter."""
 
 from urllib.parse import urlencode
 

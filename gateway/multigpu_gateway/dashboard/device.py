@@ -1,4 +1,4 @@
-"""One device: the workers on it, their tasks, the processes that use it, and what an operator can do."""
+"""One device: the workers on it, their tasks, the processes that use it, and actions on its workers."""
 
 from urllib.parse import quote, unquote
 

@@ -1,4 +1,4 @@
-"""Which tasks a page shows, from its query string; and actions on all of them, carried out here."""
+"""Filters of tasks, from a page's query string or a form, and actions on all tasks that match."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from multigpu.task import TaskState
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 
-# What a person may ask for, and what each means to the master.
+# The states that a person can choose, as filters for the master.
 STATES: dict[str, TaskFilter] = {
     "queued": {"states": [TaskState.QUEUED]},
     "retrying": {"retrying": True},
@@ -27,13 +27,13 @@ STATES: dict[str, TaskFilter] = {
 }
 PERIODS = {"1h": "the last hour", "24h": "the last day", "168h": "the last week"}
 _NAMES = ("queue", "kind", "model", "worker_id")
-# Tasks of one call: the master's limit.
+# Tasks of one List call: the master's limit.
 _BATCH = 1_000
 
 
 @dataclass(frozen=True)
 class Filter:
-    """The fields of a form. `since`: one of PERIODS, by submit time."""
+    """The fields of a filter form. `since`: a key of PERIODS; tasks submitted since then match."""
 
     state: str = ""
     since: str = ""
@@ -44,7 +44,7 @@ class Filter:
 
     @classmethod
     def of(cls, fields: Mapping[str, str]) -> "Filter":
-        """HttpError: there is no such state or period."""
+        """Returns the filter with these fields. Raises HttpError if the state or the period is unknown."""
         found = cls(**{name: fields.get(name, "").strip() for name in cls.__dataclass_fields__})
         for name, known in (("state", STATES), ("since", PERIODS)):
             value = getattr(found, name)
@@ -54,7 +54,7 @@ class Filter:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Those that are set."""
+        """The fields that are set."""
         return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
 
     @property
@@ -71,7 +71,7 @@ class Filter:
 
 
 async def each_batch(connected: Connected, wanted: TaskFilter, act: Callable[[list[int]], Awaitable[int]]) -> int:
-    """Acts on all tasks that match, in batches of their ids. Returns the sum of what `act` returns."""
+    """Calls `act` with the ids of all tasks that match, in batches. Returns the sum of what `act` returned."""
     total, token = 0, ""
     while True:
         tasks, token = await connected.client.list_page(page_size=_BATCH, page_token=token, **wanted)

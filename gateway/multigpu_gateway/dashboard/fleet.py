@@ -1,4 +1,4 @@
-"""The fleet: its state, the last hour, and its devices."""
+"""The fleet: its state now and over the last hour, and its devices."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,15 +13,15 @@ from multigpu_gateway.dashboard.filters import Filter
 from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, number_of
 from multigpu_gateway.http import Request
 
-# From the worst on: the order of the devices.
+# The worst first. The page lists devices in this order.
 STATES = ("sick", "quarantined", "recovering", "lost", "degraded", "draining", "cordoned", "busy", "free")
-# Those of a device that gets no tasks.
+# The states in which a device gets no tasks.
 UNUSABLE = ("sick", "quarantined", "recovering", "lost", "draining", "cordoned")
 _OF_HEALTH = {HealthState.SICK: "sick", HealthState.RECOVERING: "recovering", HealthState.DEGRADED: "degraded"}
 
 
 def state_of(worker: Worker) -> str:
-    """One of STATES. A degraded device gets tasks."""
+    """Returns one of STATES. A degraded device gets tasks."""
     health = worker.health.state if worker.health is not None else HealthState.UNSPECIFIED
     if worker.state is WorkerState.LOST:
         return "lost"
@@ -43,7 +43,7 @@ def product_of(worker: Worker) -> str:
 
 @dataclass
 class Products:
-    """The devices of one product, by state."""
+    """The numbers of devices of one product, by state."""
 
     product: str
     free: int
@@ -95,7 +95,7 @@ async def show(request: Request, connected: Connected) -> Page:
 
 
 def summary_of(points: Sequence[HistoryPoint]) -> dict[str, float | None]:
-    """The last minute."""
+    """Returns the mean rate, wait and run time in the last minute (six points), and the latest power."""
     last = points[-6:]
     done = sum(point.succeeded for point in last)
 
@@ -112,7 +112,7 @@ def summary_of(points: Sequence[HistoryPoint]) -> dict[str, float | None]:
 
 
 async def history(request: Request, connected: Connected) -> None:
-    """The last hour as JSON, a list for each value: what the charts draw."""
+    """Responds with the values of the charts, as JSON: for each, a list of its points in the last hour."""
     points = await connected.admin.history()
     answer: dict[str, list[Any]] = {
         "time": [point.end_time.timestamp() if point.end_time is not None else None for point in points],

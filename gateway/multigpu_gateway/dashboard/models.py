@@ -1,4 +1,4 @@
-"""Models: who offers them, where they are loaded, and the memory that they take."""
+"""Models: the workers that offer them, those that have loaded them, and the memory that they take."""
 
 from multigpu_gateway.clients import Connected
 from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, number_of

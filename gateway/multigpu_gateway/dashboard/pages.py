@@ -1,4 +1,4 @@
-"""What pages have in common: rendering, forms, errors, and the headers that keep other sites out."""
+"""Functions that all pages share: rendering, forms, errors, and the headers that protect against other sites."""
 
 import asyncio
 from collections import defaultdict
@@ -20,7 +20,7 @@ SIGN_IN = "/ui/sign-in"
 COOKIE = "mgpu_token"
 HTML = b"text/html; charset=utf-8"
 SEE_OTHER = 303
-# Nothing is loaded from elsewhere, and no script but the files of /ui/static runs.
+# Pages load nothing from other sites, and run no inline scripts.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -40,7 +40,7 @@ NAVIGATION = {
     "/ui/usage": "Usage",
     "/docs": "API",
 }
-# What an action did, after the redirect to the page that shows it.
+# Messages about an action that was done. The page after the redirect shows them.
 DONE = {
     "cancelled": "Cancelled {tasks}.",
     "requeued": "Requeued {letters}.",
@@ -58,13 +58,13 @@ DONE = {
 }
 DONE_COOKIE, DONE_S = "mgpu_done", 30
 ROWS = 50
-# How long a page waits for the master. An action waits as long as the client does.
+# How long a page waits for the master. For actions, only the timeouts of the SDK's client apply.
 PAGE_TIMEOUT_S = 4.0
 
 
 @dataclass
 class Page:
-    """A page to render. `live`: it is fetched again every two seconds."""
+    """A page to render. `live`: the browser fetches it again every two seconds."""
 
     template: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -75,11 +75,11 @@ class Page:
 
 @dataclass
 class Redirect:
-    """To a path of the gateway."""
+    """A redirect to a path of the gateway."""
 
     path: str
     headers: Headers = field(default_factory=list)
-    # What was done: of DONE, with its number.
+    # The action that was done (a key of DONE), and the number of tasks or dead letters.
     done: str = ""
     n: int = 0
 
@@ -103,7 +103,7 @@ _templates.globals |= {"navigation": NAVIGATION, "version": VERSION, "url": lamb
 
 
 def page(view: View) -> Serve:
-    """Serves a view. Its errors are pages too; without a valid token the caller is sent to sign in."""
+    """Returns a function that serves a view. An error becomes a page; UNAUTHORIZED, a redirect to the sign-in page."""
 
     async def serve(request: Request, connected: Connected) -> None:
         try:
@@ -112,7 +112,7 @@ def page(view: View) -> Serve:
                 answer = await view(request, connected)
             else:
                 answer = await _in_time(view(request, connected))
-        except Exception as error:  # noqa: BLE001  http_error re-raises what is not the caller's or the fleet's
+        except Exception as error:  # noqa: BLE001  http_error re-raises unexpected errors
             failure = http_error(error)
             if failure.status == UNAUTHORIZED:
                 target = here(request) if request.method == "GET" else "/"
@@ -127,7 +127,7 @@ def page(view: View) -> Serve:
 
 
 async def _in_time(view: Awaitable[Page | Redirect]) -> Page | Redirect:
-    """A client waits longer for a master that restarts than a person for a page. HttpError: it takes too long."""
+    """Awaits a view. Raises HttpError after PAGE_TIMEOUT_S: the SDK's client would wait longer for the master."""
     try:
         async with asyncio.timeout(PAGE_TIMEOUT_S):
             return await view
@@ -138,7 +138,7 @@ async def _in_time(view: Awaitable[Page | Redirect]) -> Page | Redirect:
 
 async def _send(request: Request, answer: Page | Redirect) -> None:
     if isinstance(answer, Redirect):
-        # htmx would put the target's content into this page.
+        # htmx would follow a Location and put the target's content into this page.
         fetched = request.header(b"hx-request") == "true"
         name, status = (b"hx-redirect", 200) if fetched else (b"location", SEE_OTHER)
         headers = [*HEADERS, *answer.headers, (name, answer.path.encode())]
@@ -148,7 +148,7 @@ async def _send(request: Request, answer: Page | Redirect) -> None:
         return
     query = request.query
     headers = [*HEADERS, *answer.headers]
-    # Shown once, and not in an address that a person may share.
+    # The message is in a cookie, not in the URL, so that it is shown once even if a person shares the URL.
     done, _, n = request.cookie(DONE_COOKIE).partition(".")
     if done and request.header(b"hx-request") != "true":
         headers.append(_done_cookie("", 0))
@@ -175,21 +175,21 @@ def _done_cookie(value: str, age_s: int) -> tuple[bytes, bytes]:
 
 
 def here(request: Request) -> str:
-    """The path and query of the request."""
+    """Returns the path and query of the request, without empty fields."""
     return with_query(request)
 
 
 def with_query(request: Request, **fields: object) -> str:
-    """The path and query of the request with other fields. None: without the field."""
+    """Returns the path and query of the request with these fields replaced; None removes a field."""
     query: dict[str, Any] = {**request.query, **fields}
     given = {name: value for name, value in query.items() if value not in (None, "")}
     return quote(request.path) + (f"?{urlencode(given)}" if given else "")
 
 
 def check_origin(request: Request) -> None:
-    """HttpError: the form is another site's, which may have found a signed-in browser.
+    """Raises HttpError if the form comes from another site, which could use a signed-in browser (CSRF).
 
-    Browsers send Sec-Fetch-Site, and older ones Origin: https://www.w3.org/TR/fetch-metadata/
+    Browsers send Sec-Fetch-Site, older ones only Origin: https://www.w3.org/TR/fetch-metadata/
     """
     site = request.header(b"sec-fetch-site")
     origin = urlsplit(request.header(b"origin")).netloc
@@ -198,7 +198,7 @@ def check_origin(request: Request) -> None:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form. HttpError: the body is none."""
+    """Returns the fields of a form. Raises HttpError if the request body is not a form."""
     try:
         return dict(parse_qsl((await request.body()).decode(), keep_blank_values=True, max_num_fields=100))
     except ValueError as error:
@@ -206,7 +206,7 @@ async def form_of(request: Request) -> dict[str, str]:
 
 
 def action_of(form: Mapping[str, str], *known: str) -> str:
-    """HttpError: the form asks for none of these actions."""
+    """Returns the action that the form asks for. Raises HttpError if it is none of `known`."""
     action = form.get("action", "")
     if action not in known:
         raise HttpError(BAD_REQUEST, f"there is no action {action!r}; there are {', '.join(known)}")
@@ -214,17 +214,17 @@ def action_of(form: Mapping[str, str], *known: str) -> str:
 
 
 def task_id_of(text: str) -> int:
-    """HttpError: it is no task_id."""
+    """Returns the task_id. Raises HttpError if the text is not one."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 20):
         raise HttpError(BAD_REQUEST, f"{text!r} is no task_id")
     return int(text)
 
 
 def number_of(request: Request, name: str) -> int:
-    """A number of the query string, from 0 on; 0 if it is none."""
+    """Returns a parameter of the query string that is a whole number from 0, or 0 if it is not one."""
     return whole_of(request.query.get(name, ""))
 
 
 def whole_of(value: str) -> int:
-    """0 if it is no whole number."""
+    """Returns the number; 0 if the text is not a whole number of at most 9 digits."""
     return int(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 0

@@ -1,4 +1,4 @@
-"""Queues: how much waits, for how long, and when each will be empty."""
+"""Queues: how many tasks wait, for how long, and in what time each queue will be empty."""
 
 from multigpu.fleet import Queue
 
@@ -15,7 +15,7 @@ SORTS = {
 
 
 def drain_s(queue: Queue) -> float | None:
-    """When the queue will be empty at the last minute's pace. None: it has no pace, or grows."""
+    """Returns the seconds until the queue's tasks have ended, at the last minute's rate. None: no task ended then."""
     return (queue.queued + queue.leased) / queue.end_rate if queue.end_rate else None
 
 

@@ -1,5 +1,5 @@
-"""Signing in with a token of the master. The browser keeps it in a cookie that scripts and other sites can't use, so
-that any gateway serves the next page. The page that follows shows whether the master accepts it.
+"""Signing in with a token of the master. The browser keeps the token in a cookie that scripts and other sites can't
+use, so gateways have no sessions. Signing in does not check the token: the next page fails if the master rejects it.
 """
 
 from multigpu_gateway.clients import Connected
@@ -11,7 +11,7 @@ _TOKEN_CHARACTERS_MAX = 1000
 
 
 def token_of(request: Request) -> str:
-    """The caller's token; empty: none."""
+    """Returns the token in the Authorization header or else in the cookie; "" if there is none."""
     return request.token or request.cookie(COOKIE)
 
 
@@ -39,7 +39,7 @@ def _page(target: str, problem: str, status: int = 200) -> Page:
 
 
 def _local(target: str) -> str:
-    """Where to go after signing in: a page of this gateway."""
+    """Returns `target` if it is a page of this dashboard, else "/". Prevents redirects to other sites."""
     local = target == "/" or target.startswith(("/?", "/ui/"))
     return target if local and target.isascii() and target.isprintable() else "/"
 

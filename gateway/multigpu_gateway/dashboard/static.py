@@ -1,4 +1,4 @@
-"""The files of /ui/static: style, script, and the two libraries, whose hashes are in SHA256SUMS."""
+"""The files of /ui/static: a style sheet, a script, an icon, and two libraries, whose hashes are in SHA256SUMS."""
 
 from importlib.resources import files
 from pathlib import PurePosixPath

@@ -1,4 +1,4 @@
-"""One task: its attempts on a time axis, why it is where it is, its output, and what can be done with it."""
+"""One task: its attempts on a time axis, the explanation of its state, its output, and actions on it."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from multigpu_gateway.rest.values import data_fields
 
 TEXT_CHARACTERS_MAX = 20_000
 CANDIDATES_MAX = 20
-# The width of the time axis, in its own units.
+# The width of the time axis, in units of the SVG's viewBox.
 WIDTH = 1000
 AT_WORKER, LOADING = "at the worker", "loading its model"
 
@@ -36,7 +36,7 @@ class Bar:
 
 @dataclass
 class Row:
-    """An attempt. `number` of 0: the wait for the next one."""
+    """An attempt. `number` 0: the task waits for its next attempt."""
 
     number: int
     worker_id: str
@@ -64,7 +64,7 @@ async def show(connected: Connected, task_id: int) -> Page:
 
 
 async def _start(connected: Connected, explanation: Explanation) -> str:
-    """When it will start, from the tasks before it and the pace of its queue in the last minute."""
+    """Returns when the task will start: from the number of tasks before it, and the last minute's rate of its queue."""
     if explanation.ahead is None:
         return ""
     name = explanation.task.message.spec.queue
@@ -77,8 +77,8 @@ async def _start(connected: Connected, explanation: Explanation) -> str:
 
 
 def rows_of(task: Task, worker: Worker | None) -> list[Row]:
-    """A row for each attempt that is known, on one axis from the submit up to now or the end. `worker`: where the task
-    is leased.
+    """Returns a row for each attempt that is known, and one for the wait of a queued task. All have the same time axis,
+    from submit to the task's end, or to now. `worker`: the worker that has the task's lease.
     """
     outcome = task.outcome.message if task.outcome is not None else None
     message = outcome or task.message
@@ -106,14 +106,14 @@ def rows_of(task: Task, worker: Worker | None) -> list[Row]:
 
 
 def _loads(task: Task, worker: Worker | None) -> bool:
-    """Whether the task's worker is loading its model."""
+    """Whether the worker is loading the model of the task."""
     name = task.message.spec.model.partition(":")[0]
     models = worker.models if worker is not None else ()
     return any(each.state is ModelState.LOADING and each.model.partition(":")[0] == name for each in models)
 
 
 class Axis:
-    """Times as places between 0 and WIDTH."""
+    """Converts times to positions between 0 and WIDTH."""
 
     def __init__(self, begin: datetime, end: datetime) -> None:
         self._begin = begin
@@ -122,7 +122,7 @@ class Axis:
     def bars(
         self, begin: datetime, dispatch: datetime | None, start: datetime | None, end: datetime, before_run: str
     ) -> list[Bar]:
-        """The stages of an attempt; None: it has not reached that stage."""
+        """Returns a bar for each stage that an attempt has reached. `dispatch`, `start` None: not reached."""
         parts = [("waiting", "waiting", begin, dispatch or end)]
         if dispatch is not None:
             parts.append(("at-worker", before_run, dispatch, start or end))
@@ -137,7 +137,7 @@ class Axis:
 
 
 def _reports(task: Task) -> str:
-    """What a training job that has ended has reported, as a JSON list; one that runs sends it."""
+    """Returns the reports of an ended training job as a JSON list. A running job's reports arrive as events."""
     if task.kind != TRAIN or task.outcome is None:
         return "[]"
     return f"[{','.join(data.decode() for data in task.outcome.message.partials)}]"
@@ -151,7 +151,7 @@ def _partials(outcome: Outcome | None) -> str:
 
 
 def _text(data: bytes, content_type: str) -> str:
-    """What a person can read of it."""
+    """Returns the data as a person can read them: JSON or text, shortened, or else the number of bytes."""
     (value,) = data_fields("", [data], [content_type], repeated=False).values()
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"

@@ -1,4 +1,4 @@
-"""Tasks: a filter and its pages, actions on all that match, and one task."""
+"""Tasks: lists with a filter, actions on all tasks that match, single tasks, and the form to submit one."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ CANCELLED = "cancelled in the dashboard"
 
 
 async def get(request: Request, connected: Connected) -> None:
-    """A page, or the events of a task as /v1/tasks/ID/events has them."""
+    """Responds with a page, or with the same events of a task as /v1/tasks/ID/events."""
     below, _, last = request.path.removeprefix(f"{PATH}/").rpartition("/")
     if below and last == "events":
         await task_events(request, connected, task_id_of(below))
@@ -72,7 +72,7 @@ async def change(request: Request, connected: Connected) -> Page | Redirect:
 
 
 async def _submit(form: dict[str, str], connected: Connected) -> Page | Redirect:
-    """A task whose payload is a JSON value, or text: bytes in UTF-8."""
+    """Submits a task. Its payload is a JSON value, or, for the type text, the text as bytes in UTF-8."""
     given: Any = {name: form[name] for name in ("model", "queue") if form.get(name)}
     if form.get("priority"):
         given["priority"] = whole_of(form["priority"])

@@ -1,4 +1,4 @@
-"""Values as people read them. Unknown ones are "-"."""
+"""Formats values for people. An unknown value (None) becomes "-"."""
 
 from datetime import UTC, datetime
 
@@ -9,19 +9,19 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: float | None) -> str:
-    """1234567 as "1,234,567"; fractions with three significant digits."""
+    """Formats as "1,234,567" or, for a fraction below 100, with three significant digits."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
 
 
 def counted(n: float, noun: str) -> str:
-    """As "1 task" or "1,200 tasks"."""
+    """Formats as "1 task" or "1,200 tasks"."""
     return f"{number(n)} {noun}" + ("" if n == 1 else "s")
 
 
 def rate(value: float | None) -> str:
-    """Per second."""
+    """Formats a number per second, as "1.5/s"."""
     return UNKNOWN if value is None else f"{number(round(value, 2))}/s"
 
 
@@ -34,7 +34,7 @@ def watts(value: float | None) -> str:
 
 
 def energy(joules: float | None) -> str:
-    """As "3.4 J", "12 Wh" or "1.5 kWh"."""
+    """Formats as "3.4 J", "12 Wh" or "1.5 kWh"."""
     if joules is None:
         return UNKNOWN
     for limit, factor, unit in ((3600.0, 1.0, "J"), (3.6e6, 1 / 3600, "Wh")):
@@ -44,7 +44,7 @@ def energy(joules: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes: "512 B", "1.5 MiB"."""
+    """Formats bytes as "512 B" or "1.5 MiB"."""
     if value is None:
         return UNKNOWN
     power = 0
@@ -54,7 +54,7 @@ def size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """As "12 ms", "3.4 s", "5 min 10 s", "2 h 5 min" or "3 d 4 h"."""
+    """Formats as "12 ms", "3.4 s", "5 min 10 s", "2 h 5 min" or "3 d 4 h"."""
     if seconds is None:
         return UNKNOWN
     if seconds < 1:
@@ -70,17 +70,17 @@ def duration(seconds: float | None) -> str:
 
 
 def time(instant: datetime | None) -> str:
-    """In UTC."""
+    """Formats a time in UTC."""
     return UNKNOWN if instant is None else f"{instant.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def age(instant: datetime | None) -> str:
-    """The time since then."""
+    """Formats the time that has passed since `instant`."""
     return UNKNOWN if instant is None else duration(max(0.0, (datetime.now(UTC) - instant).total_seconds()))
 
 
 def state(task: Task) -> str:
-    """Where a task is, or how it ended."""
+    """Returns the outcome's state of a task that has ended; else "running", "at a worker", "retrying" or "QUEUED"."""
     if task.outcome is not None:
         return task.outcome.state.name
     if task.state is TaskState.LEASED:

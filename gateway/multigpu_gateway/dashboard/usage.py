@@ -1,4 +1,4 @@
-"""Device time and energy of tasks, by queue and by token."""
+"""Device time and energy of tasks: in all, and by each of USAGE_KEYS."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -9,7 +9,7 @@ from multigpu_gateway.dashboard.pages import Page
 from multigpu_gateway.http import Request
 
 PERIODS = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedelta(days=7), "month": timedelta(days=30)}
-ROWS = 100  # of each table; the REST route and `mgpuctl energy usage` have all
+ROWS = 100  # rows of each table; GET /v1/usage and `mgpuctl energy usage` have all
 
 
 async def show(request: Request, connected: Connected) -> Page:

@@ -1,5 +1,5 @@
-"""Bodies of the protocol over HTTP: JSON, and after it the bytes of tensors, if the header
-Inference-Header-Content-Length says where the JSON ends.
+"""Request and response bodies of the protocol over HTTP: JSON, and, if the header Inference-Header-Content-Length says
+where the JSON ends, the bytes of tensors after it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ _infer = msgspec.json.Decoder(_Infer)
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as a JSON value. Integers of 64 bits are numbers, as Triton's clients expect; json_format has texts."""
+    """Returns a message as a JSON value. 64-bit integers are numbers, as Triton's clients expect, not strings."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -65,8 +65,8 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def read_infer(name: str, version: str, body: bytes, json_length: str) -> tuple[pb.ModelInferRequest, list[bytes]]:
-    """The request for a model, and the bytes of each input that is not in shared memory. `json_length`: the header's
-    value; empty: the whole body is JSON. HttpError: the body contradicts itself.
+    """Returns the request, and the bytes of each input that is not in shared memory. `json_length`: the value of the
+    header Inference-Header-Content-Length; "": the whole body is JSON. Raises HttpError if the body is invalid.
     """
     if json_length and not (json_length.isdecimal() and len(json_length) < 20 and int(json_length) <= len(body)):
         message = f"Inference-Header-Content-Length is {json_length!r}: make it the size of the JSON, in bytes"
@@ -104,7 +104,9 @@ def read_infer(name: str, version: str, body: bytes, json_length: str) -> tuple[
 
 
 def _flat(given: _Input, rank: int) -> list[Any]:
-    """The elements of an input: nested as its shape is, or one after the other. HttpError: nested in another way."""
+    """Returns the elements of an input, whose data are flat or nested as its shape is. Raises HttpError if they are
+    missing or nested otherwise.
+    """
     data = given.data
     if data is None:
         raise wrong(given.name, "it has neither data nor binary_data_size")
@@ -118,8 +120,8 @@ def _flat(given: _Input, rank: int) -> list[Any]:
 
 
 def write_infer(request: pb.ModelInferRequest, outputs: Sequence[NamedTensor]) -> tuple[bytes, int]:
-    """The body of a response, and the size of its JSON in bytes; 0: it is JSON alone. HttpError: an output has no form
-    in JSON, and was not asked for as bytes.
+    """Returns the body of a response, and the size of its JSON in bytes, 0 if the body is only JSON. Raises HttpError
+    if an output can't be written as JSON and was not requested as bytes (binary_data).
     """
     asked = {each.name: each.parameters for each in request.outputs}
     rows: list[dict[str, Any]] = []
@@ -128,7 +130,7 @@ def write_infer(request: pb.ModelInferRequest, outputs: Sequence[NamedTensor]) -
         row: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
         rows.append(row)
         if output.parameters:
-            # In shared memory. Triton's C++ client takes parameters only with a binary_data_size.
+            # In shared memory. Not repeated here: Triton's C++ client rejects parameters without a binary_data_size.
             continue
         if _is_binary(asked.get(output.name, {}), request.parameters):
             parts.append(output.data)

@@ -1,4 +1,4 @@
-"""The protocol over HTTP, as Triton has it: routes, and the statuses of errors."""
+"""The protocol over HTTP, with the routes and the error statuses of Triton."""
 
 import re
 from typing import Annotated, Any
@@ -49,7 +49,7 @@ def error_body(error: HttpError) -> dict[str, str]:
 
 
 def routes(inference: Inference, clients: Clients) -> dict[str, Route]:
-    """By path. Their clients are those of Triton and of KServe."""
+    """Returns the routes by path."""
     endpoints = Endpoints(inference, clients)
 
     def route(*, tree: bool = False, **methods: Serve) -> Route:
@@ -75,18 +75,18 @@ def routes(inference: Inference, clients: Clients) -> dict[str, Route]:
 
 
 class Endpoints:
-    """What serves the routes."""
+    """The functions that serve the routes."""
 
     def __init__(self, inference: Inference, clients: Clients) -> None:
         self._inference = inference
         self._clients = clients
 
     async def live(self, request: Request, _connected: Connected) -> None:
-        """200."""
+        """Responds 200."""
         await request.respond(200, b"")
 
     async def ready(self, request: Request, _connected: Connected) -> None:
-        """200: the master answers; else 400."""
+        """Responds 200 if the master answers, else 400."""
         try:
             await self._clients.check_master()
         except errors.MultigpuError as error:
@@ -94,16 +94,16 @@ class Endpoints:
         await request.respond(200, b"")
 
     async def metadata(self, request: Request, _connected: Connected) -> None:
-        """What the gateway is, and its extensions."""
+        """Responds with the gateway's name, version and extensions."""
         await _respond(request, plain(models.server_metadata(shared_memory=self._inference.regions is not None)))
 
     async def statistics(self, request: Request, connected: Connected) -> None:
-        """Of all models."""
+        """Responds with the statistics of all models."""
         asked = pb.ModelStatisticsRequest()
         await _respond(request, plain(await models.statistics(asked, connected, self._inference.statistics)))
 
     async def describe(self, request: Request, connected: Connected) -> None:
-        """A model's metadata, configuration, statistics, or whether it is ready: 200, else 400."""
+        """Responds with a model's metadata, configuration or statistics, or for `ready` with 200 or 400."""
         name, version, operation = _model_of(request)
         named: dict[str, str] = {"name": name, "version": version}
         if operation == "":
@@ -122,7 +122,7 @@ class Endpoints:
             raise not_allowed(request.path, "GET", "POST")
 
     async def infer(self, request: Request, connected: Connected) -> None:
-        """ModelInfer. A hang-up cancels the task."""
+        """ModelInfer. A client disconnect cancels the task."""
         name, version, operation = _model_of(request)
         if operation != "infer":
             raise not_allowed(request.path, "POST", "GET")
@@ -159,13 +159,13 @@ class Endpoints:
 
 
 class MemoryEndpoints:
-    """What serves the routes of shared memory."""
+    """The functions that serve the routes of shared memory."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
 
     async def status(self, request: Request, connected: Connected) -> None:
-        """A list of all regions, or of the one in the path."""
+        """Lists all regions, or the one in the path."""
         name, operation = _region_of(request)
         if operation != "status":
             raise not_allowed(request.path, "GET", "POST")
@@ -186,16 +186,16 @@ class MemoryEndpoints:
         await request.respond(200, b"")
 
     async def cuda_status(self, request: Request, _connected: Connected) -> None:
-        """No regions: memory of GPUs is not shared. Clients ask before they begin."""
+        """Responds with no regions: GPU memory can't be shared. Clients call this before they start."""
         await _respond(request, [])
 
     async def cuda_unregister(self, request: Request, _connected: Connected) -> None:
-        """Nothing is registered. Clients unregister before they begin."""
+        """Does nothing: no region can be registered. Clients call this before they start."""
         await request.respond(200, b"")
 
 
 def _region_of(request: Request) -> tuple[str, str]:
-    """The name, empty: all regions, and the operation in a path below MEMORY. HttpError: there is none."""
+    """Returns the name ("": all regions) and the operation in a path below MEMORY. Raises HttpError for other paths."""
     found = _MEMORY.fullmatch(request.path)
     if found is None:
         raise HttpError(NOT_FOUND, f"there is no {request.path}: {MEMORY}/region/NAME/register and …/status are served")
@@ -204,7 +204,9 @@ def _region_of(request: Request) -> tuple[str, str]:
 
 
 def _model_of(request: Request) -> tuple[str, str, str]:
-    """The name, version and operation in a path below MODELS; empty: not given. HttpError: there is no name."""
+    """Returns the name, version and operation in a path below MODELS; a missing one is "". Raises HttpError if there
+    is no name.
+    """
     found = _MODEL.fullmatch(request.path)
     if found is None:
         raise HttpError(NOT_FOUND, f"name a model in the path: {MODELS}/NAME")
@@ -217,7 +219,7 @@ async def _respond(request: Request, value: Any) -> None:
 
 
 def _with_tritons_statuses(serve: Serve) -> Serve:
-    """Triton has 400 for what exists already."""
+    """Returns a function that serves as `serve` does, but with Triton's status 400 instead of 409."""
 
     async def served(request: Request, connected: Connected) -> None:
         try:

@@ -25,25 +25,25 @@ _EMPTY_FINAL = "triton_enable_empty_final_response"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A response of ModelStreamInfer. `final`: the request has no other."""
+    """A response of ModelStreamInfer. `final`: it is the last one of its request."""
 
     outputs: list[NamedTensor]
     final: bool
 
 
 class Inference:
-    """Runs models, for all callers of a gateway, and counts."""
+    """Runs the inference requests of all clients, and counts them in `statistics`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.statistics = Statistics()
-        # None: off.
+        # None: shared memory is off.
         self.regions = Regions(config.body_bytes_max) if config.kserve_shared_memory else None
 
     async def run(
         self, request: pb.ModelInferRequest, raw: Sequence[bytes], connected: Connected, call: Call
     ) -> list[NamedTensor]:
-        """The outputs. `raw`: the bytes of the inputs that are not in shared memory, in their order; none: these have
-        contents. Raises HttpError, MultigpuError.
+        """Returns the outputs. `raw`: the bytes of the inputs that are not in shared memory, in order; empty: these
+        inputs have contents. Raises HttpError, MultigpuError or TaskError.
         """
         raw, places = self._fill(request, raw)
         return await self._run(request, work_of(request, raw), places, connected, call)
@@ -51,7 +51,9 @@ class Inference:
     async def stream(
         self, request: pb.ModelInferRequest, connected: Connected, call: Call
     ) -> AsyncGenerator[Answer, None]:
-        """As `run`, with an answer for each piece of a text as it comes, and a last one without text."""
+        """As `run`, but yields an Answer for each piece of a generated text as it arrives, and a last one without text.
+        Other models give a single Answer.
+        """
         raw, places = self._fill(request, request.raw_input_contents)
         work = work_of(request, raw, stream=True)
         if work.read_chunk is None:
@@ -75,7 +77,7 @@ class Inference:
         yield Answer(outputs=[] if empty else text_output(""), final=True)
 
     def _fill(self, request: pb.ModelInferRequest, raw: Sequence[bytes]) -> tuple[Sequence[bytes], Mapping[str, Place]]:
-        """See Regions.fill."""
+        """As Regions.fill, if shared memory is on."""
         return (raw, {}) if self.regions is None else self.regions.fill(request, raw)
 
     async def _run(
@@ -98,7 +100,7 @@ class Inference:
         return [places[each.name].put(each) if each.name in places else each for each in outputs]
 
     def _count(self, request: pb.ModelInferRequest, work: Work, outcome: Outcome, began_ns: int) -> None:
-        """Raises the error of a task that did not succeed."""
+        """Counts a request that has ended. Raises the error of a task that did not succeed."""
         took_ns = time.perf_counter_ns() - began_ns
         self.statistics.add(request.model_name, request.model_version, outcome, work.units, took_ns)
         if not outcome.succeeded:
@@ -106,7 +108,7 @@ class Inference:
 
 
 async def _reject_other_kind(request: pb.ModelInferRequest, connected: Connected, work: Work) -> None:
-    """HttpError: there is no such model, or it is of another kind than the inputs, and takes others."""
+    """Raises HttpError if there is no such model, or if its kind takes other inputs than the request has."""
     entry = (await versions_of(connected, request.model_name, request.model_version))[0]
     if entry.model.kind != work.kind:
         takes = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in tensors_of(entry.model)[0])
@@ -114,7 +116,7 @@ async def _reject_other_kind(request: pb.ModelInferRequest, connected: Connected
 
 
 def _options(request: pb.ModelInferRequest, call: Call) -> dict[str, Any]:
-    """The options of the task. HttpError: a parameter is wrong."""
+    """Returns the options of the task. Raises HttpError if a parameter is invalid or not supported."""
     options = next(TaskSettings(call, id_of(request.model_name, request.model_version)).each())
     values = values_of(request.parameters)
     if refused := [name for name in values if name.startswith("sequence_")]:
@@ -131,7 +133,7 @@ def _options(request: pb.ModelInferRequest, call: Call) -> dict[str, Any]:
 
 
 def _whole(values: dict[str, Any], name: str) -> int:
-    """A parameter that is a whole number; 0: not given. HttpError: it is something else."""
+    """Returns a parameter that is a whole number, 0 if it is not set. Raises HttpError for any other value."""
     value = values.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise HttpError(BAD_REQUEST, f"{name} is {value!r}: make it a whole number from 0", param=name)

@@ -1,10 +1,11 @@
-"""What models of each kind take and give as tensors, and the tasks that run them.
+"""The inputs and outputs of models of each kind as tensors, and the tasks that run the models.
 
-- infer: the inputs and outputs of the model.
+- infer: the model's own inputs and outputs.
 - embed: `text` BYTES [-1] in, `embedding` FP32 [-1, -1] out.
 - generate, as Triton's back end for vLLM: `text_input` BYTES [1] in, `text_output` BYTES [1] out, which begins with
-  the input unless `exclude_input_in_output` BOOL [1] is true. Sampling: `sampling_parameters` BYTES [1], a JSON object,
-  or, without it, the parameters of the request. `stream` BOOL [1]: false, in a stream, for one answer.
+  the input unless it is streamed or `exclude_input_in_output` BOOL [1] is true. Sampling: `sampling_parameters` BYTES
+  [1], a JSON object, or, without it, the parameters of the request. `stream` BOOL [1]: false in ModelStreamInfer gives
+  one response.
 """
 
 import json
@@ -55,10 +56,10 @@ class Work:
 
     kind: str
     payload: bytes
-    # Examples.
+    # The number of examples.
     units: int
     read: Callable[[Outcome], list[NamedTensor]]
-    # Of a part of a result, empty for one without text; None: the result comes as a whole.
+    # Returns the outputs for a part of a streamed result, none if it has no text. None: the result is not streamed.
     read_chunk: Callable[[bytes], list[NamedTensor]] | None = None
 
 
@@ -81,7 +82,7 @@ _TEXTS: dict[str, Tensors] = {
 
 
 def tensors_of(model: Model) -> Tensors:
-    """The inputs and outputs of a model. HttpError: they are not known yet."""
+    """Returns the inputs and outputs of a model. Raises HttpError if they are not known yet."""
     if model.kind in _TEXTS:
         return _TEXTS[model.kind]
     if not model.inputs:
@@ -98,8 +99,8 @@ def tensors_of(model: Model) -> Tensors:
 
 
 def work_of(request: pb.ModelInferRequest, raw: Sequence[bytes], *, stream: bool = False) -> Work:
-    """The task. Inputs of BYTES tell the kind: models of tensors have none. `raw`: see inputs_of. `stream`: texts are
-    to come in parts. HttpError: an input or output is wrong.
+    """Returns the task for a request. Its inputs tell the kind: only embed and generate have inputs of BYTES. `raw`:
+    see inputs_of. `stream`: stream generated text. Raises HttpError if an input or output is invalid.
     """
     if not request.model_name:
         raise HttpError(BAD_REQUEST, "model_name is missing", param="model_name")
@@ -117,7 +118,7 @@ def work_of(request: pb.ModelInferRequest, raw: Sequence[bytes], *, stream: bool
 def _check(
     inputs: Mapping[str, NamedTensor], outputs: Sequence[str], takes: Sequence[TensorInfo], gives: Sequence[TensorInfo]
 ) -> None:
-    """HttpError: not what models of a kind take and give."""
+    """Raises HttpError if the inputs or outputs are not those of the model's kind."""
     known = {each.name: each for each in takes}
     for name, given in inputs.items():
         if name not in known:
@@ -182,7 +183,7 @@ def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor], 
     if "stream" in inputs:
         pieces = inputs["stream"].data != b"\0"
         if pieces and not stream:
-            raise wrong("stream", "it is true, and ModelInfer answers once: use ModelStreamInfer")
+            raise wrong("stream", "it is true, and ModelInfer has one response: use ModelStreamInfer")
         stream = pieces
     without = inputs.get("exclude_input_in_output")
     excluded = stream if without is None else without.data != b"\0"
@@ -201,12 +202,12 @@ def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor], 
 
 
 def text_output(text: str) -> list[NamedTensor]:
-    """The output of the kind generate."""
+    """Returns the output of kind "generate"."""
     return [NamedTensor(name="text_output", datatype=BYTES, shape=(1,), data=bytes_of([text.encode()]))]
 
 
 def _sampling(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor]) -> dict[str, Any]:
-    """The sampling parameters. HttpError: one is unknown."""
+    """Returns the sampling parameters. Raises HttpError if the input sampling_parameters is invalid."""
     given = inputs.get("sampling_parameters")
     if given is None:
         return {name: value for name, value in values_of(request.parameters).items() if name in _SAMPLING}

@@ -1,6 +1,4 @@
-"""What the protocol tells about the server and its models: ServerMetadata, ModelReady, ModelMetadata, ModelConfig,
-ModelStatistics.
-"""
+"""Information on the server and its models: ServerMetadata, ModelReady, ModelMetadata, ModelConfig, ModelStatistics."""
 
 from multigpu.fleet import ModelEntry, WorkerState
 
@@ -12,33 +10,33 @@ from multigpu_gateway.kserve.kinds import GENERATE, KINDS, tensors_of
 from multigpu_gateway.kserve.statistics import Statistics
 from multigpu_gateway.kserve.tensors import BYTES
 
-# Triton's names of what there is beyond the protocol.
+# Triton's names of the supported extensions of the protocol.
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "schedule_policy",
               "statistics")  # fmt: skip
 SHARED_MEMORY = "system_shared_memory"
-# In statistics, of a model without versions: perf_analyzer ends if a version is no number there.
+# The version, in statistics, of a model without versions: perf_analyzer fails if the version is not a number.
 ONLY_VERSION = "1"
 
 
 def server_metadata(*, shared_memory: bool) -> pb.ServerMetadataResponse:
-    """What the gateway is. `shared_memory`: it is on."""
+    """Returns the gateway's name, version and extensions. `shared_memory`: whether it is on."""
     extensions = (*EXTENSIONS, SHARED_MEMORY) if shared_memory else EXTENSIONS
     return pb.ServerMetadataResponse(name="multigpu", version=VERSION, extensions=extensions)
 
 
 def id_of(name: str, version: str) -> str:
-    """As tasks name a model."""
+    """Returns the name of a model in the options of a task."""
     return f"{name}:{version}" if version else name
 
 
 async def served(connected: Connected, name: str = "") -> list[ModelEntry]:
-    """The models of the kinds that the protocol serves. Default: of all names."""
+    """Returns the models, of one name or of all, whose kind the protocol can serve."""
     return [entry for entry in await connected.admin.list_models(name) if entry.model.kind in KINDS]
 
 
 async def versions_of(connected: Connected, name: str, version: str) -> list[ModelEntry]:
-    """The entries of a model's version, those without an error first; "": of the current version. HttpError: there is
-    none.
+    """Returns the entries of a version of a model, those without an error first. `version` "": the current version, or
+    all if none is current. Raises HttpError if there is no entry.
     """
     entries = await served(connected, name)
     chosen = [each for each in entries if (each.model.version == version if version else each.model.current)]
@@ -48,7 +46,7 @@ async def versions_of(connected: Connected, name: str, version: str) -> list[Mod
 
 
 async def ready(request: pb.ModelReadyRequest, connected: Connected) -> pb.ModelReadyResponse:
-    """Whether a request would be run: a worker that is connected offers the model."""
+    """Whether a connected worker offers the model without an error. Raises HttpError if there is no such model."""
     offering = {
         worker_id
         for entry in await versions_of(connected, request.name, request.version)
@@ -61,7 +59,9 @@ async def ready(request: pb.ModelReadyRequest, connected: Connected) -> pb.Model
 
 
 async def metadata(request: pb.ModelMetadataRequest, connected: Connected) -> pb.ModelMetadataResponse:
-    """Names, types and shapes. HttpError: there is no such model, or they are not known yet."""
+    """Returns the versions, inputs and outputs of a model. Raises HttpError if there is no such model, or if its inputs
+    are not known yet.
+    """
     model = (await versions_of(connected, request.name, request.version))[0].model
     versions = {entry.model.version for entry in await served(connected, request.name)} - {""}
     response = pb.ModelMetadataResponse(name=model.name, versions=sorted(versions), platform=model.engine)
@@ -72,7 +72,7 @@ async def metadata(request: pb.ModelMetadataRequest, connected: Connected) -> pb
 
 
 async def config(request: pb.ModelConfigRequest, connected: Connected) -> pb.ModelConfigResponse:
-    """As `metadata`, in Triton's form."""
+    """As `metadata`, in the form of Triton's model configuration."""
     model = (await versions_of(connected, request.name, request.version))[0].model
     inputs, outputs = tensors_of(model)
     found = pb.ModelConfig(name=model.name, platform=model.engine, backend=model.engine)
@@ -93,7 +93,7 @@ def _type(datatype: str) -> pb.DataType:
 async def statistics(
     request: pb.ModelStatisticsRequest, connected: Connected, counted: Statistics
 ) -> pb.ModelStatisticsResponse:
-    """What this gateway has counted, of one model or of all. HttpError: there is no such model."""
+    """Returns this gateway's counters of one model or of all. Raises HttpError if there is no such model."""
     if request.name:
         entries = await versions_of(connected, request.name, request.version)
     else:

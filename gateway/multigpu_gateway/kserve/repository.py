@@ -11,13 +11,13 @@ from multigpu_gateway.kserve.models import id_of, served
 from multigpu_gateway.tasks import Call
 
 POLL_S = 0.2
-# The state of a model that is in several, by the first of these.
+# The protocol's names of states. The first one that a model has on any worker is its state.
 _STATES = {ModelState.READY: "READY", ModelState.LOADING: "LOADING", ModelState.UNLOADING: "UNLOADING"}
 _ABSENT, _ABSENT_REASON = "UNAVAILABLE", "unloaded"
 
 
 async def index(request: pb.RepositoryIndexRequest, connected: Connected) -> pb.RepositoryIndexResponse:
-    """Every version of every model, with its state on the worker where it is furthest."""
+    """Lists every version of every model, with the first state of _STATES that it has on any worker."""
     found: dict[tuple[str, str], list[ModelEntry]] = {}
     for entry in await served(connected):
         found.setdefault((entry.model.name, entry.model.version), []).append(entry)
@@ -36,7 +36,7 @@ async def index(request: pb.RepositoryIndexRequest, connected: Connected) -> pb.
 async def load(
     request: pb.RepositoryModelLoadRequest, connected: Connected, call: Call
 ) -> pb.RepositoryModelLoadResponse:
-    """Loads a model where most memory is free, and returns when it is ready. HttpError: it can't be loaded."""
+    """Has the master load a model, and returns when it is ready. Raises HttpError if it can't be loaded in time."""
     if refused := sorted(request.parameters):
         why = "a fleet's models are files on its workers, with their model.toml"
         raise HttpError(BAD_REQUEST, f"the parameter {refused[0]!r} is not served: {why}", param=refused[0])
@@ -53,7 +53,7 @@ async def load(
 
 
 async def _is_ready(connected: Connected, model: str, worker_ids: set[str]) -> bool:
-    """Whether a model is ready on one of these workers. HttpError: they could not load it."""
+    """Whether a model is ready on one of these workers. Raises HttpError if loading has failed."""
     name = model.partition(":")[0]
     entries = [
         entry
@@ -70,6 +70,6 @@ async def _is_ready(connected: Connected, model: str, worker_ids: set[str]) -> b
 
 
 async def unload(request: pb.RepositoryModelUnloadRequest, connected: Connected) -> pb.RepositoryModelUnloadResponse:
-    """Makes workers unload a model once its tasks are done. Returns at once."""
+    """Makes workers unload a model once its tasks have ended. Returns at once."""
     await connected.admin.unload_model(request.model_name)
     return pb.RepositoryModelUnloadResponse()

@@ -33,7 +33,7 @@ class InferenceService:
         self._inference = inference
 
     def handlers(self) -> dict[str, Any]:
-        """By name, for add_registered_method_handlers."""
+        """Returns the handlers by method name, for add_registered_method_handlers."""
         counted = self._inference.statistics
 
         def of(answer: Callable[[Any, Connected], Awaitable[Message]]) -> Answer:
@@ -66,14 +66,14 @@ class InferenceService:
         return handlers
 
     async def _answer_stream(self, context: Any, connected: Connected) -> None:
-        """ModelStreamInfer: the requests run together, and an error ends its request alone. At most STREAM_REQUESTS_MAX
-        run: the next ones are not read before.
+        """ModelStreamInfer: runs the requests of a stream concurrently. An error of a request is sent as a message, and
+        does not end the stream. While STREAM_REQUESTS_MAX requests run, the next is not read.
         """
         free = asyncio.Semaphore(STREAM_REQUESTS_MAX)
         writing = asyncio.Lock()
 
         async def write(response: pb.ModelStreamInferResponse) -> None:
-            async with writing:  # waits while the reader is slow
+            async with writing:  # `write` waits while the client reads too slowly
                 await context.write(response)
 
         async def serve(data: bytes) -> None:
@@ -84,9 +84,9 @@ class InferenceService:
                 async with aclosing(answers):
                     async for answer in answers:
                         await write(_streamed(request, answer))
-            except grpc.aio.InternalError as error:  # the peer is gone
+            except grpc.aio.InternalError as error:  # the client has disconnected
                 raise asyncio.CancelledError from error
-            except Exception as error:  # noqa: BLE001  the caller gets a message, and the log the reason
+            except Exception as error:  # noqa: BLE001  status_of logs unexpected errors
                 _, text = status_of(error, "ModelStreamInfer")
                 identity = pb.ModelInferResponse(id=request.id)
                 await write(pb.ModelStreamInferResponse(error_message=text, infer_response=identity))

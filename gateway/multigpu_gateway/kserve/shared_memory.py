@@ -1,7 +1,7 @@
-"""System shared memory: regions of files in /dev/shm, which clients on this host register, with tensors in them.
+"""System shared memory: clients on this host register regions of files in /dev/shm, which hold tensors.
 
-A region is read and written as a file and not mapped: if its client makes it smaller, a request fails, and the gateway
-goes on.
+The gateway reads and writes the files and does not map them: if a client truncates a file, a request fails, where an
+access to mapped memory would end the gateway (SIGBUS).
 """
 
 import os
@@ -21,14 +21,14 @@ from multigpu_gateway.kserve.tensors import NamedTensor, data_of, values_of, wro
 
 FOLDER = "/dev/shm"  # noqa: S108  where shm_open(3) has its files
 REGIONS_MAX = 1024
-# Of the names and keys that clients choose.
+# Limit of the names and keys that clients choose.
 NAME_CHARS_MAX = 255
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Parameters(msgspec.Struct):
-    """Of an input or output."""
+    """Parameters of an input or output in shared memory."""
 
     shared_memory_region: str
     shared_memory_byte_size: _Size
@@ -39,10 +39,10 @@ PARAMETERS = _Parameters.__struct_fields__
 
 
 class Region:
-    """A region of a file. The file stays open as long as the region is registered, or a request uses it."""
+    """A region of a file. The file stays open while the region is registered or a request uses it."""
 
     def __init__(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
-        """HttpError: there is no such file, or it is smaller."""
+        """Raises HttpError if the file can't be opened, is not a regular file, or ends before the region does."""
         self.key, self.offset, self.size = request.key, request.offset, request.byte_size
         try:
             self._file = os.open(f"{FOLDER}{self.key}", _FLAGS)
@@ -54,13 +54,13 @@ class Region:
         self.check()
 
     def check(self) -> None:
-        """HttpError: the file ends before the region does."""
+        """Raises HttpError if the file ends before the region does."""
         if self.offset + self.size > (found := os.fstat(self._file).st_size):
             message = f"the shared memory {self.key!r} has {found} bytes: too few for {self.size} from {self.offset} on"
             raise HttpError(BAD_REQUEST, message, param="byte_size")
 
     def read(self, offset: int, size: int) -> bytes:
-        """HttpError: the file has become smaller."""
+        """Reads from an offset in the region. Raises HttpError if the file has become too small."""
         self.check()
         data = os.pread(self._file, size, self.offset + offset)
         if len(data) < size:
@@ -68,7 +68,7 @@ class Region:
         return data
 
     def write(self, offset: int, data: bytes) -> None:
-        """HttpError: the file has become smaller, or the host's memory is full."""
+        """Writes at an offset in the region. Raises HttpError if the file has become too small or can't be written."""
         self.check()
         try:
             written = os.pwrite(self._file, data, self.offset + offset)
@@ -79,18 +79,20 @@ class Region:
 
 
 class Place:
-    """The bytes of a region where a tensor is, or is to be."""
+    """The part of a region that holds an input, or gets an output."""
 
     def __init__(self, region: Region, given: _Parameters) -> None:
         self._region, self._given = region, given
         self.size = given.shared_memory_byte_size
 
     def read(self) -> bytes:
-        """HttpError: see Region."""
+        """Returns the bytes of an input. Raises HttpError as Region.read does."""
         return self._region.read(self._given.shared_memory_offset, self.size)
 
     def put(self, output: NamedTensor) -> NamedTensor:
-        """Writes an output. Returns it as the response has it. HttpError: it is larger; see Region."""
+        """Writes an output. Returns it without data, for the response. Raises HttpError if it is larger than the place,
+        or as Region.write does.
+        """
         if (size := len(output.data)) > self.size:
             raise wrong(output.name, f"it has {size} bytes, and its shared memory {self.size}")
         self._region.write(self._given.shared_memory_offset, output.data)
@@ -99,7 +101,7 @@ class Place:
 
 
 class Regions:
-    """The regions by name, of all callers. `bytes_max`: what the inputs of a request may have together."""
+    """The regions of all clients, by name. `bytes_max`: the most bytes in shared memory that one request may read."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -108,7 +110,9 @@ class Regions:
     async def register(
         self, request: pb.SystemSharedMemoryRegisterRequest, connected: Connected
     ) -> pb.SystemSharedMemoryRegisterResponse:
-        """HttpError: the name is in use, there are too many, or the file can't be used."""
+        """Registers a region. Raises HttpError if the name is invalid or in use, if there are too many regions, or if
+        the file can't be used.
+        """
         await _check_token(connected)
         name, key = request.name, request.key
         if not 1 <= len(name) <= NAME_CHARS_MAX:
@@ -125,7 +129,7 @@ class Regions:
     async def unregister(
         self, request: pb.SystemSharedMemoryUnregisterRequest, connected: Connected
     ) -> pb.SystemSharedMemoryUnregisterResponse:
-        """Requests that use the region keep it until they end. A name that nobody registered is no error."""
+        """Unregisters a region, or all. Requests that use it keep it until they end. An unknown name is no error."""
         await _check_token(connected)
         if request.name:
             self._regions.pop(request.name, None)
@@ -136,7 +140,7 @@ class Regions:
     async def status(
         self, request: pb.SystemSharedMemoryStatusRequest, connected: Connected
     ) -> pb.SystemSharedMemoryStatusResponse:
-        """HttpError: there is no such region."""
+        """Returns one region, or all. Raises HttpError if there is no such region."""
         await _check_token(connected)
         response = pb.SystemSharedMemoryStatusResponse()
         for name in [request.name] if request.name else self._regions:
@@ -146,8 +150,9 @@ class Regions:
         return response
 
     def fill(self, request: pb.ModelInferRequest, raw: Sequence[bytes]) -> tuple[Sequence[bytes], dict[str, Place]]:
-        """The bytes of each input, and where outputs are to be written. Removes from the request what it says about
-        shared memory. `raw`: the bytes of the other inputs. HttpError: a region or its use is wrong.
+        """Returns the bytes of each input (`raw` if none is in shared memory), and the places of outputs by name.
+        Removes the parameters of shared memory. `raw`: the bytes of the other inputs; empty: they have contents. Raises
+        HttpError if a region or its use is invalid.
         """
         inputs = {index: place for index, each in enumerate(request.inputs) if (place := self._take(each))}
         outputs = {each.name: place for each in request.outputs if (place := self._take(each))}
@@ -173,8 +178,8 @@ class Regions:
     def _take(
         self, tensor: pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor
     ) -> Place | None:
-        """Where an input or output is, by its parameters, which are removed; None: not in shared memory. HttpError:
-        they are wrong.
+        """Removes the parameters of shared memory from an input or output. Returns its place, None if there are no such
+        parameters. Raises HttpError if they are invalid.
         """
         values = {name: value for name, value in values_of(tensor.parameters).items() if name in PARAMETERS}
         if not values:
@@ -198,15 +203,15 @@ class Regions:
 
 
 async def _check_token(connected: Connected) -> None:
-    """MultigpuError: the master knows no such token, or it may not read."""
+    """Raises MultigpuError if the master does not accept the token for reading."""
     await connected.client.count()
 
 
 async def cuda_status(_request: pb.CudaSharedMemoryStatusRequest, _connected: Connected) -> Message:
-    """No regions: memory of GPUs is not shared. Clients ask before they begin."""
+    """Returns no regions: GPU memory can't be shared. Clients call this before they start."""
     return pb.CudaSharedMemoryStatusResponse()
 
 
 async def cuda_unregister(_request: pb.CudaSharedMemoryUnregisterRequest, _connected: Connected) -> Message:
-    """Nothing is registered. Clients unregister before they begin."""
+    """Does nothing: no region can be registered. Clients call this before they start."""
     return pb.CudaSharedMemoryUnregisterResponse()

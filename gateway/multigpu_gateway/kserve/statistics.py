@@ -1,4 +1,4 @@
-"""What a gateway counts of each model's requests, since it started."""
+"""The gateway's counters of each model's requests, since the gateway started."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from prometheus_client.core import Metric, UnknownMetricFamily
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 
 DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
-# Triton's metrics, without the common beginning of their names. A counter's name would end with _total here.
+# Triton's metrics, without the common prefix. Not of type counter: prometheus_client would append _total to the names.
 _METRICS: dict[str, tuple[str, Callable[[pb.ModelStatistics], int]]] = {
     "request_success": ("Requests that succeeded.", lambda each: each.inference_stats.success.count),
     "request_failure": ("Requests that failed.", lambda each: each.inference_stats.fail.count),
@@ -25,13 +25,13 @@ _METRICS: dict[str, tuple[str, Callable[[pb.ModelStatistics], int]]] = {
 
 
 class Statistics:
-    """By name and version as requests gave them."""
+    """Counters by the model name and version in the requests. A request without a version counts under ""."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str, str], pb.ModelStatistics] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """As Triton's metrics, for Prometheus."""
+        """Yields the counters as Triton's metrics, for prometheus_client."""
         for name, (text, value_of) in _METRICS.items():
             metric = UnknownMetricFamily(f"nv_inference_{name}", text, labels=("model", "version"))
             for each in self._counted.values():
@@ -39,8 +39,8 @@ class Statistics:
             yield metric
 
     def add(self, name: str, version: str, outcome: Outcome, examples: int, ns: int) -> None:
-        """A request ended that took `ns` nanoseconds here. Only tasks that a worker ran are counted: else callers could
-        fill the memory with names.
+        """Counts a request that took `ns` nanoseconds, but only if a worker ran its task: otherwise clients could fill
+        the memory with names of models that do not exist.
         """
         if outcome.start_time is None:
             return
@@ -55,12 +55,12 @@ class Statistics:
         _add(stats.success, ns)
         _add(stats.queue, _ns(outcome.submit_time, outcome.start_time))
         _add(stats.compute_infer, _ns(outcome.start_time, outcome.finish_time))
-        # Part of compute_infer: perf_analyzer ends if their counts differ from its count.
+        # Their time is part of compute_infer. perf_analyzer fails if the three counts differ.
         _add(stats.compute_input, 0)
         _add(stats.compute_output, 0)
 
     def of(self, name: str, version: str, *, current: bool) -> pb.ModelStatistics:
-        """Of a version. `current`: requests without a version were for it."""
+        """Returns the counters of a version. `current`: those of requests without a version are added."""
         total = pb.ModelStatistics(name=name, version=version)
         total.inference_stats.SetInParent()
         for key in {(name, version), (name, "")} if current else {(name, version)}:
@@ -81,5 +81,5 @@ def _add(duration: pb.StatisticDuration, ns: int, count: int = 1) -> None:
 
 
 def _ns(begin: datetime | None, end: datetime | None) -> int:
-    """Between two times; 0: one is not known, or a host's clock differs."""
+    """Returns the nanoseconds between two times; 0 if one is unknown, or if clocks differ and `end` is earlier."""
     return max(0, int((end - begin).total_seconds() * 1e9)) if begin and end else 0

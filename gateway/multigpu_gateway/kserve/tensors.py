@@ -1,5 +1,5 @@
-"""The tensors of requests and responses. All travel as bytes: the elements in row-major order, little-endian; those of
-BYTES with their length before each, as four bytes.
+"""The tensors of requests and responses. Here the data of a tensor are always bytes: the elements in row-major order,
+little-endian. Before each element of BYTES are four bytes with its length.
 """
 
 import math
@@ -15,7 +15,7 @@ from multigpu.v1 import infer_pb2
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 
-# The protocol's name of a type -> NumPy's.
+# NumPy's name of each type of the protocol, but BYTES.
 NUMPY_NAMES = {
     "BOOL": "bool",
     **{f"{sign}INT{bits}": f"{sign.lower()}int{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)},
@@ -26,7 +26,7 @@ NUMPY_NAMES = {
 }
 DATATYPES = {dtype: datatype for datatype, dtype in NUMPY_NAMES.items()}
 BYTES = "BYTES"
-# The field of InferTensorContents for a type, and the type of its elements. FP16 and BF16 travel as bytes alone.
+# The field of InferTensorContents for a type, and NumPy's name of its elements' type. FP16 and BF16 have no such field.
 TYPED = {
     "BOOL": ("bool_contents", "bool"),
     **{f"INT{bits}": ("int_contents", "int32") for bits in (8, 16, 32)},
@@ -49,22 +49,22 @@ class NamedTensor:
     # The protocol's name of the type.
     datatype: str
     shape: tuple[int, ...]
-    # Empty: `parameters` say where it is.
+    # Empty if the tensor is in shared memory: then `parameters` say where.
     data: bytes
     parameters: Mapping[str, str | int] = field(default_factory=dict)
 
     def message(self) -> infer_pb2.Tensor:
-        """For a task of the kind infer. Not of BYTES."""
+        """Returns the tensor for the payload of a task of kind "infer". Not for BYTES."""
         return infer_pb2.Tensor(name=self.name, dtype=NUMPY_NAMES[self.datatype], shape=self.shape, data=self.data)
 
     def elements(self) -> list[bytes]:
-        """The elements of BYTES. HttpError: the lengths do not fit."""
+        """Returns the elements of a tensor of BYTES. Raises HttpError if their lengths or their number are wrong."""
         found, at, end = [], 0, len(self.data)
         while at < end:
             begin = at + _LENGTH.size
             at = begin + _LENGTH.unpack_from(self.data, at)[0] if begin <= end else end + 1
             if at > end:
-                raise wrong(self.name, "its bytes end within an element: each is its length as 4 bytes, and so many")
+                raise wrong(self.name, "its bytes end within an element: before each are 4 bytes with its length")
             found.append(self.data[begin:at])
         if len(found) != math.prod(self.shape):
             raise wrong(self.name, f"it has {len(found)} elements, and the shape {list(self.shape)}")
@@ -72,23 +72,23 @@ class NamedTensor:
 
 
 def wrong(name: str, why: str) -> HttpError:
-    """The error of an input or output that can't be served."""
+    """Returns the error for an invalid input or output."""
     return HttpError(BAD_REQUEST, f"the tensor {name!r}: {why}", param=name)
 
 
 def bytes_of(elements: Iterable[bytes]) -> bytes:
-    """The data of a tensor of BYTES."""
+    """Returns the data of a tensor of BYTES."""
     return b"".join(part for element in elements for part in (_LENGTH.pack(len(element)), element))
 
 
 def values_of(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
-    """The values of parameters by name. One without a value is left out."""
+    """Returns the values of parameters by name, without parameters that have no value."""
     choices = {name: each.WhichOneof("parameter_choice") for name, each in parameters.items()}
     return {name: getattr(parameters[name], choice) for name, choice in choices.items() if choice}
 
 
 def set_parameters(parameters: Any, values: Mapping[str, bool | int | float | str]) -> None:
-    """Adds values to a map of InferParameter. ValueError: an integer is too large."""
+    """Adds values to a map of InferParameter. Raises ValueError if an integer has more than 64 bits."""
     fields = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
     for name, value in values.items():
         field_name = "uint64_param" if type(value) is int and value >= 1 << 63 else fields[type(value)]
@@ -96,8 +96,8 @@ def set_parameters(parameters: Any, values: Mapping[str, bool | int | float | st
 
 
 def inputs_of(request: pb.ModelInferRequest, raw: Sequence[bytes]) -> dict[str, NamedTensor]:
-    """The inputs by name. `raw`: the bytes of each, in their order; empty: they have contents. HttpError: one
-    contradicts itself.
+    """Returns the inputs by name. `raw`: the bytes of each input, in order; empty: the inputs have contents. Raises
+    HttpError if an input is invalid, or if its data do not match its type and shape.
     """
     for given in request.inputs:
         _reject_parameters(given.name, given.parameters)
@@ -122,20 +122,20 @@ def inputs_of(request: pb.ModelInferRequest, raw: Sequence[bytes]) -> dict[str, 
 
 
 def outputs_of(request: pb.ModelInferRequest) -> list[str]:
-    """The names of the outputs that are asked for; none: all. HttpError: in a form that is not served."""
+    """Returns the names of the requested outputs; empty: all. Raises HttpError if one has an unsupported parameter."""
     for asked in request.outputs:
         _reject_parameters(asked.name, asked.parameters)
     return list(dict.fromkeys(asked.name for asked in request.outputs))
 
 
 def _reject_parameters(name: str, parameters: Iterable[str]) -> None:
-    # binary_data is for HTTP, and says how bytes are written there.
+    # These say how a tensor is written in a body of HTTP, and need no check.
     if unknown := [each for each in parameters if each not in ("binary_data", "binary_data_size")]:
         raise wrong(name, f"the parameter {unknown[0]!r} is not served: leave it out")
 
 
 def _check(given: pb.ModelInferRequest.InferInputTensor) -> None:
-    """HttpError: its type is unknown, or it has too many dimensions: their product may be a number of any length."""
+    """Raises HttpError if the type is unknown, or if the product of too many dimensions would block the event loop."""
     if len(given.shape) > DIMENSIONS_MAX:
         raise wrong(given.name, f"it has {len(given.shape):,} dimensions: at most {DIMENSIONS_MAX}")
     if given.datatype != BYTES and given.datatype not in NUMPY_NAMES:
@@ -143,7 +143,7 @@ def _check(given: pb.ModelInferRequest.InferInputTensor) -> None:
 
 
 def _field_of(given: pb.ModelInferRequest.InferInputTensor) -> tuple[str, str]:
-    """See TYPED."""
+    """Returns the entry of TYPED. Raises HttpError if the type has none."""
     _check(given)
     if given.datatype == BYTES:
         return "bytes_contents", ""
@@ -153,7 +153,7 @@ def _field_of(given: pb.ModelInferRequest.InferInputTensor) -> tuple[str, str]:
 
 
 def set_contents(given: pb.ModelInferRequest.InferInputTensor, values: Sequence[Any]) -> None:
-    """Gives an input these elements; texts for BYTES. HttpError: they are of another type."""
+    """Sets the contents of an input to these elements; texts for BYTES. Raises HttpError if one has another type."""
     field, _ = _field_of(given)
     if given.datatype == BYTES:
         if not all(isinstance(each, str) for each in values):
@@ -166,7 +166,7 @@ def set_contents(given: pb.ModelInferRequest.InferInputTensor, values: Sequence[
 
 
 def data_of(given: pb.ModelInferRequest.InferInputTensor) -> bytes:
-    """The contents of an input as bytes. HttpError: they are of another type, or too many."""
+    """Returns the contents of an input as bytes. Raises HttpError if they do not match its type and shape."""
     contents = given.contents
     field, element = _field_of(given)
     count = math.prod(given.shape)
@@ -186,11 +186,11 @@ def data_of(given: pb.ModelInferRequest.InferInputTensor) -> bytes:
 
 
 def response_of(request: pb.ModelInferRequest, outputs: Iterable[NamedTensor]) -> pb.ModelInferResponse:
-    """The response with these outputs."""
+    """Returns the response with these outputs."""
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
     for output in outputs:
         added = response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
         set_parameters(added.parameters, output.parameters)
-        # Also one that is in shared memory: Triton's C++ client needs an entry for each output.
+        # Triton's C++ client needs an entry for each output, even for one in shared memory.
         response.raw_output_contents.append(output.data)
     return response

@@ -1,10 +1,10 @@
-"""/v1/batches: requests of a file as durable tasks.
+"""/v1/batches: runs the requests in a file as durable tasks.
 
-A batch is a record (a task of kind "echo", as files.py has it) and one task for each line, whose request_id names the
-batch and the line, in a queue of its own. Everything else follows from these: its state from the counts of its queue,
-its output from the outcomes of its tasks. So any gateway can go on with a batch that another one began, or that met a
-limit of the master: a batch whose tasks are not all there is submitted again when somebody looks at it, and the master
-knows those that it has.
+A batch consists of a record, stored like the description of a file (see files.py), and one task for each line. The
+tasks have request_ids BATCH:LINE, and a queue with the name of the batch. Everything else is derived: the state of the
+batch from the counts of its queue, the output from the outcomes of its tasks. If some tasks were not submitted (the
+gateway ended, or the master rejected them), a GET of the batch on any gateway submits all of them again: the master
+ignores request_ids that it has.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ PATH = "/v1/batches"
 QUEUE = "openai-batches"
 WINDOW_S = 24 * 3600
 LINES_MAX = 1_000_000
-# Served last: a line is overtaken by at most 1,024 later tasks for each level of priority between them.
+# The lowest priority. For each level of difference, at most 1,024 later tasks overtake a line.
 PRIORITY = 5
 LIST_MAX = 100
-# Lines in one submit; outcomes that are fetched together.
+# The lines of one submit_many, and the outcomes that are fetched concurrently.
 _SUBMIT_LINES, _FETCH = 5_000, 64
 OUTPUT, ERRORS = "-output", "-errors"
 ENDED = ("completed", "expired", "cancelled")
-# Errors that pass by themselves: limits, and a master that is away.
+# Statuses of temporary errors: a limit is reached, or the master is not available.
 _PASSING = (TOO_MANY, UNAVAILABLE, LATE)
 
 
@@ -69,7 +69,7 @@ class Line(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """What is kept of a batch."""
+    """What is stored of a batch."""
 
     id: str
     input_file_id: str
@@ -85,7 +85,7 @@ class Record(msgspec.Struct):
 
     @property
     def expired(self) -> bool:
-        """Whether no more lines may run."""
+        """Whether expires_at has passed, after which no line may start."""
         return time.time() >= self.expires_at
 
     def name(self, line: int) -> str:
@@ -99,7 +99,7 @@ _record = msgspec.json.Decoder(Record)
 
 
 async def post(request: Request, connected: Connected) -> None:
-    """Makes a batch, or cancels one."""
+    """Creates a batch, or cancels one."""
     batch_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if not batch_id:
         await _make(request, connected)
@@ -110,7 +110,7 @@ async def post(request: Request, connected: Connected) -> None:
 
 
 async def get(request: Request, connected: Connected) -> None:
-    """Answers with all batches, or with one. Goes on with a batch whose tasks are not all submitted."""
+    """Lists batches, or returns one, of which it first submits tasks that are missing."""
     batch_id = request.path.removeprefix(PATH).strip("/")
     client = connected.client
     async with request.while_connected():
@@ -155,8 +155,8 @@ async def _make(request: Request, connected: Connected) -> None:
 
 
 async def _go_on(client: AsyncClient, record: Record, line_bytes_max: int) -> None:
-    """Submits the lines that the master takes now. The record is stored: an error that passes by itself is no answer,
-    or the caller's retry would make another batch. The next GET of the batch goes on.
+    """Submits the tasks of the lines. A temporary error is only logged: the record is stored already, and a client that
+    got the error would create another batch. The next GET of the batch submits again.
     """
     try:
         file = await files.describe(client, record.input_file_id)
@@ -168,7 +168,7 @@ async def _go_on(client: AsyncClient, record: Record, line_bytes_max: int) -> No
 
 
 async def _stored(client: AsyncClient, record: Record) -> dict[str, Any]:
-    """The state of a batch whose record has been stored, also if the master can't be asked now."""
+    """Returns the state of a batch whose record has been stored: "validating" on a temporary error."""
     try:
         return await _state(client, record)
     except MultigpuError as error:
@@ -178,7 +178,7 @@ async def _stored(client: AsyncClient, record: Record) -> dict[str, Any]:
 
 
 async def _list(request: Request, client: AsyncClient) -> dict[str, Any]:
-    """The batches, the newest first. `limit` and `after` as OpenAI has them."""
+    """Returns a page of batches, the newest first, with OpenAI's parameters `limit` and `after`."""
     query = request.query
     limit = query.get("limit", "20")
     if not limit.isdecimal() or len(limit) > len(str(LIST_MAX)) or not 1 <= int(limit) <= LIST_MAX:
@@ -208,18 +208,18 @@ async def _cancel(request: Request, client: AsyncClient, batch_id: str) -> None:
 
 
 async def _cancel_lines(client: AsyncClient, record: Record) -> None:
-    """Cancels the lines that the master knows."""
+    """Cancels the tasks of all lines that have been submitted."""
     names = [record.name(line) for line in range(1, record.lines + 1)]
     await client.cancel(*names, reason="its batch was cancelled")
 
 
 def is_output(file_id: str) -> bool:
-    """Whether it is the id of a batch's output, or of its errors."""
+    """Whether this is the id of the output file or the error file of a batch."""
     return file_id.startswith("file-batch_") and file_id.endswith((OUTPUT, ERRORS))
 
 
 async def output(client: AsyncClient, file_id: str, line_bytes_max: int) -> AsyncIterator[bytes]:
-    """The content of such a file. HttpError: there is no such batch, or it has not ended."""
+    """Returns the content of an output or error file. Raises HttpError if its batch does not exist or has not ended."""
     suffix = OUTPUT if file_id.endswith(OUTPUT) else ERRORS
     record = await _get(client, file_id.removeprefix("file-").removesuffix(suffix))
     if (await _state(client, record))["status"] not in ENDED:
@@ -228,7 +228,9 @@ async def output(client: AsyncClient, file_id: str, line_bytes_max: int) -> Asyn
 
 
 async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint: Endpoint, line_bytes_max: int) -> int:
-    """The number of lines of a file. HttpError: one is wrong or too long, or asks for a model that nobody has."""
+    """Checks all lines of a file, and returns their number. Raises HttpError if there are none or too many, or if a
+    line is invalid or too long, or names a model that no worker has.
+    """
     seen: set[str] = set()
     models: dict[str, int] = {}
     number = 0
@@ -261,8 +263,8 @@ async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint:
 
 
 async def _submit(client: AsyncClient, record: Record, file: files.FileInfo, line_bytes_max: int) -> None:
-    """Submits the tasks of all lines; the master knows those that it has. A batch that was cancelled or has expired
-    gets no more, and what was submitted while it was cancelled is cancelled too.
+    """Submits the tasks of all lines; the master ignores those that it has. Stops if the batch is cancelled or expires,
+    and cancels the lines that were submitted while the batch was being cancelled.
     """
     if not await _is_open(client, record):
         return
@@ -276,7 +278,7 @@ async def _submit(client: AsyncClient, record: Record, file: files.FileInfo, lin
     of = ""
 
     async def submit() -> bool:
-        """Submits those that are due. False: the batch gets no more."""
+        """Submits the tasks in `due`. Returns False if the batch was cancelled or has expired."""
         if not due:
             return True
         if not await _is_open(client, record):
@@ -298,13 +300,13 @@ async def _submit(client: AsyncClient, record: Record, file: files.FileInfo, lin
                 of = model
             due.append(Input(payload=payload, request_id=record.name(number), units=units))
         await submit()
-    finally:  # a cancel meanwhile knew only the lines that were there
+    finally:  # a concurrent cancel has cancelled only the lines that were submitted before it
         if await _is_cancelled(client, record):
             await _cancel_lines(client, record)
 
 
 async def _is_open(client: AsyncClient, record: Record) -> bool:
-    """Whether more of its lines may run."""
+    """Whether more lines may be submitted."""
     return not (record.expired or await _is_cancelled(client, record))
 
 
@@ -324,7 +326,7 @@ async def _find(client: AsyncClient, batch_id: str) -> Record | None:
 
 
 async def _get(client: AsyncClient, batch_id: str) -> Record:
-    """HttpError: there is no such batch."""
+    """Returns the record of a batch. Raises HttpError if there is none."""
     record = await _find(client, batch_id)
     if record is None:
         raise HttpError(NOT_FOUND, f"there is no batch {batch_id!r}, or no longer", param="batch_id")
@@ -332,7 +334,7 @@ async def _get(client: AsyncClient, batch_id: str) -> Record:
 
 
 async def _state(client: AsyncClient, record: Record) -> dict[str, Any]:
-    """OpenAI's object; its state follows from the counts of the batch's queue."""
+    """Returns OpenAI's batch object, with the state that follows from the counts of the batch's queue."""
     counts = await client.count(queue=record.id)
     failed = counts.failed + counts.dead_lettered + counts.expired + counts.cancelled
     pending = counts.queued + counts.leased
@@ -349,7 +351,7 @@ async def _state(client: AsyncClient, record: Record) -> dict[str, Any]:
 
 
 def _as_dict(record: Record, status: str, succeeded: int, failed: int) -> dict[str, Any]:
-    """OpenAI's object."""
+    """Returns OpenAI's batch object."""
     ended = status in ENDED
     return {
         "id": record.id, "object": "batch", "endpoint": record.endpoint, "errors": None,
@@ -363,7 +365,7 @@ def _as_dict(record: Record, status: str, succeeded: int, failed: int) -> dict[s
 
 
 async def _written(client: AsyncClient, record: Record, line_bytes_max: int, *, errors: bool) -> AsyncIterator[bytes]:
-    """The lines of the output, or of the errors, in the order of the input."""
+    """Yields the lines of the output file or of the error file, in the order of the input file."""
     endpoint = ENDPOINTS[record.endpoint]
     file = await files.describe(client, record.input_file_id)
     number = 0
@@ -385,7 +387,7 @@ async def _written(client: AsyncClient, record: Record, line_bytes_max: int, *, 
 
 
 async def _outcome(client: AsyncClient, name: str) -> Outcome | None:
-    """None: the task was never submitted, because its batch was cancelled or expired before."""
+    """Returns the outcome of a line, None if its task was not submitted before the batch was cancelled or expired."""
     try:
         return (await client.get(name)).outcome
     except NotFoundError:

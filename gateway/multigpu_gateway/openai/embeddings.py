@@ -17,13 +17,13 @@ from multigpu_gateway.openai.requests import EmbeddingsRequest, Input
 from multigpu_gateway.tasks import TaskSettings, all_of
 
 KIND = "embed"
-# Inputs of one request, and of one of its tasks: a long list is spread over the workers.
+# Limits of inputs: of a request, and of each of its tasks, so that several workers share a long list.
 INPUTS_MAX, TASK_INPUTS = 10_000, 32
 _request = msgspec.json.Decoder(EmbeddingsRequest)
 
 
 async def embeddings(request: Request, connected: Connected) -> None:
-    """Answers with a vector for each input."""
+    """Returns a vector for each input."""
     await embed(request, connected, await request.json(_request))
 
 
@@ -41,7 +41,7 @@ async def embed(request: Request, connected: Connected, asked: EmbeddingsRequest
 
 
 def answer(asked: EmbeddingsRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The vectors of all tasks. Raises the error of one that did not succeed."""
+    """Returns the response body with the vectors of all tasks. Raises the error of a task that did not succeed."""
     rows, tokens = [], 0
     for outcome in outcomes:
         vectors, counted = _read(outcome)
@@ -55,12 +55,12 @@ def answer(asked: EmbeddingsRequest, outcomes: Sequence[Outcome]) -> dict[str, A
 
 
 def one_payload(asked: EmbeddingsRequest) -> list[tuple[bytes, int]]:
-    """All inputs as one task."""
+    """Returns the payload and the number of inputs of a single task for all inputs."""
     return _payloads(texts_or_tokens(asked.input, "input"), INPUTS_MAX)
 
 
 def texts_or_tokens(given: Input, param: str) -> list[Any]:
-    """The texts, or the token ids (list[int]) of each text. HttpError: there are none, or of both kinds."""
+    """Returns a list of texts, or of each text's token ids (list[int]). Raises HttpError if it is empty or mixed."""
     if isinstance(given, str):
         return [given]
     if all(isinstance(each, str) for each in given) and given:
@@ -74,7 +74,7 @@ def texts_or_tokens(given: Input, param: str) -> list[Any]:
 
 
 def _payloads(inputs: list[Any], task_inputs: int = TASK_INPUTS) -> list[tuple[bytes, int]]:
-    """The payload and the number of inputs of each task."""
+    """Returns the payload and the number of inputs of each task. Raises HttpError if there are too many inputs."""
     if len(inputs) > INPUTS_MAX:
         message = f"there are {len(inputs):,} inputs: send at most {INPUTS_MAX:,} in one request"
         raise HttpError(BAD_REQUEST, message, param="input")
@@ -82,8 +82,8 @@ def _payloads(inputs: list[Any], task_inputs: int = TASK_INPUTS) -> list[tuple[b
 
 
 def payloads_of(inputs: list[Any], param: str, task_inputs: int, **fields: Any) -> list[tuple[bytes, int]]:
-    """The payload and the number of inputs of each task on texts or on lists of token ids. `fields`: others of the
-    payload. HttpError: an input can't be one.
+    """Returns the payload and the number of inputs of each task. `inputs`: texts, or lists of token ids. `fields`:
+    other fields of the payload. Raises HttpError, which names `param`, if an input is invalid.
     """
     found = []
     for at in range(0, len(inputs), task_inputs):
@@ -94,14 +94,14 @@ def payloads_of(inputs: list[Any], param: str, task_inputs: int, **fields: Any) 
                 payload.texts.extend(part)
             else:
                 payload.tokens.extend(embed_pb2.TokenIds(ids=ids) for ids in part)
-        except ValueError as error:  # half of a surrogate pair; an id that no token has
+        except ValueError as error:  # half of a surrogate pair, or a token id that is no uint32
             raise HttpError(BAD_REQUEST, f"{param}: {error}", param=param) from None
         found.append((payload.SerializeToString(), len(part)))
     return found
 
 
 def _read(outcome: Outcome) -> tuple[NDArray[np.float32], int]:
-    """The vectors, [inputs, dimension], and the number of tokens. Raises the task's error."""
+    """Returns the vectors, [inputs, dimension], and the number of tokens. Raises the task's error if it failed."""
     if not outcome.succeeded:
         raise outcome.to_error()
     result = embed_pb2.EmbedResult.FromString(outcome.result)
@@ -109,7 +109,7 @@ def _read(outcome: Outcome) -> tuple[NDArray[np.float32], int]:
 
 
 def shortened(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """The first components, as models of nested vectors (Matryoshka) are used. HttpError: there are fewer."""
+    """Returns the first components of each vector (Matryoshka models). Raises HttpError for invalid `dimensions`."""
     if not 1 <= dimensions <= vectors.shape[1]:
         message = f"dimensions is {dimensions}: the model's vectors have {vectors.shape[1]} components"
         raise HttpError(BAD_REQUEST, message, param="dimensions")
@@ -117,7 +117,7 @@ def shortened(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float
 
 
 def normalised(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The vectors with the length 1; zeros stay."""
+    """Returns the vectors scaled to length 1. Zero vectors stay as they are."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     found: NDArray[np.float32] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
     return found

@@ -1,4 +1,4 @@
-"""What a line of a batch may ask for: the routes whose requests are one task."""
+"""The endpoints that the lines of a batch may use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,15 @@ from multigpu_gateway.openai.requests import ChatRequest, CompletionRequest, Emb
 class Endpoint:
     kind: str
     decoder: msgspec.json.Decoder[Any]
-    # The payload and the units of each task. HttpError: a field is wrong.
+    # Returns the payload and the units of each task of a request. Raises HttpError if a field is invalid.
     payloads: Callable[[Any], Sequence[tuple[bytes, int]]]
-    # The answer, as JSON. Raises the error of a task that did not succeed.
+    # Returns the response body for a request. Raises the error of a task that did not succeed.
     answer: Callable[[Any, Sequence[Outcome]], dict[str, Any]]
 
     def task(self, body: bytes) -> tuple[str, bytes, int]:
-        """The model, payload and units of a request that is one task. HttpError: it is wrong, or is several."""
+        """Returns the model, payload and units of a request's only task. Raises HttpError if the request is invalid, or
+        needs several tasks.
+        """
         asked = self.asked(body)
         if getattr(asked, "stream", None):
             raise HttpError(BAD_REQUEST, "stream: a batch has whole answers", param="stream")

@@ -16,5 +16,5 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def error_event(error: HttpError) -> bytes:
-    """An error in the middle of a stream."""
+    """Returns the event for an error after the beginning of a stream."""
     return event(error_body(error))

@@ -1,8 +1,8 @@
 """Files in the master, for batches.
 
-A file is durable tasks of kind "echo": one for each chunk, whose result is the chunk, and one with the file's
-description, which is submitted last. So a file that has a description is whole, lies in the journal like every other
-result, and is deleted by itself after FILE_TTL_S. Reading it needs one connected worker to have run the tasks.
+A file consists of durable tasks of kind "echo", whose results are the chunks and, in one more task, the description.
+The description is submitted last, so a file that has one is complete. The master deletes the results after FILE_TTL_S.
+A file can't be read before a worker has run its tasks.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ PATH = "/v1/files"
 FILE_TTL_S = 30 * 86_400
 FILE_BYTES_MAX = 1 << 30
 CHUNK_BYTES = 4 << 20
-# How long reading waits for a worker to have run the tasks of a file.
+# How long reading a chunk or a description waits until a worker has run its task.
 READ_TIMEOUT_S = 30.0
 # Chunks that are read ahead.
 _AHEAD = 4
-# The event loop has a turn after lines of so many bytes.
+# `lines` lets the event loop run other tasks each time it has yielded this many bytes.
 _TURN_BYTES = 64 << 10
-# Why what is kept under a name is not what belongs there: it was forgotten, cancelled, or somebody else's task.
+# Errors of reading what is stored under a name: it has expired, its task failed, or the name is another program's task.
 UNREADABLE = (NotFoundError, TaskError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 PURPOSES = ("batch", "user_data")
 
@@ -43,7 +43,7 @@ class FileInfo(msgspec.Struct):
     chunks: int
 
     def as_dict(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """Returns OpenAI's file object."""
         return {
             "id": self.id, "object": "file", "bytes": self.bytes, "created_at": self.created_at,
             "expires_at": self.created_at + FILE_TTL_S, "filename": self.filename, "purpose": self.purpose,
@@ -55,23 +55,25 @@ INFO = msgspec.json.Decoder(FileInfo)
 
 
 async def store(client: AsyncClient, name: str, data: bytes, queue: str = QUEUE) -> None:
-    """Keeps bytes under a name in the master for FILE_TTL_S. Returns once they are on its disk."""
+    """Stores bytes under a name in the master, for FILE_TTL_S. Returns once they are on the master's disk."""
     options: dict[str, Any] = {"queue": queue, "result_ttl_s": FILE_TTL_S, "request_id": name}
     await client.submit(KIND, data, wait_for_worker=True, **options)
 
 
 async def fetch(client: AsyncClient, name: str, wait_s: float = READ_TIMEOUT_S) -> bytes:
-    """The bytes kept under a name. NotFoundError: there are none. HttpError: no worker has run their task yet."""
+    """Returns the bytes stored under a name. Raises NotFoundError if there are none, HttpError if no worker has run the
+    task within `wait_s`, and the task's error if it did not succeed.
+    """
     outcome = (await client.get(name, wait_s=wait_s)).outcome
     if outcome is None:
-        raise HttpError(UNAVAILABLE, "the master has not got the file ready: it takes a connected worker", retry_s=1.0)
+        raise HttpError(UNAVAILABLE, "no worker has run the tasks of the file yet: start one, or wait", retry_s=1.0)
     if not outcome.succeeded:
         raise outcome.to_error()
     return outcome.result
 
 
 async def describe(client: AsyncClient, file_id: str) -> FileInfo:
-    """The description of a file. HttpError: there is no such file."""
+    """Returns the description of a file. Raises HttpError if there is none, or if no worker has run its task."""
     try:
         return INFO.decode(await fetch(client, file_id))
     except UNREADABLE:
@@ -79,15 +81,15 @@ async def describe(client: AsyncClient, file_id: str) -> FileInfo:
 
 
 async def names(client: AsyncClient, queue: str) -> AsyncIterator[str]:
-    """The names that a list of files or batches may have, the newest first."""
+    """Yields the names of the files or batches in a queue, the newest first. Other tasks have a colon in their name."""
     async for task in client.list_tasks(queue=queue, kind=KIND):
         if task.request_id and ":" not in task.request_id:
             yield task.request_id
 
 
 async def look(client: AsyncClient, name: str, decoder: "msgspec.json.Decoder[T]", give_up: float) -> T | None:
-    """What is described under a name of a list. None: it can't be read, or no worker has run its task by `give_up`, of
-    the loop's clock; the list skips such an entry.
+    """Returns the description stored under a name, for a list. Returns None, so that the list skips the entry, if it
+    can't be read, or if no worker has run its task by `give_up` (on the loop's clock).
     """
     try:
         return decoder.decode(await fetch(client, name, max(0.0, give_up - asyncio.get_running_loop().time())))
@@ -96,7 +98,7 @@ async def look(client: AsyncClient, name: str, decoder: "msgspec.json.Decoder[T]
 
 
 async def read(client: AsyncClient, file: FileInfo) -> AsyncIterator[bytes]:
-    """The chunks of a file."""
+    """Yields the chunks of a file."""
     waiting: list[asyncio.Task[bytes]] = []
     try:
         for number in range(file.chunks):
@@ -111,8 +113,8 @@ async def read(client: AsyncClient, file: FileInfo) -> AsyncIterator[bytes]:
 
 
 async def lines(client: AsyncClient, file: FileInfo, bytes_max: int) -> AsyncIterator[bytes]:
-    """The lines of a file, without their ends and without empty ones; other tasks of the event loop run between them.
-    HttpError: a line has more than `bytes_max`.
+    """Yields the lines of a file that are not blank, without their ends. Raises HttpError if a line has more than
+    `bytes_max` bytes. Lets the event loop run other tasks in between.
     """
     rest: list[bytes] = []
     number = taken = 0

@@ -21,26 +21,26 @@ from multigpu_gateway.openai.requests import ChatRequest, CompletionRequest, Sam
 from multigpu_gateway.openai.sampling import chat_payloads, completion_payloads
 from multigpu_gateway.tasks import TaskSettings, all_of
 
-# The payload and the options of each choice.
+# The payload and the options of the task of each choice.
 Tasks = list[tuple[bytes, dict[str, Any]]]
 
 KIND = "generate"
 DONE = b"data: [DONE]\n\n"
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-# Chunks that choices may be ahead of a slow reader.
+# Chunks that are buffered while the client reads too slowly.
 _AHEAD = 64
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 
 
 class Shape(ABC):
-    """How an answer is written: what differs between the two routes, and what the request says of it."""
+    """The format of a response: what differs between the two routes, and what the request asks for."""
 
     def __init__(self, asked: Sampled, prefix: str, type_: str) -> None:
         self.stream = bool(asked.stream)
         # Whether a stream ends with the usage.
         self.with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        # Of each prompt.
+        # The number of choices for each prompt.
         self.choices = asked.n or 1
         self.head: dict[str, Any] = {
             "id": f"{prefix}-{uuid.uuid4().hex}", "object": type_, "created": int(time.time()), "model": asked.model
@@ -48,19 +48,19 @@ class Shape(ABC):
 
     @abstractmethod
     def first(self, index: int) -> bytes:
-        """What a stream begins with."""
+        """Returns the first event of a choice in a stream; empty: none."""
 
     @abstractmethod
     def piece(self, index: int, chunk: pb.GenerateChunk) -> dict[str, Any]:
-        """The choice of a chunk."""
+        """Returns the `choices` entry for a chunk."""
 
     @abstractmethod
     def last(self, index: int, reason: str) -> dict[str, Any]:
-        """The choice that ends a stream."""
+        """Returns the last `choices` entry of a choice in a stream."""
 
     @abstractmethod
     def whole(self, index: int, result: pb.GenerateResult) -> dict[str, Any]:
-        """The choice of an answer that is no stream."""
+        """Returns the `choices` entry of a response that is no stream."""
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event({**self.head, "choices": choices, **more})
@@ -95,7 +95,7 @@ class ChatShape(Shape):
 class CompletionShape(Shape):
     def __init__(self, asked: CompletionRequest) -> None:
         super().__init__(asked, "cmpl", "text_completion")
-        # Of each choice: the characters so far, which is where its next token begins.
+        # For each choice, by index: the number of characters so far, which is the offset of the next token.
         self._offsets: dict[int, int] = {}
 
     def first(self, index: int) -> bytes:
@@ -130,7 +130,7 @@ class CompletionShape(Shape):
 
 
 def _text(token: Any) -> str:
-    """A token as text: one that is no whole character has U+FFFD."""
+    """Returns a token as text. Bytes that are no whole character become U+FFFD."""
     text: str = token.token.decode(errors="replace")
     return text
 
@@ -146,15 +146,15 @@ def _chat_logprobs(found: Any) -> dict[str, Any] | None:
 
 
 async def chat_completions(request: Request, connected: Connected) -> None:
-    """Answers a conversation."""
+    """Generates the next message of a conversation."""
     asked = await request.json(_chat)
     shape, tasks = ChatShape(asked), _tasks(request, asked.model, chat_payloads(asked))
-    del asked  # the payloads have its texts, and a task may wait long
+    del asked  # frees its texts, of which the payloads have copies: a task may wait long
     await _answer(request, connected, shape, tasks)
 
 
 async def completions(request: Request, connected: Connected) -> None:
-    """Continues texts."""
+    """Continues the text of each prompt."""
     asked = await request.json(_completion)
     shape, tasks = CompletionShape(asked), _tasks(request, asked.model, completion_payloads(asked))
     del asked  # as above
@@ -176,13 +176,13 @@ async def _answer(request: Request, connected: Connected, shape: Shape, tasks: T
 
 
 def payloads(asked: ChatRequest | CompletionRequest) -> list[tuple[bytes, int]]:
-    """The payload and the units of each choice. HttpError: a field is wrong."""
+    """Returns the payload and the units of each choice. Raises HttpError if a field is invalid."""
     found = chat_payloads(asked) if isinstance(asked, ChatRequest) else completion_payloads(asked)
     return [(payload, 1) for payload in found]
 
 
 def answer(asked: ChatRequest | CompletionRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The whole answer. Raises the error of a task that did not succeed."""
+    """Returns the response body. Raises the error of a task that did not succeed."""
     return _whole(ChatShape(asked) if isinstance(asked, ChatRequest) else CompletionShape(asked), outcomes)
 
 
@@ -199,14 +199,14 @@ def _result(outcome: Outcome) -> pb.GenerateResult:
 
 
 def _usage(shape: Shape, results: list[pb.GenerateResult]) -> dict[str, int]:
-    """Tokens. The choices of a prompt share it."""
+    """Returns the numbers of tokens. A prompt counts once, not for each of its choices."""
     prompts = sum(result.prompt_tokens for result in results[:: shape.choices])
     generated = sum(result.completion_tokens or len(result.token_ids) for result in results)
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
 
 def _events(client: AsyncClient, tasks: Tasks, shape: Shape) -> AsyncGenerator[bytes, None]:
-    """The events of all choices, as they come."""
+    """Returns a generator of the events of all choices, in the order of their arrival."""
     results: dict[int, pb.GenerateResult] = {}
     choices = [_choice(client, tasks, index, shape, results) for index in range(len(tasks))]
     return choices[0] if len(choices) == 1 else _together(choices)
@@ -220,7 +220,7 @@ async def _together(choices: list[AsyncGenerator[bytes, None]]) -> AsyncGenerato
             async with aclosing(choice) as events:
                 async for data in events:
                     await ready.put(data)
-        except Exception as error:  # noqa: BLE001  raised where the queue is read
+        except Exception as error:  # noqa: BLE001  the reader of the queue raises it
             await ready.put(error)
         else:
             await ready.put(None)
@@ -245,7 +245,9 @@ async def _together(choices: list[AsyncGenerator[bytes, None]]) -> AsyncGenerato
 async def _choice(
     client: AsyncClient, tasks: Tasks, index: int, shape: Shape, results: dict[int, pb.GenerateResult]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of one choice. The usage follows the last choice that ends: `results` has those of all, by index."""
+    """Yields the events of one choice; if it is the last choice to end, also the event with the usage. `results` has
+    the results of all choices that have ended, by index.
+    """
     payload, options = tasks[index]
     begun = False
     async with client.stream(KIND, payload, **options) as parts:
@@ -261,6 +263,6 @@ async def _choice(
     if not begun and (first := shape.first(index)):
         yield first
     yield shape.chunk([shape.last(index, _REASONS.get(result.finish_reason, "stop"))])
-    results[index] = result  # not sooner: the usage comes after the last event of every choice
+    results[index] = result  # only now, so that the usage follows the last event of every choice
     if shape.with_usage and len(results) == len(tasks):
         yield shape.chunk([], usage=_usage(shape, [results[each] for each in range(len(tasks))]))

@@ -12,7 +12,7 @@ PATH = "/v1/models"
 
 
 async def models(request: Request, connected: Connected) -> None:
-    """Answers with all models of the fleet, or with one."""
+    """Lists the models of the fleet, or returns one."""
     async with request.while_connected():
         entries = await connected.admin.list_models()
     names = sorted({entry.model.name for entry in entries if not entry.model.error})

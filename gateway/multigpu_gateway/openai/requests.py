@@ -1,5 +1,5 @@
-"""The requests of OpenAI's API: https://platform.openai.com/docs/api-reference. Fields that are not here are ignored,
-as other servers do; those that would change the answer and that we can't serve are rejected.
+"""The requests of OpenAI's API: https://platform.openai.com/docs/api-reference. As in other servers, fields that are
+not here are ignored. Some fields are here only to be rejected, because ignoring them would change the response.
 """
 
 from typing import Any, Literal
@@ -31,7 +31,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class Sampled(msgspec.Struct):
-    """What both generating requests have. None: not given."""
+    """The fields that chat and completion requests share. None: not given."""
 
     model: str
     max_tokens: int | None = None
@@ -42,10 +42,10 @@ class Sampled(msgspec.Struct):
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Of vLLM and others.
+    # Extensions of vLLM and other servers.
     top_k: int | None = None
     repetition_penalty: float | None = None
-    # Accepted only with values that change nothing.
+    # Rejected unless null, zero or empty.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None

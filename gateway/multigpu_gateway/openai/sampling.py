@@ -1,4 +1,4 @@
-"""From a request that generates text to the payloads of tasks of kind "generate"."""
+"""Converts chat and completion requests to the payloads of tasks of kind "generate"."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from multigpu_gateway.tasks import check_copies
 
 CHOICES_MAX = 128
 TOP_LOGPROBS_MAX = 20
-# OpenAI's defaults. A conversation without a limit goes on to the end of the model's context.
+# OpenAI's defaults. Without a limit, a completion has 16 tokens, and a chat message may fill the model's context.
 TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
 TO_THE_END = 2**32 - 1
 _SEEDS = 2**64
@@ -23,7 +23,7 @@ def _reject(param: str, why: str) -> HttpError:
 
 
 def chat_payloads(asked: ChatRequest) -> list[bytes]:
-    """The payload of each choice. HttpError: a field is wrong, or asks for what no model of the fleet can do."""
+    """Returns the payload of each choice. Raises HttpError if a field is invalid, or asks for something unsupported."""
     for name in ("tools", "functions"):
         if getattr(asked, name):
             raise _reject(name, "no model of this fleet calls tools: leave it out")
@@ -46,7 +46,7 @@ def chat_payloads(asked: ChatRequest) -> list[bytes]:
 
 
 def completion_payloads(asked: CompletionRequest) -> list[bytes]:
-    """The payload of each choice, prompt by prompt. Raises as chat_payloads."""
+    """Returns the payload of each choice, prompt by prompt. Raises HttpError as chat_payloads does."""
     if asked.echo:
         raise _reject("echo", "answers don't repeat the prompt: leave it out")
     if asked.suffix:
@@ -93,7 +93,9 @@ def _payload(asked: Sampled, max_tokens: int) -> generate_pb2.GeneratePayload:
 
 
 def _choices(asked: Sampled, messages: list[generate_pb2.GeneratePayload]) -> list[bytes]:
-    """`n` payloads of each message. Choices of one request differ in their seeds, also if it gives one."""
+    """Returns `n` payloads for each message. If the request has a seed, choice I of a message has SEED + I: with one
+    seed, all choices would be equal.
+    """
     n = 1 if asked.n is None else asked.n
     if not 1 <= n * len(messages) <= CHOICES_MAX:
         raise _reject("n", f"a request has 1 to {CHOICES_MAX} answers, and this one {n * len(messages)}")

@@ -34,12 +34,12 @@ from multigpu_gateway.openai.files import (
 )  # fmt: skip
 
 LIST_MAX = 10_000
-# Of the form of an upload: fields, and bytes of those other than the file.
+# Limits of an upload: the number of form fields, and the bytes of all fields but the file.
 _FIELDS_MAX, _FIELD_BYTES_MAX = 16, 1 << 16
 
 
 async def upload(request: Request, connected: Connected) -> None:
-    """Stores a file of a batch's requests."""
+    """Stores a file, such as the requests of a batch."""
     if request.path.rstrip("/") != PATH:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
     with contextlib.closing(_Upload(connected.client, request.header(b"content-type"))) as body:
@@ -50,7 +50,7 @@ async def upload(request: Request, connected: Connected) -> None:
 
 
 async def get(request: Request, connected: Connected) -> None:
-    """Answers with all files, the description of one, or its content."""
+    """Lists all files, or returns the description or the content of one."""
     file_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if rest not in ("", "content"):
         raise HttpError(NOT_FOUND, f"there is no {request.path}")
@@ -86,7 +86,7 @@ async def _list(request: Request, client: AsyncClient) -> None:
 
 
 class _Upload:
-    """A multipart/form-data body with the fields `purpose` and `file`, as it arrives."""
+    """Receives a multipart/form-data body with the fields `purpose` and `file`, and stores the file."""
 
     def __init__(self, client: AsyncClient, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
@@ -109,13 +109,13 @@ class _Upload:
         self._filename: str | None = None
         self._in_file = False
         self._content = bytearray()
-        # Nothing is stored in the master until the body is whole: it can't be deleted there.
+        # Nothing is stored in the master until the body is complete: what is stored there can't be deleted.
         self._received = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed by close()
         self._field_count = self._field_bytes = 0
         self._ended = False
 
     async def take(self, data: bytes) -> None:
-        """The next part of the body. HttpError: it is malformed."""
+        """Receives the next part of the body. Raises HttpError if it is malformed, or if the disk is full."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -124,7 +124,7 @@ class _Upload:
             await self._keep()
 
     async def end(self) -> FileInfo:
-        """Stores the chunks and then the description. HttpError: a field or the end is missing, or a field is wrong."""
+        """Stores the chunks, then the description. Raises HttpError if the body is incomplete or a field is invalid."""
         if not self._ended:
             raise HttpError(BAD_REQUEST, "the body has no closing boundary: its end is missing")
         if self._filename is None:
@@ -142,11 +142,11 @@ class _Upload:
         return info
 
     def close(self) -> None:
-        """Deletes what was received."""
+        """Deletes the temporary file."""
         self._received.close()
 
     async def _keep(self) -> None:
-        """Writes the received bytes of the file to the temporary file. HttpError: they can't be written."""
+        """Moves the received bytes to the temporary file. Raises HttpError if they can't be written."""
         data, self._content = self._content, bytearray()
         try:
             written = await asyncio.to_thread(self._received.write, data)
@@ -159,14 +159,14 @@ class _Upload:
             raise HttpError(UNAVAILABLE, message)
 
     def _purpose(self) -> str:
-        """The field purpose. HttpError: it is another one than those that are served."""
+        """Returns the field purpose. Raises HttpError if it is not in PURPOSES."""
         purpose = bytes(self._fields.get(b"purpose", b"")).decode("utf-8", "replace")
         if purpose not in PURPOSES:
             message = f"purpose is {purpose!r}: this server keeps files for {' or '.join(PURPOSES)}"
             raise HttpError(BAD_REQUEST, message, param="purpose")
         return purpose
 
-    # Called by the parser.
+    # Callbacks of the parser.
 
     def _part_begins(self) -> None:
         self._name = self._value = b""

@@ -1,7 +1,8 @@
 """The monitoring routes of two earlier systems, so that their dashboards keep working: one in the form of LangChain's
 SAP HANA integration with many GPUs (/api/v1/gpu/stats), one of Onyx' multi-GPU training (/multigpu/…).
 
-A GPU is a worker, numbered from 0 by host, device and worker_id. What its device does not measure is null.
+Here a GPU is a worker. Workers are numbered from 0, sorted by host, device and worker_id. Values that a device does
+not measure are null.
 """
 
 import time
@@ -28,13 +29,13 @@ _TRAINING = (
 
 
 class TestRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """None: all."""
+    """`gpu_ids` None: all GPUs."""
 
     gpu_ids: list[int] | None = None
 
 
 class ManageRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`gpu_ids` None: all."""
+    """`action`: see `manage`. `gpu_ids` None: all GPUs."""
 
     action: Literal["cleanup", "cordon", "uncordon"]
     gpu_ids: list[int] | None = None
@@ -42,7 +43,7 @@ class ManageRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 _manage = msgspec.json.Decoder(ManageRequest)
 _test = msgspec.json.Decoder(TestRequest)
-# Newest tasks from which the time of a batch is averaged.
+# avg_time_per_batch_ms is the mean over this many of the newest successful tasks.
 SAMPLE_TASKS = 100
 
 
@@ -75,7 +76,7 @@ async def langchain_stats(request: Request, connected: Connected) -> None:
 
 
 async def health(request: Request, connected: Connected) -> None:
-    """How many GPUs take tasks: 503 if none does."""
+    """How many GPUs take tasks. The status is 503 if none does."""
     workers, _ = await _fleet(connected)
     usable = sum(map(available, workers))
     status = "unhealthy" if not usable else "healthy" if usable == len(workers) else "degraded"
@@ -113,7 +114,7 @@ async def recommendations(request: Request, connected: Connected) -> None:
 
 
 async def gpu_test(request: Request, connected: Connected) -> None:
-    """Has GPUs check themselves, one after the other: `gpu_ids` of the body, or all. One that is lost fails."""
+    """Runs the health check of the GPUs in `gpu_ids`, or of all, one after the other. A lost worker fails it."""
     asked = decode(_test, await request.body() or b"{}")
     chosen = _chosen(await numbered_workers(connected), asked.gpu_ids)
     tests = []
@@ -130,7 +131,7 @@ async def gpu_test(request: Request, connected: Connected) -> None:
 
 
 async def manage(request: Request, connected: Connected) -> None:
-    """Unloads the models of GPUs (`cleanup`), or has GPUs take no more tasks (`cordon`) and again some (`uncordon`)."""
+    """Unloads the models of GPUs (`cleanup`), or stops (`cordon`) or resumes (`uncordon`) sending tasks to GPUs."""
     asked = decode(_manage, await request.body())
     chosen = _chosen(await numbered_workers(connected), asked.gpu_ids)
     done = []
@@ -147,7 +148,7 @@ async def manage(request: Request, connected: Connected) -> None:
 
 
 def _chosen(workers: list[Worker], gpu_ids: list[int] | None) -> dict[int, Worker]:
-    """The workers of these numbers, or all. HttpError: there is no such number."""
+    """Returns the workers by number: those in `gpu_ids`, or all. Raises HttpError if there is no such number."""
     if unknown := [index for index in gpu_ids or () if not 0 <= index < len(workers)]:
         raise wrong("gpu_ids", f"{unknown[0]} is no number of a GPU; /multigpu/stats lists them")
     return {index: workers[index] for index in (range(len(workers)) if gpu_ids is None else gpu_ids)}
@@ -191,7 +192,7 @@ async def resources(request: Request, connected: Connected) -> None:
 
 
 async def performance(request: Request, connected: Connected) -> None:
-    """Counters since the master started."""
+    """Counters of tasks since the master started, the mean utilization of the GPUs, and the mean time of a batch."""
     workers, stats = await _fleet(connected)
     names = ("submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued")
     used = [each.telemetry.utilization for each in workers if each.telemetry and each.telemetry.utilization is not None]
@@ -207,7 +208,7 @@ GPU_PATHS: Paths = {f"{GPU}/{{gpu_id}}{GPU_STATS}": {"GET": Operation(gpu_stats)
 
 
 async def numbered_workers(connected: Connected) -> list[Worker]:
-    """The workers; a GPU's number is its index."""
+    """Returns all workers. The number of a GPU is its index here."""
     workers = await connected.admin.list_workers()
     workers.sort(key=lambda each: (each.host, each.device.pci_bus_id, each.device.name, each.worker_id))
     return workers
@@ -218,7 +219,7 @@ async def _fleet(connected: Connected) -> tuple[list[Worker], Stats]:
 
 
 async def _batch_ms(connected: Connected) -> float | None:
-    """The mean duration of the batches of the newest tasks that SUCCEEDED; None: there are none."""
+    """Returns the mean duration of the batches in which the newest successful tasks ran; None if there are none."""
     tasks, _ = await connected.client.list_page(page_size=SAMPLE_TASKS, outcomes=[OutcomeState.SUCCEEDED])
     outcomes = [task.outcome for task in tasks if task.outcome is not None]
     batches = {(each.worker_id, each.start_time, each.finish_time) for each in outcomes}
@@ -246,13 +247,13 @@ def _gpu(index: int, worker: Worker) -> dict[str, Any]:
 
 
 def available(worker: Worker) -> bool:
-    """Whether it takes tasks."""
+    """Whether the worker takes tasks."""
     unusable = worker.health is not None and worker.health.unusable
     return worker.state is WorkerState.ACTIVE and not (worker.cordoned or worker.quarantined or unusable)
 
 
 def _memory(worker: Worker) -> tuple[int | None, int | None]:
-    """Total and used bytes of the device."""
+    """Returns the total and the used bytes of the device; None: unknown."""
     found = worker.telemetry
     total = (found.memory_total_bytes if found is not None else None) or worker.device.memory_total_bytes or None
     return total, found.memory_used_bytes if found is not None else None

@@ -9,7 +9,7 @@ from multigpu_gateway.errors import BAD_REQUEST, CONFLICT, HttpError, http_error
 from multigpu_gateway.rest.requests import TaskRequest
 
 GONE = 410
-# msgspec's message about a field that is missing, or that there is not.
+# msgspec's messages about a missing field and about an unknown field.
 _FIELD = re.compile(r"^Object .* field `([^`]+)`$")
 _CODES = {
     400: "invalid_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
@@ -18,7 +18,7 @@ _CODES = {
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
-    """`field`: the field or parameter at fault; absent if there is none."""
+    """Returns the JSON value of an error. `field` is the field or parameter at fault, if there is one."""
     found = {"message": error.message, "code": error.code or _CODES.get(error.status, "error")}
     named = _FIELD.match(error.message)
     field = error.param or (named[1] if named else "")
@@ -26,7 +26,7 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def rest_error(error: Exception) -> HttpError:
-    """The answer to an error of the client. Raises one that is neither the caller's nor the fleet's."""
+    """As http_error, with the statuses and codes of REST."""
     match error:
         case errors.UnplaceableError():
             return HttpError(CONFLICT, str(error), code="unplaceable")

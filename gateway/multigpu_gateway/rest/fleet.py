@@ -23,13 +23,13 @@ async def queues(request: Request, connected: Connected) -> None:
 
 
 async def usage(request: Request, connected: Connected) -> None:
-    """Device time and energy of tasks in a period, summed."""
+    """Device time and energy of tasks in a period, summed by the names in `by`."""
     query = query_of(request, UsageQuery)
     report = await connected.admin.usage(query.keys(), begin=query.begin, end=query.end)
     await request.respond(200, msgspec.json.encode(as_dict(report)))
 
 
 async def stats(request: Request, connected: Connected) -> None:
-    """The master and its work."""
+    """The state of the master, and its counters of tasks."""
     query_of(request, NoQuery)
     await request.respond(200, msgspec.json.encode(as_dict(await connected.admin.stats())))

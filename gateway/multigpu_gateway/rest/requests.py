@@ -1,4 +1,4 @@
-"""The bodies and query strings of the REST routes. A field that is not here is an error that names it."""
+"""The bodies and query strings of the REST routes. A field that is not here is rejected with an error that names it."""
 
 import base64
 import binascii
@@ -19,7 +19,7 @@ TASKS_MAX = 10_000
 WAIT_MAX_S = 60.0
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 Instant = Annotated[datetime, Meta(tz=True)]
-# Options of a task under the names that multigpu.options has for them.
+# Options of a task, with the names that they have in multigpu.options.
 _OPTIONS = (
     "model", "queue", "priority", "parameters", "labels", "deadline", "queue_timeout_s", "run_timeout_s",
     "result_ttl_s", "attempts_max", "ephemeral", "wait_for_worker", "world_size", "world_size_min",
@@ -28,7 +28,7 @@ _OPTIONS = (
 
 
 class _Timed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """HttpError: an instant is outside the years 1 to 9999 in UTC."""
+    """Raises HttpError if an instant is outside the years 1 to 9999 in UTC."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -67,12 +67,12 @@ class TaskRequest(_Timed):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of SpecOptions that are given."""
+        """The options (of SpecOptions) that the request sets."""
         given = {name: getattr(self, name) for name in _OPTIONS}
         return {name: value for name, value in given.items() if value is not UNSET}
 
     def payload_value(self) -> Any:
-        """What the handler gets. HttpError: there is no payload, there are two, or it is no base64."""
+        """Returns the payload. Raises HttpError if there is none, if there are two, or for invalid base64."""
         if (self.payload is UNSET) == (self.payload_base64 is UNSET):
             raise wrong("payload", "give payload (a JSON value) or payload_base64 (bytes)")
         if self.payload_base64 is UNSET:
@@ -84,7 +84,7 @@ class TaskRequest(_Timed):
 
 
 class SubmitRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Many tasks; each is checked on its own."""
+    """Many tasks. Each is checked separately: an invalid one does not reject the others."""
 
     tasks: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=TASKS_MAX)]
 
@@ -109,14 +109,14 @@ class OutcomesQuery(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UsageQuery(_Timed):
-    """`by`: names with commas between them."""
+    """`by`: comma-separated names."""
 
     by: str = "queue"
     begin: Instant | None = None
     end: Instant | None = None
 
     def keys(self) -> list[str]:
-        """HttpError: usage is not summed by one of these."""
+        """Returns the names in `by`. Raises HttpError if usage can't be summed by one of them."""
         names = [name.strip() for name in self.by.split(",") if name.strip()]
         for name in names:
             if name not in USAGE_KEYS:
@@ -125,7 +125,7 @@ class UsageQuery(_Timed):
 
 
 class ListQuery(_Timed):
-    """`state`, `outcome`: names with commas between them."""
+    """`state`, `outcome`: comma-separated names."""
 
     state: str = ""
     outcome: str = ""
@@ -141,7 +141,7 @@ class ListQuery(_Timed):
     page_token: str = ""
 
     def filters(self) -> TaskFilter:
-        """HttpError: there is no such state or outcome."""
+        """Returns the filters that are set. Raises HttpError if a state or an outcome is unknown."""
         found: dict[str, Any] = {name: getattr(self, name) for name in ("queue", "kind", "model", "worker_id")}
         found |= {"states": _members("state", self.state, TaskState)}
         found |= {"outcomes": _members("outcome", self.outcome, OutcomeState)}
@@ -151,7 +151,7 @@ class ListQuery(_Timed):
 
 
 def query_of(request: Request, kind: type[T]) -> T:
-    """The query string as a Struct. HttpError: a parameter is unknown or wrong."""
+    """Returns the query string as a Struct. Raises HttpError if a parameter is unknown or invalid."""
     try:
         return msgspec.convert(request.query, kind, strict=False)
     except msgspec.ValidationError as error:

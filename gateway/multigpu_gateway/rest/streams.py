@@ -1,4 +1,4 @@
-"""Server-sent events: of one task, and of all outcomes."""
+"""Server-sent events: the events of one task, and the outcomes of all tasks."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def named_event(name: str, value: Any, event_id: str = "") -> bytes:
-    """An event. `event_id`: empty, the caller's Last-Event-ID stays as it is."""
+    """Returns an event. `event_id` "": it has no id, and the client's Last-Event-ID stays as it is."""
     head = f"event: {name}\n" + (f"id: {event_id}\n" if event_id else "")
     return head.encode() + b"data: " + _encode(value) + b"\n\n"
 
@@ -32,7 +32,7 @@ def _error_event(error: HttpError) -> bytes:
 
 
 async def task_events(request: Request, connected: Connected, name: TaskName) -> None:
-    """The partial outputs of a task after Last-Event-ID, as they come, and its outcome."""
+    """Streams the partial outputs of a task after Last-Event-ID, as they arrive, and then its outcome."""
     last = request.header(LAST_EVENT_ID)
     if last and not (last.isascii() and last.isdecimal() and len(last) < 10):
         raise wrong("Last-Event-ID", f"{last!r} is not the id of an event of a task")
@@ -57,7 +57,9 @@ async def _task_events(connected: Connected, name: TaskName, begin: int) -> Asyn
 
 
 async def _ended(connected: Connected, task_id: int) -> AsyncGenerator[Any, None]:
-    """As AsyncTaskHandle.follow, for a task without a request_id, which can't be followed: all is there at its end."""
+    """Waits for the end of a task, and yields what AsyncTaskHandle.follow would have yielded: a task without a
+    request_id can't be followed.
+    """
     while (outcome := (await connected.client.get(task_id, wait_s=WAIT_MAX_S)).outcome) is None:
         pass
     message = outcome.message
@@ -75,7 +77,7 @@ def _without_partials(outcome: Outcome) -> dict[str, Any]:
 
 
 async def outcomes(request: Request, connected: Connected) -> None:
-    """The outcomes of all durable tasks after a cursor, for ever."""
+    """Streams the outcomes of durable tasks after a cursor, without end."""
     query = query_of(request, OutcomesQuery)
     if cursor := request.header(LAST_EVENT_ID):
         query.cursor, query.from_now = cursor, False

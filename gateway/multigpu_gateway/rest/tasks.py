@@ -31,7 +31,7 @@ from multigpu_gateway.tasks import IDEMPOTENCY_KEY, PRIORITY, QUEUE, TaskSetting
 PATH = "/v1/tasks"
 BY_REQUEST_ID, EVENTS = "by-request-id/", "/events"
 ACCEPTED = 202
-# Calls of one request that are under way at once: tasks with the same options share one.
+# Calls of submit_many for one request that run at once. Each submits the tasks that have the same options.
 CALLS_MAX = 16
 _task = msgspec.json.Decoder(TaskRequest)
 _tasks = msgspec.json.Decoder(SubmitRequest)
@@ -39,7 +39,7 @@ _shape = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 async def submit(request: Request, connected: Connected) -> None:
-    """Submits a task, or many. A caller that hangs up before the answer leaves them to the master."""
+    """Submits a task, or many. They run even if the client disconnects before the response."""
     if request.path != PATH:
         raise not_allowed(request.path, "POST", "GET", "DELETE")
     settings = TaskSettings(request, "")
@@ -67,7 +67,9 @@ async def submit(request: Request, connected: Connected) -> None:
 async def _submit(
     asked: list[TaskRequest | HttpError], key: str, defaults: dict[str, Any], connected: Connected
 ) -> list[dict[str, str] | HttpError]:
-    """The answer to each task. `key`: the request_id of the first, and of others with their number."""
+    """Submits tasks, and returns the ids or the error of each. `key`: if a task has no request_id, that of task 0 is
+    KEY and that of task N is KEY:N.
+    """
     answers: list[Any] = list(asked)
     groups: dict[str, tuple[dict[str, Any], list[tuple[int, Input]]]] = {}
     for at, each in enumerate(asked):
@@ -89,7 +91,7 @@ async def _submit(
             try:
                 payloads = [item for _, item in items]
                 found: list[Any] = list(await connected.client.submit_many(payloads=payloads, **options))
-            except errors.RejectedError as error:  # of a payload; the tasks after it were not sent
+            except errors.RejectedError as error:  # the client rejected a task, and did not send those after it
                 found = list(error.submitted)
                 found += [error] * (len(items) - len(found))
         for (at, _), handle in zip(items, found, strict=True):
@@ -98,7 +100,7 @@ async def _submit(
             else:
                 answers[at] = {"task_id": str(handle.id), "request_id": handle.request_id}
 
-    # A failed call does not cancel the others: that would withdraw tasks which the caller's retry is to find.
+    # A failed call does not cancel the others: that would withdraw their tasks, which the client's retry must find.
     for failure in await asyncio.gather(*(send(*group) for group in groups.values()), return_exceptions=True):
         if failure is not None:
             raise failure
@@ -106,7 +108,7 @@ async def _submit(
 
 
 async def get(request: Request, connected: Connected) -> None:
-    """A task, a list, or the events of a task."""
+    """Responds with a task, a list of tasks, or the events of a task."""
     if request.path == PATH:
         await list_tasks(request, connected)
         return
@@ -127,7 +129,7 @@ async def find(request: Request, connected: Connected, name: TaskName) -> None:
 
 
 async def cancel(request: Request, connected: Connected) -> None:
-    """Cancels a task. One that had ended stays as it is."""
+    """Cancels a task. A task that has ended stays as it is."""
     if request.path == PATH:
         raise not_allowed(PATH, "DELETE", "GET", "POST")
     name, events = _named(request)
@@ -159,7 +161,7 @@ async def list_tasks(request: Request, connected: Connected) -> None:
 
 
 def _named(request: Request) -> tuple[TaskName, bool]:
-    """The task that the path names, and whether the path is of its events. HttpError: it names none."""
+    """Returns the task in the path, and whether the path ends with EVENTS. Raises HttpError if the path has no task."""
     text = request.path.removeprefix(f"{PATH}/")
     events = text.endswith(EVENTS)
     text = text.removesuffix(EVENTS)

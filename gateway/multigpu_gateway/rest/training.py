@@ -1,4 +1,4 @@
-"""The training routes of Onyx' multi-GPU training (/multigpu/training/…): jobs that fine-tune (docs/training.md)."""
+"""The training routes of Onyx' multi-GPU training (/multigpu/training/…), for fine-tuning jobs (docs/training.md)."""
 
 import re
 import secrets
@@ -29,7 +29,7 @@ class DatasetConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TrainingConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """Onyx' fields of training and of GPUConfig, and `method`."""
+    """The training fields of Onyx, those of its GPUConfig, and `method`, which is ours."""
 
     epochs: Annotated[float, Meta(gt=0)] = 3.0
     learning_rate: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -37,9 +37,9 @@ class TrainingConfig(msgspec.Struct, forbid_unknown_fields=True):
     gradient_accumulation_steps: Natural = 1
     mixed_precision: bool = True
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    # Language models have no batches to normalise: either value gives the same.
+    # No effect: language models have no batch normalization.
     sync_batch_norm: bool = True
-    # Follows from the workers' devices.
+    # No effect: the backend follows from the workers' devices.
     backend: Literal["nccl", "gloo"] | None = None
     use_multi_gpu: bool = True
     distributed_training: bool = False
@@ -54,7 +54,7 @@ class TrainingRequest(msgspec.Struct, forbid_unknown_fields=True):
     # Becomes part of the job's name.
     user_id: int | str | None = None
     training_type: Literal["dataparallel", "distributed", "auto"] | None = None
-    # How many GPUs train. Default: all that take tasks; for DataParallel 1, which is its process.
+    # Default: 1 for dataparallel or without use_multi_gpu, else the number of workers that take training tasks.
     world_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
 
 
@@ -102,7 +102,7 @@ async def train(request: Request, connected: Connected) -> None:
 
 
 async def configure(request: Request, connected: Connected) -> None:
-    """Checks settings, and answers all of them: requests send them as `training_config`, as nothing is kept here."""
+    """Checks settings, and returns them with the defaults. Nothing is stored: send them as `training_config`."""
     del connected
     config = decode(_config, await request.body())
     _check(config)

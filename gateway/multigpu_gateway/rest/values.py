@@ -1,8 +1,8 @@
-"""Protobuf messages as JSON values: the fields of `mgpuctl --json`, with ids as strings.
+"""Protobuf messages as JSON values, with the fields of `mgpuctl --json`; ids are strings.
 
 Times are RFC 3339 strings, durations seconds, enum values short names. A field with presence is omitted when it is
-absent; every other field is always there. Bytes are JSON values or text where they are that; else the field is called
-NAME_base64.
+absent; every other field is always there. Bytes are a JSON value if that is their content type, text if they have no
+content type. If they have another one, or can't be decoded, the field is called NAME_base64.
 """
 
 import base64
@@ -16,12 +16,12 @@ _decode = msgspec.json.decode
 
 
 def as_dict(found: Any) -> dict[str, Any]:
-    """A dataclass of multigpu.fleet, or a Task."""
+    """Returns the message of a Task, or of a dataclass of multigpu.fleet."""
     return _message(found.message if isinstance(found, Task) else found.proto)
 
 
 def outcome_dict(outcome: Outcome) -> dict[str, Any]:
-    """An Outcome, also one whose message only refers to its result."""
+    """Returns an Outcome. It contains the result even if the message only refers to it (result_place)."""
     value = _message(outcome.message)
     if value.pop("result_place", None) is not None:
         value.pop("result", None)
@@ -30,7 +30,7 @@ def outcome_dict(outcome: Outcome) -> dict[str, Any]:
 
 
 def data_fields(name: str, contents: Any, types: Any, *, repeated: bool) -> dict[str, Any]:
-    """The field of payloads, results or partial outputs of these content types."""
+    """Returns the field for payloads, results or partial outputs: `name`, or NAME_base64 if one stays bytes."""
     values = [_data(*each) for each in zip(contents, types, strict=True)]
     if any(isinstance(each, bytes) for each in values):
         name += "_base64"
@@ -58,7 +58,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _value(field: Any, content: Any) -> Any:
-    """One value of a field that holds no bytes."""
+    """Returns one value of a field that does not hold bytes."""
     if field.enum_type is not None:
         known = field.enum_type.values_by_number
         zero: str = known[0].name
@@ -74,12 +74,12 @@ def _value(field: Any, content: Any) -> Any:
 
 
 def is_id(field: Any) -> bool:
-    """Whether it has ids, which are strings in JSON: other languages would round such numbers."""
+    """Whether a field holds ids. They are strings in JSON, because other languages would round such large numbers."""
     return field.type == field.TYPE_UINT64 and bool(field.name.endswith(("_id", "_ids")))
 
 
 def _data(data: bytes, content_type: str) -> Any:
-    """A JSON value, or text; bytes if it is neither, or has another encoding than its content type says."""
+    """Returns a JSON value, or text if there is no content type; `data` if it has another type, or is invalid."""
     try:
         if content_type == JSON and data:
             return _decode(data)

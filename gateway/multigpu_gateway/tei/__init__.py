@@ -1,10 +1,10 @@
 """The HTTP API of Hugging Face's text-embeddings-inference (TEI).
 
-https://huggingface.github.io/text-embeddings-inference; what it leaves open is in router/src/http/ of its source.
+https://huggingface.github.io/text-embeddings-inference, and for details router/src/http/ in TEI's source.
 
-TEI serves one model. Here the header X-Multigpu-Model names it, or the path below /tei: /tei/MODEL/embed, and
-/tei/MODEL itself, which `huggingface_hub.InferenceClient(model=url)` calls. Without a name, the workers' default model
-of the kind serves the request.
+A TEI server has one model. Here the header X-Multigpu-Model names the model, or the path does: /tei/MODEL/embed, or
+/tei/MODEL, which `huggingface_hub.InferenceClient(model=url)` calls. Without a name, the workers' default model of the
+task's kind is used.
 """
 
 import time
@@ -29,15 +29,15 @@ from multigpu_gateway.tei.scoring import PredictRequest, RerankRequest, predict,
 from multigpu_gateway.tei.tokens import DecodeRequest, EmbedAllRequest, TokenizeRequest, decode, embed_all, tokenize
 
 TREE = "/tei"
-# Below a model's own path: OpenAI's API, which TEI has too.
+# A path below /tei/MODEL: TEI has this route of OpenAI's API, too.
 OPENAI_PATH = "/v1/embeddings"
 MODEL = b"x-multigpu-model"
-# What serves a call: an operation of BODIES takes its body's value too.
+# Serves a call. The operations in BODIES take the decoded request body as a second argument.
 Answering = Callable[..., Awaitable[Answer]]
 
 
 class OpenAiRequest(EmbeddingsRequest, kw_only=True):
-    """Of OPENAI_PATH. The path names the model."""
+    """The request body for OPENAI_PATH. The path names the model."""
 
     model: str = ""
 
@@ -46,7 +46,7 @@ _openai_request = msgspec.json.Decoder(OpenAiRequest)
 
 
 class _Shape(msgspec.Struct):
-    """What tells requests to a model's own path apart."""
+    """The fields by which `by_kind` distinguishes requests."""
 
     inputs: msgspec.Raw = msgspec.Raw(b"null")
     query: msgspec.Raw = msgspec.Raw(b"null")
@@ -56,7 +56,7 @@ _shape = msgspec.json.Decoder(_Shape)
 
 
 async def by_kind(call: Call, body: msgspec.Raw) -> Answer:
-    """POST to a model's own path: what its kind does. InferenceClient sends sentences to compare in an object."""
+    """Embeds, reranks or classifies, according to the model's kind. If `inputs` is an object, compares sentences."""
     shape = decode_body(_shape, bytes(body))
     default = "embed" if bytes(shape.query) == b"null" else "rerank"
     kind = await kind_of(call) if call.model else default
@@ -67,13 +67,13 @@ async def by_kind(call: Call, body: msgspec.Raw) -> Answer:
 
 
 async def absent(_call: Call) -> Answer:
-    """What TEI has and the kinds of tasks do not."""
+    """Raises HttpError, for a path that TEI serves and the gateway does not."""
     message = f"this path is not served: of TEI's API there are {', '.join(SERVED)}; docs/compatibility.md"
     raise HttpError(NOT_FOUND, message)
 
 
 SERVED = ("/embed", "/embed_all", "/rerank", "/predict", "/similarity", "/tokenize", "/decode", "/info", "/health")
-# By the last part of a path, "" for the model's own; then by method.
+# By the last part of a path ("" for /tei/MODEL and /), then by method.
 OPERATIONS: dict[str, Mapping[str, Answering]] = {
     "": {"POST": by_kind, "GET": health},
     "embed": {"POST": embed},
@@ -97,14 +97,14 @@ _decoders = {each: msgspec.json.Decoder(msgspec.Raw if each is by_kind else type
 
 
 async def _run(operation: Answering, call: Call, body: bytes) -> Answer:
-    """HttpError: the body is no JSON, or has another shape."""
+    """Runs an operation. Raises HttpError if the request body can't be decoded."""
     if (decoder := _decoders.get(operation)) is None:
         return await operation(call)
     return await operation(call, decode_body(decoder, body))
 
 
 async def _answer(operation: Answering, request: Request, connected: Connected, model: str) -> None:
-    """Answers with what an operation returns. HttpError: with TEI's statuses."""
+    """Responds with the result of an operation. Raises HttpError with TEI's statuses."""
     begun_at = time.perf_counter()
     try:
         body = await request.body()
@@ -124,7 +124,7 @@ async def _answer(operation: Answering, request: Request, connected: Connected, 
 
 
 async def _below(request: Request, connected: Connected) -> None:
-    """Serves /tei/MODEL and what is below it. The name of a model may have slashes."""
+    """Serves /tei/MODEL and all paths below it. A model's name may contain slashes."""
     path = request.path.removeprefix(TREE).strip("/")
     if not path:
         raise HttpError(NOT_FOUND, f"name a model in the path: {TREE}/MODEL, or {TREE}/MODEL/embed")
@@ -144,7 +144,7 @@ async def _below(request: Request, connected: Connected) -> None:
 
 
 async def _openai_embeddings(request: Request, connected: Connected, model: str) -> None:
-    """POST /tei/MODEL/v1/embeddings: the path names the model."""
+    """Returns a vector for each input, in OpenAI's format. The path names the model."""
     try:
         asked = await request.json(_openai_request)
         asked.model = model
@@ -172,7 +172,7 @@ def _described(path: str, methods: Mapping[str, Answering]) -> Paths:
 
 
 def _root_routes() -> dict[str, Route]:
-    """What TEI has at the root; the gateway itself has GET / and /health there."""
+    """Returns TEI's routes at the root, without its GET / and /health: there the gateway has its own."""
     routes = {}
     for name, methods in OPERATIONS.items():
         served = {method: each for method, each in methods.items() if each is not health}

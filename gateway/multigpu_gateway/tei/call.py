@@ -1,4 +1,4 @@
-"""One request to a model, and its tasks."""
+"""A request to a model, and its tasks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from multigpu_gateway.clients import Connected
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.tei.errors import backend_error, empty
 
-# Inputs of one request (TEI's max_client_batch_size), and of one of its tasks: a long list is spread over the workers.
+# Limits of inputs: of a request (TEI's max_client_batch_size), and of each of its tasks, so that workers share a list.
 INPUTS_MAX, TASK_INPUTS = 10_000, 32
 
 
 class Truncated(msgspec.Struct, kw_only=True):
-    """What all requests have. None: not given."""
+    """The fields that most requests share. None: not given."""
 
     truncate: bool | None = None
     truncation_direction: str | None = None
 
     def check(self) -> None:
-        """HttpError: a field asks for what the engines can't do."""
+        """Raises HttpError if a field asks for something that the engines can't do."""
         if self.truncate is False:
             message = "truncate is false, and longer texts are always cut at the model's limit: leave truncate out"
             raise HttpError(BAD_REQUEST, message, param="truncate")
@@ -35,7 +35,7 @@ class Truncated(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A JSON value. `characters`, `tokens`: of all inputs; None: unknown, and no header says them."""
+    """The value of a response. `characters`, `tokens`: numbers in all inputs, for headers; None: unknown, no header."""
 
     value: Any
     characters: int | None = None
@@ -44,14 +44,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request of HTTP or of gRPC. `model`: as its tasks have it; empty: the workers' default."""
+    """A request over HTTP or gRPC. `model`: the option of its tasks; "": the workers' default model."""
 
     request: tasks.Call
     connected: Connected
     model: str
 
     async def run(self, kind: str, payloads: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """The results of tasks, each with its payload and its number of inputs, which run together."""
+        """Runs a task for each (payload, number of inputs) concurrently. Returns their results."""
         options = tasks.TaskSettings(self.request, self.model).each()
         run = self.connected.client.run
         each = zip(payloads, options, strict=False)
@@ -63,7 +63,7 @@ class Call:
             raise
 
     async def find_model(self) -> Model | None:
-        """The model of that name in the fleet, if any worker can serve it."""
+        """Returns the model that `model` names. None if no worker offers it without an error."""
         name, _, version = self.model.partition(":")
         models = [entry.model for entry in await self.connected.admin.list_models(name)]
         served = (each for each in models if not each.error)
@@ -71,7 +71,7 @@ class Call:
 
 
 def check_count(count: int, param: str) -> None:
-    """HttpError: there are no inputs, or too many."""
+    """Raises HttpError if there are no inputs, or too many."""
     if not count:
         raise empty(param)
     if count > INPUTS_MAX:

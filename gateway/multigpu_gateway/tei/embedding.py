@@ -13,12 +13,12 @@ from multigpu_gateway.openai.requests import Input
 from multigpu_gateway.tei.call import TASK_INPUTS, Answer, Call, Truncated, check_count
 from multigpu_gateway.tei.errors import empty
 
-# Vectors of this length, within so much, were normalised by the model itself.
+# Vectors of this length, within the tolerance, were normalised by the model itself.
 _UNIT, _UNIT_TOLERANCE = 1.0, 1e-3
 
 
 def check_prompt(name: str | None) -> None:
-    """HttpError: a prompt is named."""
+    """Raises HttpError if a prompt is named."""
     if name is not None:
         message = "prompt_name is not served: put the prompt before the texts, or set it in the model's folder"
         raise HttpError(BAD_REQUEST, message, param="prompt_name")
@@ -49,7 +49,7 @@ class SimilarityRequest(msgspec.Struct):
 
 
 async def embed(call: Call, asked: EmbedRequest) -> Answer:
-    """A vector for each input: list[list[float]]."""
+    """Returns a vector for each input: list[list[float]]."""
     asked.check()
     inputs = inputs_of(asked.inputs)
     vectors, tokens = await _vectors(call, inputs, "inputs")
@@ -64,14 +64,16 @@ async def embed(call: Call, asked: EmbedRequest) -> Answer:
 
 
 def inputs_of(given: Input) -> list[Any]:
-    """The texts, or the token ids (list[int]) of each text. HttpError: there are none, or one is empty."""
+    """Returns a list of texts, or of each text's token ids (list[int]). Raises HttpError if it is empty or mixed, or if
+    an input is empty.
+    """
     if not given or (isinstance(given, list) and not all(each or each == 0 for each in given)):
         raise empty("inputs")
     return texts_or_tokens(given, "inputs")
 
 
 async def similarity(call: Call, asked: SimilarityRequest) -> Answer:
-    """The cosine of each sentence's vector and the source sentence's: list[float]."""
+    """Returns the cosine similarity of each sentence and the source sentence: list[float]."""
     if asked.parameters is not None:
         asked.parameters.check()
     if not asked.inputs.sentences:
@@ -84,7 +86,7 @@ async def similarity(call: Call, asked: SimilarityRequest) -> Answer:
 
 
 async def _vectors(call: Call, inputs: list[Any], param: str) -> tuple[NDArray[np.float32], int]:
-    """The vectors [inputs, dimension] of texts or of lists of token ids, and the number of tokens."""
+    """Returns the vectors [inputs, dimension] of texts or of lists of token ids, and the number of tokens."""
     if not all(inputs):
         raise empty(param)
     results = await run_embed(call, inputs, param, count_tokens=True)
@@ -95,7 +97,7 @@ async def _vectors(call: Call, inputs: list[Any], param: str) -> tuple[NDArray[n
 async def run_embed(
     call: Call, inputs: list[Any], param: str, *, task_inputs: int = TASK_INPUTS, **fields: Any
 ) -> list[embed_pb2.EmbedResult]:
-    """The results of tasks on texts or on lists of token ids, in order. `fields`: others of the payload."""
+    """Runs tasks on texts or on lists of token ids. Returns their results in order. `fields`: of the payload."""
     check_count(len(inputs), param)
     payloads = payloads_of(inputs, param, task_inputs, **fields)
     return [embed_pb2.EmbedResult.FromString(result) for result in await call.run(KIND, payloads)]

@@ -1,4 +1,4 @@
-"""Errors in TEI's form: `error`, and `error_type`, which has a status each (router/src/http/server.rs)."""
+"""Errors in TEI's format: {error, error_type}. TEI has a status for each error_type (router/src/http/server.rs)."""
 
 from typing import Any
 
@@ -10,17 +10,19 @@ _TYPES = {BACKEND_FAILED: "Backend", TOO_MANY: "Overloaded", UNAVAILABLE: "Unhea
 
 
 def empty(param: str) -> HttpError:
-    """The error of a request without inputs."""
+    """Returns the error for a request without inputs."""
     return HttpError(BAD_REQUEST, f"`{param}` cannot be empty", code=EMPTY, param=param)
 
 
 def backend_error(message: str) -> HttpError:
-    """The error of a model that can't do this."""
+    """Returns the error for something that the model can't do."""
     return HttpError(BACKEND_FAILED, message, code="backend")
 
 
 def as_tei(error: HttpError) -> HttpError:
-    """The error with TEI's status, if TEI has it. TEI has none for an unknown model, a conflict or a timeout."""
+    """Returns the error with TEI's status for it. An unknown model, a conflict and a timeout, which TEI does not have,
+    keep their status.
+    """
     status = error.status
     if status == BAD_REQUEST and error.code != EMPTY:
         status = UNPROCESSABLE
@@ -34,7 +36,7 @@ def error_body(error: HttpError) -> dict[str, str]:
 
 
 def openai_error_body(error: HttpError) -> dict[str, Any]:
-    """TEI's form for the routes that it has from OpenAI."""
+    """Returns the error in the format of TEI's OpenAI-compatible routes."""
     return {"message": error.message, "code": error.status, "type": _type_of(error)}
 
 

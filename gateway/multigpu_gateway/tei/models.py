@@ -12,7 +12,7 @@ from multigpu_gateway.tei.call import INPUTS_MAX, Answer, Call
 from multigpu_gateway.tei.errors import backend_error
 
 HEALTH_TIMEOUT_S = 2.0
-# TEI's model_type for each kind. What TEI has below it (pooling, names of classes) workers do not report.
+# TEI's model_type for each kind. Its details (pooling, names of classes) are empty: workers do not report them.
 TYPES = {
     "embed": {"embedding": {}},
     "rerank": {"reranker": {"id2label": {}, "label2id": {}}},
@@ -22,12 +22,12 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "fl
 
 
 async def kind_of(call: Call) -> str:
-    """The kind of the call's model. HttpError: there is no such model, or TEI has nothing like it."""
+    """Returns the kind of the call's model. Raises HttpError if there is no such model, or if TEI has no such kind."""
     return (await _served(call)).kind
 
 
 async def info(call: Call) -> Answer:
-    """What TEI tells about its model. Without a name, the fleet's only model to embed."""
+    """Returns TEI's description of a model. Without a name, of the fleet's only embedding model."""
     model = await _served(call) if call.model else await _only(call)
     return Answer(_info(model, call.model or model.name))
 
@@ -39,7 +39,7 @@ def _info(model: Model, name: str) -> dict[str, Any]:
         "model_dtype": _DTYPES.get(model.precision, model.precision),
         "served_model_name": name,
         "model_type": TYPES[model.kind],
-        # The queue's limits and the worker decide these.
+        # Unknown here: limits of the queue and of the workers apply.
         "max_concurrent_requests": None,
         "max_input_length": None,
         "max_batch_tokens": None,
@@ -54,8 +54,8 @@ def _info(model: Model, name: str) -> dict[str, Any]:
 
 
 async def health(call: Call) -> Answer:
-    """200: the master answers, and a connected worker has the model. Without a token where the master wants one, only
-    the former: health checks have none. HttpError: it is not so.
+    """Checks that the master answers, and that a connected worker has the model. If the master rejects the token
+    (health checks often send none), the model is not checked. Raises HttpError if a check fails.
     """
     name, _, _ = call.model.partition(":")
     admin = call.connected.admin

@@ -12,7 +12,7 @@ from multigpu_gateway.tei.call import TASK_INPUTS, Answer, Call, Truncated, chec
 from multigpu_gateway.tei.errors import backend_error
 
 RERANK, CLASSIFY = "rerank", "classify"
-# The largest top_k of a task of kind classify, which asks for all classes.
+# The largest top_k of a task of kind classify. Also the default, to get all classes.
 CLASSES_MAX = 10_000
 
 
@@ -24,7 +24,7 @@ class RerankRequest(Truncated, kw_only=True):
 
 
 class PredictParameters(msgspec.Struct):
-    """Of Hugging Face's inference API, which InferenceClient sends. TEI ignores them."""
+    """Parameters of Hugging Face's inference API, which InferenceClient sends. TEI ignores them."""
 
     top_k: int | None = None
     function_to_apply: str | None = None
@@ -38,7 +38,7 @@ class PredictRequest(Truncated, kw_only=True):
 
 
 async def rerank(call: Call, asked: RerankRequest) -> Answer:
-    """The score of each text for the query, the best first: [{index, score, text?}]."""
+    """Returns the score of each text for the query, the best first: [{index, score, text?}]."""
     asked.check()
     check_count(len(asked.texts), "texts")
     parts = [asked.texts[at : at + TASK_INPUTS] for at in range(0, len(asked.texts), TASK_INPUTS)]
@@ -56,10 +56,10 @@ async def rerank(call: Call, asked: RerankRequest) -> Answer:
 
 
 async def predict(call: Call, asked: PredictRequest) -> Answer:
-    """The scores of all classes, the best first: [{score, label}] for one text, a list of these for a batch.
+    """Returns the scores of the classes, the best first: [{score, label}] for one text, a list of these for a batch.
 
-    A request with `parameters` gets a list of lists also for one text: Hugging Face's inference API wraps it, and
-    InferenceClient takes the first of the list.
+    A request with `parameters` gets a list of lists even for one text, as from Hugging Face's inference API:
+    InferenceClient takes the first element.
     """
     asked.check()
     texts, single = _texts(asked.inputs)
@@ -81,13 +81,15 @@ async def predict(call: Call, asked: PredictRequest) -> Answer:
 
 
 def _classes(result: bytes) -> list[dict[str, Any]]:
-    """What /predict answers for one text. A class without a name gets the name that transformers gives it."""
+    """Returns the classes of one text, for /predict. A class without a name gets its name in transformers (LABEL_0)."""
     found = classify_pb2.ClassifyResult.FromString(result).classes
     return [{"score": _number(each.score), "label": each.label or f"LABEL_{each.index}"} for each in found]
 
 
 def _texts(inputs: str | list[str | list[str]]) -> tuple[list[str], bool]:
-    """The texts, and whether the request has one that is no batch. HttpError: there are pairs, or another shape."""
+    """Returns the texts, and whether there is a single one, outside a batch. Raises HttpError for pairs of texts, or if
+    `inputs` has another shape.
+    """
     if isinstance(inputs, str):
         return [inputs], True
     single = bool(inputs) and isinstance(inputs[0], str)
@@ -105,7 +107,7 @@ def _texts(inputs: str | list[str | list[str]]) -> tuple[list[str], bool]:
 
 
 def _number(score: float) -> float:
-    """The score. HttpError: it is none, as of a model whose precision overflows."""
+    """Returns the score. Raises HttpError if it is NaN, because the model's numbers overflowed."""
     if math.isnan(score):
         raise backend_error("score is NaN")
     return score

@@ -1,4 +1,4 @@
-"""The gRPC services of TEI: tei.v1.Info, Embed, Predict, Rerank and Tokenize. They do what the routes of HTTP do."""
+"""TEI's gRPC services tei.v1.Info, Embed, Predict, Rerank and Tokenize: they share the operations of the HTTP API."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -30,7 +30,9 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An operation as a method. `asked`: a request as the operation takes it; `response`: the message of its value."""
+    """An operation as a gRPC method. `asked` converts a request to the operation's argument, `response` the operation's
+    value to the response.
+    """
 
     request_type: type[Message]
     run: Callable[[Call, Any], Awaitable[Answer]]
@@ -50,13 +52,13 @@ class Method:
 
 
 def _truncated(request: Any) -> dict[str, Any]:
-    """The fields of Truncated. `truncate` false may mean that it was not given, and then texts are cut, too."""
+    """Returns the fields of Truncated. `truncate` false becomes None: over gRPC it may not have been set."""
     right = request.truncation_direction == pb.TRUNCATION_DIRECTION_RIGHT
     return {"truncate": request.truncate or None, "truncation_direction": "Right" if right else "Left"}
 
 
 def _given(request: Message, *names: str) -> dict[str, Any]:
-    """Those of the optional fields that the request has."""
+    """Returns those of the named optional fields that the request has."""
     return {name: getattr(request, name) for name in names if request.HasField(name)}
 
 
@@ -104,10 +106,10 @@ def _info(value: Any) -> pb.InfoResponse:
     return pb.InfoResponse(**found | {"model_type": _TYPES[next(iter(value["model_type"]))]})
 
 
-# By the name of their service.
+# Each of these two has its name as the name of the service and of the method.
 INFO = Method(pb.InfoRequest, lambda call, _asked: info(call), lambda request: request, _info)
 RERANK = Method(pb.RerankRequest, rerank, _rerank, lambda value: pb.RerankResponse(ranks=value))
-# By their service and name: each has a stream, too, NAMEStream.
+# By service and method. Each method also exists as a stream, NAMEStream.
 STREAMED = {
     "Embed": {
         "Embed": Method(pb.EmbedRequest, embed, _embed, lambda value: pb.EmbedResponse(embeddings=value[0])),
@@ -125,7 +127,7 @@ STREAMED = {
 
 
 def services(config: GatewayConfig, clients: Clients, metrics: Metrics) -> dict[str, dict[str, Any]]:
-    """The handlers of each service, for add_registered_method_handlers."""
+    """Returns the handlers of each service, for add_registered_method_handlers."""
     found: dict[str, dict[str, Any]] = {}
 
     def calls_of(service: str) -> tuple[GrpcCalls, dict[str, Any]]:
@@ -154,7 +156,9 @@ async def _absent(_request: Message, _connected: Connected, _call: GrpcCall) -> 
 
 
 async def _rerank_stream(calls: GrpcCalls, bytes_max: int, context: Any, connected: Connected) -> Message:
-    """One answer for the texts of all requests. HttpError: they are too many or too large, or have several queries."""
+    """Responds once, for the texts of all requests of the stream. Raises HttpError if they are too many or too large,
+    or if the requests have different queries.
+    """
     whole = pb.RerankRequest()
     size = 0
     while (data := await context.read()) is not grpc.aio.EOF:

@@ -24,27 +24,27 @@ class TokenizeRequest(msgspec.Struct):
 
 
 class DecodeRequest(msgspec.Struct):
-    # Of one text, or of several.
+    # Token ids of one text, or a list of them for each text.
     ids: list[int | list[int]]
     skip_special_tokens: bool = True
 
 
 async def embed_all(call: Call, asked: EmbedAllRequest) -> Answer:
-    """A vector for each token of each input, before the pooling: list[list[list[float]]]."""
+    """Returns the vector of each token of each input, without pooling: list[list[list[float]]]."""
     asked.check()
     inputs = inputs_of(asked.inputs)
-    # A task for each: its result may have megabytes.
+    # One task for each input, because its result may have megabytes.
     results = await run_embed(call, inputs, "inputs", task_inputs=1, output=embed_pb2.EMBED_OUTPUT_TOKEN_VECTORS)
     rows = [np.frombuffer(each.values, "<f4").reshape(-1, each.dimension).tolist() for each in results]
     return Answer(rows, characters=sum(map(len, inputs)), tokens=sum(each.tokens for each in results))
 
 
 async def tokenize(call: Call, asked: TokenizeRequest) -> Answer:
-    """The tokens of each input: list[list[{id, text, special, start, stop}]]."""
+    """Returns the tokens of each input: list[list[{id, text, special, start, stop}]]."""
     check_prompt(asked.prompt_name)
     texts = [asked.inputs] if isinstance(asked.inputs, str) else asked.inputs
     fields = {"output": embed_pb2.EMBED_OUTPUT_TOKENS, "special_tokens": asked.add_special_tokens}
-    # A task for each: the limit of characters is that of a task.
+    # One task for each input, because the limit of characters applies to a task.
     results = await run_embed(call, texts, "inputs", task_inputs=1, **fields)
     return Answer([[_token(each) for each in text.tokens] for result in results for text in result.tokenised])
 
@@ -55,7 +55,7 @@ def _token(token: embed_pb2.TextToken) -> dict[str, Any]:
 
 
 async def decode(call: Call, asked: DecodeRequest) -> Answer:
-    """The text of each list of token ids: list[str]."""
+    """Returns the text of each list of token ids: list[str]."""
     if not asked.ids:
         raise empty("ids")
     fields = {"output": embed_pb2.EMBED_OUTPUT_TEXTS, "special_tokens": not asked.skip_special_tokens}
