@@ -69,12 +69,14 @@ class Clients:
         await self.asks_for_tokens()
 
     def _close_unused(self) -> None:
-        for token, each in list(self._by_token.items())[: max(0, len(self._by_token) - IDLE_MAX)]:
-            if not each.users:
-                del self._by_token[token]
-                task = asyncio.get_running_loop().create_task(each.close(), name="close an unused connection")
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+        if len(self._by_token) <= IDLE_MAX:
+            return
+        unused = [token for token, each in self._by_token.items() if not each.users]
+        for token in unused[: max(0, len(unused) - IDLE_MAX)]:
+            close = self._by_token.pop(token).close()
+            task = asyncio.get_running_loop().create_task(close, name="close an unused connection")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         await asyncio.gather(*self._closing, *(each.close() for each in self._by_token.values()))

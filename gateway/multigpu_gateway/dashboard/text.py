@@ -37,7 +37,7 @@ def energy(joules: float | None) -> str:
     """Formats as "3.4 J", "12 Wh" or "1.5 kWh"."""
     if joules is None:
         return UNKNOWN
-    for limit, factor, unit in ((3600.0, 1.0, "J"), (3.6e6, 1 / 3600, "Wh")):
+    for limit, factor, unit in ((3599.5, 1.0, "J"), (3.5995e6, 1 / 3600, "Wh")):
         if joules < limit:
             return f"{number(joules * factor)} {unit}"
     return f"{number(joules / 3.6e6)} kWh"
@@ -57,9 +57,9 @@ def duration(seconds: float | None) -> str:
     """Formats as "12 ms", "3.4 s", "5 min 10 s", "2 h 5 min" or "3 d 4 h"."""
     if seconds is None:
         return UNKNOWN
-    if seconds < 1:
+    if seconds < 0.9995:  # as it is rounded, here and below
         return f"{1000 * seconds:.0f} ms" if seconds >= 0.001 or seconds == 0 else "<1 ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     for large, small, unit, part in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
