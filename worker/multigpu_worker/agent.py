@@ -92,8 +92,8 @@ class Agent:
             raise rejected
 
     async def drain(self, timeout_s: float) -> None:
-        """Ask the master for no more leases, wait at most `timeout_s` for the held ones to end, give back the others, and
-        end the stream.
+        """Ask the master for no more leases, wait at most `timeout_s` for the held ones to end, give back the others,
+        and end the stream.
         """
         dispatcher, session = self.dispatcher, self.dispatcher.session
         self.stream.draining = True

@@ -1,4 +1,4 @@
-"""The process of one model: it imports libraries, and loads a model on request. When it dies, the loader decides."""
+"""The process of one model: it imports libraries, and loads a model on request. models/loader.py handles its death."""
 
 import asyncio
 from collections.abc import Callable

@@ -34,7 +34,7 @@ class EngineStart:
             self._error = self._error or f"the engine process {how} before it was ready; its output is in the log"
 
     def error(self, now_s: float, *, ready: bool) -> str:
-        """Why none can start; empty: one is ready, or may be soon. READY_S runs from the first call without one."""
+        """Why no process can start; empty: one is ready, or may be soon. READY_S begins with the first unready call."""
         if ready:
             self._unready_s = None
             return ""
