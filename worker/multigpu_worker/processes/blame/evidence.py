@@ -71,8 +71,8 @@ class Evidence:
     def keep_back(self, failed: list[Any], *, one_by_one: bool, reported_ns: int) -> list[Any]:
         """Keep the failures that show a lost context until the process is dead. Returns the others.
 
-        `reported_ns`: when they were reported, on the slots' clock. If tasks run one by one, only the first failure that
-        shows the loss counts: the later ones failed because the context was already lost.
+        `reported_ns`: when they were reported, on the slots' clock. If tasks run one by one, only the first failure
+        that shows the loss counts: the later tasks failed because the context was already lost.
         """
         kept = [failure for failure in failed if context_is_lost(failure[2]) or self._ran_at_xid(failure[0])]
         if kept and not self._context_errors:
