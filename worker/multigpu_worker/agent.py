@@ -78,7 +78,7 @@ class Agent:
             await self.pool.stopped()
 
     async def _keep_session(self, chores: list[Coroutine[Any, Any, None]]) -> None:
-        """Keep the session, and run `chores` beside it until it ends. A chore that fails ends all of them."""
+        """Keep the session until it is closed or rejected, and run `chores` meanwhile. If a chore fails, all end."""
         rejected: Exception | None = None
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(chore) for chore in chores]

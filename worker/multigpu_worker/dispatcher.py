@@ -32,7 +32,7 @@ from multigpu_worker.session.session import Report, ReportState, Session, TaskEr
 UNSENT_BYTES_MAX = 64 << 20
 # The token limit of handlers that take batches: only the number of tasks limits their batches.
 TOKENS_UNLIMITED = 1 << 40
-# Error types of leases that are given back. The master does not count these as losses.
+# Error types of leases that are given back. The master does not count leases with these types as losses.
 MAKES_ROOM = "ModelMakesRoom"
 RECALLED = "Recalled"
 
@@ -108,7 +108,7 @@ class Dispatcher:
             error = TaskError(type="UnknownKind", message=message, retryable=False)
         self.fail(leases, error)
 
-    # To the engines.
+    # Batches to the engines.
 
     def pump(self) -> None:
         """Give batches to the engines that can take one, and ask the loader for the models that tasks wait for."""
@@ -143,7 +143,7 @@ class Dispatcher:
             self._loader.wanted({model for spec in waiting if (model := self._loader.routes.key_of(spec)) is not None})
 
     def _is_one_by_one(self, spec: Spec) -> bool:
-        """Whether the engine that runs these tasks runs one after the other."""
+        """Whether the engine that runs tasks of this spec runs them one after the other."""
         if self._loader.routes.serves(spec.kind):
             return self._loader.routes.key_of(spec) in self._loader.one_by_one
         return spec.kind in self._one_by_one
@@ -286,7 +286,7 @@ class Dispatcher:
             self._sampler.end_work()
         self._outgoing()
 
-    # To the master.
+    # Reports to the master.
 
     def fail(self, leases: list[Lease], error: TaskError) -> None:
         for lease in leases:

@@ -126,7 +126,7 @@ class HealthMonitor:
                 self._events.stop()
 
     def asked(self, checks: int, *, at_once: bool) -> None:
-        """`checks`: how many checks the master has requested in total. `at_once`: an operator requested the last."""
+        """`checks`: how many checks the master has requested so far. `at_once`: an operator requested the last one."""
         if checks > self._checks_asked:
             self._checks_asked, self._check_at_once = checks, at_once
             if checks > self.checks_passed:

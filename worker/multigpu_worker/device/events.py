@@ -43,7 +43,7 @@ class EventKind(Enum):
 @dataclass(frozen=True, slots=True)
 class DeviceEvent:
     kind: EventKind
-    # The XID.
+    # The number of the XID.
     code: int = 0
     # The name of the device, if the worker has a group; else empty.
     device: str = ""

@@ -102,7 +102,7 @@ class Sampler:
             self.meter.reset()
 
     def count_sharers(self, owns: Callable[[int], bool]) -> None:
-        """Set the meter's number of sharers by the last sample. `owns`: whether a pid belongs to one of our engines."""
+        """Set the meter's number of sharers by the last sample. `owns`: whether a process belongs to an engine."""
         if self.meter is None or self.latest is None:
             return
         processes = self.latest.telemetry.processes

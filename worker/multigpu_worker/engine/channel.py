@@ -27,7 +27,7 @@ class AgentChannel:
         self._pid = os.getpid()
         self._sock = sock
         self._blobs = blobs
-        # Waits for the agent's frames and yields them. Raises EOFError or ConnectionError if the agent is gone.
+        # Yields each frame of the agent as it comes. Raises EOFError or ConnectionError if the agent is gone.
         self.frames = self._receive()
         self._lock = threading.Lock()
         # Results in shared files that the agent has been sent and has not pinned yet, oldest first.
@@ -56,6 +56,6 @@ class AgentChannel:
             self._unpinned.popleft()
 
     def close_in_child(self) -> None:
-        """In a forked child: it must neither read nor write our frames."""
+        """Called in a forked child, which must neither read nor write its parent's frames."""
         self.forked = True
         self._sock.close()

@@ -45,7 +45,7 @@ class Leases:
                     del self.unbegun[lease_id]
 
     def give_back(self, lease_ids: Iterable[int]) -> None:
-        """Give back those of these leases that no slot has begun."""
+        """Give back the given leases, except those that a slot has begun."""
         with self._begin_lock:
             given_back = [lease_id for lease_id in lease_ids if lease_id in self.unbegun]
             for lease_id in given_back:

@@ -43,8 +43,8 @@ def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
 def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool, gpus: int) -> Scan:
     """The scan with an error for each model whose library is not installed, or that needs more GPUs than there are.
 
-    `engine`: the worker's setting. `vllm`: the worker has vLLM, which then runs the models with the engine "auto" that
-    it supports, if `on_gpu`. `gpus`: 0 on a CPU, where all ranks of a model share the processor.
+    `engine`: the worker's setting. If it is "auto", and the worker has `vllm` and is `on_gpu`, vLLM runs the models
+    with the engine "auto" that it supports. `gpus`: 0 on a CPU, where all ranks of a model share the processor.
     """
     models: dict[str, ModelSpec] = {}
     errors = dict(found.errors)

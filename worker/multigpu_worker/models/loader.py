@@ -94,7 +94,7 @@ class ModelLoader:
         self._desired: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S)
         self._looked_s = 0.0
-        # The instances that have loaded their model, by its key.
+        # The instances that have loaded their model, by the model's key.
         self._loaded: dict[str, set[ModelProcess]] = {}
         self._kills: Counter[str] = Counter()
 

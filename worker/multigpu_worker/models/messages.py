@@ -1,4 +1,4 @@
-"""Protobuf messages about a worker's models: those that it offers, and those in memory."""
+"""Protobuf messages about a worker's models: the models that it offers, and the models in memory."""
 
 from collections.abc import Sequence
 

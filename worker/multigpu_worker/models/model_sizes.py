@@ -1,4 +1,4 @@
-"""How much device memory models take: measured for loaded models; for others, from an earlier measurement or estimated.
+"""How much device memory models take: measured for loaded models; for others, measured earlier or estimated.
 
 On a GPU, a measurement is the memory that the driver reports for the model's processes. On a CPU it is the private
 memory of these processes, which their end frees: libraries that other processes also map are not included.

@@ -106,7 +106,8 @@ class ModelRoutes:
             in_memory, listed = resident.state is not ModelState.ABSENT, route in self._next
             if not name and named in self._next:  # the default stays the same model
                 self._next[route] = self._next[named]
-            # A broken model keeps its names while it is in memory, and the empty name even longer: its tasks fail then.
+            # A broken model keeps its names while it is in memory. The empty name never moves to another model instead,
+            # so its tasks then fail.
             elif resident.spec.name in broken and (not name if listed else in_memory):
                 self._next[route] = key
         self.switch()

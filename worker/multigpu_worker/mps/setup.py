@@ -49,7 +49,7 @@ def clients_max(cuda_version: str) -> int:
 
 
 async def open_mps(config: WorkerConfig, device: Device) -> tuple[Mps | None, MpsStatus | None]:
-    """MPS, or the reason why it is off; (None, None) for a CPU. Raises MpsError if `mps` is "on" and it can't be."""
+    """MPS, or the reason why it is off; (None, None) for a CPU. Raises MpsError if `mps` is "on" but unusable."""
     info = device.info
     if info.device_id == "cpu":
         if config.mps == "on":

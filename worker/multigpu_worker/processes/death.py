@@ -20,8 +20,8 @@ class Death:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal of the agent, an operator or the kernel (short of memory) ended it. Errors of the engine or
-        device end a process in other ways.
+        """Whether SIGKILL or SIGTERM ended it: from the agent, an operator, or the kernel short of memory. Errors of
+        the engine or device end a process in other ways.
         """
         return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 

@@ -19,7 +19,7 @@ from multigpu_worker.waiting import until
 
 log = structlog.get_logger()
 
-# It is started again at once, unless it did nothing before it died: then with a delay, doubling up to the limit.
+# The process is started again at once. If it did nothing before it died, there is a delay, which doubles up to a limit.
 _RESTART_DELAY_S = 0.1
 _RESTART_DELAY_MAX_S = 5.0
 
@@ -40,7 +40,7 @@ class DefaultProcess(EngineProcess):
         # The handlers' file that is being imported, and why the agent ended a start that hung.
         self._importing = self._stuck = ""
         self._start = EngineStart()
-        # Since the process was started: it was ready, and has reported something.
+        # Whether the present process was ready, and whether it has reported something.
         self._was_ready = self._useful = False
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._restart_delay_s = 0.0

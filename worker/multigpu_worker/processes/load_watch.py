@@ -11,7 +11,7 @@ class LoadWatch:
 
     def __init__(self, still_s: float) -> None:
         self._still_s = still_s
-        # By pid: its CPU ticks, those of its group (-1: not read), and since when they have not changed.
+        # By pid: its CPU ticks, the ticks of its group (-1: not read), and since when neither has changed.
         self._seen: dict[int, tuple[int, int, float]] = {}
 
     def stuck(self, pids: Iterable[int], now_s: float) -> bool:

@@ -29,7 +29,7 @@ SPARE_DELAY_S = 30.0
 
 
 class EnginePool:
-    """On the event loop."""
+    """Runs on the event loop."""
 
     # Set when the worker is composed.
     model_loader: ModelLoaderCallbacks
@@ -167,7 +167,7 @@ class EnginePool:
         return any(process.model == model for process in self._ending)
 
     def keep_spare(self, imports: tuple[str, ...] | None) -> None:
-        """Have a spare process with these imports, or none."""
+        """Keep a spare process with these imports; None: keep no spare process."""
         if self._spare is not None and imports != self._spare.imports:
             spare, self._spare = self._spare, None
             self._retire(spare, 0.0)
@@ -189,7 +189,7 @@ class EnginePool:
             if not processes:
                 del self.models[process.model]
 
-    # All of them.
+    # All processes.
 
     def share(self) -> None:
         for process in self:

@@ -17,7 +17,7 @@ ERROR_CHARS_MAX = 1 << 10
 
 
 class HandlersReload:
-    """On the event loop. `reloaded` is called after each reload, when the engine is ready."""
+    """Runs on the event loop. `reloaded` is called after each reload, when the engine is ready."""
 
     def __init__(self, process: DefaultProcess, drain_timeout_s: float, reloaded: Callable[[], None]) -> None:
         self._process = process

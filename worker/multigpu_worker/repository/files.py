@@ -31,7 +31,7 @@ READ_BYTES = 4 << 20
 HASHES_MAX = 65_536
 # A safetensors header holds names and shapes; even the largest models stay far below this. So do other JSON files.
 SAFETENSORS_HEADER_BYTES_MAX = JSON_BYTES_MAX = 16 << 20
-# No model is as large, but a sparse file may be.
+# Limit of a model's files together. No model is as large, but a sparse file may have such a size.
 MODEL_FILES_BYTES_MAX = 1 << 50
 # A file changed more recently may change again within the same tick of the file system's clock, and look the same.
 SETTLED_NS = 2_000_000_000

@@ -147,7 +147,7 @@ class ModelSpec:
     folder: Path
     # Empty: the folder has no versions.
     version: str = ""
-    # The kind of task that it serves.
+    # The kind of task that the model serves.
     kind: str = setting("embed", choices=KINDS)
     source: str = setting("sentence-transformers", choices=SOURCES)
     # The file that holds the model, in the folder, where the source is a single file (model.onnx, model.gguf …).

@@ -5,8 +5,8 @@ the lowest rank, so no kind starves another. Lines that no engine can run now (f
 loaded) are skipped and keep their leases' ranks.
 
 A lease's rank is its arrival number plus AGE_TASKS for each priority level below the first (priority is part of a spec,
-so the leases of a line have the same). So a lease overtakes waiting leases of lower levels, but only those after which
-fewer than AGE_TASKS leases have arrived for each level between the two.
+so all leases of a line have the same). So a lease overtakes a waiting lease of a lower level only if it arrives fewer
+than AGE_TASKS leases later, for each level between the two.
 
 A batch leaves as soon as an engine can take it, unless its model has a delay: then it waits until the delay is over, a
 limit is reached, or it has one of the sizes that the model prefers. Leases that come back from an engine that ended

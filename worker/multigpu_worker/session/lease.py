@@ -33,10 +33,10 @@ class Lease:
     task_id: int
     attempt: int
     spec: Spec
-    # The bytes, or a Reference to them, whose len() is their number.
+    # The payload's bytes, or a Reference, whose len() is the payload's size.
     payload: bytes | Sized
     units: int = 1
-    # Shows a later master that the lease was granted to us. 0: the master sends none.
+    # Proves to a later master process that the lease was granted to this worker. 0: the master sends no proofs.
     proof: int = 0
     # The last checkpoint of the attempts before.
     checkpoint: bytes = b""

@@ -10,7 +10,7 @@ result is computed twice because an acknowledgement was lost; and a lease whose 
 nothing counts twice.
 
 Outputs leave in the order in which they were made. A frame contains first reports, then partial outputs. The partial
-outputs of a task are always in an earlier frame than its report.
+outputs of a task are always in an earlier frame than its report, so the master may read the two parts in any order.
 """
 
 from collections import deque
@@ -53,7 +53,7 @@ class TaskError:
 class Report:
     lease: Lease
     state: ReportState
-    # The bytes, or a Reference to them, whose len() is their number.
+    # The result's bytes, or a Reference, whose len() is the result's size.
     result: bytes | Sized = b""
     content_type: str = ""
     error: TaskError | None = None
@@ -124,14 +124,14 @@ class Session:
         self.limits = limits
         # The master has welcomed the worker, and the stream has not broken since.
         self.connected = False
-        # The incarnation of the master that granted or adopted our leases. Empty: it sent none.
+        # The incarnation of the master that granted or adopted the held leases. Empty: the master sent none.
         self.incarnation = ""
         # Not reported yet, oldest first.
         self.leases: dict[int, Lease] = {}
         # Size of what `_outbox` contains.
         self.unsent_bytes = 0
-        # The next frame must be a heartbeat. One is also due before a failure's report if its checkpoint is unsent: the
-        # master ignores checkpoints after the report.
+        # The next frame must be a heartbeat. Also set when a failed lease has an unsent checkpoint, which the master
+        # would ignore after the lease's report.
         self.heartbeat_due = False
         self._outbox: deque[Reports | Partial] = deque()
         self._sent: deque[tuple[float, Reports]] = deque()

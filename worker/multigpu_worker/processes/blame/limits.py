@@ -23,7 +23,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Standstill:
-    """Since when a slot has looked the same."""
+    """The state of a slot, and since when it has not changed."""
 
     state: SlotState
     since_ns: int
