@@ -28,7 +28,7 @@ log = structlog.get_logger()
 TICK_S = 0.05
 # The engines' memory is checked once in this number of ticks.
 MEMORY_TICKS = 2
-# A heartbeat waits this long for a fresh sample of the device's sensors, then goes with the last one.
+# A heartbeat waits this long for a fresh sample of the device's sensors, then it contains the last sample.
 SAMPLE_TIMEOUT_S = 0.5
 
 

@@ -96,7 +96,7 @@ class HealthMonitor:
 
     @property
     def grace_s(self) -> float:
-        """How long to wait, before a task is blamed for an engine's death, for a device event that explains it."""
+        """How long a report that blames a task for an engine's death waits for a device event that explains it."""
         return GRACE_S if self._events is not None else 0.0
 
     async def run(self) -> None:

@@ -79,7 +79,7 @@ class Health:
         self._findings: dict[str, Reason] = {}
         self._faults: dict[str, Reason] = {}
         self._checking = False
-        # Failed checks, and times the device fell sick, since it was fit for STEADY_S.
+        # The number of failed checks, and of times that the device fell sick, since it was last fit for STEADY_S.
         self._setbacks = 0
 
     @property

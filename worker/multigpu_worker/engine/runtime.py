@@ -224,7 +224,7 @@ class Runtime:
             if self_test.loaded():
                 passed, detail = self_test.attempt(device, lambda: self._channel.send(("self_test_begun", test_id)))
             else:
-                # No task needs torch in this process, so a subprocess imports it: its end frees the memory again.
+                # No task needs torch in this process: a subprocess imports it, so that its memory is freed afterwards.
                 passed, detail = self_test.run_in_subprocess(device)
         self._channel.send(("self_test", test_id, passed, text_of(detail, MESSAGE_BYTES_MAX)))
 

@@ -209,7 +209,7 @@ class ModelLoader:
         return any(lease.exclusive for lease in self._dispatcher.session.leases.values())
 
     def _look_at(self, resident: Resident, now_s: float) -> None:
-        """Steps that concern one model alone."""
+        """Take the steps that depend on this model alone."""
         if resident.state is ModelState.UNLOADING and not self._busy(resident):
             self._pool.unload(resident.key)
         absent = resident.state is ModelState.ABSENT
@@ -312,7 +312,7 @@ class ModelLoader:
         resident = self.routes.residents[process.model]
         self._load_watch.forget(process.pid)
         others = [each for each in self._pool.models.get(resident.key, ()) if each is not process]
-        if resident.state is not ModelState.LOADING and others:  # it was to replace a dead instance
+        if resident.state is not ModelState.LOADING and others:  # this process was to replace a dead instance
             log.warning("an instance of a model failed to load", model=process.model, error=message)
             self._pool.end(process)
             return

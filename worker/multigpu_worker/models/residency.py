@@ -69,7 +69,7 @@ class Resident:
     used_ns: int = 0
     # Leases held for it, waiting or running.
     leases: int = 0
-    # Why the last load failed, whether it would on every worker, failures in a row, and when it may be retried.
+    # Why the last load failed; whether it would fail on every worker; failures in a row; when it may be retried.
     error: str = ""
     hopeless: bool = False
     failures: int = 0

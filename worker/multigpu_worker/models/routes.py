@@ -129,7 +129,7 @@ class ModelRoutes:
         self._newest[model] = key
 
     def switch(self) -> None:
-        """Move names to their new versions, where those are ready or the old ones are not in memory."""
+        """Move each name to its new version if that is ready, or if the old version is not in memory."""
         in_use = (ModelState.LOADING, ModelState.READY)
         table = {}
         for route, key in self._next.items():

@@ -157,7 +157,7 @@ class EngineProcess:
         return not self.stopping and self.child is None
 
     def _respawn(self) -> None:
-        """Start the process, under MPS as soon as its server is ready for one."""
+        """Start the process; under MPS, as soon as an engine can connect to the MPS server."""
         if not self._may_spawn():
             return
         if self.settings.mps is None:
@@ -255,7 +255,7 @@ class EngineProcess:
             self._pinned = 0
 
     def check(self, *, memory: bool) -> None:
-        """End the engine if a task breaks a limit. `memory`: check its memory, too."""
+        """End the engine if a task breaks a limit. `memory`: also check the memory of the engine process."""
         child = self.child
         if child is None or not child.ready:
             return

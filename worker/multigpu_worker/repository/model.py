@@ -152,7 +152,7 @@ class ModelSpec:
     source: str = setting("sentence-transformers", choices=SOURCES)
     # The file that holds the model, in the folder, where the source is a single file (model.onnx, model.gguf …).
     file: str = setting("", check=check_inside)
-    # One of ENGINES, or "module:Class" for one of the user's own.
+    # One of ENGINES, REMOTE, VLLM, or "module:Class" for an engine of the user.
     engine: str = setting("auto", check=_check_engine)
     precision: str = setting("auto", choices=PRECISIONS)
     # Run the model once before it counts as ready.

@@ -155,7 +155,7 @@ class Batcher:
         return self._due_s
 
     def measure(self, spec: Spec, tasks: int, work_s: float) -> None:
-        """Note how long tasks that ran one by one took."""
+        """Record the run time of tasks that ran one by one."""
         assert tasks >= 1
         key = (spec.kind, spec.model)
         speed = self._speeds.pop(key, None)

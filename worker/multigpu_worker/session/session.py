@@ -103,9 +103,9 @@ class Held:
     """A lease as hello and heartbeats list it."""
 
     lease: Lease
-    # None: unchanged since it was last sent.
+    # None: unchanged since it was last sent, or left for a later heartbeat.
     checkpoint: bytes | None
-    # Empty: unchanged since it was last sent.
+    # Empty: unchanged since it was last sent, or left for a later heartbeat.
     log: str
 
 
@@ -281,8 +281,8 @@ class Session:
         leases += self.leases.values()
         if hello:
             leases = [lease for lease in leases if lease.resumable]
-        # These have queued outputs, which their checkpoint must not precede: an attempt that begins with it would not
-        # make the outputs again.
+        # Leases with queued outputs. A checkpoint must not be sent before these outputs: an attempt that begins with it
+        # would not make them again.
         later = set() if hello else {entry.lease.lease_id for entry in self._outbox if isinstance(entry, Partial)}
         later &= self.leases.keys()
         left_bytes = CHECKPOINT_BYTES_MAX

@@ -17,7 +17,7 @@ from multigpu_worker.processes.ipc.slots import SlotState
 from multigpu_worker.session.lease import Lease
 from multigpu_worker.session.session import TaskError
 
-# More than it takes to halve the largest batch down to one.
+# More deaths than it takes to halve the largest batch down to one lease.
 DEATHS_MAX = 20
 
 Batches = Mapping[int, EngineBatch]
