@@ -26,15 +26,15 @@ from multigpu_worker.supervision import Supervision
 log = structlog.get_logger()
 
 TICK_S = 0.05
-# Ticks from one check of the engines' memory to the next.
+# The engines' memory is checked once in this number of ticks.
 MEMORY_TICKS = 2
-# A heartbeat waits this long for a fresh sample of the device's sensors, then goes with the last one.
+# A heartbeat waits this long for a fresh sample of the device's sensors, then it contains the last sample.
 SAMPLE_TIMEOUT_S = 0.5
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Agent:
-    """composition.py makes it, on the event loop."""
+    """Created by composition.py; runs on the event loop."""
 
     config: WorkerConfig
     dispatcher: Dispatcher
@@ -46,21 +46,21 @@ class Agent:
     stream: MasterStream
     link: Link
     find_catalog: Callable[[], Scan]
-    # How often the engines were checked: systemd's watchdog is fed while this grows.
+    # The number of ticks so far: systemd's watchdog is fed while it grows.
     ticks: int = 0
 
     async def run(self) -> None:
         """Start the engine, then work until `drain` or `stop` has ended.
 
-        EngineStartError: the engine can't start. ProtocolMismatchError: the master speaks another version.
-        TakenOverError: another worker has our id. ExceptionGroup: an error in our own code, wherever it was raised.
+        Raises EngineStartError if the engine can't start, ProtocolMismatchError if the master speaks another version,
+        TakenOverError if another worker has the same worker_id, ExceptionGroup if a background task or callback fails.
         """
         supervision = Supervision()
         try:
             try:
                 await self.pool.start()
             except EngineStartError:
-                if self.dispatcher.stopped:  # before it was ready
+                if self.dispatcher.stopped:  # before the engine was ready
                     return
                 raise
             kinds = sorted({kind for kind, _ in self.dispatcher.offers()})
@@ -78,7 +78,7 @@ class Agent:
             await self.pool.stopped()
 
     async def _keep_session(self, chores: list[Coroutine[Any, Any, None]]) -> None:
-        """Keep the session, and run these beside it: one that fails ends all."""
+        """Keep the session until it is closed or rejected, and run `chores` meanwhile. If a chore fails, all end."""
         rejected: Exception | None = None
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(chore) for chore in chores]
@@ -92,7 +92,9 @@ class Agent:
             raise rejected
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more work, finish what is held within the timeout, give back the rest, and end the stream."""
+        """Ask the master for no more leases, wait at most `timeout_s` for the held ones to end, give back the others,
+        and end the stream.
+        """
         dispatcher, session = self.dispatcher, self.dispatcher.session
         self.stream.draining = True
         dispatcher.want_heartbeat()
@@ -103,7 +105,7 @@ class Agent:
                     dispatcher.settled.clear()
                     await dispatcher.settled.wait()
         except TimeoutError:
-            log.warning("giving back what was not finished in time", leases=len(session.leases))
+            log.warning("giving back the leases that did not finish in time", leases=len(session.leases))
         if not dispatcher.stopped:
             self._give_back_all("the worker is stopping")
             await self.pool.close()
@@ -149,7 +151,7 @@ class Agent:
                 await self.loader.put(found)
 
     async def _tick(self) -> None:
-        """Check the limits of what runs, and what models have to be loaded and unloaded."""
+        """End engines whose tasks break a limit, and load and unload models. Does neither while engines are paused."""
         while True:
             await asyncio.sleep(TICK_S)
             self.ticks += 1

@@ -1,4 +1,4 @@
-"""Puts a worker's parts together, by its configuration."""
+"""Creates a worker's parts from its configuration and connects them."""
 
 import os
 import secrets
@@ -36,11 +36,11 @@ from multigpu_worker.session.store_address import StoreAddress
 from multigpu_worker.session.wire import Identity
 from multigpu_worker.stats_file import StatsFile, record
 
-# The share of the host's memory for a CPU worker's engine where the config doesn't say; and of a GPU's memory or the
-# host's for the loaded models of all workers that share it.
+# Default of engine_memory_bytes on a CPU worker, as a share of the host's memory.
 MEMORY_SHARE = 0.8
+# Default share of the GPU's (on CPU workers: the host's) memory for the models of all workers that use the device.
 MODELS_SHARE, MODELS_SHARE_CPU = 0.9, 0.5
-# A report has to fit into one message, with room for what goes beside the result.
+# Upper limit of result_bytes_max: a report must fit into one message of 64 MiB, with its other fields.
 RESULT_BYTES_MAX = (64 << 20) - (64 << 10)
 
 log = structlog.get_logger()
@@ -56,7 +56,7 @@ def compose(
     mps: Mps | None = None,
     mps_off: MpsStatus | None = None,
 ) -> Agent:
-    """Make a worker, on the event loop. `mps_off`: why it runs without MPS."""
+    """Create a worker. Called on the event loop. `mps_off`: why it runs without MPS."""
     sharing = Sharing()
     sampler = Sampler(device)
     pool = EnginePool(_process_settings(config, device, settings, sharing, mps))
@@ -140,7 +140,7 @@ def _loader(
 
 
 def catalog_of(config: WorkerConfig, device: Device) -> Scan:
-    """The models that are there now. ValueError, ModelFolderError."""
+    """The models found now, with an error for each that can't run here. Raises ValueError, ModelFolderError."""
     on_gpu = device.engine_name.startswith("cuda")
     gpus = 0 if device.info.device_id == "cpu" else len(device.info.each)
     return installed(find_models(config), config.engine, vllm=bool(config.vllm_python), on_gpu=on_gpu, gpus=gpus)
@@ -166,7 +166,7 @@ def engine_settings(config: WorkerConfig, device: Device, catalog: Scan) -> Engi
 
 
 def artifacts_folder(config: WorkerConfig) -> Path:
-    """Where exports, plans and measurements that were expensive to make are kept."""
+    """The folder for exports, plans and measurements that are expensive to make."""
     if config.artifacts_dir:
         return Path(config.artifacts_dir).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "multigpu"
@@ -212,14 +212,14 @@ def _store_address(master: str) -> StoreAddress | None:
 
 
 def _engine_memory_bytes(config: WorkerConfig, device: Device) -> int:
-    """Of each engine process; 0: no limit."""
+    """The memory limit of each engine process; 0: no limit."""
     if config.engine_memory_bytes or device.info.device_id != "cpu":
         return config.engine_memory_bytes
     return int(host_memory_bytes() * MEMORY_SHARE)
 
 
 def model_memory_bytes(config: WorkerConfig, device: Device) -> int:
-    """Of all loaded models together, on the device of a group that has least; 0: no limit is known."""
+    """The limit of all loaded models together, in a group on the device with the least memory. 0: none is known."""
     if config.model_memory_bytes:
         return config.model_memory_bytes
     if device.info.device_id == "cpu":

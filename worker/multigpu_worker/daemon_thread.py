@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 async def to_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
-    """As asyncio.to_thread, on a thread of its own. Neither the event loop nor Python waits for it when it ends: large
-    files take long to read, and a network file system may hang.
+    """Like asyncio.to_thread, on a new daemon thread. Neither the event loop nor the interpreter waits for it at exit:
+    large files take long to read, and a network file system may hang.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # the thread goes on when the caller is cancelled
@@ -20,7 +20,7 @@ async def to_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
     def run() -> None:
         try:
             future.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001  it is raised in the caller
+        except BaseException as error:  # noqa: BLE001  raised again in the caller
             future.set_exception(error)
 
     context = contextvars.copy_context()

@@ -1,9 +1,9 @@
-"""Leases to engine processes, and their reports to the session.
+"""Passes leases to engine processes, and their reports to the session.
 
-The session (what is held) and the batcher (what goes next) do no I/O; the engine processes do it and call
-back. Tasks of a model go to a process of that model, which models/loader.py loads when they wait for it; all others go
-to the default process. Each process holds one batch more than it has slots, so that the next one is prepared while one
-runs. All on the event loop, and nothing here waits.
+The session (which leases are held) and the batcher (which leases go next) do no I/O; the engine processes do it and
+call back. Tasks of a model go to a process of that model, which models/loader.py starts when tasks wait for the model;
+all others go to the default process. Each process holds one batch more than it has slots, so that the next batch is
+prepared while one runs. All of this runs on the event loop, and nothing here waits.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from multigpu_worker.session.batcher import Batcher
 from multigpu_worker.session.lease import Lease, Spec
 from multigpu_worker.session.session import Report, ReportState, Session, TaskError
 
-# With more unsent bytes the engines have to wait, until half of them are sent.
+# With more unsent bytes than this the engines are paused, until fewer than half of this are unsent.
 UNSENT_BYTES_MAX = 64 << 20
-# The limit of handlers that take batches: they count tasks.
+# The token limit of handlers that take batches: only the number of tasks limits their batches.
 TOKENS_UNLIMITED = 1 << 40
-# Error types of leases that are given back. The master does not count these as losses.
+# Error types of leases that are given back. The master does not count leases with these types as losses.
 MAKES_ROOM = "ModelMakesRoom"
 RECALLED = "Recalled"
 
@@ -41,11 +41,11 @@ class Dispatcher:
     def __init__(self, worker_id: str, session: Session, batcher: Batcher, pool: EnginePool, sampler: Sampler) -> None:
         self.session = session
         self.batcher = batcher
-        # Engines are not read, because too much is unsent.
+        # Nothing is read from the engines, because too much is unsent.
         self.paused = False
         # Give nothing to engines any more.
         self.stopped = False
-        # Set when a lease or report was settled.
+        # Set when leases or unsent reports may have become fewer.
         self.settled = asyncio.Event()
         self._worker_id = worker_id
         self._pool = pool
@@ -56,7 +56,7 @@ class Dispatcher:
         self._pump_timer: tuple[float, asyncio.Handle] | None = None
 
     def connect(self, loader: ModelLoader, health_monitor: HealthMonitor, wake: Callable[[], None]) -> None:
-        """`wake`: something can be sent to the master."""
+        """`wake`: called when there is something to send to the master."""
         self._loader = loader
         self._health_monitor = health_monitor
         self._wake = wake
@@ -89,11 +89,11 @@ class Dispatcher:
         return without_model + self._loader.routes.offers()
 
     def concurrency(self) -> dict[str, int]:
-        """How many tasks of a kind without models a slot runs together, where it is more than one."""
+        """For each kind of the default process whose slots run several tasks together: how many."""
         return {info.kind: info.tasks_max for info in self._pool.default.kinds.values() if info.tasks_max > 1}
 
     def _runs(self, spec: Spec) -> bool:
-        """Tasks of this spec can run here, perhaps after a model was loaded."""
+        """Whether tasks of this spec can run here, perhaps after their model is loaded."""
         if self._loader.routes.serves(spec.kind):
             return self._loader.routes.key_of(spec) is not None
         return spec.kind in self._pool.default.kinds
@@ -108,12 +108,12 @@ class Dispatcher:
             error = TaskError(type="UnknownKind", message=message, retryable=False)
         self.fail(leases, error)
 
-    # To the engines.
+    # Batches to the engines.
 
     def pump(self) -> None:
-        """Keep the engines supplied."""
+        """Give batches to the engines that can take one, and ask the loader for the models that tasks wait for."""
         waiting: set[Spec] = set()
-        # When processes that have enough for now want their next batches.
+        # When processes that have enough batches for now are to get the next one.
         later_s: list[float] = []
         now_s = time.monotonic()
 
@@ -133,7 +133,7 @@ class Dispatcher:
             assert process is not None
             self._sampler.begin_work()
             process.dispatch(leases, one_by_one=self._is_one_by_one(spec))
-            if self.paused:  # it may have been started since the others were paused
+            if self.paused:  # this process may have been started after the others were paused
                 process.pause(paused=True)
             waiting.clear()
         due_s = min([due_s for due_s in (self.batcher.due_s(), *later_s) if due_s is not None], default=None)
@@ -143,13 +143,13 @@ class Dispatcher:
             self._loader.wanted({model for spec in waiting if (model := self._loader.routes.key_of(spec)) is not None})
 
     def _is_one_by_one(self, spec: Spec) -> bool:
-        """Whether the engine that runs these tasks runs one after the other."""
+        """Whether the engine that runs tasks of this spec runs them one after the other."""
         if self._loader.routes.serves(spec.kind):
             return self._loader.routes.key_of(spec) in self._loader.one_by_one
         return spec.kind in self._one_by_one
 
     def _target(self, spec: Spec, first: Lease | None) -> EngineProcess | None:
-        """The process that can take a batch of these now, which begins with `first`."""
+        """The process that can now take a batch of `spec` that begins with `first`; None: there is none."""
         serves = self._loader.routes.serves(spec.kind)
         model = self._loader.routes.key_of(spec) if serves else None
         if first is not None and first.exclusive and not self._loader.alone(model):
@@ -166,7 +166,7 @@ class Dispatcher:
         self._pump_timer = due_s, asyncio.get_running_loop().call_at(due_s, self._pump_again)
 
     def _pump_again(self) -> None:
-        """A batch has waited long enough to grow, or a process should have its next one."""
+        """The delay of a batch is over, or a process is to get its next batch."""
         self._pump_timer = None
         self.pump()
 
@@ -186,7 +186,7 @@ class Dispatcher:
         for lease, data, content_type in reports.partials:
             if not self.session.partial(lease, data, content_type):
                 self._pool.cancel([lease])
-        for lease, data in reports.checkpoints:  # saved after these outputs
+        for lease, data in reports.checkpoints:  # saved after the partial outputs of the same frame
             self.session.save(lease, data)
         units = sum(report.lease.units for report in reports.reports)
         usage = self._usage(start_ns, reports.finish_ns, units) if units else NO_USAGE
@@ -218,7 +218,8 @@ class Dispatcher:
             monitor.self_test.engine_died(external_cause)
         began_ns = (now_ns := time.time_ns()) - max([slot.ran_ns() for slot in death.slots], default=0)
         if monitor.grace_s and any(report.broke_engine for report in judged.reports):
-            # If an XID explains the death, the health monitor returns these leases first, and this report is dropped.
+            # If an XID explains the death, the health monitor returns these leases in the meantime: then the session
+            # drops these reports.
             asyncio.get_running_loop().call_later(monitor.grace_s, self._report, began_ns, now_ns, judged.reports)
         else:
             self._report(began_ns, now_ns, judged.reports)
@@ -253,17 +254,17 @@ class Dispatcher:
         return [lease for lease_id, lease in self.session.leases.items() if lease_id not in inside]
 
     def may_load(self) -> bool:
-        """The device is well, and the worker is not about to stop."""
+        """Whether models may be loaded: the default process is ready, the device fit, and the worker not stopping."""
         pool = self._pool
         return pool.ready and not pool.parked and self._health_monitor.health.fit and not self.stopped
 
     def routes_changed(self) -> None:
-        """Another model serves a name, or one is ready."""
+        """Another model serves a name now, or a model has become ready."""
         self._set_rules()
         self.pump()
 
     def _set_rules(self) -> None:
-        """How tasks are batched: for models, and for handlers that take batches."""
+        """Set the batching rules of models and of handlers that take batches."""
         kinds = self._pool.default.kinds.values()
         handlers = {
             (info.kind, ""): BatchRules(tasks_max=info.tasks_max, tokens_max=TOKENS_UNLIMITED, delay_s=info.delay_s)
@@ -273,19 +274,19 @@ class Dispatcher:
         self.batcher.rules = self._loader.routes.rules() | handlers
 
     def want_heartbeat(self) -> None:
-        """Tell the master now how things are."""
+        """Make a heartbeat the next frame, and send it now."""
         self.session.heartbeat_due = True
         self._wake()
 
     def give_back(self, why: str, *, running: bool) -> None:
-        """Return leases uncharged: those that wait for an engine, or all."""
+        """Return leases uncharged: those that are in no engine; with `running`, all."""
         self.session.return_all(why, time.time_ns(), kept=() if running else self._pool.inside())
         if running:
             self._pool.forget()
             self._sampler.end_work()
         self._outgoing()
 
-    # To the master.
+    # Reports to the master.
 
     def fail(self, leases: list[Lease], error: TaskError) -> None:
         for lease in leases:
@@ -299,7 +300,7 @@ class Dispatcher:
         self._outgoing()
 
     def _report(self, start_ns: int, finish_ns: int, reports: list[Report], usage: Usage = NO_USAGE) -> None:
-        """Take reports, of which there may be none; partial outputs that came with them are in the session."""
+        """Queue reports (perhaps none) and have them sent. The session already has the frame's partial outputs."""
         for report in reports:
             if report.lease.traceparent:
                 self._trace(report, start_ns, finish_ns)
@@ -315,7 +316,7 @@ class Dispatcher:
         self.settled.set()
 
     def frame_taken(self) -> None:
-        """The stream has taken what there was to send, or a part of it."""
+        """The session may have fewer unsent bytes now: let the engines go on if these are few enough."""
         if self.paused and self.session.unsent_bytes < UNSENT_BYTES_MAX // 2:
             self.paused = False
             self._pool.pause(paused=False)

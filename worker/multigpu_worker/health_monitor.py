@@ -1,12 +1,12 @@
 """Watches the device, decides with health.py whether it is fit, and carries out the consequences.
 
-When the device becomes sick, the monitor sends a heartbeat at once and returns the leases that have not started. If no
+When the device becomes sick, the monitor sends a heartbeat at once and returns the leases that are in no engine. If no
 task can run on the device, it returns all leases and ends the engines, so that the device can be reset. It checks a
 sick device at growing intervals: the driver must answer and require no recovery action, an engine must start, and the
 self-test must pass. Then the device is fit again.
 
-The monitor also keeps the leases that ran when the driver reported an XID of class APPLICATION. If their engine breaks
-later, they are suspected of having caused the XID.
+The monitor also remembers the leases that ran when the driver reported an XID of class APPLICATION. If their engine
+breaks later, they are suspected of having caused the XID.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from multigpu_worker.self_test import SelfTest
 log = structlog.get_logger()
 
 TICK_S = 0.1
-# Limit of the wait for the driver's answer (a sample).
+# How long to wait for the driver's answer (a sample).
 ANSWER_TIMEOUT_S = 5.0
 # A driver call that takes longer makes the device sick.
 HUNG_S = 10.0
@@ -41,15 +41,15 @@ GRACE_S = 0.25
 # Codes and texts of the reasons for a check that the master asks for.
 TASKS_FAIL = "tasks_fail", "different tasks broke their engine on it"
 CHECK_REQUESTED = "check_requested", "an operator asked for a check"
-# Uncorrectable memory errors are contained if an XID of class CONTAINED arrives within these times before or after.
+# Uncorrectable memory errors are contained if an XID of class CONTAINED arrives this long before or after them.
 CONTAINED_BEFORE_S, CONTAINED_AFTER_S = 1.0, 0.1
 
 
 class DeviceUser(Protocol):
-    """The dispatcher, as far as the health monitor tells it."""
+    """The methods of the dispatcher that the health monitor calls."""
 
     def give_back(self, why: str, *, running: bool) -> None:
-        """Return the leases that have not started; with `running`, all. No attempt is charged."""
+        """Return the leases that are in no engine; with `running`, all. No attempt is charged."""
 
     def want_heartbeat(self) -> None: ...
 
@@ -96,7 +96,7 @@ class HealthMonitor:
 
     @property
     def grace_s(self) -> float:
-        """How long to wait, before a task is blamed for an engine's death, for a device event that explains it."""
+        """How long a report that blames a task for an engine's death waits for a device event that explains it."""
         return GRACE_S if self._events is not None else 0.0
 
     async def run(self) -> None:
@@ -126,7 +126,7 @@ class HealthMonitor:
                 self._events.stop()
 
     def asked(self, checks: int, *, at_once: bool) -> None:
-        """`checks`: how many checks the master has requested in total. `at_once`: nothing speaks against the device."""
+        """`checks`: how many checks the master has requested so far. `at_once`: an operator requested the last one."""
         if checks > self._checks_asked:
             self._checks_asked, self._check_at_once = checks, at_once
             if checks > self.checks_passed:
@@ -166,7 +166,7 @@ class HealthMonitor:
         self._changed.set()
 
     def _xid(self, code: int, of: str) -> None:
-        """`of`: begins the message if the worker has several devices."""
+        """`of`: begins the message, with the device if the worker has several; else empty."""
         xid = xid_of(code)
         log.warning("XID", xid=code, meaning=xid.meaning, what=xid.reaction.value)
         message = f"{of}XID {code}: {xid.meaning}"
@@ -204,7 +204,7 @@ class HealthMonitor:
         self._loop.call_later(CONTAINED_AFTER_S, decide)
 
     def _break_down(self, code: str, message: str) -> None:
-        """Add a fault that only a reset of the device repairs, and store that for the next process."""
+        """Add a fault that only a reset of the device repairs, and store it for the worker's next process."""
         if self._events is not None:
             self._reset.need(code, message)
             self._note.keep(self._reset.state)
@@ -248,7 +248,7 @@ class HealthMonitor:
         if needed is not None and self._reset.needed is None:
             self.health.reset_seen(self._now())
         if errors:  # tasks may have computed with corrupted data
-            remedy = "" if self._events is None else ": reset the GPU"  # else its driver resets it
+            remedy = "" if self._events is None else ": reset the GPU"  # without events, the driver resets the device
             self._errors_seen(f"{errors} new uncorrectable memory errors{remedy}")
 
     # --- consequences ------------------------------------------------------------------------------------------------

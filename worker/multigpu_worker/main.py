@@ -96,7 +96,7 @@ def main(config_file: str | None, **flags: Any) -> None:
 
 
 def _check_files(config: WorkerConfig) -> None:
-    """ConfigError: a file or folder of the settings can't be used."""
+    """Raises ConfigError if a file or folder that the settings name can't be used."""
     Credentials.of(config).check(config.master)
     try:
         if name := config.artifacts_dir:
@@ -112,7 +112,7 @@ def _check_files(config: WorkerConfig) -> None:
 
 
 def _first_catalog(config: WorkerConfig, device: Device) -> Scan:
-    """The models at the start. ModelFolderError: a model that the configuration names is broken."""
+    """The models at the start. Raises ModelFolderError if a model that the configuration names is broken."""
     catalog = catalog_of(config, device)
     named = {entry.partition("=")[0].strip() for entry in config.models}
     for model, error in catalog.errors.items():
@@ -123,7 +123,7 @@ def _first_catalog(config: WorkerConfig, device: Device) -> Scan:
 
 
 def _load_log_level(config_file: str | None, flags: dict[str, Any]) -> None:
-    """Read the settings again and apply the log level. ConfigError: they are no longer valid."""
+    """Read the settings again and apply the log level. Raises ConfigError if a setting is no longer valid."""
     config = load(WorkerConfig, file=config_file, flags=flags).config
     configure_logging(config.log_level, config.log_format)
 

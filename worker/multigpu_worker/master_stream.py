@@ -1,4 +1,4 @@
-"""Builds the frames that go to the master, and applies those that come. session/link.py has the gRPC stream."""
+"""Builds the frames for the master, and applies the frames from the master. session/link.py has the gRPC stream."""
 
 import asyncio
 import dataclasses
@@ -43,11 +43,11 @@ class MasterStream:
     # Why the worker runs without MPS.
     mps_off: MpsStatus | None
     draining: bool = False
-    # Set when a session begins: its heartbeats may have another interval.
+    # Set when a session begins: its heartbeat interval may differ from that of the session before.
     welcomed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     heartbeat_s: float = 1.0
     _last_frame: int = 0
-    # About the models that did not fit into the last hello or catalog.
+    # The last logged text about models that did not fit into a hello or catalog; empty: all fitted.
     _left_out: str = ""
     # The master must be sent the key of the directory for large payloads.
     _key_due: bool = False
@@ -99,13 +99,13 @@ class MasterStream:
         if response.HasField("desired"):
             self.health_monitor.asked(response.desired.check, at_once=response.desired.check_at_once)
             self.loader.desire(response.desired.pinned_models, response.desired.unwanted_models)
-        if response.lease_batches and self.health_monitor.health.unusable:  # sent before the master knew
+        if response.lease_batches and self.health_monitor.health.unusable:  # granted before the master knew the health
             self.dispatcher.give_back("the device can't be used", running=self.health_monitor.health.barred)
         elif response.lease_batches:
             self.dispatcher.pump()
 
     def next_frame(self) -> pb.SessionRequest | None:
-        # First the heartbeat: it must list every lease whose report has not been sent yet.
+        # A heartbeat that is due goes first: it must list every lease whose report has not been sent yet.
         session = self.dispatcher.session
         if session.heartbeat_due:
             return self._heartbeat()
@@ -140,7 +140,7 @@ class MasterStream:
         return request
 
     def _catalog_change(self) -> pb.Catalog | None:
-        """The worker's offers, if they have changed since this session's master got them."""
+        """The worker's offers; None: they have not changed since they were last sent in this session."""
         if not self.loader.changed:
             return None
         self.loader.changed = False

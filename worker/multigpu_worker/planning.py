@@ -1,9 +1,9 @@
-"""What `multigpu.plan` asks, in a process of its own: it imports torch, and asks this host's drivers.
+"""Answers `multigpu.plan`, in a separate process, because it imports torch and calls this host's drivers.
 
     python -m multigpu_worker.planning REQUEST
 
-REQUEST and the answer on stdout are JSON. Without an answer, stderr says why; the exit code is 2 if the request is
-wrong, else 1.
+REQUEST and the answer on stdout are JSON. If there is no answer, stderr says why, and the exit code is 2 if the request
+is wrong, else 1.
 """
 
 import importlib
@@ -31,7 +31,7 @@ class RequestError(ValueError):
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises RequestError, PlanError, ModelFolderError, DeviceError."""
+    """Make the plan that a request asks for. Raises RequestError, PlanError, ModelFolderError, DeviceError."""
     limits = dict(request["max_memory"])
     ranked = request["tensor_parallel"] > 1 or request["pipeline"] > 1
     if request["strategy"] != "auto" and (ranked or request["device_map"] is not None):
@@ -49,7 +49,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     if limits:
         raise RequestError(f"max_memory has {min(limits)!r}: there are {len(wish.devices)} devices, counted from 0")
     spec = _read_spec(Path(request["model"]))
-    # It imports torch, which takes seconds: not to tell that a request is wrong.
+    # Imported after the checks: it imports torch, which takes seconds.
     plan = importlib.import_module("multigpu_worker.engines.planning.plan")
     made: dict[str, Any] = plan.make_plan(spec, wish)
     return made
@@ -62,8 +62,8 @@ def _strategy(name: str) -> str:
 
 
 def _devices(names: Sequence[str], limits: dict[str, int]) -> list[tuple[str, int]]:
-    """Name and limit of each device; takes those limits out."""
-    if names == [CPU]:  # its limit is that of the host; parts beyond it may be on the disk
+    """The name and memory limit of each device. Removes the limits of these devices from `limits`."""
+    if names == [CPU]:  # the limit is for the host's memory; the plan may put parts that don't fit on the disk
         return [(CPU, limits.pop(CPU, int(host_memory_bytes() * USABLE_SHARE)))]
     try:
         found = [_device(name) for name in names or [f"cuda:{index}" for index in all_gpus()]]
@@ -81,7 +81,7 @@ def _devices(names: Sequence[str], limits: dict[str, int]) -> list[tuple[str, in
 
 
 def _device(name: str) -> tuple[str, int]:
-    """A device of this host by its name, or one of this size that may be anywhere."""
+    """Name and memory of a device: one of this host or, if `name` is a size, any device with this memory."""
     if name[:1].isdigit() or name.startswith(("-", ".")):
         try:
             return name, int(from_text(name, int, "size_bytes"))

@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread of its parent that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the call
+    if os.getppid() != parent_pid:  # the parent ended before the call
         os._exit(0)
 
 
@@ -42,13 +42,13 @@ def with_descendants(pids: Iterable[int]) -> list[int]:
                 stat = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
                 children.setdefault(int(stat.rpartition(") ")[2].split()[1]), []).append(int(entry.name))
     found = list(pids)
-    for pid in found:  # it grows
+    for pid in found:  # also visits the pids that the loop appends
         found += children.get(pid, ())
     return found
 
 
 async def look_for_members(*groups: int) -> list[tuple[int, str]]:
-    """`members` on another thread, because it takes long on a host with many processes."""
+    """Call `members` on another thread, because it takes long on a host with many processes."""
     return await asyncio.to_thread(members, *groups)
 
 

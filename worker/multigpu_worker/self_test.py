@@ -1,7 +1,7 @@
 """Runs the self-test in an engine process and says what its result means for the device.
 
-The self-test is a task with a known answer (engines/common/self_test.py). An engine that could not run it, or that was
-ended for another reason meanwhile, says nothing about the device.
+The self-test is a task with a known answer (engines/common/self_test.py). If the engine can't run it, or is ended for
+another reason meanwhile, the result says nothing about the device.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class SelfTestResult:
     passed: bool = False
     # Why the device is sick; None: it is not, or the test could not run.
     failure: Reason | None = None
-    # The engine was ended for another reason.
+    # The engine ended before the device had to work on the test, or for another reason.
     interrupted: bool = False
 
 
@@ -36,11 +36,11 @@ class SelfTest:
         self._pool = pool
         self._id = 0
         self._result: asyncio.Future[SelfTestResult] | None = None
-        # The device works on it: torch is imported, and there is enough memory.
+        # The device works on the test: torch is imported, and there is enough memory.
         self._begun = False
 
     async def run(self, poll: Callable[[], None]) -> SelfTestResult:
-        """Run it once. `poll` is called regularly meanwhile."""
+        """Run the self-test once. Calls `poll` about every POLL_S meanwhile."""
         self._id += 1
         self._begun = False
         result: asyncio.Future[SelfTestResult] = asyncio.get_running_loop().create_future()
@@ -59,7 +59,7 @@ class SelfTest:
         return result.result()
 
     def begun(self, test_id: int) -> None:
-        """The engine has everything it needs: from now on the device is responsible."""
+        """The engine has everything that the test needs: if it fails from now on, the device is the cause."""
         if test_id == self._id:
             self._begun = True
 
@@ -72,7 +72,9 @@ class SelfTest:
         self._settle(SelfTestResult(passed=bool(passed), failure=_failure(detail) if passed is False else None))
 
     def engine_died(self, cause: str) -> None:
-        """The engine ended while it ran the self-test. `cause`: what else may have ended it; empty: nothing."""
+        """The engine that was last asked to run the self-test has ended. `cause`: what else may have ended it; empty:
+        nothing.
+        """
         if self._result is None or self._result.done():
             return
         if self._begun and not cause:

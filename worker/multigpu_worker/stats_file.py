@@ -1,7 +1,7 @@
 """Appends a JSON line about the device and the worker to a file at an interval.
 
-Several workers may share the file. At its size limit it is renamed to FILE.1, which replaces the one before. A daemon
-thread writes it, so that a slow or hanging disk stops nothing else.
+Several workers may share the file. At its size limit it is renamed to FILE.1, which replaces the previous FILE.1. A
+daemon thread writes the file, so that a slow or hanging disk stops nothing else.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ import structlog
 from multigpu_worker.device.sampler import Sample
 from multigpu_worker.session.wire import Identity
 
-# Each of FILE and FILE.1.
+# Size limit of FILE and of FILE.1.
 BYTES_MAX = 64 << 20
-# Until there is a first sample.
+# Interval until there is a first sample.
 RETRY_S = 0.2
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ def _time(time_ns: int) -> str:
 
 
 class StatsFile:
-    """`collect` runs on the thread."""
+    """`collect` returns the next line, or None if there is none yet. It is called on the file's thread."""
 
     def __init__(
         self, path: Path, interval_s: float, collect: Callable[[], dict[str, Any] | None], bytes_max: int = BYTES_MAX
@@ -97,7 +97,7 @@ class StatsFile:
 
 
 def append(path: Path, line: bytes, bytes_max: int) -> None:
-    """Append a line, or begin a new file with it. Raises OSError."""
+    """Append a line. If the file would exceed `bytes_max`, rename it and begin a new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

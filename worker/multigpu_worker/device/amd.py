@@ -28,9 +28,9 @@ from multigpu_worker.device.interface import (
 
 # amdsmi_status_t: the device is not found, the driver is not loaded, or it could not restart the device.
 GONE = {31: "gpu_is_lost", 34: "driver_not_loaded", 51: "driver_not_loaded", 54: "reset_required"}
-# What AMD SMI gives for a value that the device does not have: 65,535, or the same in 32 or 64 bits.
+# What AMD SMI returns for a value that the device does not have: the largest number of 16, 32 or 64 bits, or "N/A".
 UNKNOWN = {0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF, "N/A"}
-# By megatransfers a second.
+# PCIe generation by megatransfers a second.
 PCIE_GENERATIONS = {2500: 1, 5000: 2, 8000: 3, 16000: 4, 32000: 5, 64000: 6}
 THROTTLE_REASONS = {
     "sw_power_cap": ("active_ppt_pwr",),
@@ -44,13 +44,15 @@ THROTTLE_INTERVAL_S = 10.0
 
 @functools.cache
 def _smi() -> Any:
-    """The package amdsmi. Raises ImportError without it; without the library that it binds, whatever it raises then."""
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints that it finds no library
+    """The package amdsmi. Raises ImportError if it is not installed; OSError, KeyError or AttributeError if there is no
+    libamd_smi of the same version.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):  # amdsmi prints that it finds no library
         return importlib.import_module("amdsmi")
 
 
 def count() -> tuple[int, str]:
-    """The number of AMD GPUs, and why there are none. Opens AMD SMI, so it must be called first.
+    """The number of AMD GPUs, and the reason if it is 0. Opens AMD SMI, so it must be called first.
 
     Raises DeviceError if there is a driver that cannot be used.
     """
@@ -79,7 +81,7 @@ def index_of(device_id: str) -> int | None:
 def visible() -> dict[str, str]:
     """Name ("rocm:0") -> identifier of each GPU that ROCR_VISIBLE_DEVICES allows; empty if there is none.
 
-    Raises DeviceError as `count`.
+    Raises DeviceError if there is a driver that cannot be used.
     """
     if not count()[0]:
         return {}
@@ -201,7 +203,7 @@ class AmdDevice:
         return None if megahertz is None else megahertz * 1e6
 
     def _throttle_reasons(self) -> tuple[str, ...]:
-        """NVML's names of what MI300 and later report; at most THROTTLE_INTERVAL_S old."""
+        """The throttle reasons, by NVML's names, at most THROTTLE_INTERVAL_S old. Only MI300 and later report them."""
         now_s = time.monotonic()
         if now_s >= self._throttle_due_s:
             self._throttle_due_s = now_s + THROTTLE_INTERVAL_S

@@ -104,7 +104,7 @@ def _processor_name() -> str:
 
 
 def host_memory_bytes() -> int:
-    """Memory of this host, or of our control group if that is less."""
+    """Memory of this host or, in a container, the limit of the container's control group if that is less."""
     total_bytes = meminfo()["MemTotal"]
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()

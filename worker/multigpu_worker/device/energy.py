@@ -1,16 +1,17 @@
 """Energy of a batch, from the energy counter or the power sensor of its device.
 
-Pure. Readings are taken ten times a second while the device works. Between two readings power counts as constant; after
-the last one the mean power counts. Batches that run at the same time share the device's energy equally, and the tasks
+Pure. Readings are taken ten times a second while the device works. Power is taken as constant between two readings, and
+as the mean power after the last one. Batches that run at the same time share the device's energy equally, and the tasks
 of a batch share its part by their work. So the energies of all tasks add up to the energy that the device used while
 it worked, idle power included.
 
-Each energy has an uncertainty, half the width of the interval as a share of the value. It is the sum of:
+Each energy has an uncertainty: half the width of its error interval, as a share of the value. It is the sum of:
 
 - SENSOR_ERROR, the error of NVIDIA's sensors;
-- the lag of a reading over the measured time: the readings at both ends may be that old;
-- the variation of power over the root of the number of readings, because the sensors of A100 and H100 see only a
-  quarter of the time: each reading is a sample. A batch that is too short to be measured gets the mean power around it;
+- the lag of a reading divided by the measured time: the readings at both ends may be that old;
+- the variation of power divided by the square root of the batch's length in lags, because the sensors of A100 and H100
+  see only a quarter of the time, so each reading is a sample. A batch that is too short to be measured gets the mean
+  power around it;
 - the share of the batch after the last reading, times the variation of power, which counts as at least 0.1;
 - 1 for each other process that works on the device: equal shares are assumed, the true share is unknown.
 
@@ -23,9 +24,9 @@ from enum import IntEnum
 
 SENSOR_ERROR = 0.05
 READING_INTERVAL_S = 0.1
-# A reading that follows sooner is ignored: the counter moves in steps, and one between the two would look like a burst.
+# A reading that follows sooner is ignored: the counter moves in steps, and a step in a short time looks like a burst.
 _APART_NS = int(READING_INTERVAL_S * 1e9 / 2)
-# Past it, every second reading of the older half is dropped.
+# When there are this many readings, every second one of the older half is dropped.
 READINGS_MAX = 512
 
 
@@ -36,7 +37,7 @@ class EnergyMethod(IntEnum):
     SAMPLED_POWER = 2
 
 
-# How old a reading may be: NVML's counter moves every 20 to 100 ms, its power is the mean of the last second.
+# How old a reading may be: NVML's counter moves every 20 to 100 ms; its power value is the mean of the last second.
 LAG_S = {EnergyMethod.COUNTER: 0.1, EnergyMethod.SAMPLED_POWER: 1.0}
 # A batch shorter than this many lags is measured as part of a longer time.
 BASE_LAGS = 10
@@ -55,7 +56,7 @@ class Energy:
 class Usage:
     """What a batch used for each unit of its work."""
 
-    # Seconds on the device, of which each concurrent batch gets an equal share.
+    # Seconds on the device. Concurrent batches get equal shares of the time.
     device_s_per_unit: float = 0.0
     # None: it wasn't measured.
     energy: Energy | None = None
@@ -69,17 +70,17 @@ class EnergyMeter:
 
     def __init__(self, method: EnergyMethod) -> None:
         self.method = method
-        # Processes that work on the device now; all our engines count as one.
+        # The number of processes that work on the device now; all engines of this worker count as one.
         self.sharers = 1
         self._base_ns = int(BASE_LAGS * LAG_S[method] * 1e9)
         self._lag_ns = int(LAG_S[method] * 1e9)
         self._last_value = 0.0
         # Times; joules for each concurrent batch since the first reading; and the same, divided by the number of
-        # sharers. Replaced as a whole: `measure` runs on another thread.
+        # sharers. Replaced as a whole, because `read` and `measure` run on different threads.
         self._readings: tuple[list[int], list[float], list[float]] = ([], [], [])
 
     def reset(self) -> None:
-        """The device has no work."""
+        """The device has no work: forget the readings."""
         self._readings = ([], [], [])
 
     def read(self, now_ns: int, value: float, running: int) -> None:
@@ -109,7 +110,7 @@ class EnergyMeter:
         window_ns = finish_ns - start_ns
         if len(times) < 2 or window_ns <= 0 or units <= 0:
             return None
-        # The readings around the batch, and those before it if it is too short.
+        # The readings around the batch; also earlier ones if the batch is too short.
         right = min(bisect.bisect_left(times, finish_ns), len(times) - 1)
         left = max(0, bisect.bisect_right(times, min(start_ns, times[right] - self._base_ns)) - 1)
         base_ns = times[right] - times[left]

@@ -1,9 +1,9 @@
 """Events that the driver reports about a GPU: XIDs, double-bit ECC errors, unavailability, required recovery actions.
 
 A thread waits on NVML's event set, so that an event is known within milliseconds, and reads NVML's recovery action in
-between. When the device is lost its event set becomes useless: the thread releases the driver, which may have to be
-opened again, and waits until the device answers. While the device is parked, it opens the driver for one reading at an
-interval, so that the device can be reset. It is a daemon thread: a process can end while a call hangs.
+between. When the device is lost, its event set becomes useless: the thread closes the driver and waits until the device
+answers. While the device is parked, the thread opens the driver only for one reading at an interval, so that the device
+can be reset. It is a daemon thread, so the process can end while a driver call hangs.
 """
 
 import contextlib
@@ -43,14 +43,14 @@ class EventKind(Enum):
 @dataclass(frozen=True, slots=True)
 class DeviceEvent:
     kind: EventKind
-    # The XID.
+    # The number of the XID.
     code: int = 0
-    # The name of the device, of a group.
+    # The name of the device, if the worker has a group; else empty.
     device: str = ""
 
 
 class DeviceEvents:
-    """`report` is called on the thread."""
+    """The events of one device. `report` is called on the thread."""
 
     def __init__(self, device: DeviceInfo, report: Callable[[DeviceEvent], None]) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class DeviceEvents:
         self._stopped = threading.Event()
         self._answers = threading.Event()
         self._parked = False
-        # In our context, so that its log lines have a worker_id.
+        # In a copy of the caller's context, so that the thread's log lines have a worker_id.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="device-events", daemon=True)
         # NVML's nvmlDeviceGpuRecoveryAction_t; 0 also if the driver does not report it. None: not read yet.
@@ -75,7 +75,7 @@ class DeviceEvents:
         self._answers.set()
 
     def device_answers(self) -> None:
-        """The device can be sampled."""
+        """The device can be sampled: listen again, if the thread waits for that."""
         self._answers.set()
 
     def park(self, parked: bool) -> None:
@@ -96,7 +96,7 @@ class DeviceEvents:
                     return
                 self.recovery_action = 0
                 if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
-                    log.warning("this device tells of no events: only what its sensors show is known", error=str(error))
+                    log.warning("the device reports no events: only its sensors show faults", error=str(error))
                     return
                 if not logged:
                     log.warning("no events of the device for now", error=str(error))

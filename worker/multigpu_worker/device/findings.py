@@ -1,4 +1,4 @@
-"""What sensors and driver say is wrong with a worker's device now, as reasons for health.py."""
+"""Finds what is wrong with a worker's device now, by its sensors and driver, as reasons for health.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +24,7 @@ _THERMAL = {"hw_thermal_slowdown", "sw_thermal_slowdown"}
 _POWER = {"hw_power_brake_slowdown", "board_limit"}
 
 
-# (code, message) of what a sample says, and whether it says so.
+# Code and message of a condition, and a function that says whether a sample shows the condition.
 _SENSORS: tuple[tuple[str, str, Callable[[Telemetry], bool]], ...] = (
     (
         "thermal_throttle",
@@ -50,7 +50,7 @@ _SENSORS: tuple[tuple[str, str, Callable[[Telemetry], bool]], ...] = (
 
 
 def findings(info: DeviceInfo, sample: Sample, recovery_actions: Sequence[int | None]) -> Iterator[Reason]:
-    """`recovery_actions`: NVML's, 0 or None for none, of each device. The message of a group's names its devices."""
+    """`recovery_actions`: NVML's for each device; 0 or None: none. In a group, a message names the devices affected."""
     if sample.gone:
         yield Reason(sample.gone_code, sample.gone, Gravity.UNUSABLE)
     names = [member.name for member in info.members]
@@ -64,6 +64,6 @@ def findings(info: DeviceInfo, sample: Sample, recovery_actions: Sequence[int | 
 
 
 def _of(names: Sequence[str], found: Sequence[bool]) -> str:
-    """The devices for which something was found, as the beginning of a message; empty: the worker has one."""
+    """The devices for which something was found, as the beginning of a message; empty if `names` is."""
     which = [name for name, yes in zip(names, found, strict=False) if yes]
     return f"{', '.join(which)}: " if which else ""

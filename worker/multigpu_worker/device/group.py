@@ -1,7 +1,7 @@
 """Several devices of one host, which one worker owns: for models that do not fit on one of them.
 
-To the rest of the worker they are one device. Its description and its samples have those of each member, and sums. If
-one of them is lost, all are closed: what runs on several of them can't go on.
+To the rest of the worker they are one device. Its description and its samples contain those of each member, and sums.
+If one member is lost, all are closed: engines that use several of them can't go on.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ N = TypeVar("N", int, float)
 
 class DeviceGroup:
     def __init__(self, devices: Sequence[Device]) -> None:
-        """Raises DeviceError: they can't be used together."""
+        """Raises DeviceError if the devices can't be used together."""
         infos = [device.info for device in devices]
         for info in infos:
             if info.device_id == "cpu":
@@ -55,7 +55,7 @@ class DeviceGroup:
         )
 
     def sample(self) -> Telemetry:
-        """Raises DeviceGoneError: one of them can't be used."""
+        """Raises DeviceGoneError if one of the devices can't be used."""
         return together(self._each(lambda device: device.sample()))
 
     def release(self) -> None:
@@ -69,7 +69,7 @@ class DeviceGroup:
         return _sum(self._each(lambda device: device.power_watts()))
 
     def _each(self, read: Callable[[Device], T]) -> list[T]:
-        """Raises DeviceGoneError, which names the device."""
+        """The results of `read` for each device. Raises DeviceGoneError with the name of the device in its message."""
         found = []
         for device in self._devices:
             try:
@@ -80,7 +80,7 @@ class DeviceGroup:
 
 
 def together(members: Sequence[Telemetry]) -> Telemetry:
-    """The sample of a group. What can't be summed is in the members alone."""
+    """The sample of a group. Values that can't be combined are only in its `members`."""
     rates = [member.utilization for member in members if member.utilization is not None]
     return Telemetry(
         memory_total_bytes=_sum(member.memory_total_bytes for member in members),
@@ -102,7 +102,7 @@ def together(members: Sequence[Telemetry]) -> Telemetry:
 
 
 def _sum(values: Iterable[N | None]) -> N | None:
-    """None: one of them is not reported."""
+    """The sum; None if there are no values, or if one is None."""
     total = None
     for value in values:
         if value is None:

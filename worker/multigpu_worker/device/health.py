@@ -7,7 +7,7 @@ required reset). *Faults* are events (an XID, a wrong answer): they hold until a
 DEGRADED hold for NOTICE_S, with or without a check. A finding of gravity SICK or more becomes a fault when it ends, so
 that a sick device returns only after a check. The delay before a check doubles with each failed check, and each time
 the device falls sick again within STEADY_S. A finding of gravity SICK or more blocks the check, but the delay passes
-meanwhile: if it is over when the finding ends, the check is due at once.
+meanwhile: if the delay is over when the finding ends, the check is due at once.
 
     HEALTHY ◄──► DEGRADED        no reason holds; only reasons of gravity DEGRADED hold
         │            │
@@ -79,7 +79,7 @@ class Health:
         self._findings: dict[str, Reason] = {}
         self._faults: dict[str, Reason] = {}
         self._checking = False
-        # Failed checks, and times the device fell sick, since it was fit for STEADY_S.
+        # The number of failed checks, and of times that the device fell sick, since it was last fit for STEADY_S.
         self._setbacks = 0
 
     @property
@@ -117,7 +117,7 @@ class Health:
         self._derive(now_s)
 
     def happen(self, code: str, message: str, gravity: Gravity, now_s: float, *, at_once: bool = False) -> None:
-        """Add a fault. `at_once`: a fit device is checked without delay, and the next checks are not delayed by it."""
+        """Add a fault. `at_once`: check a fit device without delay, and do not lengthen the delays of later checks."""
         setbacks = self._setbacks if at_once and self.fit else None
         old = self._faults.get(code)
         if old is not None:

@@ -1,7 +1,7 @@
 """The interface of a worker's device: identity and telemetry. One module implements it for each vendor.
 
 A value that the device does not report is None or empty, never zero. Every call may block, even forever if the driver
-hangs: only the sampler's thread makes them.
+hangs: while the worker runs, only the sampler's thread makes these calls.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class DevicePeer:
 class DeviceInfo:
     """Identity of a device. Fields as in multigpu.v1.Device."""
 
-    # NVML's UUID, HIP's UUID, or "cpu". Of a group that of the first one, and the number of the others: "GPU-…+1".
+    # NVML's UUID, HIP's UUID, or "cpu". For a group: the first device's id and the number of the others: "GPU-…+1".
     device_id: str
     # "cuda:0", "rocm:0", "cpu", "cuda:0,cuda:1".
     name: str
@@ -51,17 +51,17 @@ class DeviceInfo:
     peers: tuple[DevicePeer, ...] = ()
     # The driver is a simulation.
     simulated: bool = False
-    # Those of a group (group.py), which this then describes together.
+    # The devices of a group (group.py), if this describes a group; else empty.
     members: "tuple[DeviceInfo, ...]" = ()
 
     @property
     def each(self) -> "tuple[DeviceInfo, ...]":
-        """The devices that there are."""
+        """The devices of the group, or only this one."""
         return self.members or (self,)
 
     @property
     def smallest_bytes(self) -> int:
-        """The memory of the device that has least."""
+        """The memory of the device that has the least."""
         return min(info.memory_total_bytes for info in self.each)
 
 
@@ -113,13 +113,13 @@ class Telemetry:
     pcie_received_bytes: float | None = None
     nvlinks_active: int | None = None
     processes: tuple[DeviceProcess, ...] = ()
-    # Of a group: the free memory of the device that has least; and the samples, as DeviceInfo.members.
+    # Only for a group: the free memory of the device that has the least; and the samples of its devices.
     memory_free_bytes: int | None = None
     members: "tuple[Telemetry, ...]" = ()
 
     @property
     def each(self) -> "tuple[Telemetry, ...]":
-        """The samples of the devices that there are."""
+        """The samples of the group's devices, or only this one."""
         return self.members or (self,)
 
 
@@ -132,7 +132,7 @@ class Device(Protocol):
     engine_name: str
     # The compute mode is PROHIBITED.
     compute_prohibited: bool
-    # The driver reports events and required recovery actions: events.py. Else only the sensors tell of faults.
+    # The driver reports events and required recovery actions (events.py). False: only the sensors show faults.
     reports_events: bool
 
     def sample(self) -> Telemetry:
@@ -153,7 +153,7 @@ def visible_environment(devices: Sequence[Device]) -> dict[str, str]:
     variable = devices[0].visible_variable
     environment = {variable: ",".join(device.visible_devices for device in devices)}
     if variable != "CUDA_VISIBLE_DEVICES":
-        # HIP reads this one, too, and counts the devices that the first has left.
+        # HIP reads CUDA_VISIBLE_DEVICES, too; its indexes count only the devices that the vendor's variable leaves.
         environment["CUDA_VISIBLE_DEVICES"] = environment["HIP_VISIBLE_DEVICES"] = ",".join(
             str(index) for index in range(sum(len(device.info.each) for device in devices))
         )

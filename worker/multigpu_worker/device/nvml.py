@@ -66,7 +66,7 @@ IDLE_S = 2.0
 
 
 def count() -> tuple[int, str]:
-    """The number of NVIDIA devices, and why there are none. Opens NVML, so it must be called first.
+    """The number of NVIDIA devices, and the reason if it is 0. Opens NVML, so it must be called first.
 
     Raises DeviceError if there is a driver that cannot be used.
     """
@@ -96,7 +96,7 @@ def index_of(device_id: str) -> int | None:
 def handles(info: DeviceInfo) -> tuple[Any, Any]:
     """The handles of a device and of its GPU; they differ for a MIG instance. Raises NVMLError.
 
-    By PCI address, because a search by UUID opens other GPUs, which then cannot be reset.
+    Finds them by PCI address, because a search by UUID opens other GPUs, which then cannot be reset.
     """
     gpu = pynvml.nvmlDeviceGetHandleByPciBusId(info.pci_bus_id)
     if not info.device_id.startswith("MIG-"):
@@ -155,7 +155,7 @@ class NvmlDevice:
             if self._released:
                 self._reopen()
             return self._telemetry()
-        except DeviceGoneError:  # after a reset the driver may find the device only once it was opened again
+        except DeviceGoneError:  # after a reset, NVML may find the device only when NVML has been opened again
             self.release()
             raise
 
@@ -204,7 +204,7 @@ class NvmlDevice:
         )
 
     def _memory(self) -> Any:
-        """Version 2 excludes the driver's reserved memory from `used`."""
+        """In version 2 of the struct, `used` excludes the driver's reserved memory. Older drivers have version 1."""
         memory = self._ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2)
         return self._ask("nvmlDeviceGetMemoryInfo") if memory is None else memory
 
@@ -271,7 +271,7 @@ class NvmlDevice:
             ("nvmlDeviceGetMPSComputeRunningProcesses_v3", True),
         ):
             listed = (self._ask(function) or ())[:PROCESSES_MAX]
-            # A driver that samples none of these processes does not report their utilization.
+            # If no process has a sample, the driver may not report utilization: then none counts as idle.
             sampled = not working.isdisjoint(process.pid for process in listed)
             for process in listed:
                 found[process.pid] = DeviceProcess(

@@ -1,9 +1,9 @@
 """Detects whether a device that needs a reset (or a restart of its host) has had one.
 
-The driver announces a needed reset once. It may neither repeat that nor announce the reset itself. A reset has
+The driver announces a needed reset once. Not every driver repeats that, or announces the reset itself. A reset has
 happened if the driver had lost the device or required a recovery action and no longer does. A correct self-test proves
 nothing, nor does an error count of 0, which a reload of the driver causes. The state is kept in a file for the next
-process of the worker; a restart of the host makes it void.
+process of the worker; after a restart of the host the file is ignored.
 """
 
 import json

@@ -1,7 +1,8 @@
 """The thread that makes all driver calls for samples and energy, so that a driver that hangs stops nothing else.
 
-The agent requests a sample and waits a little; without an answer it goes on with the last sample, which has its time.
-While the device works, the thread also reads its energy. It is a daemon thread: a process can end while a call hangs.
+The agent requests a sample and waits a little. If there is no answer, it goes on with the last sample, whose time shows
+its age. While the device works, the thread also reads the device's energy. It is a daemon thread, so the process can
+end while a driver call hangs.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class Sample:
 
 
 class Sampler:
-    """All methods but those of the thread are for the event loop."""
+    """Public methods are called on the event loop; those below "the thread" run on the thread."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -44,17 +45,17 @@ class Sampler:
         self.running = 0
         # The driver is closed between samples, so that the device can be reset.
         self.parked = False
-        # When it was last closed, on the monotonic clock.
+        # When the driver was last closed because the device is parked, on the monotonic clock.
         self._released_s = 0.0
         self._wake = threading.Event()
         self._stopped = False
-        # An unexpected error of an energy reading was logged. Energy is read too often to log each.
+        # An unexpected error of an energy reading was logged. Energy is read too often to log every error.
         self._energy_failed = False
         # When the current driver call began, on the monotonic clock; 0.0: there is none.
         self._asked_s = 0.0
         self._wanted: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._lock = threading.Lock()
-        # In our context, so that its log lines have a worker_id.
+        # In a copy of the caller's context, so that the thread's log lines have a worker_id.
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="device-sampler", daemon=True)
 
@@ -68,7 +69,7 @@ class Sampler:
 
     async def sample(self, timeout_s: float) -> Sample | None:
         """A new sample, or the last one if the driver does not answer in time. None: there was none yet."""
-        if self.hung_s() > timeout_s:  # a new sample would wait behind that call
+        if self.hung_s() > timeout_s:  # a new sample would have to wait for the driver call in progress
             return self.latest
         loop = asyncio.get_running_loop()
         future = loop.create_future()
@@ -95,20 +96,20 @@ class Sampler:
             self._wake.set()
 
     def end_work(self) -> None:
-        """The energy of an idle device belongs to no task."""
+        """Stop measuring: the energy of an idle device belongs to no task."""
         self.running = 0
         if self.meter is not None:
             self.meter.reset()
 
     def count_sharers(self, owns: Callable[[int], bool]) -> None:
-        """Count the processes that work on the device beside our engines, by the last sample."""
+        """Set the meter's number of sharers by the last sample. `owns`: whether a process belongs to an engine."""
         if self.meter is None or self.latest is None:
             return
         processes = self.latest.telemetry.processes
         mps = any(process.mps_client for process in processes)
         listed = [(owns(process.pid), process.idle) for process in processes if process.mps_client == mps]
         others = sum(not own and not idle for own, idle in listed)
-        # In a container the pids are those of the host and match none of ours: one of the working processes is ours.
+        # In a container the pids are the host's, and `owns` knows none: then one of the working processes is an engine.
         self.meter.sharers = max(1, others + any(own for own, _ in listed))
 
     def measure(self, start_ns: int, finish_ns: int, units: int) -> Energy | None:
@@ -118,7 +119,7 @@ class Sampler:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # A host's energy is shared by all its processes, a GPU's by all its MIG instances: it can't be split.
+        # No meter for a host, whose energy all its processes share, or for MIG: all instances share the GPU's energy.
         if self.device.info.device_id != "cpu" and not self.device.info.mig_enabled:
             self.meter = self._find_meter()
         while not self._stopped:
@@ -156,7 +157,7 @@ class Sampler:
         return None
 
     def _reading(self, method: EnergyMethod) -> float | None:
-        """None: not reported."""
+        """The energy counter or the power, by the method; None: not reported."""
         self._asked_s = time.monotonic()
         try:
             if method is EnergyMethod.COUNTER:

@@ -1,7 +1,7 @@
 """XIDs, the error numbers of NVIDIA's driver, and the reaction that each requires.
 
 Source: NVIDIA's Xid catalog, https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html, column "Resolution
-Bucket (Immediate Action)", as of driver R580 for A100 to GB200. docs/health.md has the consequences of each class.
+Bucket (Immediate Action)", as of driver R580 for A100 to GB200. docs/health.md lists the consequences of each class.
 """
 
 from enum import Enum
@@ -64,12 +64,12 @@ XIDS: dict[int, Xid] = {
     142: Xid("NVENC3 error", P),
     143: Xid("GPU initialization error", R),
     151: Xid("key rotation error", B),
-    154: Xid("GPU recovery action changed", S),  # NVML tells which: see recovery_action
+    154: Xid("GPU recovery action changed", S),  # events.py reads the new action
     155: Xid("NVLink software defined error", R),
     156: Xid("resource retirement event", R),
     157: Xid("resource retirement failure", N),
     158: Xid("GPU fatal timeout", R),
-    171: Xid("uncorrectable DRAM error", S),  # details of a 48
+    171: Xid("uncorrectable DRAM error", S),  # gives details of an XID 48
     172: Xid("uncorrectable SRAM error", S),
 }
 # Blackwell's NVLinks. Only the kernel's log has the details; NVML's recovery action says what to do.
@@ -85,5 +85,5 @@ REMEDIES = {
 
 
 def xid_of(code: int) -> Xid:
-    """XIDs that the catalog does not have, or lists as unused, are notices."""
+    """The entry of an XID. XIDs that the catalog does not have, or lists as unused, are notices."""
     return XIDS.get(code, Xid("an XID that this version does not know", XidClass.NOTICE))

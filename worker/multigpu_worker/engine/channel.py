@@ -1,7 +1,7 @@
 """The engine's end of the socket: frames to and from the agent.
 
-User code may fork. A forked child that returns into this code ends before it can send frames of its parent. Python
-reports a fork (`forked`); one that Python did not see shows in the pid.
+User code may fork. A forked child that comes back to this code is ended before it can send frames on its parent's
+socket. Python reports a fork (`forked`); a fork that Python did not see is recognised by the pid.
 """
 
 import os
@@ -27,7 +27,7 @@ class AgentChannel:
         self._pid = os.getpid()
         self._sock = sock
         self._blobs = blobs
-        # The agent's frames. Blocks for the next one; EOFError, ConnectionError: the agent is gone.
+        # Yields each frame of the agent as it comes. Raises EOFError or ConnectionError if the agent is gone.
         self.frames = self._receive()
         self._lock = threading.Lock()
         # Results in shared files that the agent has been sent and has not pinned yet, oldest first.
@@ -56,6 +56,6 @@ class AgentChannel:
             self._unpinned.popleft()
 
     def close_in_child(self) -> None:
-        """In a forked child: it must neither read nor write our frames."""
+        """Called in a forked child, which must neither read nor write its parent's frames."""
         self.forked = True
         self._sock.close()

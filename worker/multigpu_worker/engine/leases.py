@@ -1,4 +1,4 @@
-"""Which leases in this process are cancelled, and which no slot has begun, so that they can be given back."""
+"""Which leases in this process are cancelled, and which can be given back because no slot has begun them."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ class Leases:
     """Shared by all threads. `cancelled` and `unbegun` may be read without a lock."""
 
     def __init__(self, channel: AgentChannel) -> None:
-        # A lease leaves it when its batch ends; one whose batch had ended before it was cancelled, with the last batch.
+        # Lease ids. A batch's ids leave it when the batch ends; all do when no batch is left in the process.
         self.cancelled: set[int] = set()
         # Leases that no slot has begun. The value is the set of its batch's leases that were given back.
         self.unbegun: dict[int, set[int]] = {}
@@ -36,7 +36,7 @@ class Leases:
                 self.cancelled.clear()
 
     def begin(self, lease_ids: Iterable[int], given_back: set[int]) -> None:
-        """From here on these leases of a batch can't be given back, unless they were before."""
+        """Mark leases of a batch as begun: from now on they can't be given back, unless they already were."""
         if self._channel.forked:
             os._exit(EXIT_FORKED)
         with self._begin_lock:
@@ -46,12 +46,12 @@ class Leases:
                     del self.unbegun[lease_id]
 
     def give_back(self, lease_ids: Iterable[int]) -> None:
-        """Give back those of these leases that no slot has begun."""
+        """Give back the given leases, except those that a slot has begun."""
         with self._begin_lock:
             given_back = [lease_id for lease_id in lease_ids if lease_id in self.unbegun]
             for lease_id in given_back:
-                # In this order: a slot that reads without the lock finds it in one of the two.
+                # In this order: a slot that reads without the lock finds the lease in one of the two sets.
                 self.unbegun[lease_id].add(lease_id)
                 del self.unbegun[lease_id]
-            # Under the lock, which a batch takes before it ends, so that this leaves before the batch's end does.
+            # Sent under the lock, which a batch also takes before it ends: so this frame precedes the batch's last one.
             self._channel.send(("given_back", given_back))

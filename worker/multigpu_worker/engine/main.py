@@ -84,7 +84,7 @@ def _import_handlers(
 
 
 def _report_import(channel: AgentChannel, file: str) -> None:
-    channel.send(("importing", end_of(file, MESSAGE_BYTES_MAX)))  # a name may not be UTF-8
+    channel.send(("importing", end_of(file, MESSAGE_BYTES_MAX)))  # a file name may not be valid UTF-8
 
 
 def _of_user(error: BaseException) -> str:

@@ -30,7 +30,7 @@ class LoadedModel:
         self.signature = engine.signature() if isinstance(engine, HasSignature) else UNKNOWN
 
     def send_facts_forever(self, channel: AgentChannel) -> None:
-        """Send the facts once they have changed, also while a batch runs."""
+        """Send the facts whenever they have changed, also while a batch runs."""
         while True:
             time.sleep(FACTS_INTERVAL_S)
             facts = _plain(self._facts)
@@ -41,7 +41,7 @@ class LoadedModel:
 
 def load(channel: AgentChannel, settings: EngineSettings, spec: ModelSpec) -> LoadedModel | None:
     """Load a model. If that fails, send the agent the error and return None."""
-    # The user's own module may lie beside the model.
+    # The engine may be a module of the user, in the model's folder.
     if ":" in spec.engine or spec.source == "safetensors":
         sys.path.insert(0, str(spec.folder))
     try:

@@ -80,7 +80,7 @@ class BatchReporter:
         self._clear()
 
     def _clear(self) -> None:
-        # There are unsent reports; this reporter is in `unflushed`.
+        # Whether there are unsent reports, and whether this reporter is in `unflushed`.
         self._waits = False
         self._flush_asked = False
         self._succeeded: list[tuple[int, bytes | int | Place, str]] = []
@@ -105,7 +105,7 @@ class BatchReporter:
             self._ask_flush()
 
     def _begin(self, lease_id: int) -> None:
-        """From here on it can't be given back. If it was, the engine may run it, and its reports are ignored."""
+        """Mark a lease as begun, so that it can't be given back. If it already was, its reports are dropped."""
         if lease_id in self._unbegun:
             self._leases.begin([lease_id], self._given_back)
         if lease_id in self._given_back:
@@ -144,7 +144,7 @@ class BatchReporter:
     def fail(self, item: Item, error_type: str, message: str, *, retryable: bool, traceback: str = "") -> None:
         with self._entered():
             lease_id = item.lease_id
-            self._begin(lease_id)  # it may fail unbegun: the agent must not get a report of a lease that it got back
+            self._begin(lease_id)  # the item may fail unbegun, and a lease that was given back must not be reported
             if lease_id in self._open:
                 self._open.discard(lease_id)
                 self._view[self._lease_at] = 0
@@ -200,7 +200,7 @@ class BatchReporter:
                 self._send(done=False)
 
     def cancelled(self, item: Item) -> bool:
-        if item.lease_id in self._unbegun:  # an item that was checked is begun: it can't be given back any more
+        if item.lease_id in self._unbegun:  # the engine that asks will run the item: it can't be given back any more
             self._leases.begin([item.lease_id], self._given_back)
         return item.lease_id in self._cancelled or item.lease_id in self._given_back
 
@@ -211,7 +211,7 @@ class BatchReporter:
 
     def flush(self) -> None:
         with self._lock:
-            # Also without reports: they may have been sent between their check and the request.
+            # Reset also if nothing is unsent: the reports may have been sent since `_waits` was checked.
             self._flush_asked = False
             if self._waits:
                 self._send(done=False)
@@ -239,7 +239,7 @@ class BatchReporter:
             if item.lease_id not in unbegun:
                 self.fail(item, error_type, message_of(error) or error_type, retryable=True, traceback=text)
         if unbegun:
-            self.flush()  # the agent must see first whether this engine can take another batch
+            self.flush()  # the agent must see the failures first: they may show that this engine can't go on
             self._leases.give_back([item.lease_id for item in self._items if item.lease_id in unbegun])
 
     def _entered(self) -> threading.Lock:

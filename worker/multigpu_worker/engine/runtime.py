@@ -1,9 +1,10 @@
-"""Inside the engine process: batches come in, engines run them, reports go out.
+"""Runs in the engine process: receives batches, has engines run them, and sends reports.
 
 Threads: one reads the socket, so that a cancellation takes effect at once and the next batch is prepared while one
-runs. With a model another thread prepares, after it has loaded the model. The main thread runs batches, and one more
-thread for each further slot. One flushes reports that would otherwise wait behind a long task, and one sends the
-model's facts once they have changed. One thread at a time enters an engine whose batches run together.
+runs. In a process with a model, another thread loads the model and then prepares the batches. The main thread runs the
+batches of the first slot, and one more thread those of each further slot. One thread flushes reports that would
+otherwise wait for the end of a long task, and one sends the model's facts whenever they have changed. Only one thread
+at a time enters an engine whose batches run together.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from multigpu_worker.repository.model import ModelSpec
 
 EXIT_BROKEN = 71
 
-# A batch as it came, and the set of its leases that are given back.
+# A batch's frame and blobs, and the set of its leases that were given back.
 Received = tuple[frames.Message, list[bytes], set[int]]
 
 
@@ -48,14 +49,14 @@ class Runtime:
         self.settings = settings
         self._channel = channel
         self._leases = Leases(channel)
-        # For results that are kept for long, and for the others; None: nothing is shared.
+        # The writers of large results, of durable and of other tasks; None: the master shares no directory.
         self._writers: dict[bool, Writer | None] = {True: None, False: None}
         self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        # Batches that wait to be prepared. None: this process has no model, and the reader prepares.
+        # Batches that wait to be prepared. None: this process has no model, and the reader prepares batches itself.
         self._unprepared: queue.SimpleQueue[Received] | None = None
         self._model: models.LoadedModel | None = None
         self._engines: dict[str, Engine] = {}
-        # By kind, for engines whose batches run together.
+        # By kind; taken to enter an engine whose batches run together.
         self._engine_locks: dict[str, threading.Lock] = {}
         self._reporting = Reporting(
             channel=channel,
@@ -67,15 +68,15 @@ class Runtime:
         )
 
     def serve(self) -> None:
-        """Serve until the agent goes away. Does not return: the process ends with it."""
+        """Serve until the agent is gone, then end the process. Never returns."""
         _thread(flush_forever, "flusher", self._reporting.unflushed)
-        # Before the first frame is read: loading a model starts the threads of its further slots.
+        # Before the first frame is read: a "load" changes the number of slots, and starts their threads itself.
         self._start_slots()
         _thread(self._read, "reader")
         self._run(0)
 
     def _start_slots(self) -> None:
-        """The main thread is the first slot's."""
+        """Start the threads of all slots but the first, which has the main thread."""
         for slot in range(1, self.settings.slots):
             _thread(self._run, f"slot-{slot}", slot)
 
@@ -119,7 +120,9 @@ class Runtime:
                 raise ValueError(f"unknown message {message[0]!r}")
 
     def _close(self, *, end: bool) -> None:
-        """The process ends. Nothing runs, unless a drain timed out. `end`: by itself; else the agent ends it."""
+        """Close the engines and handlers. Nothing runs, unless a drain timed out. `end`: then end the process; else the
+        agent ends it.
+        """
         for engine in self._engines.values():
             close = getattr(engine, "close", None)
             if close is not None:
@@ -172,7 +175,7 @@ class Runtime:
             work = Work(batch_id, batch, engine, engine.prepare(batch) if items else None, lost, writer, given_back)
         except Exception as error:  # noqa: BLE001  an engine that can't be built or can't prepare fails the batch
             work = Work(batch_id, batch, None, error, lost, writer, given_back)
-        # Not reached if the process ends: the batch is charged with that.
+        # If preparing ends the process, PREPARED still names the batch, and the agent suspects its leases.
         self.page.view[SlotPage.PREPARED] = 0
         return work
 
@@ -184,7 +187,7 @@ class Runtime:
         while True:
             work = self._work.get()
             reporter = BatchReporter(self._reporting, work, at)
-            # The clock starts when the batch does, and not while it waits for its engine.
+            # STARTED is set when the batch begins, not while it waits for its engine.
             with self._engine_lock(work):
                 if work.engine is None or not work.engine.one_by_one:
                     reporter.begin_all()
@@ -221,7 +224,7 @@ class Runtime:
             if self_test.loaded():
                 passed, detail = self_test.attempt(device, lambda: self._channel.send(("self_test_begun", test_id)))
             else:
-                # Tasks have no use for torch here: its memory, and that of a CUDA context, must not stay taken.
+                # No task needs torch in this process: a subprocess imports it, so that its memory is freed afterwards.
                 passed, detail = self_test.run_in_subprocess(device)
         self._channel.send(("self_test", test_id, passed, text_of(detail, MESSAGE_BYTES_MAX)))
 
@@ -246,7 +249,7 @@ def _thread(target: object, name: str, *args: object) -> None:
 
 
 def _exit_broken() -> NoReturn:
-    """End the process and print the exception that is being handled."""
+    """Print the exception that is being handled, and end the process."""
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(EXIT_BROKEN)

@@ -25,7 +25,7 @@ class Work:
 
 
 def items_of(rows: Iterable[Any], blobs: list[bytes]) -> tuple[list[Item], list[tuple[Item, str]]]:
-    """The items of a batch's frame, and those whose payloads can't be read, with the reasons.
+    """The items of a batch's frame; and separately the items whose payloads can't be read, with the reasons.
 
     A row has the payload itself, its index in `blobs`, or its place in a file: the arguments of read_file.
     """

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from multigpu_worker.repository.model import REMOTE, VLLM, ModelSpec, Scan
 
-# By engine: the modules of which it needs one, and how to install it.
+# By engine: modules of which it needs at least one, and how to install them.
 _LIBRARIES = {
     "torch": (("torch",), "install multigpu[worker]"),
     "onnx": (("onnxruntime",), "install multigpu[onnx]"),
@@ -41,10 +41,10 @@ def routes_of(catalog: Scan) -> dict[tuple[str, str], str]:
 
 
 def installed(found: Scan, engine: str, *, vllm: bool, on_gpu: bool, gpus: int) -> Scan:
-    """The scan with an error for each model whose library is not installed, or that needs more GPUs than the worker's.
+    """The scan with an error for each model whose library is not installed, or that needs more GPUs than there are.
 
-    `engine`: the worker's setting. `vllm`: it has vLLM, which is what "auto" means `on_gpu` for models that it runs.
-    `gpus`: 0 on a CPU, where all ranks of a model share the processor.
+    `engine`: the worker's setting. If it is "auto", and the worker has `vllm` and is `on_gpu`, vLLM runs the models
+    with the engine "auto" that it supports. `gpus`: 0 on a CPU, where all ranks of a model share the processor.
     """
     models: dict[str, ModelSpec] = {}
     errors = dict(found.errors)

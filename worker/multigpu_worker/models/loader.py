@@ -30,21 +30,21 @@ from multigpu_worker.session.session import Session, TaskError
 
 log = structlog.get_logger()
 
-# A load that uses no CPU time for this long hangs, unless progress_timeout_s is set.
+# A load that uses no CPU time for this long, or for progress_timeout_s if that is set, counts as hanging.
 LOAD_STILL_S = 60.0
 LOAD_S_MAX = 1800.0
 _LOAD_LOOK_S = 0.5
-# Error types: the engine ran out of memory; the model's files are at fault.
+# Error types of failed loads: the engine ran out of memory; the model's files are at fault.
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
 FAULTY = frozenset({"ModelFolderError"})
 # A model in use is measured again at this interval.
 MEASURE_S = 30.0
-# Deaths during loads of a model. From this one on, also a kill from outside counts as a failure of the load.
+# From this number of deaths during loads of a model on, a kill from outside counts as a failed load, too.
 KILLS_MAX = 2
 
 
 class LeaseHolder(Protocol):
-    """The dispatcher, as far as the loader asks and tells it."""
+    """The members of the dispatcher that the loader uses."""
 
     session: Session
 
@@ -58,7 +58,7 @@ class LeaseHolder(Protocol):
 
     def want_heartbeat(self) -> None: ...
     def routes_changed(self) -> None:
-        """Another model serves a name, or one is ready."""
+        """Another model serves a name now, or a model has become ready."""
 
 
 class ModelLoader:
@@ -81,7 +81,7 @@ class ModelLoader:
         self._sizes = ModelSizes(settings, sampler, limit_bytes, self._resized)
         self._sizes.prepare(catalog.models)
         self.routes = ModelRoutes(catalog, settings.engine, self._sizes.of)
-        # Keys of models whose engines run one task after the other; of those that were loaded.
+        # Keys of models that have been loaded, and whose engines run one task after the other.
         self.one_by_one: set[str] = set()
         # The master does not know the current routes yet.
         self.changed = False
@@ -94,7 +94,7 @@ class ModelLoader:
         self._desired: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._load_watch = LoadWatch(progress_timeout_s or LOAD_STILL_S)
         self._looked_s = 0.0
-        # The instances that have loaded their model, by its key.
+        # The instances that have loaded their model, by the model's key.
         self._loaded: dict[str, set[ModelProcess]] = {}
         self._kills: Counter[str] = Counter()
 
@@ -113,7 +113,7 @@ class ModelLoader:
             self.look()
 
     def alone(self, key: str | None) -> bool:
-        """No other model is in memory. Else `tick` unloads the others, as a lease that must be alone waits."""
+        """Whether no other model is in memory. If one is, `tick` unloads it, because an exclusive lease waits."""
         return not any(r.key != key and r.state is not ModelState.ABSENT for r in self.routes.residents.values())
 
     def used(self, key: str) -> None:
@@ -134,7 +134,7 @@ class ModelLoader:
             self._dispatcher.want_heartbeat()
 
     async def put(self, catalog: Scan) -> None:
-        """The repository has changed. Reading a large model's files takes long, so it is done in a thread."""
+        """Apply a changed repository. A thread reads the models' files first, which takes long for large models."""
         await to_daemon_thread(self._sizes.prepare, catalog.models)
         self._reroute(lambda: self.routes.put(catalog))
         self._report_change()
@@ -142,7 +142,7 @@ class ModelLoader:
         self._dispatcher.routes_changed()
 
     def _reroute(self, change: Callable[[], None]) -> None:
-        """Change the routes. Waiting leases whose model has no route any more fail."""
+        """Change the routes. Fail the waiting leases whose model has no route any more."""
         served = {lease.spec for lease in self._dispatcher.waiting() if self.routes.key_of(lease.spec) is not None}
         change()
         for spec in served:
@@ -150,7 +150,7 @@ class ModelLoader:
                 self._fail_removed([lease for lease in self._dispatcher.waiting() if lease.spec == spec], spec)
 
     def _fail_removed(self, leases: list[Lease], spec: Spec) -> None:
-        """Retryable unless the repository has other versions: a replaced version does not come back."""
+        """The failure is retryable unless the repository has other versions: a replaced version does not come back."""
         text = f"the model {spec.model!r} is gone from this worker's repository: {self.routes.why_not(spec)}"
         error = TaskError(type="UnknownModel", message=text, retryable=not self.routes.other_versions(spec))
         self._dispatcher.fail(leases, error)
@@ -188,7 +188,7 @@ class ModelLoader:
             self._load(resident, now_s)
 
     def _update(self, now_s: float) -> None:
-        """Set what residents derive from leases and from the master's wishes."""
+        """Set the fields of residents that depend on the held leases and on the master's wishes."""
         pinned, unwanted = self._desired
         leases: Counter[str | None] = Counter()
         self._exclusive = self._holds_exclusive()
@@ -209,7 +209,7 @@ class ModelLoader:
         return any(lease.exclusive for lease in self._dispatcher.session.leases.values())
 
     def _look_at(self, resident: Resident, now_s: float) -> None:
-        """Steps that concern one model alone."""
+        """Take the steps that depend on this model alone."""
         if resident.state is ModelState.UNLOADING and not self._busy(resident):
             self._pool.unload(resident.key)
         absent = resident.state is ModelState.ABSENT
@@ -312,7 +312,7 @@ class ModelLoader:
         resident = self.routes.residents[process.model]
         self._load_watch.forget(process.pid)
         others = [each for each in self._pool.models.get(resident.key, ()) if each is not process]
-        if resident.state is not ModelState.LOADING and others:  # it was to replace a dead instance
+        if resident.state is not ModelState.LOADING and others:  # this process was to replace a dead instance
             log.warning("an instance of a model failed to load", model=process.model, error=message)
             self._pool.end(process)
             return
@@ -329,7 +329,7 @@ class ModelLoader:
     def _expect_more(self, resident: Resident) -> bool:
         """Double the expected size of a model that ran out of memory beside others, so that some of them are unloaded.
 
-        False: no other model could be unloaded.
+        Returns False if no other model could be unloaded, or if the expected size is already the largest possible.
         """
         others = [r for r in self.routes.residents.values() if r is not resident and r.state is not ModelState.ABSENT]
         room_bytes = self.limit_bytes - sum(r.memory_bytes for r in others if r.pinned)
@@ -339,7 +339,7 @@ class ModelLoader:
         return True
 
     def _load_ended(self, resident: Resident, error: str, *, hopeless: bool = False, faulty: bool = False) -> None:
-        """A load has failed. `hopeless`: it would on every worker; `faulty`: until its files change."""
+        """A load has failed. `hopeless`: it would fail on every worker; `faulty`: it fails until the files change."""
         log.warning("model failed to load", model=resident.model, error=error)
         resident.record_failure(error, time.monotonic(), hopeless=hopeless, faulty=faulty)
         self._pool.unload(resident.key, grace_s=0.0)
@@ -348,7 +348,7 @@ class ModelLoader:
         self._report_change()
 
     def process_died(self, process: EngineProcess, death: Death) -> None:
-        """A process of a model, or the spare process, has ended. The pool knows already."""
+        """A process of a model, or the spare process, has ended. The pool has already removed it."""
         self._load_watch.forget(process.pid)
         resident = self.routes.residents.get(process.model)
         if resident is None:
@@ -389,7 +389,7 @@ class ModelLoader:
         """Check the loads in progress, measure models in use, and keep a spare process."""
         now_s = time.monotonic()
         moving = (ModelState.LOADING, ModelState.UNLOADING)
-        exclusive = self._exclusive or self._holds_exclusive()  # it has begun, or has ended since
+        exclusive = self._exclusive or self._holds_exclusive()  # held at the last look, or held now
         if exclusive or any(r.state in moving or r.wanted_at is not None for r in self.routes.residents.values()):
             self.look()
         if now_s - self._looked_s < _LOAD_LOOK_S:
@@ -412,9 +412,9 @@ class ModelLoader:
             self._load_ended(resident, f"the model {resident.model!r} was not loaded after {LOAD_S_MAX:g} s")
 
     def _keep_spare(self) -> None:
-        """Keep a process for the next load, with the imports that most of the models have that are not loaded."""
+        """Keep a process for the next load, with the imports that most models in the state ABSENT need."""
         residents = self.routes.residents.values()
-        if any(r.state is ModelState.LOADING for r in residents):  # it would take CPU time from the load
+        if any(r.state is ModelState.LOADING for r in residents):  # a spare would take CPU time from the load
             return
         absent = [r for r in residents if r.state is ModelState.ABSENT and not r.unwanted]
         begun = self._eager or any(r.loads for r in residents)

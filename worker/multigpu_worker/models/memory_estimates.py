@@ -16,8 +16,8 @@ from multigpu_worker.models import catalog as catalogs
 from multigpu_worker.repository.model import VLLM, ModelSpec
 from multigpu_worker.repository.weight_files import context_bytes, weights_bytes
 
-# Model memory over weights, and the memory of a process with its imports but without a model. CPU: measured with torch
-# 2.13, transformers 5.23 and ONNX Runtime 1.31. GPU: a CUDA context with the libraries' workspaces, a guess.
+# A model's memory divided by its weights; and the memory of a process with its imports but without a model, on a CPU,
+# measured with torch 2.13, transformers 5.23 and ONNX Runtime 1.31.
 WEIGHTS_FACTOR = 1.1
 PROCESS_BYTES = 24 << 20
 TORCH_BYTES = 300 << 20
@@ -27,15 +27,15 @@ VLLM_BYTES, VLLM_GPU_SHARE = 1500 << 20, 0.9
 # Limits of the cache in engines/generate/model.py, for models that do not set cache_bytes.
 CPU_CACHE_BYTES, CPU_CACHE_SHARE = 512 << 20, 0.25
 GPU_CACHE_SHARE = 0.5
-# A model.toml may ask for any cache_bytes, and a message holds 64 bits.
+# Limit of an estimate: a model.toml may set any cache_bytes, and a message's field has 64 bits.
 ESTIMATE_BYTES_MAX = 1 << 50
 
 
 def estimate_bytes(
     spec: ModelSpec, settings: EngineSettings, device: DeviceInfo, *, slots: int, limit_bytes: int
 ) -> int:
-    """Expected memory of a model, each instance of which runs `slots` tasks at the same time; on GPUs, of the one that
-    has most of it.
+    """Expected memory of all instances of a model, each of which runs `slots` tasks at the same time. If the model is
+    divided among GPUs: the memory on the GPU that has most of it.
 
     `limit_bytes`: for all models together; 0: no limit. The cache shrinks so that the model fits.
     """
@@ -52,7 +52,7 @@ def estimate_bytes(
     number_bytes = NUMBER_BYTES.get(precision, 4)
     shares = _shares(spec, device) if on_gpu else 1
     model_bytes = -(-int(weights_bytes(spec, number_bytes) * WEIGHTS_FACTOR) // shares)
-    if spec.device_map:  # the rest is elsewhere: the plan that is made at load says whether all of it fits
+    if spec.device_map:  # other parts are on the host or disk; the plan that is made at load says whether all parts fit
         limits = [size for place, size in spec.max_memory.items() if (place.isdecimal() if on_gpu else place == "cpu")]
         model_bytes = min([model_bytes, *(from_text(size, int, "size_bytes") for size in limits)])
         if limit_bytes:
@@ -82,6 +82,6 @@ def _shares(spec: ModelSpec, device: DeviceInfo) -> int:
 
 
 def _capability(device: DeviceInfo) -> tuple[int, int]:
-    """(0, 0) if it is not reported."""
+    """The device's compute capability; (0, 0) if it is not reported."""
     major, _, minor = device.compute_capability.partition(".")
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)

@@ -1,4 +1,4 @@
-"""Protobuf messages about a worker's models: those that it offers, and those in memory."""
+"""Protobuf messages about a worker's models: the models that it offers, and the models in memory."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from multigpu_worker.models.routes import ModelRoutes
 # The rest of a hello is for the worker's own description.
 CATALOG_BYTES_MAX = HELLO_BYTES_MAX - (32 << 10)
 SHORT_ERROR_CHARS = 100
-# The name of an entry about models that did not fit. No model can have it. It names the first few.
+# The name, which no model can have, of the entry about models that did not fit; and how many of them it names.
 LEFT_OUT, NAMED_MAX = "(left out)", 5
-# Tag and length of a field.
+# Size of a field's tag and length.
 _FRAMING_BYTES = 4
 
 Offers = Sequence[tuple[str, list[str]]]
@@ -23,9 +23,9 @@ Offers = Sequence[tuple[str, list[str]]]
 def fitting(offers: Offers, models: Sequence[model_pb2.Model]) -> tuple[Offers, list[model_pb2.Model]]:
     """The offers and models that fit into CATALOG_BYTES_MAX.
 
-    If not all do, facts, inputs and outputs are left out, errors cut, and then models left out: the first model of each
-    kind stays, and small models stay before large ones, so that a large one displaces no other. The model LEFT_OUT
-    tells operators.
+    If not all fit, this removes facts, inputs and outputs, shortens errors, and then leaves out models. It keeps the
+    first model of each kind, then small models before large ones, so that a large model displaces no other. The entry
+    LEFT_OUT tells operators about the models that are left out.
     """
     if len(models) <= MODELS_MAX and sum(map(_cost_bytes, models)) <= CATALOG_BYTES_MAX:
         return offers, list(models)
@@ -49,13 +49,13 @@ def fitting(offers: Offers, models: Sequence[model_pb2.Model]) -> tuple[Offers, 
 
 
 def _names_of(model: model_pb2.Model) -> list[str]:
-    """The names that tasks may use for it."""
+    """The names that tasks may use for a model."""
     own = f"{model.name}:{model.version}" if model.version else model.name
     return [own, model.name] if model.current and model.version else [own]
 
 
 def _cost_bytes(model: model_pb2.Model) -> int:
-    """Bytes of its message, and of its names among the offers."""
+    """Bytes of the model's message, and of its names among the offers."""
     names_bytes = sum(len(name.encode()) + _FRAMING_BYTES for name in _names_of(model))
     return model.ByteSize() + _FRAMING_BYTES + names_bytes
 

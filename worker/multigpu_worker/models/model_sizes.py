@@ -1,7 +1,7 @@
-"""How much device memory models take: measured for loaded models; for others, from an earlier measurement or estimated.
+"""How much device memory models take: measured for loaded models; for others, measured earlier or estimated.
 
-On a GPU it is what the driver reports for the model's processes. On a CPU it is the private memory of these processes,
-which is what their end frees: libraries that other processes also map are not included.
+On a GPU, a measurement is the memory that the driver reports for the model's processes. On a CPU it is the private
+memory of these processes, which their end frees: libraries that other processes also map are not included.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def slots_of(spec: ModelSpec) -> int:
 
 
 def slots_max(routes: ModelRoutes) -> int:
-    """The most tasks that any served model runs at the same time."""
+    """The largest number of tasks that a served model runs at the same time."""
     served = (routes.residents[key].spec for key in set(routes.table.values()))
     return max((slots_of(spec) * spec.instances for spec in served), default=1)
 
@@ -90,8 +90,8 @@ class ModelSizes:
         )
 
     def measure(self, resident: Resident, pids: Sequence[int], device_bytes: int = 0, *, again: bool = False) -> None:
-        """Measure a loaded model in the background, and hash its files. `device_bytes`: memory of one engine by its own
-        account, for drivers that report none per process. `again`: a repeated measurement counts only if it is larger.
+        """Measure a loaded model in the background, and hash its files. `device_bytes`: memory that one engine itself
+        counts, for drivers that report none per process. `again`: a repeated measurement, which counts only if larger.
         """
         resident.measured_at = time.monotonic()
         task = supervised(asyncio.create_task(self._measure(resident, pids, device_bytes, again=again)))
@@ -115,7 +115,7 @@ class ModelSizes:
                 self._changed()
 
     async def _memory_of(self, pids: Sequence[int]) -> int:
-        """Memory of these processes in bytes, of a group on the device where they have most; 0: unknown."""
+        """Memory of these processes in bytes, in a group on the device where they use most; 0: unknown."""
         if self._device.device_id == "cpu":
             return await asyncio.to_thread(lambda: sum(map(private_bytes, pids)))
         sample = await self._sampler.sample(_SAMPLE_TIMEOUT_S)

@@ -9,7 +9,7 @@ Pure. The rules:
 - If these do not suffice and the model has waited for PATIENCE_S, models in use retire too: they take no new tasks, and
   are unloaded when their running tasks are done. A model retires only after it was ready for as long as the waiting
   model takes to load, so that at most half of the time goes into loading.
-- Pinned models are never unloaded, except for a rank of a gang: until it ends, no model but its own is in memory.
+- Pinned models are never unloaded, except for a rank of a gang: until it ends, no model but the rank's is in memory.
 - If a loaded model takes more memory than expected, idle models are unloaded until all are within the limit.
 """
 
@@ -21,10 +21,10 @@ from multigpu_worker.repository.model import ModelSpec
 from multigpu_worker.repository.signature import UNKNOWN, Signature
 
 PATIENCE_S = 0.5
-# Concurrent loads: one that hangs does not delay all others.
+# The number of concurrent loads. A load that hangs must not delay all others.
 LOADS_MAX = 2
 # Delay before a failed load is retried; it doubles up to a limit. The second limit is for models whose files are at
-# fault: when the files change it counts as a new model, without a delay.
+# fault: when the files change, the model counts as new and is loaded without a delay.
 RETRY_S = 1.0
 RETRY_MAX_S, RETRY_FAULTY_MAX_S = 60.0, 3600.0
 # Enough for both limits: 2.0 to the power of 1,024 is an OverflowError.
@@ -48,7 +48,7 @@ class Resident:
     key: str
     spec: ModelSpec
     state: ModelState = ModelState.ABSENT
-    # Expected, until it was measured after a load.
+    # Expected until it has been measured after a load.
     memory_bytes: int = 0
     measured: bool = False
     # Time of the last measurement, on the monotonic clock.
@@ -69,13 +69,13 @@ class Resident:
     used_ns: int = 0
     # Leases held for it, waiting or running.
     leases: int = 0
-    # Why the last load failed, whether it would on every worker, failures in a row, and when it may be retried.
+    # Why the last load failed; whether it would fail on every worker; failures in a row; when it may be retried.
     error: str = ""
     hopeless: bool = False
     failures: int = 0
     retry_at: float = 0.0
     facts: dict[str, str] = field(default_factory=dict)
-    # Of its last load, also before a restart.
+    # As the last load reported it, even if that was before a restart of the worker.
     signature: Signature = UNKNOWN
     # SHA-256 over its files; empty: not computed yet.
     digest: str = ""
@@ -106,11 +106,11 @@ class Resident:
 @dataclass(slots=True)
 class Plan:
     load: list[Resident] = field(default_factory=list)
-    # Without leases.
+    # Models without leases, to be unloaded now.
     unload: list[Resident] = field(default_factory=list)
-    # In use.
+    # Models in use, to be unloaded when their running tasks are done.
     retire: list[Resident] = field(default_factory=list)
-    # Larger than the memory that is left beside the pinned models, which is the second value.
+    # Models that are larger than the memory beside the pinned models, and the size of that memory.
     too_large: list[tuple[Resident, int]] = field(default_factory=list)
 
 
@@ -174,7 +174,7 @@ def _make_room(found: Plan, inside: list[Resident], wanted: Resident, lacking_by
             continue
         chosen.append(victim)
         lacking_bytes -= victim.memory_bytes
-    if lacking_bytes > 0:  # models that are loading or were ready too short a time must serve first
+    if lacking_bytes > 0:  # wait: the other models are loading, or have not been ready for long enough to retire
         return
     found.unload += [victim for victim in chosen if not victim.leases]
     found.retire += [victim for victim in chosen if victim.leases]

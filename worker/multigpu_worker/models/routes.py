@@ -5,8 +5,8 @@ Pure. The repository may change while the worker runs:
 - A name whose model is in memory keeps it until the new version is ready, and for good if the new version is broken.
   Any other name goes to the new version at once.
 - A name that the repository no longer lists (such as "m:1" after version 2 has replaced it as the latest) keeps its
-  model while that is in memory. The name is offered while the model also serves listed names; then only held leases
-  run.
+  model while that is in memory. The name is offered as long as the model also serves listed names; after that, the
+  worker only runs the leases that it holds.
 - Tasks without a model name keep the same model while the repository has it, even if it is broken. They never move to
   another model.
 """
@@ -106,7 +106,8 @@ class ModelRoutes:
             in_memory, listed = resident.state is not ModelState.ABSENT, route in self._next
             if not name and named in self._next:  # the default stays the same model
                 self._next[route] = self._next[named]
-            # A broken model keeps its names while it is in memory. The default keeps them in any case, and fails.
+            # A broken model keeps its names while it is in memory. The empty name never moves to another model instead,
+            # so its tasks then fail.
             elif resident.spec.name in broken and (not name if listed else in_memory):
                 self._next[route] = key
         self.switch()
@@ -128,7 +129,7 @@ class ModelRoutes:
         self._newest[model] = key
 
     def switch(self) -> None:
-        """Move names to their new versions, where those are ready or the old ones are not in memory."""
+        """Move each name to its new version if that is ready, or if the old version is not in memory."""
         in_use = (ModelState.LOADING, ModelState.READY)
         table = {}
         for route, key in self._next.items():

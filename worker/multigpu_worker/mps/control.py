@@ -2,7 +2,7 @@
 
 See https://docs.nvidia.com/deploy/mps. A control daemon answers on the socket in its pipe directory and starts a server
 for each user when the first client connects. CUDA programs with the same pipe directory become that server's clients.
-Whoever operates the host starts and stops the daemon; workers do not.
+The host's operator starts and stops the daemon; workers do not.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class MpsControl:
         return _pids("get_server_list", await self.ask("get_server_list"))
 
     async def look(self, server_pid: int) -> tuple[str, list[int]]:
-        """A server's state (INITIALIZING, ACTIVE or FAULT) and its clients' pids. Empty: there is no such server."""
+        """A server's state (INITIALIZING, ACTIVE or FAULT) and its clients' pids; both empty if it does not exist."""
         answer = await self.ask(f"get_server_status {server_pid}\nget_client_list {server_pid}")
         first, _, rest = answer.strip().partition("\n")
         state = next((state for state in _STATES if state in first.split()), "")
@@ -84,7 +84,7 @@ class MpsControl:
         return "", []
 
     async def terminate(self, server_pid: int, client_pid: int, timeout_s: float) -> bool:
-        """Destroy a client's contexts. True: the server confirms it."""
+        """Destroy a client's contexts. Returns whether the server confirms that."""
         answer = (await self.ask(f"terminate_client {server_pid} {client_pid}", timeout_s)).strip()
         if not _RESULT.fullmatch(answer):
             raise UnknownAnswerError("terminate_client", answer)
@@ -143,8 +143,8 @@ def _pids(command: str, answer: str) -> list[int]:
 class ServerLog:
     """Finds the client that is to blame for a fault, in the part of the servers' log after `offset`.
 
-    It is the first client, by pid, that a line about a fatal error names; later clients were only informed of the
-    fault. The format is not fully documented, so a log that names no client is no error.
+    It is the first client that a line about a fatal error names by its pid; clients in later lines were only informed
+    of the fault. The format is not fully documented, so a log that names no client is no error.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -161,7 +161,7 @@ class ServerLog:
         """Whether there is a fatal error, and the client to blame."""
         try:
             with self.path.open("rb") as file:
-                file.seek(self.offset if self.offset <= self.size() else 0)  # past the end: it was rotated
+                file.seek(self.offset if self.offset <= self.size() else 0)  # past the end: the log was rotated
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return False, None

@@ -21,13 +21,13 @@ from multigpu_worker.process_group import look_for_members, signal_group, stop_g
 
 log = structlog.get_logger()
 
-# A poll runs the control program and scans all processes. Engines report most faults before it.
+# Not shorter, because a poll runs the control program and scans all processes. Most faults show earlier, in engines.
 POLL_S = 5.0
 FORCE_TIMEOUT_S = 30.0
 # A server that stays in the state FAULT for this time is shut down by force.
 RECOVERY_TIMEOUT_S = 30.0
 RETRY_S = 0.05
-# A fault may kill its client before the server reports it.
+# A fault may kill its client before the server reports the fault, so a death is followed by several looks.
 _FAULT_LOOKS = 3
 _FAULT_LOOK_S = 0.15
 _RESTART_DELAY_S = 1.0
@@ -40,9 +40,9 @@ class MpsLimits:
     active_thread_percentage: float = 0.0
     # GPU memory of one engine; 0: no limit.
     pinned_bytes: int = 0
-    # For the server to detach one engine.
+    # How long the server may take to detach one engine.
     terminate_timeout_s: float = 20.0
-    # Contexts of the GPU.
+    # The maximum number of client contexts on the GPU.
     clients_max: int = 48
 
 
@@ -53,7 +53,7 @@ class Fault:
     # An engine of this worker caused it.
     ours: bool
     message: str
-    # It is known which client caused it.
+    # It is known which client, or at least that an engine of this worker, caused it.
     known: bool
 
 
@@ -65,20 +65,20 @@ class Mps:
         self._limits = limits
         self.status = MpsStatus(state=MpsState.RUNNING, clients_max=limits.clients_max)
         self._log = ServerLog(control.log_dir)
-        # 0: the daemon has started none yet, as far as we know.
+        # 0: no server of the daemon is known yet.
         self._server_pid = 0
         # Engines of this worker; each leads its process group.
         self._engine_pids: set[int] = set()
-        # Engines whose death is being examined: the server's log must be kept meanwhile.
+        # The number of engines whose death is being examined. Meanwhile the log's offset must not move.
         self.burying = 0
-        # Clients in our engines' process groups that were seen so far.
+        # The pids of clients in this worker's engine process groups that were seen so far.
         self._ours: set[int] = set()
-        # Other clients of the server.
+        # The number of other clients of the server.
         self._strangers = 0
-        # One of our engines has been a client.
+        # An engine of this worker has been a client.
         self._connected = False
         self._forced = False
-        # An engine is being ended or has just died: entries of the server's log are about it.
+        # An engine is being ended or has just died, so new entries of the server's log are about that.
         self._blaming = False
         self._unknown_logged = False
 
@@ -115,14 +115,14 @@ class Mps:
                 return self._log_unknown(error)  # start the engine: it finds out whether the server accepts it
             except MpsError as error:
                 self._set_status(MpsState.FAULT, str(error), clients=0)
-                log.error("no engine, as MPS doesn't work; trying again", error=str(error), delay_s=delay_s)  # noqa: TRY400
+                log.error("no engine can start, as MPS fails; trying again", error=str(error), delay_s=delay_s)  # noqa: TRY400
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _RESTART_DELAY_MAX_S)
 
     async def wait_until_ready(self) -> None:
-        """Wait until the daemon answers for no server in the state FAULT. Raises MpsError.
+        """Wait until the daemon answers and none of its servers is in the state FAULT. Raises MpsError.
 
-        Without a server it is ready too: the daemon starts one for the first client.
+        There need not be a server: the daemon starts one for the first client.
         """
         end_s = time.monotonic() + RECOVERY_TIMEOUT_S
         while True:
@@ -151,10 +151,10 @@ class Mps:
     # --- ends --------------------------------------------------------------------------------------------------------
 
     async def detach(self, group: int) -> None:
-        """Detach every process of a group from the GPU, so that it can be killed. They are stopped afterwards.
+        """Detach every process of a group from the GPU and stop it (SIGSTOP), so that the group can be killed.
 
-        If the server does not detach them in time it is shut down, which also ends the work of its other clients. After
-        an answer in an unknown format the group is only stopped.
+        If the server does not detach them in time, it is shut down, which also ends the work of its other clients.
+        After an answer in an unknown format the group is only stopped.
         """
         self._blaming = True
         try:
@@ -186,7 +186,7 @@ class Mps:
             if left - done:
                 await asyncio.sleep(RETRY_S)
                 continue
-            # A process may have connected meanwhile: look again once none of them can.
+            # A process may have connected meanwhile: look again when all are stopped, so that none can connect.
             await stop_group(group)
             if not await self._attached(group) - done:
                 return
@@ -208,7 +208,7 @@ class Mps:
     def _log_unknown(self, error: UnknownAnswerError) -> None:
         if not self._unknown_logged:
             self._unknown_logged = True
-            log.error("MPS is not understood, so the ends of engines are unconfirmed", error=str(error))
+            log.error("an answer of MPS is not understood, so the ends of engines are unconfirmed", error=str(error))
 
     async def _force(self) -> None:
         self._forced = True
@@ -217,12 +217,12 @@ class Mps:
                 for pid in await self.control.servers():
                     await self.control.shut_down_server(pid)
         except (TimeoutError, MpsError) as error:
-            log.error("the GPU's MPS server can't be shut down either; going on", error=str(error))  # noqa: TRY400
+            log.error("the GPU's MPS server can't be shut down; going on", error=str(error))  # noqa: TRY400
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
     async def after_death(self) -> Fault | None:
-        """Whether a fault of the server ended our engine, and which client caused it."""
+        """The fault of the server that ended an engine of this worker; None: the server had none."""
         self._blaming = True
         if self._forced:
             return None
@@ -258,7 +258,7 @@ class Mps:
         return Fault(ours=ours, message=message, known=ours or blamed is not None)
 
     async def watch(self, faulty: Callable[[], Any]) -> None:
-        """Poll the server until cancelled. Calls `faulty` at each poll while a fault has stopped it."""
+        """Poll the server until cancelled. Calls `faulty` at each poll while a fault has stopped the server."""
         answers = True
         while True:
             await asyncio.sleep(POLL_S)
@@ -276,7 +276,7 @@ class Mps:
                 answers = False
 
     async def _look(self) -> tuple[str, list[int]]:
-        """The server's state and its clients' pids. Empty: it is gone, or there has been none."""
+        """The server's state and its clients' pids; both empty if it is gone, or if none was started yet."""
         if not self._server_pid:
             self._server_pid = next(iter(await self.control.servers()), 0)
         return await self.control.look(self._server_pid) if self._server_pid else ("", [])
@@ -285,7 +285,7 @@ class Mps:
         size = self._log.size()
         state, clients = await self._look()
         if not state and self._server_pid and not self._connected:
-            self._server_pid = 0  # it ended while no engine of ours used it: look for its successor
+            self._server_pid = 0  # the server ended while no engine of this worker used it: look for its successor
             state, clients = await self._look()
         states = dict(await look_for_members(*self._engine_pids))
         self._ours |= states.keys() & set(clients)
@@ -294,8 +294,8 @@ class Mps:
         if self._blaming:
             return False
         if state == "ACTIVE" and any(states.get(pid, "Z") != "Z" for pid in self._engine_pids):
-            # The server is active and the engine alive: earlier log entries did not affect it. Skip them.
+            # The server is active and an engine alive: earlier log entries did not affect the engine. Skip them.
             self._log.offset = size
-        # A message about a fault is over once the server answers.
+        # Clears the message about an earlier fault, because the server answers.
         self._set_status(self.status.state, clients=len(clients))
         return state == "FAULT" or (not state and self._connected)

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 # NVIDIA's limits on client contexts of one GPU.
 CLIENTS_MAX = 48
 CLIENTS_MAX_SINCE_CUDA_13_1 = 60
-# Volta: on earlier GPUs MPS has neither limits for clients nor fault containment.
+# Volta's. On earlier GPUs MPS has neither limits for clients nor fault containment.
 _COMPUTE_CAPABILITY_MIN = (7, 0)
 # The limit of a UNIX socket's path, without the name that the daemon appends.
 _PIPE_DIR_BYTES_MAX = 107 - len("/control_privileged")
@@ -49,7 +49,7 @@ def clients_max(cuda_version: str) -> int:
 
 
 async def open_mps(config: WorkerConfig, device: Device) -> tuple[Mps | None, MpsStatus | None]:
-    """MPS, or the reason why it is off; neither for a CPU. Raises MpsError if `mps` is "on"."""
+    """MPS, or the reason why it is off; (None, None) for a CPU. Raises MpsError if `mps` is "on" but unusable."""
     info = device.info
     if info.device_id == "cpu":
         if config.mps == "on":
@@ -87,15 +87,16 @@ def _check(info: DeviceInfo, *, prohibited: bool) -> None:
         raise MpsError("the worker has several GPUs, and MPS is managed for each alone: set mps to off")
     major, _, minor = info.compute_capability.partition(".")
     if major.isdigit() and (int(major), int(minor or 0)) < _COMPUTE_CAPABILITY_MIN:
-        raise MpsError(
-            f"its compute capability is {info.compute_capability}, and MPS is of use from 7.0: set mps to off"
-        )
+        raise MpsError(f"the GPU's compute capability is {info.compute_capability}, and MPS needs 7.0: set mps to off")
     if prohibited:
         raise MpsError("its compute mode is PROHIBITED: set another one with nvidia-smi -c")
 
 
 def _check_pipe_dir(folder: Path) -> None:
-    """Raises MpsError if another user may have created it. A missing one is left to the control program to report."""
+    """Raises MpsError if another user owns the pipe directory or can write to it.
+
+    A missing directory is no error here: the control program reports it.
+    """
     try:
         status = folder.stat()
     except FileNotFoundError:

@@ -17,12 +17,12 @@ PARTIALS_BYTES_MAX = 1 << 20
 @dataclass(slots=True)
 class EngineBatch:
     batch_id: int
-    # Not settled yet.
+    # The leases that are not settled yet, by lease_id.
     leases: dict[int, Lease]
     one_by_one: bool
     spec: Spec
     settled: int = 0
-    # Since when it has run without settling anything, in nanoseconds since 1970; 0: it has just settled something.
+    # When the first frame since the last report begins, in nanoseconds since 1970; 0: there is no such frame.
     unsettled_ns: int = 0
     # The engine was asked to give back what it has not begun.
     asked_back: bool = False
@@ -65,7 +65,7 @@ def _payload_of(payload: bytes | Sized, blobs: list[bytes]) -> bytes | int | tup
 
 
 def _partials_of(lease: Lease) -> tuple[bytes, ...]:
-    """All outputs that the task has made so far, if they are known and not too large."""
+    """All partial outputs of the task so far; empty if the worker doesn't have all of them, or they are too large."""
     if not (lease.partials_received or lease.partials_made):
         return ()
     known = (*lease.partials_before, *(data for data, _ in lease.partials or ()))

@@ -2,7 +2,7 @@
 
 Its death is detected by a pidfd, not by the end of the socket, because a child that user code forked may hold the
 socket open. Frames that were sent before the death are still read and applied. The whole process group is killed with
-it. Under MPS (mps/engines.py) it is taken off the GPU first, which takes a while.
+the process. Under MPS (mps/engines.py) the group is detached from the GPU first, which takes a while.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class ProcessSettings:
     """What all engine processes of a worker have in common."""
 
     engine: EngineSettings
-    # Of each process; 0: no limit.
+    # Memory limit of each process; 0: none.
     memory_bytes: int
     result_bytes_max: int
     # Variables with which a process sees the worker's device only.
@@ -53,7 +53,7 @@ class ProcessSettings:
 
 
 class ChildProcess:
-    """On the event loop. `take` gets each frame, and may raise FrameError; `died` is called once, at the end."""
+    """Runs on the event loop. Calls `take` with each frame, which may raise FrameError; and `died` once, at the end."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class ChildProcess:
     ) -> None:
         """Start the process.
 
-        slots: how many the shared page has room for.
-        output_fd: where its output goes; it is closed here.
-        sources: the version of the handlers to import. None: the files are read.
+        slots: the number of slots for which the shared page has room.
+        output_fd: where the process writes its output; closed by this call.
+        sources: the version of the handlers to import. None: the process reads the files.
         imports: modules that a process for a model imports first. None: it is the default process.
         """
-        # Able to take batches; its owner says when.
+        # The process can take batches; set by the owner of this object.
         self.ready = False
         self.killed = False
         # No other process follows, so it does not matter which fault ends it.
@@ -83,10 +83,10 @@ class ChildProcess:
         self._died = died
         self._loop = asyncio.get_running_loop()
         self._blobs = BlobMemory.create()
-        # Under MPS: taking the living process off the GPU, and what the slots ran when that began.
+        # Under MPS: the task that detaches the living process from the GPU, and what the slots ran when it began.
         self._detaching: asyncio.Task[None] | None = None
         self._last_slots: list[SlotState] | None = None
-        # Under MPS: clearing up after the dead process.
+        # Under MPS: the task that cleans up after the dead process.
         self._burying: asyncio.Task[None] | None = None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -121,7 +121,7 @@ class ChildProcess:
     def kill(self) -> None:
         """End the process and its children; `died` is called later.
 
-        Under MPS that takes a while, and what the engine sends meanwhile does not count.
+        Under MPS that takes a while, and frames that the engine sends meanwhile are ignored.
         """
         self.ready, self.killed = False, True
         if self._process.returncode is not None:
@@ -155,7 +155,7 @@ class ChildProcess:
             self._burying = supervised(asyncio.create_task(self._bury_under_mps(self._mps)))
 
     async def _bury_under_mps(self, mps: Mps) -> None:
-        """Take what is left of a dead process off the GPU, and learn which fault ended it."""
+        """Detach the children of a dead process from the GPU, and find out whether an MPS fault ended the process."""
         try:
             if self._detaching is not None:
                 await self._detaching
@@ -168,8 +168,8 @@ class ChildProcess:
         self._bury(fault)
 
     def _bury(self, fault: Fault | None) -> None:
-        """The process has ended: read its last frames, reap it, and give back what was shared with it."""
-        # Before it is reaped, so that no other process group can have its id.
+        """The process has ended: read its last frames, reap it, and free the memory that was shared with it."""
+        # Kill the group before the process is reaped: afterwards another process group could have its id.
         self._sigkill()
         returncode = self._process.wait()
         os.close(self._pidfd)
@@ -183,7 +183,7 @@ class ChildProcess:
 
 
 def _environment(settings: ProcessSettings) -> dict[str, str]:
-    """The agent's environment, with the device, and the number of threads for numeric libraries."""
+    """The agent's environment, and variables for the device, MPS and the number of threads of numeric libraries."""
     env = dict(os.environ)
     # What user code prints reaches the log line by line.
     env["PYTHONUNBUFFERED"] = "1"

@@ -11,16 +11,18 @@ from multigpu_worker.processes.ipc.slots import SlotState
 class Death:
     # As subprocess reports it: negative for a signal.
     returncode: int
-    # What each slot ran at that moment, or when we began to end the process.
+    # What each slot ran at that moment, or when the agent began to end the process.
     slots: list[SlotState]
-    # The batch that it was preparing; 0: none.
+    # The batch that the process was preparing; 0: none.
     prepared: int = 0
-    # The fault of the GPU's MPS server that ended it.
+    # The fault of the GPU's MPS server that ended the process.
     fault: Fault | None = None
 
     @property
     def killed(self) -> bool:
-        """By the agent, an operator, or the kernel short of memory: an engine or a device error does not end it so."""
+        """Whether SIGKILL or SIGTERM ended it: from the agent, an operator, or the kernel short of memory. Errors of
+        the engine or device end a process in other ways.
+        """
         return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     @property

@@ -1,4 +1,4 @@
-"""The default process: it runs what needs no model, handlers among it. When it dies, another takes its place."""
+"""The default process runs tasks that need no model, such as those of handlers. When it dies, another is started."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ from multigpu_worker.waiting import until
 
 log = structlog.get_logger()
 
-# It is started again at once, unless it did nothing before it died: then with a delay, doubling up to the limit.
+# The process is started again at once. If it did nothing before it died, there is a delay, which doubles up to a limit.
 _RESTART_DELAY_S = 0.1
 _RESTART_DELAY_MAX_S = 5.0
 
@@ -32,15 +32,15 @@ class DefaultProcess(EngineProcess):
     def __init__(self, settings: ProcessSettings, callbacks: Callbacks) -> None:
         super().__init__(settings, callbacks, settings.engine.slots)
         self.kinds: dict[str, KindInfo] = {}
-        # Why the last reload left the version of the handlers as it was.
+        # Why the last reload kept the previous version of the handlers; empty: it did not.
         self.reload_error = ""
-        # What to report of a start that takes long; empty: it doesn't.
+        # What a slow start is doing; empty: no start is slow.
         self.slow_start = ""
         self._sources_before: Sources | None = None
-        # The file of the handlers that is being imported, and why a start was ended.
+        # The handlers' file that is being imported, and why the agent ended a start that hung.
         self._importing = self._stuck = ""
         self._start = EngineStart()
-        # Since the process was started: it was ready, and has reported something.
+        # Whether the present process was ready, and whether it has reported something.
         self._was_ready = self._useful = False
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._restart_delay_s = 0.0
@@ -49,7 +49,7 @@ class DefaultProcess(EngineProcess):
         self._closed = False
 
     async def start(self) -> None:
-        """Start the process and learn what it can run. EngineStartError: it can't start."""
+        """Start the process and learn what it can run. Raises EngineStartError if it can't start."""
         self._spawn()
         await self._first_ready
 
@@ -62,7 +62,7 @@ class DefaultProcess(EngineProcess):
     def reload(self) -> None:
         """The next process reads the handlers' files. If it can't import them, the present version goes on."""
         self._sources_before, self.sources, self.reload_error = self.sources, None, ""
-        # Its end is not one at a start: this process may be a new one, in place of one that a cancelled task has ended.
+        # The process that the reload ends may not be ready yet: its end must not count as a failed start.
         self._was_ready = True
 
     async def close_handlers(self, grace_s: float) -> None:
@@ -139,7 +139,7 @@ class DefaultProcess(EngineProcess):
                 return carry_out
 
     def _is_ready(self, kinds: dict[str, KindInfo], sources: Sources) -> None:
-        if self.child is not None and self.child.killed:  # perhaps to be replaced by one with other sources
+        if self.child is not None and self.child.killed:  # the process that follows may have other sources
             return
         self.kinds = kinds
         self.slow_start = ""
@@ -185,7 +185,7 @@ class DefaultProcess(EngineProcess):
         if not self._was_ready and not self._parked:
             self._died_at_start(death)
         super()._died(death)
-        # No delay for a task that ends its engine: its attempts are counted.
+        # No delay if a task ends its engine: the task's attempts are limited.
         if self._useful or any(state.batch_id for state in death.slots):
             self._restart_delay_s = 0.0
         delay_s = self._restart_delay_s

@@ -11,7 +11,7 @@ class LoadWatch:
 
     def __init__(self, still_s: float) -> None:
         self._still_s = still_s
-        # By pid: its CPU ticks, those of its group (-1: not read), and since when they have not changed.
+        # By pid: its CPU ticks, the ticks of its group (-1: not read), and since when neither has changed.
         self._seen: dict[int, tuple[int, int, float]] = {}
 
     def stuck(self, pids: Iterable[int], now_s: float) -> bool:
@@ -23,7 +23,7 @@ class LoadWatch:
         ticks, group, since_s = self._seen.get(pid, (-1, -1, now_s))
         now_ticks = _cpu_ticks(pid)
         if now_ticks == ticks and now_s - since_s > self._still_s / 2:
-            # It may wait for its children. To find them all processes must be read, so this is done late.
+            # It may wait for its children. Finding them requires a scan of all processes, so it is done late.
             now_group = sum(_cpu_ticks(member) for member, _ in members(pid))
             if now_group == group:
                 return now_s - since_s > self._still_s

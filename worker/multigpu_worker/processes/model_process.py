@@ -1,4 +1,4 @@
-"""The process of one model: it imports libraries, and loads a model on request. When it dies, the loader decides."""
+"""The process of one model: it imports libraries, and loads a model on request. models/loader.py handles its death."""
 
 import asyncio
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class ModelProcess(EngineProcess):
         match message[0]:
             case "ready":
                 return lambda: None
-            case "closed":  # under MPS: `kill` detaches the process from the GPU before it ends
+            case "closed":  # sent under MPS only: `kill` detaches the process from the GPU, then ends it
                 return self.kill
             case "loaded" | "facts" | "load_failed" if not self.model:
                 raise ValueError("the process has no model")

@@ -1,4 +1,4 @@
-"""The output of engine processes goes to the agent's log, line by line, up to a rate."""
+"""Writes the output of engine processes to the agent's log, line by line, with a limit of lines in each second."""
 
 import asyncio
 import os
@@ -9,12 +9,12 @@ log = structlog.get_logger()
 
 _READ_BYTES = 64 << 10
 _LINE_BYTES_MAX = 4 << 10
-# The rest is counted.
+# Lines beyond this limit are only counted.
 _LINES_PER_SECOND_MAX = 200
 
 
 class OutputLog:
-    """Reads standard output and error of one EngineProcess, one pipe for each process."""
+    """Reads standard output and error of the processes that one EngineProcess starts, each from its own pipe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

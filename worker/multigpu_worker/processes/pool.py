@@ -1,8 +1,8 @@
 """The engine processes of a worker: the default process, one or more for each model in memory, and a spare.
 
-Each model has separate processes, so that unloading it gives every byte back, and so that one that dies takes only its
-own batches along. Importing torch and the like takes longest in a new process, so a spare one may have done it: the
-next model is loaded there. models/loader.py decides which models are in memory.
+Each model has separate processes, so that unloading it frees all of its memory, and so that the death of a process
+affects only its own batches. A new process spends most of its time on importing torch and similar libraries, so a spare
+process may have done that ahead: the next model is loaded there. models/loader.py decides which models are in memory.
 """
 
 import os
@@ -19,17 +19,17 @@ from multigpu_worker.repository.model import ModelSpec
 from multigpu_worker.session.lease import Lease
 from multigpu_worker.waiting import until
 
-# Time for an engine to write what it has to: when it is unloaded, and when the worker stops.
+# How long an engine may take to write its files: when its model is unloaded, and when the worker stops.
 CLOSE_GRACE_S = 0.5
 STOP_GRACE_S = 2.0
-# For `close` of handler classes.
+# How long `close` of the handler classes may take.
 HANDLERS_CLOSE_S = 3.0
-# After a spare process died by itself there is none for this long.
+# After a spare process has died by itself, no other is started for this long.
 SPARE_DELAY_S = 30.0
 
 
 class EnginePool:
-    """On the event loop."""
+    """Runs on the event loop."""
 
     # Set when the worker is composed.
     model_loader: ModelLoaderCallbacks
@@ -39,10 +39,10 @@ class EnginePool:
         self._settings = settings
         self.mps = settings.mps
         self.default = DefaultProcess(settings, self.callbacks)
-        # Loading or ready. The keys are the loader's: of one model id there may be an old and a new one.
+        # Processes that load or have a model, by the loader's key: an old and a new version may have the same model id.
         self.models: dict[str, list[ModelProcess]] = {}
         self.parked = False
-        # Slots in which cancelled calls run on.
+        # The number of slots in which cancelled calls run on.
         self.occupied = 0
         self._spare: ModelProcess | None = None
         self._spare_due_s = 0.0
@@ -50,11 +50,11 @@ class EnginePool:
         self._ending: set[EngineProcess] = set()
         self._stopping: list[EngineProcess] = []
         self._self_tester: EngineProcess | None = None
-        # What the embedding caches of dead processes have done.
+        # The counters of the embedding caches of dead processes.
         self._cache_before = pb.EmbeddingCache()
 
     async def start(self) -> None:
-        """Start the default process. EngineStartError: it can't start."""
+        """Start the default process. Raises EngineStartError if it can't start."""
         await self.default.start()
 
     @property
@@ -97,11 +97,11 @@ class EnginePool:
         return set[int]().union(*(process.inside() for process in self))
 
     def update_running(self) -> list[int]:
-        """The ids of the leases that run at this instant; notes how often they have moved."""
+        """The ids of the leases that run at this instant. Updates their `running` and `steps`."""
         return [lease.lease_id for process in self for lease in process.update_running()]
 
     def batches_running(self) -> int:
-        """How many batches run at the same time, at least 1: a process begins one for each slot."""
+        """The number of batches that run now, at least 1. A process runs at most one in each slot."""
         return max(1, sum([min(len(process.batches), process.slots) for process in self]))
 
     def cancel(self, leases: list[Lease]) -> None:
@@ -109,14 +109,14 @@ class EnginePool:
             process.cancel(leases)
 
     def recall(self, leases: list[Lease]) -> list[Lease]:
-        """Ask the engines to give back those of these that they have not begun. Returns those that are in no engine."""
+        """Ask the engines to give back the leases that they have not begun. Returns those that are in no engine."""
         for process in self:
             leases = process.recall(leases)
         return leases
 
     def preempt_unbegun(self, rank: int, model: str | None) -> None:
-        """Ask the engines of a model (None: of the tasks without one), once, to give back the batches that a lease of
-        this rank (batcher.py) goes before.
+        """Ask the engines of a model (None: the default process) to give back the unbegun leases of all batches that a
+        lease of this rank (batcher.py) goes before. Each batch is asked back only once.
         """
         for process in (self.default,) if model is None else self.models.get(model, ()):
             for batch in process.batches.values():
@@ -126,7 +126,7 @@ class EnginePool:
                     process.recall(list(batch.leases.values()))
 
     def forget(self) -> None:
-        """All leases were given back."""
+        """Forget all leases: they were given back to the master."""
         for process in self:
             process.forget()
 
@@ -149,12 +149,12 @@ class EnginePool:
         self.models[model].append(process)
 
     def unload(self, model: str, *, grace_s: float = CLOSE_GRACE_S) -> None:
-        """End the processes of a model. What is in them ought to be done."""
+        """End the processes of a model. They should have no batches any more."""
         for process in self.models.pop(model, ()):
             self._retire(process, grace_s)
 
     def end(self, process: ModelProcess) -> None:
-        """End one of the processes of a model, which has nothing to do."""
+        """End one process of a model. It must have no batches."""
         self.models[process.model].remove(process)
         self._retire(process, 0.0)
 
@@ -167,7 +167,7 @@ class EnginePool:
         return any(process.model == model for process in self._ending)
 
     def keep_spare(self, imports: tuple[str, ...] | None) -> None:
-        """Have a spare process with these imports, or none."""
+        """Keep a spare process with these imports; None: keep no spare process."""
         if self._spare is not None and imports != self._spare.imports:
             spare, self._spare = self._spare, None
             self._retire(spare, 0.0)
@@ -189,7 +189,7 @@ class EnginePool:
             if not processes:
                 del self.models[process.model]
 
-    # All of them.
+    # All processes.
 
     def share(self) -> None:
         for process in self:
@@ -200,7 +200,7 @@ class EnginePool:
             process.acknowledge_pinned()
 
     def check(self, *, memory: bool) -> bool:
-        """End engines whose tasks break a limit, as EngineProcess.check. True: the number of occupied slots changed."""
+        """Call EngineProcess.check for all. Returns whether the number of occupied slots has changed."""
         for process in list(self):
             process.check(memory=memory)
         before, self.occupied = self.occupied, sum(process.occupied for process in self)
@@ -212,18 +212,18 @@ class EnginePool:
             process.pause(paused=paused)
 
     def replace(self) -> None:
-        """End all and charge no lease: the default process is started again, models when tasks wait for them."""
+        """End all processes and charge no lease. The default process starts again; models, when tasks wait for them."""
         for process in list(self):
             process.replace()
 
     def lost(self) -> None:
-        """The GPU's MPS server stands still and waits for its clients to end: no process can go on."""
+        """End all processes: the GPU's MPS server has a fault, and waits for its clients to end."""
         for process in list(self):
             process.kill()
         self.keep_spare(None)
 
     def park(self) -> None:
-        """End all, and start none until `unpark`: the device must be released."""
+        """End all processes, and start none until `unpark`: the device must be released."""
         self.parked = True
         self.default.park()
         self.keep_spare(None)
@@ -236,7 +236,7 @@ class EnginePool:
         self.default.unpark()
 
     def embedding_cache(self) -> pb.EmbeddingCache | None:
-        """What the caches have done in all, and hold now; None: there is none."""
+        """The sums of all embedding caches' counters, and what the caches hold now; None: there is no cache."""
         total = pb.EmbeddingCache()
         total.CopyFrom(self._cache_before)
         for process in self:
@@ -253,7 +253,7 @@ class EnginePool:
         process.embedding_cache = None
 
     async def close(self) -> None:
-        """Before the worker stops: let handlers close, and the models' engines write what they have to."""
+        """Before the worker stops: let handlers close, and the models' engines write their files."""
         self.keep_spare(None)
         for model in list(self.models):
             self.unload(model, grace_s=STOP_GRACE_S)
@@ -261,7 +261,7 @@ class EnginePool:
         await until(lambda: not self._ending)  # each is killed when its grace is over
 
     def stop(self) -> None:
-        """End all for good; `stopped` waits for that."""
+        """End all processes for good; `stopped` waits for that."""
         self.parked = True
         self._stopping = [*self, *([self._spare] if self._spare is not None else [])]
         for process in self._stopping:

@@ -1,8 +1,8 @@
 """One engine process as the agent sees it: the batches in it, its reports, and its end.
 
-child.py has the process of the operating system. Here is what the agent has to remember of each: which leases are
-inside, which of them were cancelled, when it must be ended, and which leases are charged for its death (blame/).
-default_process.py and model_process.py are the two sorts. All on the event loop.
+child.py has the process of the operating system. This module has the agent's state of each process: which leases are
+inside, which of them were cancelled, when it must be ended, and which leases are charged for its death (blame/). The
+two subclasses are in default_process.py and model_process.py. All of this runs on the event loop.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from multigpu_worker.waiting import until
 
 log = structlog.get_logger()
 
-# So many pinned results are acknowledged to the engine at once, if not by the next heartbeat.
+# The agent acknowledges pinned results to the engine when it has this many, or with the next heartbeat.
 PINNED_MAX = 16
 
 
@@ -44,7 +44,7 @@ class DispatcherCallbacks(Protocol):
 
     def take_reports(self, reports: BatchReports, start_ns: int) -> None: ...
     def given_back(self, leases: list[Lease]) -> None:
-        """The engine has not begun these, and will not."""
+        """The engine has given these leases back: it has not begun them."""
 
     def batch_done(self, process: "EngineProcess", batch: EngineBatch, work_ns: int) -> None: ...
     def engine_died(self, process: "EngineProcess", death: Death, judged: Judgement, external_cause: str) -> None: ...
@@ -69,7 +69,7 @@ class Callbacks:
 
 
 class EngineProcess:
-    """Subclasses start the process, read the frames of their sort, and decide what follows its death."""
+    """Subclasses start the process, read the frames that only they get, and decide what follows its death."""
 
     # The key of its model in the pool, and the model's id; empty: it has none, or none yet.
     model = ""
@@ -82,10 +82,10 @@ class EngineProcess:
         slots_max: int,
         imports: tuple[str, ...] | None = None,
     ) -> None:
-        """`slots_max`: how many the shared page has room for. `imports`: as ChildProcess."""
+        """`slots_max`: the number of slots for which the shared page has room. `imports`: as for ChildProcess."""
         self.settings = settings
         self.imports = imports
-        # The version of the handlers to import. None: the files are read.
+        # The version of the handlers to import. None: the process reads the files.
         self.sources: Sources | None = None
         # None: no process runs. `pid`: of the last one; 0: there was none.
         self.child: ChildProcess | None = None
@@ -95,25 +95,26 @@ class EngineProcess:
         self._slots_max = slots_max
         self._loop = asyncio.get_running_loop()
         self._output = OutputLog(self._loop)
-        # Under MPS: waiting until the process may start.
+        # Under MPS: the task that waits until the process may start.
         self._starting: asyncio.Task[None] | None = None
-        # It takes nothing new.
+        # The process takes no new batches.
         self.retiring = False
         self.slots = settings.engine.slots
-        # In the engine, by batch id.
+        # The batches in the engine, by batch_id.
         self.batches: dict[int, EngineBatch] = {}
-        # Of kinds that run a batch together.
+        # When to hand over batches that run together.
         self.pace = Pace()
         # The last report of its embedding cache.
         self.embedding_cache: pb.EmbeddingCache | None = None
-        # Slots in which cancelled calls run on; once their engine is ended, all until the next one is ready.
+        # The number of slots in which cancelled calls run on; after the end of such an engine, the number of all its
+        # slots, until the next process is ready.
         self.occupied = 0
         self._limits = Limits(progress_timeout_s=settings.progress_timeout_s, cancel_grace_s=settings.cancel_grace_s)
         ran_at_xid = lambda lease_id: callbacks.health_monitor.suspects(lease_id)  # noqa: E731, PLW0108  set later
         self._evidence = Evidence(ran_at_xid, settings.memory_bytes)
         self._batch_ids = itertools.count(1)
         self._cancelled_ns: dict[int, int] = {}
-        # Results that are pinned, and the engine doesn't know.
+        # The number of results that are pinned, and not acknowledged to the engine yet.
         self._pinned = 0
 
     # The process.
@@ -134,7 +135,7 @@ class EngineProcess:
             self.child.channel.pause(paused=paused)
 
     def kill(self) -> None:
-        """As ChildProcess.kill, if it runs."""
+        """Call ChildProcess.kill if a process runs."""
         if self.child is not None:
             self.child.kill()
 
@@ -156,7 +157,7 @@ class EngineProcess:
         return not self.stopping and self.child is None
 
     def _respawn(self) -> None:
-        """Start the process, under MPS as soon as its server is ready for one."""
+        """Start the process; under MPS, as soon as an engine can connect to the MPS server."""
         if not self._may_spawn():
             return
         if self.settings.mps is None:
@@ -189,19 +190,20 @@ class EngineProcess:
     # Leases.
 
     def takes(self, lease: Lease | None) -> bool:
-        """It can take a batch that begins with this lease: one a slot, and one to prepare; none beside a suspect.
+        """Whether it can take a batch that begins with this lease. It holds one batch for each slot and one that it
+        prepares; but a suspect's batch must be the only one.
 
-        Nothing is prepared while a cancelled call runs on: that engine may not answer when asked to give it back.
+        While a cancelled call runs on, it prepares none: the engine may not answer when asked to give the batch back.
         """
         if not self.ready or self.retiring or len(self.batches) > self.slots - (self.occupied > 0):
             return False
         if lease is not None and lease.suspect and self.batches:
             return False
-        # A suspect's batch has no other lease.
+        # The batch of a suspect contains no other lease.
         return not any(lease.suspect for batch in self.batches.values() for lease in islice(batch.leases.values(), 1))
 
     def update_running(self) -> list[Lease]:
-        """The leases that it runs at this instant; notes how often they have moved."""
+        """The leases that the process runs at this instant. Updates their `running` and `steps`."""
         found = []
         if self.batches and self.child is not None:
             for state in self.child.page.sample():
@@ -212,7 +214,7 @@ class EngineProcess:
         return found
 
     def dispatch(self, leases: list[Lease], *, one_by_one: bool) -> None:
-        """Have the engine run these together."""
+        """Send the leases to the engine as one batch."""
         spec = leases[0].spec
         batch_id = next(self._batch_ids)
         blobs: list[bytes] = []
@@ -224,7 +226,7 @@ class EngineProcess:
         self.send(("batch", batch_id, spec.kind, model, spec.parameters, spec.content_type, spec.durable, rows), blobs)
 
     def cancel(self, leases: list[Lease]) -> None:
-        """Cancel those of these leases that are in the engine."""
+        """Cancel the given leases, as far as they are in the engine."""
         inside = self.inside()
         cancelled = [lease.lease_id for lease in leases if lease.lease_id in inside]
         if cancelled and self.ready:
@@ -232,7 +234,7 @@ class EngineProcess:
             self.send(("cancel", cancelled), [])
 
     def recall(self, leases: list[Lease]) -> list[Lease]:
-        """Ask the engine to give back those of these that it has not begun. Returns those that are not inside."""
+        """Ask the engine to give back the leases that it has not begun. Returns the leases that are not in it."""
         inside = self.inside()
         if self.ready and (asked := [lease.lease_id for lease in leases if lease.lease_id in inside]):
             self.send(("give_back", asked), [])
@@ -247,13 +249,13 @@ class EngineProcess:
             self.send(("payloads", self.settings.sharing.path), [])
 
     def acknowledge_pinned(self) -> None:
-        """Let the engine release the results that are pinned."""
+        """Tell the engine how many more results are pinned: it can release them."""
         if self._pinned and self.ready:
             self.send(("pinned", self._pinned), [])
             self._pinned = 0
 
     def check(self, *, memory: bool) -> None:
-        """End the engine if a task breaks a limit. `memory`: check its memory, too."""
+        """End the engine if a task breaks a limit. `memory`: also check the memory of the engine process."""
         child = self.child
         if child is None or not child.ready:
             return
@@ -272,13 +274,13 @@ class EngineProcess:
         child.kill()
 
     def replace(self) -> None:
-        """End the engine, if there is one, and charge no lease: its leases go on in another."""
+        """End the process, if there is one, and charge no lease: its leases go on in the next process."""
         if self.child is not None and self._evidence.violation is None:
             self._evidence.replace()
         self.kill()
 
     def forget(self) -> None:
-        """All of its leases were given back."""
+        """Forget all leases: they were given back to the master."""
         self._clear()
         self._evidence.forget()
 
@@ -290,7 +292,7 @@ class EngineProcess:
     # Frames.
 
     def take(self, message: frames.Message, blobs: list[bytes]) -> None:
-        """Carry out a frame. FrameError: it makes no sense. Other errors are ours, and not the engine's."""
+        """Apply a frame. Raises FrameError if it makes no sense; any other exception is an error of the agent."""
         try:
             carry_out = self.read(message, blobs)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -298,7 +300,9 @@ class EngineProcess:
         carry_out()
 
     def read(self, message: frames.Message, blobs: list[bytes]) -> Callable[[], None]:
-        """Check a frame; return the function that applies it. TypeError, ValueError, LookupError: it makes no sense."""
+        """Check a frame and return the function that applies it. Raises TypeError, ValueError, LookupError or
+        AttributeError if it makes no sense.
+        """
         match message[0]:
             case "reports":
                 return self._read_reports(message, blobs)
@@ -325,7 +329,7 @@ class EngineProcess:
         if self._pinned >= PINNED_MAX:
             self.acknowledge_pinned()
         batch = self.batches.get(batch_id)
-        if batch is None:  # its leases were given back in a drain
+        if batch is None:  # all of its leases were given back
             return lambda: None
         if failed := [*failed, *lost]:
             reported_ns = time.monotonic_ns() - (time.time_ns() - finish_ns)
@@ -338,11 +342,11 @@ class EngineProcess:
             batch.leases.pop(report.lease.lease_id, None)
             self._cancelled_ns.pop(report.lease.lease_id, None)
         batch.settled += len(read.reports)
-        # Since something was last settled: frames in between had only parts of the same tasks.
+        # Begins with the first frame since the last report: the frames in between were about the same tasks.
         start_ns = batch.unsettled_ns or read.start_ns
         batch.unsettled_ns = 0 if read.reports else start_ns
         self._callbacks.dispatcher.take_reports(read, start_ns)
-        if self._evidence.context_lost:  # the engine is useless, and its leases wait for the judgement
+        if self._evidence.context_lost:  # the engine can't go on; Evidence.judge decides about its leases
             assert self.child is not None
             self.child.ready = False
             self._loop.call_soon(self.child.kill)
@@ -362,7 +366,7 @@ class EngineProcess:
         given_back: list[Lease] = []
         for batch in list(self.batches.values()):
             given_back += [batch.leases.pop(lease_id) for lease_id in lease_ids if lease_id in batch.leases]
-            if not batch.leases and not batch.settled:  # the report of its end will find no batch
+            if not batch.leases and not batch.settled:  # the frame that ends the batch will be ignored
                 del self.batches[batch.batch_id]
                 self.pace.drop(batch.batch_id)
         for lease in given_back:

@@ -1,4 +1,4 @@
-"""`mgpuctl handlers reload`: the default engine process is replaced by one that reads the handlers' files anew."""
+"""`mgpuctl handlers reload`: replaces the default engine process by one that reads the handlers' files again."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,14 +17,14 @@ ERROR_CHARS_MAX = 1 << 10
 
 
 class HandlersReload:
-    """On the event loop. `reloaded` is called after each reload, when the engine is ready."""
+    """Runs on the event loop. `reloaded` is called after each reload, when the engine is ready."""
 
     def __init__(self, process: DefaultProcess, drain_timeout_s: float, reloaded: Callable[[], None]) -> None:
         self._process = process
         self._drain_timeout_s = drain_timeout_s
         self._reloaded = reloaded
         self._wanted = asyncio.Event()
-        # Reloads that have ended, and why the last one changed nothing.
+        # The number of reloads that have ended, and why the last one kept the previous handlers; empty: it did not.
         self._count = 0
         self._error = ""
 
@@ -42,7 +42,7 @@ class HandlersReload:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Reload when that is wanted, until cancelled."""
+        """Reload after each call of `want`, until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()

@@ -1,4 +1,4 @@
-"""What an engine reports of a batch, read from its frame."""
+"""Reads what an engine reports about a batch or a loaded model from the engine's frames."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class BatchReports:
 def pin_results(sharing: Sharing, succeeded: list[Any]) -> tuple[list[Any], list[Any], int]:
     """Pin results in shared files, so that they outlive the engine.
 
-    Returns the results, failures for those whose files are gone, and how many lay in files.
+    Returns the results, failures for the results whose files are gone, and the number of results in files.
     """
     if not any(type(result) is tuple for _, result, _ in succeeded):
         return succeeded, [], 0
@@ -41,7 +41,7 @@ def pin_results(sharing: Sharing, succeeded: list[Any]) -> tuple[list[Any], list
         if type(result) is tuple:
             places += 1
             try:
-                result = sharing.pin(*result)  # noqa: PLW2901  it was only its place
+                result = sharing.pin(*result)  # noqa: PLW2901  a reference instead of the result's place
             except OSError as error:
                 lost.append((lease_id, "ResultLost", f"the file of the result is gone: {error}", True, ""))
                 continue
@@ -64,9 +64,9 @@ def read_reports(
     work_ns: int,
     cache: dict[str, int],
 ) -> BatchReports:
-    """Read the whole frame before any of it counts: one that makes no sense must leave every lease with its batch.
+    """Read the whole frame before any of it is applied: one that makes no sense must leave every lease in its batch.
 
-    TypeError, ValueError, LookupError: it makes no sense.
+    Raises TypeError, ValueError or LookupError if the frame makes no sense.
     """
     for number in (start_ns, finish_ns, work_ns):
         if type(number) is not int or not 0 <= number < 1 << 63:
@@ -98,12 +98,12 @@ def _bytes_of(data: bytes | int, blobs: list[bytes]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoaded:
-    """What an engine reports of a model that it has loaded."""
+    """What an engine reports about a model that it has loaded."""
 
     facts: dict[str, str]
     load_s: float
     one_by_one: bool
-    # GPU memory by the engine's own account; 0: none.
+    # GPU memory that the engine itself counts; 0: none.
     device_bytes: int
     signature: Signature = UNKNOWN
 

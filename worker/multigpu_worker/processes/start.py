@@ -3,8 +3,8 @@
 Pure: default_process.py reports events, and the health monitor reads the error.
 """
 
-# The worker reports that no engine can start when this many processes were killed before they were ready, or none was
-# ready for this time. It continues to start processes.
+# The worker reports that no engine can start when KILLS_MAX processes were killed before they were ready, or when none
+# was ready for READY_S. It continues to start processes.
 KILLS_MAX = 3
 READY_S = 60.0
 # A start that takes longer than this is reported, with what the process imports.
@@ -12,7 +12,7 @@ SLOW_START_S = 5.0
 
 
 class EngineStart:
-    """The starts of the default process since one was last ready."""
+    """The failed starts since a default process was last ready."""
 
     def __init__(self) -> None:
         self._error = ""
@@ -34,7 +34,7 @@ class EngineStart:
             self._error = self._error or f"the engine process {how} before it was ready; its output is in the log"
 
     def error(self, now_s: float, *, ready: bool) -> str:
-        """Why none can start; empty: one is ready, or may be soon. READY_S runs from the first call without one."""
+        """Why no process can start; empty: one is ready, or may be soon. READY_S begins with the first unready call."""
         if ready:
             self._unready_s = None
             return ""

@@ -1,4 +1,4 @@
-"""The content of a model's folder as a hash, for keys of the embedding cache and of exports."""
+"""Hashes the content of a model's folder, for keys of the embedding cache and of exports."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ class ModelContent:
 
     folder: Path
     digest: bytes
-    # Of each file: path, inode, size, and two times of its last change.
+    # Of each file: path, inode, size, mtime, and the later one of mtime and ctime.
     stamp: tuple[tuple[str, int, int, int, int], ...]
 
     @staticmethod
@@ -33,7 +33,7 @@ class ModelContent:
         return ModelContent(folder, content.digest(), stamp)
 
     def check(self) -> None:
-        """Raises ModelFolderError if anything has changed since: a mixture may have been loaded."""
+        """Raises ModelFolderError if a file has changed since `read`: files of two versions may have been loaded."""
         if _stamp(self.folder) != self.stamp:
             raise ModelFolderError(
                 f"{self.folder} was changed while it was being loaded: try again when it is complete"
@@ -55,7 +55,7 @@ def _stamp(folder: Path) -> tuple[tuple[str, int, int, int, int], ...]:
 
 
 def _files(folder: Path, seen: set[str]) -> Iterator[Path]:
-    """All files below the folder, through links too, except hidden ones, which nothing reads."""
+    """All files below the folder, also through links. Hidden files are left out, because nothing reads them."""
     if not folder.is_dir() or (real := os.path.realpath(folder)) in seen:
         return
     seen.add(real)

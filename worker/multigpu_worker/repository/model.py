@@ -1,7 +1,7 @@
 """The specification of a model, from its folder and its `model.toml`.
 
-A model is a folder of files, and a name that tasks ask for. This package reads such folders without any library of
-models, for the worker's agent and mgpuctl; the worker's engines load them.
+A model is a folder of files, and a name that tasks ask for. This package reads such folders without any model library,
+for the worker's agent and mgpuctl; the worker's engines load the models.
 
 The id of a model is its name, or "name:version" where the folder has versions.
 """
@@ -18,7 +18,7 @@ from multigpu.config.values import from_text
 KINDS = ("embed", "infer", "generate", "classify", "rerank")
 ENGINES = ("auto", "torch", "onnx", "tensorrt")
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "int8", "fp8")
-# Forms of models.
+# Formats of models.
 SOURCES = (
     "sentence-transformers",
     "huggingface",
@@ -30,7 +30,7 @@ SOURCES = (
     "python",
     "remote",
 )
-# How a model larger than its device is divided (docs/large-models.md).
+# Which models may be larger than a device, and the strategies that divide them (docs/large-models.md).
 DIVIDED_SOURCES = ("huggingface", "sentence-transformers", "gguf")
 DIVIDED_KINDS = ("generate", "embed", "classify", "rerank")
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -49,7 +49,7 @@ class ModelFolderError(Exception):
 
 
 def check_inside(name: str) -> str:
-    """The path of a file in the model's folder. ValueError: it leads out of it, or is none."""
+    """Returns `name`. Raises ValueError if it is not the relative path of a file in the model's folder."""
     parts = name.replace("\\", "/").split("/")
     if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in parts or "" in parts or ":" in parts[0]:
         raise ValueError(f"{name!r} is no path of a file in the model's folder")
@@ -90,7 +90,7 @@ def _check_sizes(sizes: Iterable[int]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
-    """How tasks for a model are batched. 0, () and a negative delay: as the worker's configuration says."""
+    """How tasks for a model are batched. 0 and a negative delay mean the value in the worker's configuration."""
 
     tasks_max: int = setting(0, minimum=1, maximum=BATCH_TASKS_MAX)
     tokens_max: int = setting(0, minimum=1, maximum=1 << 40)
@@ -102,15 +102,15 @@ class BatchRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """The accuracy test that a model must pass to be served at a precision that rounds hard (int8, fp8)."""
+    """The accuracy test that a model must pass to be served at a low precision (int8, fp8)."""
 
     # A file of calibration data, in the folder. For texts JSON lines {"text": …}; for kind infer arrays of examples by
     # the names of its inputs, as numpy.savez writes them. Empty: no such precision is served.
     calibration: str = setting("", check=check_inside)
     # Held-out test data: as above, or JSON lines {"a": …, "b": …, "score": …} for "spearman".
     held_out: str = setting("", check=check_inside)
-    # "cosine": the mean cosine to the answers of fp32; "spearman": of scores, in points of 100, against fp32's;
-    # "agreement": the share of examples whose most likely class is that of fp32.
+    # "cosine": the mean cosine to the answers of fp32; "spearman": the rank correlation with the scores, in points of
+    # 100, compared with fp32's; "agreement": the share of examples whose most likely class is the same as with fp32.
     metric: str = setting("cosine", choices=("cosine", "spearman", "agreement"))
     # The lowest mean cosine or share, or for "spearman" the most points that may be lost.
     threshold: float = setting(0.99, minimum=0, maximum=100)
@@ -127,7 +127,7 @@ class Remote:
 
     url: str = setting("", check=_check_url)
     api: str = setting("openai", choices=("openai", "tei", "kserve"))
-    # The server's name of the model. Empty: as here.
+    # The model's name on the server. Empty: the same as here.
     model: str = setting("")
     # A file with the token that the server asks for.
     token_file: str = setting("")
@@ -147,29 +147,29 @@ class ModelSpec:
     folder: Path
     # Empty: the folder has no versions.
     version: str = ""
-    # The kind of task that it serves.
+    # The kind of task that the model serves.
     kind: str = setting("embed", choices=KINDS)
     source: str = setting("sentence-transformers", choices=SOURCES)
     # The file that holds the model, in the folder, where the source is a single file (model.onnx, model.gguf …).
     file: str = setting("", check=check_inside)
-    # One of ENGINES, or "module:Class" for one of the user's own.
+    # One of ENGINES, REMOTE, VLLM, or "module:Class" for an engine of the user.
     engine: str = setting("auto", check=_check_engine)
     precision: str = setting("auto", choices=PRECISIONS)
     # Run the model once before it counts as ready.
     warm_up: bool = setting(True)
-    # Loaded copies on a worker.
+    # The number of loaded copies on a worker.
     instances: int = setting(1, minimum=1, maximum=64)
-    # Tasks that one copy works on at the same time, for kinds that join running ones (generate) and for the engine
-    # `remote`. 0: its own choice.
+    # The number of tasks that one copy runs at the same time, for kinds whose tasks can join a running batch (generate)
+    # and for the engine `remote`. 0: the worker's default for the engine.
     concurrency: int = setting(0, minimum=0, maximum=1024)
-    # Processes that share each layer, and stages of consecutive layers, for kind generate. Each process has a device of
-    # the worker, or all share the processor.
+    # For kind generate: the number of processes that share each layer, and of stages of consecutive layers. Each
+    # process has a device of the worker, or all share the processor.
     tensor_parallel: int = setting(1, minimum=1, maximum=64)
     pipeline: int = setting(1, minimum=1, maximum=64)
     # One of STRATEGIES, or a JSON file in the folder with a device map: the model is divided among the worker's
     # devices, and parts that do not fit there are on the host or its disk. Empty: one device has all of the model.
     device_map: str = setting("", check=_check_device_map)
-    # Of the worker's devices so many, for a device_map. 0: all.
+    # How many of the worker's devices a device_map uses. 0: all.
     devices: int = setting(0, minimum=0, maximum=64)
     # Limits of devices, by index, and of "cpu" and "disk", as "20GiB".
     max_memory: dict[str, str] = setting(dict, check=_check_limits)
@@ -185,7 +185,7 @@ class ModelSpec:
     remote: Remote = setting(Remote())
     # Bytes of the files that are loaded.
     files_bytes: int = 0
-    # When the newest of them was changed, in nanoseconds since 1970: one that differs may hold another model.
+    # When the newest of them was changed, in nanoseconds since 1970. Another time may mean another model.
     changed_ns: int = 0
 
     @property
@@ -195,7 +195,7 @@ class ModelSpec:
 
     @property
     def ranks(self) -> int:
-        """The processes that share the model."""
+        """The number of processes that share the model."""
         return self.tensor_parallel * self.pipeline
 
     def plain(self) -> dict[str, Any]:
@@ -212,11 +212,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The models of a repository. A broken one is an error here, and doesn't end the scan."""
+    """The models of a repository. A broken model is an entry of `errors`, and doesn't end the scan."""
 
     # By id. The versions of a model come oldest first. The name of the first model is the default.
     models: dict[str, ModelSpec] = field(default_factory=dict)
     # Why a model can't be served, by id, or by the name of its folder.
     errors: dict[str, str] = field(default_factory=dict)
-    # The id of the version that a name alone stands for.
+    # By name: the id of the version that the name alone stands for.
     current: dict[str, str] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""Scanning a model repository: which folders are models, which versions are served, and their specs.
+"""Scans a model repository: which folders are models, which versions are served, and their specs.
 
 A folder is a model if it has a model.toml, files that are recognised, or folders named 1, 2, … for its versions. Any
-other folder is a namespace: a model in it has both names ("acme/reranker"). Hidden folders are skipped:
-copy a model to ".new" and rename it, and it appears all at once.
+other folder is a namespace: the name of a model in it has both parts ("acme/reranker"). Hidden folders are skipped, so
+a model that is copied to ".new" and then renamed appears all at once.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ from multigpu_worker.repository.model import (
 from multigpu_worker.repository.model_toml import FILE_NAME, read_toml
 
 VERSION = re.compile(r"[1-9][0-9]{0,17}")
-# Of a LoRA adapter, as PEFT saves it.
+# The settings file of a LoRA adapter, as PEFT saves it.
 ADAPTER_FILE = "adapter_config.json"
-# Deeper is no place for a model.
+# Models are searched for down to this depth below the repository.
 DEPTH_MAX = 4
 NAME_BYTES_MAX = 200
 ERROR_CHARS_MAX = 500
@@ -70,12 +70,12 @@ TOKENIZER_FILES = (
 )
 
 
-# Raises ModelFolderError for a version that the caller can't serve.
+# A function that raises ModelFolderError for a version that the caller can't serve.
 SpecCheck = Callable[[ModelSpec], None]
 
 
 def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
-    """The models of a repository. ModelFolderError: there is no such folder, or it is no repository."""
+    """The models of a repository. Raises ModelFolderError if there is no such folder, or if it is a model itself."""
     if not root.is_dir():
         raise ModelFolderError(f"model_repository: {root} is no folder: create it, or correct the path")
     models: dict[str, ModelSpec] = {}
@@ -90,9 +90,9 @@ def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
         errors |= broken
         for spec in specs:
             models[spec.id] = spec
-            # They come oldest first.
+            # Versions come oldest first, so the latest one stays.
             current[name] = spec.id
-    # With other models in it, it is a repository to which somebody added such files.
+    # If the root also contains other models, it is a repository to which somebody has added a model's files.
     if all(VERSION.fullmatch(name.partition("/")[0]) for name in current) and is_model(root):
         raise ModelFolderError(f"model_repository: {root} is a model itself: name the folder that it is in")
     errors = {_error_name(name): escaped(text)[:ERROR_CHARS_MAX] for name, text in errors.items()}
@@ -100,7 +100,7 @@ def scan(root: Path, check: SpecCheck = lambda _spec: None) -> Scan:
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a folder is a model, whole or broken, and no namespace. Raises ModelFolderError."""
+    """Whether a folder is a model, complete or broken, and not a namespace. Raises ModelFolderError."""
     names = _names(folder)
     return FILE_NAME in names or _recognised(names) is not None or bool(_versions_in(folder))
 
@@ -108,10 +108,10 @@ def is_model(folder: Path) -> bool:
 def read_model(
     folder: Path, name: str, root: Path | None, *, check: SpecCheck = lambda _spec: None
 ) -> tuple[list[ModelSpec], dict[str, str]]:
-    """A model's versions that are to be served, oldest first, and the errors of those that can't be, by id.
+    """A model's versions that are to be served, oldest first; and by id, the errors of versions that can't be served.
 
-    "latest" is the latest one that can be read: while a new version is broken, the one before it is served. `root`
-    None: links may lead anywhere. ModelFolderError: the model as a whole is wrong.
+    "latest" is the latest version that can be read: while a new version is broken, the one before it is served. If
+    `root` is None, links may lead anywhere. Raises ModelFolderError if the model as a whole can't be served.
     """
     folder = folder.absolute()
     _check_name(name)
@@ -144,7 +144,7 @@ def read_model(
 
 
 def model_folders(parent: Path, prefix: str, errors: dict[str, str], depth: int = 1) -> Iterator[tuple[str, Path]]:
-    """The folders of models under a folder, by name. One that can't be read is an error of that name."""
+    """Name and folder of each model under a folder. Adds an error for each folder that can't be read or is no model."""
     try:
         entries = sorted((e for e in os.scandir(parent) if not e.name.startswith(".")), key=lambda e: e.name)
     except OSError as error:
@@ -224,7 +224,7 @@ def _read_version(folder: Path, name: str, version: str, values: dict[str, Any],
 
 
 def _check_divided(folder: Path, values: dict[str, Any], source: str, kind: str) -> dict[str, Any]:
-    """The values, of which those that divide the model are right. Raises ModelFolderError."""
+    """Check the values that divide a model. Returns all values, with the engine torch if there is a device_map."""
     engine = values.get("engine", "auto")
     if values.get("device_map"):
         if kind not in DIVIDED_KINDS or source not in DIVIDED_SOURCES or engine not in ("auto", "torch"):
@@ -275,7 +275,7 @@ def _source(folder: Path, values: dict[str, Any]) -> tuple[str, str]:
     if not source:
         source = _recognised([file]) if file else _recognised(names)
         if source == "huggingface" and not weight_files(folder, "", values.get("allow_pickle", ())):
-            # An export beside the config.json of its origin.
+            # The folder may contain an export, and the config.json of the model from which it was made.
             source = _recognised([name for name in names if name != "config.json"]) or source
         if source is None and (":" in values.get("engine", "") or any(name.endswith(".py") for name in names)):
             source = "python"
@@ -358,7 +358,7 @@ def _names(folder: Path, *, folders: bool = False) -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    """ModelFolderError: tasks can't ask for it, or it could be mistaken for a version, a list or an option."""
+    """Raises ModelFolderError if tasks can't ask for the name, or if it may be taken for a version, list or option."""
     if UNPRINTABLE.search(name) or re.search(r"[:=,\s\\]", name) or name.startswith("-"):
         raise ModelFolderError(
             f"'{escaped(name)}' can't be a model's name: only printable characters, no spaces, colons, commas, "

@@ -36,7 +36,7 @@ class Signature:
 
     @classmethod
     def of(cls, plain: Any) -> Self:
-        """From such lists. Raises ValueError or TypeError if they are none."""
+        """The inverse of `plain`. Raises ValueError or TypeError if the lists have another form."""
         inputs, outputs = (tuple(map(_tensor, side)) for side in plain)
         if max(len(inputs), len(outputs)) > TENSORS_MAX:
             raise ValueError(f"a model has more than {TENSORS_MAX} inputs or outputs")

@@ -48,7 +48,7 @@ UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. `numbers`: how many are converted to the precision in use; 0: it is kept as it is."""
+    """A tensor in a file. `numbers`: how many numbers are converted to the precision in use; 0: none, it is kept."""
 
     name: str
     numbers: int
@@ -77,7 +77,7 @@ def read_tensors(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def weights_bytes(spec: ModelSpec, number_bytes: int) -> int:
-    """Memory of the weights at `number_bytes` per number. Other formats and unreadable files: their size on disk."""
+    """Memory of the weights at `number_bytes` per number; for other formats and unreadable files their size on disk."""
     try:
         return sum(tensor.bytes_at(number_bytes) for _, tensor in read_tensors(spec))
     except UNREADABLE:

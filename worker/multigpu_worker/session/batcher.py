@@ -1,20 +1,20 @@
 """Decides which waiting leases go to the engine together.
 
-Pure. Leases wait in one line for each spec, oldest first. A batch is cut from the line whose head has the lowest rank,
-so no kind starves another. Lines that nothing can run now (their model is being loaded) are skipped and keep their
-place.
+Pure. Leases wait in one queue (a line) for each spec, oldest first. A batch is cut from the line whose first lease has
+the lowest rank, so no kind starves another. Lines that no engine can run now (for example while their model is being
+loaded) are skipped and keep their leases' ranks.
 
 A lease's rank is its arrival number plus AGE_TASKS for each priority level below the first (priority is part of a spec,
-so a line has one). A lease of a higher level goes before all that wait, but at most AGE_TASKS later arrivals for each
-level between them overtake a lease.
+so all leases of a line have the same). So a lease overtakes a waiting lease of a lower level only if it arrives fewer
+than AGE_TASKS leases later, for each level between the two.
 
 A batch leaves as soon as an engine can take it, unless its model has a delay: then it waits until the delay is over, a
 limit is reached, or it has one of the sizes that the model prefers. Leases that come back from an engine that ended
-don't wait again. The master watches deadlines and revokes leases; the batcher then drops them.
+are not delayed again. The master watches deadlines and revokes leases; the batcher then drops them.
 
-Kinds that run a batch together (embeddings) have a budget of tokens for each batch. Kinds that run one by one
-(handlers) only save hops between processes by larger batches, and delay reports and revocations. So a batch of theirs
-holds about 50 ms of work, as measured so far: one task at first, then more.
+Kinds that run a batch together (embeddings) have a budget of tokens for each batch. For kinds that run one by one
+(handlers) a larger batch only saves hops between processes, and it delays reports and revocations. So their batches
+hold about 50 ms of work, by the run times measured so far: one task at first, then more.
 """
 
 from collections import OrderedDict, deque
@@ -27,9 +27,9 @@ from multigpu_worker.session.lease import Lease, Spec
 
 # A rough rule for English text, to bound the cost of a batch.
 BYTES_PER_TOKEN = 4
-# Kinds and models whose speed is remembered.
+# The number of kinds and models whose speed is remembered.
 SPEEDS_MAX = 1024
-# A batch is at most this many times as large as the largest one measured.
+# A batch that runs one by one is at most this many times as large as the largest one measured so far.
 GROWTH = 8
 # Later arrivals of the next higher level that may overtake a lease: as many as a worker's window usually holds.
 AGE_TASKS = 1024
@@ -39,7 +39,7 @@ AGE_TASKS = 1024
 class BatchLimits:
     tasks_max: int = 256
     tokens_max: int = 16384
-    # Work in a batch of a kind that runs one by one.
+    # Run time of a batch of a kind that runs one by one.
     batch_s: float = 0.05
     # Time that a batch may wait to grow while an engine could take it.
     delay_s: float = 0.0
@@ -61,7 +61,7 @@ class Speed:
 
 @dataclass(slots=True)
 class Growth:
-    """A line that waits to become a larger batch, and how much of it was counted so far."""
+    """A line whose batch is delayed so that more tasks can join; and the tasks and tokens in it counted so far."""
 
     due_s: float
     tasks: int = 0
@@ -69,7 +69,7 @@ class Growth:
 
 
 class Batcher:
-    """`rules`: the settings of models, by kind of task and the model name in its spec."""
+    """`rules`: the batching rules of models and handlers, by the kind and model name in a spec."""
 
     def __init__(self, limits: BatchLimits, slots: int) -> None:
         assert limits.tasks_max >= 1
@@ -78,7 +78,7 @@ class Batcher:
         self.limits = limits
         self.slots = slots
         self.rules: dict[tuple[str, str], BatchRules] = {}
-        # Of (rank, lease).
+        # The waiting leases of each spec, with their ranks.
         self._lines: dict[Spec, deque[tuple[int, Lease]]] = {}
         self._speeds: OrderedDict[tuple[str, str], Speed] = OrderedDict()
         self._arrivals = 0
@@ -103,13 +103,13 @@ class Batcher:
         return rank
 
     def put_back(self, leases: Iterable[Lease]) -> None:
-        """Put leases that were in an engine before all others, in this order whatever their specs."""
+        """Put leases of an engine that ended before all others, in the given order whatever their specs."""
         for lease in reversed(list(leases)):
             self._returns -= 1
             self._lines.setdefault(lease.spec, deque()).appendleft((self._returns, lease))
 
     def give_way(self, leases: Iterable[Lease]) -> None:
-        """Put leases that an engine gave back where they waited before."""
+        """Put leases that an engine gave back at the places where they waited before."""
         for lease in reversed(list(leases)):
             line = self._lines.setdefault(lease.spec, deque())
             line.appendleft((min(lease.rank, line[0][0] - 1) if line else lease.rank, lease))
@@ -119,8 +119,8 @@ class Batcher:
     ) -> list[Lease]:
         """Cut the next batch: leases of one spec, without dropped ones. Empty: nothing may go now.
 
-        `one_by_one`: whether the engine of a spec runs one task after the other. `may`: whether an engine could take it
-        now. `now_s`: on a monotonic clock.
+        `one_by_one`: whether the engine of a spec runs one task after the other. `may`: whether an engine can take a
+        batch of a spec now. `now_s`: on a monotonic clock.
         """
         self._due_s = None
         lines = sorted(self._lines, key=self._head) if len(self._lines) > 1 else list(self._lines)
@@ -147,15 +147,15 @@ class Batcher:
         return []
 
     def first(self, spec: Spec) -> Lease | None:
-        """The lease that the next batch of a line begins with; None: all were dropped."""
+        """The lease with which the next batch of a spec begins; None: all its leases were dropped."""
         return next((lease for _, lease in self._lines[spec] if not lease.dropped), None)
 
     def due_s(self) -> float | None:
-        """After a pop that found nothing: when a line has waited long enough to grow. None: no line is growing."""
+        """After a pop that returned nothing: when the first delay of a line is over. None: no line is delayed."""
         return self._due_s
 
     def measure(self, spec: Spec, tasks: int, work_s: float) -> None:
-        """Note how long tasks that ran one by one took."""
+        """Record the run time of tasks that ran one by one."""
         assert tasks >= 1
         key = (spec.kind, spec.model)
         speed = self._speeds.pop(key, None)
@@ -173,9 +173,9 @@ class Batcher:
         return self._lines[spec][0][0]
 
     def _grown(self, spec: Spec, fresh: Growth, tasks_max: int, tokens_max: int, now_s: float) -> int:
-        """The number of tasks of a growing line that should go now; 0: it waits on.
+        """The largest batch that a delayed line may send now; 0: the line waits on.
 
-        Dropped leases count, so that a batch may go a little early.
+        Dropped leases are counted, too, so a batch may go a little early.
         """
         line, growth = self._lines[spec], self._growing.setdefault(spec, fresh)
         growth.tokens += sum(tokens_of(lease) for _, lease in islice(line, growth.tasks, None))
@@ -197,7 +197,7 @@ class Batcher:
         tasks = min(limit, speed.largest * GROWTH)
         if speed.task_s * tasks > self.limits.batch_s:
             tasks = int(self.limits.batch_s / speed.task_s)
-        # Every slot gets a share of what waits.
+        # The waiting tasks are divided among the slots.
         return max(1, min(tasks, -(-waiting // self.slots)))
 
     @staticmethod

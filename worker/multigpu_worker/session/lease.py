@@ -1,12 +1,12 @@
 """The leases that a worker holds, and what their tasks have in common.
 
-mypyc does not compile this module, because most attributes of a lease stay with its class.
+This module is not compiled with mypyc: in a compiled class each instance would have all attributes (see Lease).
 """
 
 from collections.abc import Sized
 from dataclasses import dataclass, field
 
-# No limit.
+# A `together_max` without effect.
 TOGETHER_MAX = 1 << 30
 
 
@@ -33,47 +33,47 @@ class Lease:
     task_id: int
     attempt: int
     spec: Spec
-    # Bytes, or a reference to them of the same length.
+    # The payload's bytes, or a Reference, whose len() is the payload's size.
     payload: bytes | Sized
     units: int = 1
-    # Shows a later master that the lease was granted to us. 0: the master sends none.
+    # Proves to a later master process that the lease was granted to this worker. 0: the master sends no proofs.
     proof: int = 0
-    # From the attempt before.
+    # The last checkpoint of the attempts before.
     checkpoint: bytes = b""
+    # The number of partial outputs that the master has from the attempts before; and these outputs, if they are small.
     partials_received: int = 0
-    # These outputs, if they are small.
     partials_before: tuple[bytes, ...] = ()
     traceparent: str = ""
-    # A rank of a task that several workers run: no model but its own stays in memory.
+    # A rank of a gang: while it runs, no model but the one that it uses is in memory.
     exclusive: bool = False
-    # False: its partials are too large to keep, so the attempt ends with its stream.
+    # False: the worker doesn't keep all partial outputs of the task, so the attempt ends when the stream breaks.
     resumable: bool = True
     running: bool = field(default=False, init=False)
-    # Not wanted any more.
+    # Revoked, returned or failed: it need not be run.
     dropped: bool = field(default=False, init=False)
-    # In the batcher, once it has gone to an engine.
+    # The rank in the batcher; set when the batcher cuts a batch with this lease.
     rank: int = field(default=0, init=False)
-    # The master wants it back, unless it has begun.
+    # The master wants the lease back, unless an engine has begun it.
     recalled: bool = field(default=False, init=False)
-    # The largest batch that it may join. Lowered after an engine ended with it; 1: it is a suspect.
+    # The largest batch that it may join. Lowered after an engine died with this lease inside; 1: it is a suspect.
     together_max: int = field(default=TOGETHER_MAX, init=False)
-    # Uncharged deaths of an engine with it inside.
+    # The number of engine deaths with this lease inside that were not charged to it.
     deaths: int = field(default=0, init=False)
     fraction: float = field(default=0.0, init=False)
     steps: int = field(default=0, init=False)
     note: str = field(default="", init=False)
-    # The last lines of this attempt.
+    # The last lines that this attempt logged.
     log: str = field(default="", init=False)
     log_unsent: bool = field(default=False, init=False)
     # The checkpoint of this attempt.
     saved: bytes | None = field(default=None, init=False)
     saved_unsent: bool = field(default=False, init=False)
-    # Partial outputs of this attempt, kept to be sent again; how many were made, and their bytes.
+    # Partial outputs of this attempt, kept to be sent again; how many were made, and the bytes of those kept.
     partials: list[tuple[bytes, str]] | None = field(default=None, init=False)
     partials_made: int = field(default=0, init=False)
     partial_bytes: int = field(default=0, init=False)
 
     @property
     def suspect(self) -> bool:
-        """It may have ended an engine: it runs alone."""
+        """Whether it may have ended an engine. Then it runs alone."""
         return self.together_max == 1

@@ -25,15 +25,15 @@ from multigpu_worker.session.wire import BadFrameError
 log = structlog.get_logger()
 
 MESSAGE_BYTES_MAX = 64 << 20
-# The delay before a connection is drawn from 0 up to a bound, which doubles from the first of these to the second.
+# The delay before a reconnect is random, between 0 and a bound that doubles from RECONNECT_MIN_S to RECONNECT_MAX_S.
 RECONNECT_MIN_S = 0.05
 RECONNECT_MAX_S = 2.0
-# After the start, no warnings about a master that isn't there yet for this long.
+# For this long after the start, failures to connect to a master that was never reached are not logged as warnings.
 QUIET_S = 2.0
-# Log lines for the same reason without a session: this many, then one in this many seconds.
+# If there is no session, the same reason is logged REPEATS_MAX times, then once in REPEAT_S.
 REPEATS_MAX, REPEAT_S = 3, 60.0
 WELCOME_TIMEOUT_S = 10.0
-# For the master to end the stream after we have.
+# How long to wait for the master to end the stream after the worker has ended its side.
 CLOSE_TIMEOUT_S = 2.0
 
 OPTIONS = [
@@ -44,7 +44,7 @@ OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # A backoff that the library keeps between two channels would add to ours.
+    # With a shared pool, gRPC's own backoff would go on in the next channel and add to the delays here.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
@@ -94,12 +94,12 @@ class Link:
         self._wake.set()
 
     def close(self) -> None:
-        """Send what there is, end the stream, and let `run` return."""
+        """Send the frames that are due, end the stream, and let `run` return."""
         self._closing = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Keep a session until `close`. ProtocolMismatchError, TakenOverError."""
+        """Keep a session until `close`. Raises ProtocolMismatchError, TakenOverError."""
         bound_s = RECONNECT_MIN_S
         met, quiet_until = False, time.monotonic() + QUIET_S
         while not self._closing:
@@ -126,7 +126,7 @@ class Link:
                     details = unavailable(self.address, details, self._credentials)
                 reason = f"{error.code().name}: {details}"
             except ConfigError as error:
-                reason = str(error)  # credentials are read each time: a file may be about to be replaced
+                reason = str(error)  # not fatal: credentials are read for each stream, and a file may yet be replaced
             except BadFrameError as error:
                 reason = f"the master sent a frame that makes no sense ({error}); upgrade it?"
             except (TimeoutError, asyncio.InvalidStateError, grpc.aio.InternalError) as error:
@@ -166,14 +166,14 @@ class Link:
         return frame
 
     async def _exchange(self, call: Any) -> None:
-        """Write and read until either ends."""
+        """Write and read until the writer or the reader ends."""
         self._wake.set()
         writer = asyncio.create_task(self._write(call))
         reader = asyncio.create_task(self._read(call))
         try:
             await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done() and not reader.done():
-                # We closed, or the stream broke: the reader gets its status.
+                # The worker closed, or the stream broke: the reader raises the stream's status.
                 await asyncio.wait({reader}, timeout=CLOSE_TIMEOUT_S)
             for task in (reader, writer):
                 if task.done():
@@ -203,7 +203,7 @@ class Link:
         await _raise_status(call)
 
     async def _sleep(self, delay_s: float) -> None:
-        """Sleep, until `close` at most."""
+        """Sleep, but not longer than until `close`."""
         self._wake.clear()
         if not self._closing:
             with contextlib.suppress(TimeoutError):
@@ -214,7 +214,7 @@ class Link:
 
 
 async def _raise_status(call: Any) -> None:
-    """Raise how the call ended, unless it ended well."""
+    """Raise AioRpcError with the status of an ended call, unless that is OK."""
     code = await call.code()
     if code is not grpc.StatusCode.OK:
         raise grpc.aio.AioRpcError(

@@ -1,8 +1,8 @@
-"""When an engine that runs a batch together gets its next one. Pure.
+"""Decides when an engine whose batches run together gets its next batch. Pure.
 
 The next batch is prepared while one runs. If it were handed over as early as possible, callers who wait for their
 answers before they send more would form three groups: one runs, one is prepared, one waits. Handed over shortly before
-it is needed, the next batch includes all that has come until then: two groups, in larger batches.
+it is needed, the next batch includes all tasks that have come until then: two groups, in larger batches.
 """
 
 # Time allowed to prepare a batch: LEAD_S, and this share of the run time of the batch before it.
@@ -15,7 +15,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
-        # When the first of them began to run.
+        # When the oldest batch began to run: when it was handed over, or when the batch before it ended.
         self._since_s = 0.0
         self._token_s = 0.0
 
@@ -35,7 +35,7 @@ class Pace:
         self._tokens.pop(batch_id, None)
 
     def due_s(self) -> float:
-        """When to hand over the next batch. In the past: now."""
+        """When to hand over the next batch, on the same clock. An instant in the past means now."""
         if not self._tokens:
             return 0.0
         work_s = sum(self._tokens.values()) * self._token_s

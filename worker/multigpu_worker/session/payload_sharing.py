@@ -13,9 +13,9 @@ from multigpu._transport.payloads import Directory, Reference, Segment
 
 class Sharing:
     def __init__(self) -> None:
-        # None: the session's master shares no directory.
+        # None: the master of this session shares no directory.
         self.directory: Directory | None = None
-        # Pinned segments by name, under the directory's present key. Only results in these may be lent to the master.
+        # Pinned segments by name; cleared when the directory's key changes. Only results in these may be lent.
         self._segments: WeakValueDictionary[str, Segment] = WeakValueDictionary()
         self._lent: deque[Reference] = deque()
         self._taken = 0
@@ -26,7 +26,7 @@ class Sharing:
         return str(self.directory.path) if self.directory is not None else ""
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Starts a session with the initial metadata of its stream. Returns whether the master shares a directory."""
+        """Start a session with the initial metadata of its stream. Returns whether the master shares a directory."""
         before, self.directory = self.directory, Directory.of(metadata)
         if before is None or self.directory is None or before.key != self.directory.key:
             self._segments = WeakValueDictionary()
@@ -35,7 +35,7 @@ class Sharing:
         return self.directory is not None
 
     def pin(self, name: str, offset: int, size_bytes: int) -> Reference:
-        """A reference that holds a result of an engine. OSError: its segment or the directory is no longer there."""
+        """Returns a reference that keeps an engine's result. Raises OSError if its segment or the directory is gone."""
         segment = self._segments.get(name)
         if segment is None:
             if self.directory is None:
@@ -44,14 +44,14 @@ class Sharing:
         return Reference(segment, offset, size_bytes)
 
     def lend(self, reference: Reference) -> bool:
-        """Returns whether the session's master can read a result from its file. If so, holds it until `taken`."""
+        """Whether the session's master can read a result from its file. If so, holds the result until `taken`."""
         if self.directory is None or self._segments.get(reference.pin.name) is not reference.pin:
             return False
         self._lent.append(reference)
         return True
 
     def taken(self, count: int) -> None:
-        """The master has taken over `count` results in total since the session began: releases them."""
+        """The master has taken over the first `count` results since the session began: release them."""
         while self._taken < count and self._lent:
             self._lent.popleft()
             self._taken += 1

@@ -9,8 +9,8 @@ reports are kept for a while: hello lists their leases too, and those that the m
 result is computed twice because an acknowledgement was lost; and a lease whose report did arrive is not adopted, so
 nothing counts twice.
 
-Outputs leave in the order in which they were made. A frame is a run of reports and then of partial outputs: in
-whichever order its parts are read, the partials of a task come before its report.
+Outputs leave in the order in which they were made. A frame contains first reports, then partial outputs. The partial
+outputs of a task are always in an earlier frame than its report, so the master may read the two parts in any order.
 """
 
 from collections import deque
@@ -23,13 +23,13 @@ from multigpu._handling.attempts import last_lines
 from multigpu_worker.device.energy import NO_USAGE, Usage
 from multigpu_worker.session.lease import Lease
 
-# Reports are grouped up to this size, so that no frame nears the limit of a message.
+# Maximum size of a group of reports. A larger report is a group by itself.
 GROUP_BYTES_MAX = 4 << 20
-# Of a report, beside its result, its error and its log.
+# Estimated size of a report without its result, error and log.
 REPORT_BYTES = 32
-# Of checkpoints and logs in one hello or heartbeat; the rest waits for the next one.
+# Limit of the checkpoints and logs in one hello or heartbeat; the others wait for the next heartbeat.
 CHECKPOINT_BYTES_MAX = 32 << 20
-# Of a partial output with the checkpoint that goes with it; a larger message would break the stream.
+# Limit of a partial output and its checkpoint together: a message above 64 MiB would break the stream.
 PARTIAL_BYTES_MAX = 63 << 20
 
 
@@ -53,7 +53,7 @@ class TaskError:
 class Report:
     lease: Lease
     state: ReportState
-    # As a lease's payload.
+    # The result's bytes, or a Reference, whose len() is the result's size.
     result: bytes | Sized = b""
     content_type: str = ""
     error: TaskError | None = None
@@ -68,9 +68,9 @@ class Reports:
     start_ns: int
     finish_ns: int
     reports: list[Report]
-    # On the wire.
+    # Estimated size in a frame.
     size_bytes: int
-    # With the partial outputs that are kept with it.
+    # The same, with the partial outputs that are kept to be sent again.
     kept_bytes: int
     usage: Usage = NO_USAGE
 
@@ -103,9 +103,9 @@ class Held:
     """A lease as hello and heartbeats list it."""
 
     lease: Lease
-    # None: unchanged since it was last sent.
+    # None: unchanged since it was last sent, or left for a later heartbeat.
     checkpoint: bytes | None
-    # Empty: unchanged since it was last sent.
+    # Empty: unchanged since it was last sent, or left for a later heartbeat.
     log: str
 
 
@@ -122,15 +122,16 @@ class SessionLimits:
 class Session:
     def __init__(self, limits: SessionLimits) -> None:
         self.limits = limits
-        # Welcomed, and the stream has not broken since.
+        # The master has welcomed the worker, and the stream has not broken since.
         self.connected = False
-        # The incarnation of the master that granted or adopted our leases. Empty: it sent none.
+        # The incarnation of the master that granted or adopted the held leases. Empty: the master sent none.
         self.incarnation = ""
         # Not reported yet, oldest first.
         self.leases: dict[int, Lease] = {}
-        # Of results and partials.
+        # Size of what `_outbox` contains.
         self.unsent_bytes = 0
-        # A heartbeat must go out before anything else: a checkpoint would be too late after the report.
+        # The next frame must be a heartbeat. Also set when a failed lease has an unsent checkpoint, which the master
+        # would ignore after the lease's report.
         self.heartbeat_due = False
         self._outbox: deque[Reports | Partial] = deque()
         self._sent: deque[tuple[float, Reports]] = deque()
@@ -146,14 +147,14 @@ class Session:
             self.leases[lease.lease_id] = lease
 
     def revoke(self, lease_id: int) -> Lease | None:
-        """Forget a lease. Returns None if it was reported meanwhile."""
+        """Forget a lease. Returns None if it is not held, for example because it was reported meanwhile."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             lease.dropped = True
         return lease
 
     def recall(self, lease_ids: Iterable[int]) -> list[Lease]:
-        """The master wants these back if no engine has begun them. Returns those that we hold."""
+        """The master wants these leases back if no engine has begun them. Returns those that are held."""
         asked = [lease for lease_id in lease_ids if (lease := self.leases.get(lease_id)) is not None]
         for lease in asked:
             lease.recalled = True
@@ -196,7 +197,7 @@ class Session:
     # From the engines.
 
     def report(self, start_ns: int, finish_ns: int, reports: Iterable[Report], usage: Usage = NO_USAGE) -> None:
-        """Queue reports. Those of leases that are not held any more are left out."""
+        """Queue reports, except those of leases that are not held any more."""
         group: list[Report] = []
         size_bytes = partial_bytes = 0
         for report in reports:
@@ -217,7 +218,7 @@ class Session:
             self._push(Reports(start_ns, finish_ns, group, size_bytes, size_bytes + partial_bytes, usage))
 
     def partial(self, lease: Lease, data: bytes, content_type: str = "") -> bool:
-        """Queue a partial output. False: the lease can't go on, cancel it in the engine."""
+        """Queue a partial output. Returns False if the lease can't go on: then the engine must cancel it."""
         if lease.dropped:
             return True
         index = lease.partials_received + lease.partials_made
@@ -234,7 +235,7 @@ class Session:
         if self.connected:
             saved = lease.saved if lease.saved_unsent else None
             if saved is not None:
-                # One that does not fit goes with the next output, or with a heartbeat after this one.
+                # A checkpoint that does not fit is sent with the next output, or with a heartbeat after this output.
                 lease.saved_unsent = len(data) + len(saved) > PARTIAL_BYTES_MAX
                 saved = None if lease.saved_unsent else saved
             self._push(Partial(lease, index, data, content_type, saved))
@@ -268,16 +269,20 @@ class Session:
     # To the master.
 
     def held(self, *, hello: bool) -> list[Held]:
-        """What a heartbeat lists. `hello`: also every checkpoint, and leases whose reports may have been lost."""
+        """The leases that a heartbeat lists, with unsent checkpoints and logs.
+
+        `hello`: only the resumable ones, also those whose reports may have been lost, and every checkpoint and log.
+        """
         reported = [group for group in self._outbox if isinstance(group, Reports)]
         if hello:
             reported += [group for _, group in self._sent]
-        # First, because after a report it is too late for a checkpoint.
+        # Reported leases are first: a checkpoint that is sent after the report is too late.
         leases = [report.lease for group in reported for report in group.reports]
         leases += self.leases.values()
         if hello:
             leases = [lease for lease in leases if lease.resumable]
-        # The next attempt would not make these outputs again.
+        # Leases with queued outputs. A checkpoint must not be sent before these outputs: an attempt that begins with it
+        # would not make them again.
         later = set() if hello else {entry.lease.lease_id for entry in self._outbox if isinstance(entry, Partial)}
         later &= self.leases.keys()
         left_bytes = CHECKPOINT_BYTES_MAX
@@ -304,7 +309,7 @@ class Session:
         return bool(self._outbox)
 
     def take_frame(self, bytes_max: int, now_s: float) -> Frame:
-        """Take what goes out next: at most `bytes_max`, but at least one report or partial if there is any."""
+        """Pop the next frame from the outbox: at most `bytes_max`, but at least one entry if there is any."""
         assert self.connected
         frame = Frame([], [])
         frame_bytes = 0
@@ -335,7 +340,7 @@ class Session:
             self._push(Partial(lease, lease.partials_received + index, *part))
 
     def _remember(self, group: Reports, now_s: float) -> None:
-        """Keep a group that is being sent, and drop the oldest past the limits."""
+        """Keep a group that is being sent, and drop the oldest ones beyond the limits."""
         self._sent.append((now_s, group))
         self._sent_bytes += group.kept_bytes
         self._sent_reports += len(group.reports)
@@ -350,7 +355,7 @@ class Session:
 
 
 def _size_of(report: Report) -> int:
-    """About the bytes that a report takes in a frame."""
+    """An estimate of a report's size in a frame."""
     size_bytes = len(report.result) + REPORT_BYTES
     if report.lease.log:
         size_bytes += len(report.lease.log.encode())

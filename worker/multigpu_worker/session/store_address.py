@@ -1,4 +1,4 @@
-"""The address at which a worker's engine meets the other ranks of a gang, if it is rank 0."""
+"""The address at which the engine of a gang's rank 0 listens for the other ranks."""
 
 import socket
 
@@ -6,14 +6,14 @@ from multigpu.config.values import split_address
 
 
 class StoreAddress:
-    """A port that nothing else gets, although nothing listens on it until an engine does.
+    """Reserves a port for an engine.
 
-    Bound, not listening: with SO_REUSEADDR, which the engine sets too (multigpu._ranks), an engine can bind and listen
-    there, while the system gives the port to no one who asks for any.
+    The socket is bound and does not listen. With SO_REUSEADDR, which the engine also sets (multigpu._ranks), the engine
+    can bind the same port and listen, while the kernel gives it to no program that asks for any free port.
     """
 
     def __init__(self, master: str) -> None:
-        """`master`: its address; this one is that of the interface that leads there. OSError: there is none now."""
+        """Reserve a port on the interface that leads to the address `master`. Raises OSError if there is none now."""
         host, port = ("127.0.0.1", 1) if master.startswith("unix:") else split_address(master)
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

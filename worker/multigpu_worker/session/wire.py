@@ -1,4 +1,4 @@
-"""Protobuf messages of the session to and from the worker's values."""
+"""Converts the session's Protobuf messages to and from the worker's values."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a hello says of the worker and does not change."""
+    """The fields of a hello that never change while the worker runs."""
 
     worker_id: str
     host: str
@@ -46,7 +46,7 @@ class Identity:
     slots: int
     window_tasks: int
     window_bytes: int
-    # None: it takes no ranks of gangs.
+    # None: the worker takes no ranks of gangs.
     store: StoreAddress | None = None
 
 
@@ -67,7 +67,7 @@ def spec_of(spec: task_pb2.TaskSpec) -> Spec:
 
 
 def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lease]]:
-    """`directory`: the one that the master shares. BadFrameError."""
+    """Returns the spec and the leases. `directory`: that of the master's shared payloads. Raises BadFrameError."""
     spec = spec_of(batch.spec)
     count = len(batch.lease_ids)
     if any(len(column) != count for column in (batch.task_ids, batch.attempts, batch.payloads, batch.units)):
@@ -104,7 +104,7 @@ def leases_of(batch: pb.LeaseBatch, directory: str = "") -> tuple[Spec, list[Lea
             if not directory or "/" in str(at.segment):
                 raise BadFrameError("it refers to a payload that we do not share")
             lease.payload = Reference(Elsewhere(f"{directory}/{at.segment}", at.segment), at.offset, at.size)
-        # Only this master has its first outputs: another one can't adopt the lease.
+        # Only this master has the outputs of earlier attempts: another one can't adopt the lease.
         lease.resumable = not extra.partials_received
     return spec, leases
 
@@ -219,7 +219,7 @@ def _never(_reference: Reference) -> bool:
 
 
 def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.SessionRequest:
-    """`lend`: whether a result may be sent as a reference; notes that it is."""
+    """`lend`: whether a result may be sent as a reference. If so, it keeps the result for the master."""
     return pb.SessionRequest(
         report_batches=[batch for reports in frame.reports for batch in _report_batches(reports, lend)],
         partials=[
@@ -236,7 +236,7 @@ def request_of(frame: Frame, lend: Callable[[Reference], bool] = _never) -> pb.S
 
 
 def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list[pb.ReportBatch]:
-    """One for each content type, and one for failures."""
+    """One batch for each content type of results, and one for failed and returned leases."""
     contents = _read_files(reports.reports, lend)
     batches = []
     for content_type in {report.content_type for report in reports.reports if report.error is None}:
@@ -256,7 +256,7 @@ def _report_batches(reports: Reports, lend: Callable[[Reference], bool]) -> list
 
 
 def _report_batch(reports: Reports, some: list[Report]) -> pb.ReportBatch:
-    """The batch of some of the reports, with what successes and failures have."""
+    """A batch for some of the reports, with the fields that successes and failures have in common."""
     batch = pb.ReportBatch(start_time=_timestamp(reports.start_ns), finish_time=_timestamp(reports.finish_ns))
     units = sum([report.lease.units for report in some])
     batch.device_duration.FromNanoseconds(int(reports.usage.device_s_per_unit * 1e9 * units))
@@ -273,7 +273,7 @@ def _fill_energy(batch: pb.ReportBatch, succeeded: list[Report], energy: Energy)
 
 
 def _read_files(reports: list[Report], lend: Callable[[Reference], bool]) -> dict[int, bytes]:
-    """By lease: the results in files that are not sent as references. An attempt whose result can't be read fails."""
+    """By lease_id: results in files that can't be sent as references. An attempt whose result can't be read fails."""
     contents: dict[int, bytes] = {}
     for report in reports:
         if isinstance(report.result, Reference) and not lend(report.result):
@@ -287,7 +287,7 @@ def _read_files(reports: list[Report], lend: Callable[[Reference], bool]) -> dic
 
 
 def _result(batch: pb.ReportBatch, index: int, report: Report, contents: dict[int, bytes]) -> bytes:
-    """The result's entry in the column: its bytes; empty if they are sent as a reference."""
+    """The result's entry in the column `results`: its bytes; empty if it is sent as a reference."""
     result = report.result
     if isinstance(result, bytes):
         return result

@@ -1,11 +1,11 @@
 """Which leases are charged an attempt for the end of their engine process, and which go on in the next one.
 
-Pure. A lease is charged only if it ran alone, so that no innocent one is. Leases of a batch that ran together go on in
-batches of half its size, until the one that ends its engine is alone. Leases that ran one by one, but in several slots
-at the same time, become suspects: from then on each of them runs alone.
+Pure. A lease is charged only if it ran alone, so that no lease is charged for another one's fault. Leases of a batch
+that ran together go on in batches of half its size, until the lease that ends its engine is alone. Leases that ran one
+by one, but in several slots at the same time, become suspects: from then on each of them runs alone.
 
-An engine that dies while it runs nothing is charged to a lease only after DEATHS_MAX deaths with that lease inside; or
-at once, if it was not killed and the lease is the only one in it.
+The death of an engine that runs nothing is charged to a lease only after DEATHS_MAX deaths with that lease inside; or
+at once, if the engine was not killed and contained no other lease.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +17,7 @@ from multigpu_worker.processes.ipc.slots import SlotState
 from multigpu_worker.session.lease import Lease
 from multigpu_worker.session.session import TaskError
 
-# More than it takes to halve the largest batch down to one.
+# More deaths than it takes to halve the largest batch down to one lease.
 DEATHS_MAX = 20
 
 Batches = Mapping[int, EngineBatch]
@@ -25,7 +25,7 @@ Batches = Mapping[int, EngineBatch]
 
 @dataclass(slots=True)
 class Suspects:
-    """One of these ended the engine process."""
+    """Leases of which one ended the engine process."""
 
     # Leases of batches that ran together.
     together: list[list[Lease]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Suspects:
 
 @dataclass(frozen=True, slots=True)
 class Charges:
-    """Leases that failed with the engine process, and those that go on: suspects first, else as they came."""
+    """Leases that fail with the engine process; and leases that go on: suspects first, otherwise in their order."""
 
     failed: list[tuple[Lease, TaskError]]
     again: list[Lease]
@@ -47,7 +47,7 @@ class Charges:
 def suspects_of_slots(
     slots: Iterable[SlotState], batches: Batches, violation: Violation | None, prepared: int
 ) -> Suspects:
-    """What the slots ran; with a violation, only the slots that it names. Without one, `prepared` is suspect, too."""
+    """The leases that the slots ran: with a violation, only in slots that it names; else also the batch `prepared`."""
     suspects = Suspects()
     for state in slots:
         batch = batches.get(state.batch_id)
@@ -63,9 +63,10 @@ def suspects_of_slots(
 
 
 def suspects_of_lost_context(slots: Iterable[SlotState], batches: Batches, reporters: Collection[int]) -> Suspects:
-    """For a lost CUDA context: the leases that reported it, and what ran in `slots` beside them.
+    """For a lost CUDA context: the leases that reported the loss, and the leases that ran in `slots` at the same time.
 
-    If batches that run together reported it, all of them are suspect: the device may have begun the next one's work.
+    If a batch that runs together reported it, all such batches in the process are suspect: the device may have begun
+    the next batch's work.
     """
     running = {state.batch_id: running_leases(state, batches.get(state.batch_id)) for state in slots}
     reported = {
@@ -83,7 +84,7 @@ def suspects_of_lost_context(slots: Iterable[SlotState], batches: Batches, repor
 
 
 def charge(suspects: Suspects, error: TaskError, batches: Batches) -> Charges:
-    """Charge the only suspect; of several, none, and narrow them down."""
+    """Charge the suspect if there is only one. Charge none of several, but let them run in smaller batches or alone."""
     everyone = suspects.all()
     if len(everyone) == 1:
         return _charges(batches, {everyone[0].lease_id: error})
@@ -96,9 +97,9 @@ def charge(suspects: Suspects, error: TaskError, batches: Batches) -> Charges:
 
 
 def charge_none(batches: Batches, error: TaskError, deaths_max: int = DEATHS_MAX, *, halve: bool) -> Charges:
-    """Nothing ran, or the cause is elsewhere: all go on, until it has happened too often to a lease.
+    """Nothing ran, or the cause is elsewhere: all leases go on, except those with `deaths_max` deaths, which fail.
 
-    `halve`: in smaller batches, as one of these leases may be the cause.
+    `halve`: they go on in smaller batches, as one of them may be the cause.
     """
     failed: dict[int, TaskError] = {}
     for batch in batches.values():

@@ -1,7 +1,7 @@
 """Why an engine process ended, and which of its leases are charged for it.
 
-Pure. Before the agent ends a process it notes the reason here, and failures from an engine whose CUDA context is lost
-are kept here. When the process is dead, `judge` decides by charge.py's rules.
+Pure. Before the agent ends a process it records the reason here; failures from an engine whose CUDA context is lost are
+kept here, too. When the process is dead, `judge` decides by charge.py's rules.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from multigpu_worker.processes.death import Death
 from multigpu_worker.session.lease import Lease
 from multigpu_worker.session.session import Report, ReportState, TaskError
 
-# Under MPS, a fault that nobody is charged for may come from this engine: a lease survives no more of them.
+# Under MPS, a fault without a known cause may come from this engine: a lease fails at this number of such faults.
 UNKNOWN_FAULTS_MAX = 3
 
 
@@ -34,21 +34,21 @@ class Judgement:
 
     reports: list[Report]
     again: list[Lease]
-    # The error type of what ended it.
+    # The type of the error that ended the process.
     reason: str
     # A task's error that shows a hardware error of the device; empty: there is none.
     hardware: str
-    # It was killed, by the agent or another, or the GPU's MPS server ended it.
+    # The agent or another program killed the process, or a fault of the GPU's MPS server ended it.
     by_others: bool
 
 
 class Evidence:
-    """`ran_at_xid`: whether a lease ran when an XID of the application's kind came."""
+    """`ran_at_xid`: whether a lease ran when an XID of class APPLICATION was reported."""
 
     def __init__(self, ran_at_xid: Callable[[int], bool], memory_bytes: int) -> None:
         self._ran_at_xid = ran_at_xid
         self._memory_bytes = memory_bytes
-        # Why the agent ends the process.
+        # Why the agent ends the process: a violation, or its memory.
         self.violation: Violation | None = None
         self.out_of_memory = False
         # Errors of attempts that failed because the context is lost, by lease; and when the first was reported.
@@ -71,8 +71,8 @@ class Evidence:
     def keep_back(self, failed: list[Any], *, one_by_one: bool, reported_ns: int) -> list[Any]:
         """Keep the failures that show a lost context until the process is dead. Returns the others.
 
-        `reported_ns`: when they were reported, on the slots' clock. Of tasks that ran one by one only the first is
-        charged, unless others ran beside it: those after it found the context lost.
+        `reported_ns`: when they were reported, on the slots' clock. If tasks run one by one, only the first failure
+        that shows the loss counts: the later tasks failed because the context was already lost.
         """
         kept = [failure for failure in failed if context_is_lost(failure[2]) or self._ran_at_xid(failure[0])]
         if kept and not self._context_errors:
@@ -84,7 +84,7 @@ class Evidence:
         return [failure for failure in failed if failure not in kept] if kept else failed
 
     def judge(self, death: Death, batches: Mapping[int, EngineBatch]) -> Judgement:
-        """The process is dead. Forgets the evidence."""
+        """Decide which leases are charged for the dead process. Forgets the evidence."""
         died = self._error(death)
         charges = self._charge(death, batches, died)
         reports = [
@@ -130,10 +130,10 @@ class Evidence:
         return charge(suspects, died, batches)
 
     def _broke_engine(self, death: Death, lease: Lease, error: TaskError) -> bool:
-        """Whether the attempt took the process, or its device's context, down with it.
+        """Whether the attempt ended the process or broke its CUDA context.
 
-        Not if the agent ended the process because the attempt ran too long, or took too much of the host's memory. Any
-        other kill comes from an operator, or from the kernel short of memory.
+        False if the agent ended the process for any reason but a lack of progress, or if nothing is known but that it
+        was killed: by an operator, or by the kernel short of memory.
         """
         if self._ran_at_xid(lease.lease_id) or error.type == "NoProgress" or death.fault is not None:
             return True

@@ -1,4 +1,4 @@
-"""When an engine process must be ended: run timeout, no progress, a cancelled call that goes on.
+"""Decides when an engine process must be ended: run timeout, no progress, a cancelled call that goes on.
 
 Pure. The agent samples what each slot runs (processes/ipc/slots.py) and calls `Limits.check`.
 """
@@ -14,7 +14,7 @@ from multigpu_worker.session.session import TaskError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """End the engine process, because of what these slots run."""
+    """The engine process must be ended, because of what the named slots run."""
 
     # (batch_id, lease_id) of each; the lease_id is 0 where the batch runs together.
     slots: frozenset[tuple[int, int]]
@@ -23,7 +23,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Standstill:
-    """Since when a slot has looked the same."""
+    """The state of a slot, and since when it has not changed."""
 
     state: SlotState
     since_ns: int
@@ -36,7 +36,7 @@ class Limits:
         self._standstills: dict[int, Standstill] = {}
 
     def reset(self) -> None:
-        """Another engine process begins."""
+        """Forget the standstills: another engine process will run."""
         self._standstills.clear()
 
     def check(
@@ -46,7 +46,7 @@ class Limits:
         batches: Mapping[int, EngineBatch],
         cancelled_ns: Mapping[int, int],
     ) -> Violation | None:
-        """The limit that a slot breaks, if any. `cancelled_ns`: when each cancelled lease was, on the slots' clock."""
+        """The limit that a slot breaks, if any. `cancelled_ns`: when each lease was cancelled, on the slots' clock."""
         stalled: TaskError | None = None
         still: set[tuple[int, int]] = set()
         for slot, state in enumerate(slots):
@@ -57,7 +57,8 @@ class Limits:
                 continue
             accused = accused_of(state, batch)
             stalled = self._no_progress(now_ns, slot, state) or stalled
-            # Slots that one task holds up are not all seen to stop in the same check: half the timeout is enough.
+            # One task may hold up several slots, which are not all seen to stop in the same check. So a violation also
+            # names slots that have stood still for half the timeout.
             if slot in self._standstills and self._still_s(now_ns, slot) >= self.progress_timeout_s / 2:
                 still.add(accused)
             error = self._run_timeout(now_ns, state, running) or self._cancelled(now_ns, running, cancelled_ns)
@@ -99,5 +100,5 @@ class Limits:
 
 
 def accused_of(state: SlotState, batch: EngineBatch) -> tuple[int, int]:
-    """What a slot runs, as a violation names it."""
+    """What a slot runs, as an entry of Violation.slots."""
     return state.batch_id, state.lease_id if batch.one_by_one else 0

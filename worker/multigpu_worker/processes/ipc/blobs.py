@@ -1,9 +1,9 @@
 """Large payloads and results cross between agent and engine through shared memory, one copy in and one copy out.
 
-A socket would take a megabyte in a dozen pieces, with a wake-up of both processes for each. Here one side writes into a
-ring and names the place in its next frame; the other side reads it when the frame comes. Frames come in order, so the
-reader frees the ring by one number in shared memory: how far it has read. A blob that does not fit into the ring now
-goes through the socket.
+A socket would take a megabyte in a dozen pieces, with a wake-up of both processes for each. Here one side writes a blob
+into a ring and names its place in the next frame; the other side reads the blob when the frame comes. Frames come in
+order, so the reader frees the ring by one number in shared memory: how far it has read. If the ring has no room for a
+blob at the moment, the blob is sent through the socket.
 """
 
 import mmap
@@ -32,7 +32,7 @@ class BlobRing:
         offset = place % RING_BYTES
         empty = read_to == place
         if empty or offset + size_bytes > RING_BYTES:
-            # From the front: to reuse warm memory, or because a blob must lie in one piece.
+            # Begin at the front: to reuse cached memory, or because a blob must be contiguous.
             place += -place % RING_BYTES
             offset = 0
         if empty:
@@ -46,7 +46,7 @@ class BlobRing:
     def read(self, place: int, size_bytes: int) -> bytes:
         """Read a blob and free its room. Blobs must be read in the order in which they were written.
 
-        ValueError: no blob can lie there.
+        Raises ValueError if no blob of this size can lie there.
         """
         offset = place % RING_BYTES
         if offset + size_bytes > RING_BYTES or place + size_bytes >= 1 << 64:
@@ -67,7 +67,7 @@ class BlobMemory:
         self.fd = fd
         self._map = mmap.mmap(fd, _HEAD_BYTES + 2 * RING_BYTES)
         self.view = memoryview(self._map)
-        # To the engine, and back.
+        # From agent to engine, and from engine to agent.
         self.down = BlobRing(self, 0)
         self.up = BlobRing(self, 1)
 

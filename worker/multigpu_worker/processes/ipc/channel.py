@@ -9,12 +9,12 @@ from collections.abc import Callable
 from multigpu_worker.processes.ipc import frames
 from multigpu_worker.processes.ipc.blobs import BlobMemory
 
-# More than a socket can hold.
+# More reads than a full socket needs.
 _READS_MAX = 10_000
 
 
 class EngineChannel:
-    """`take` gets each frame, and may raise FrameError; `broken` is called once frames make no sense."""
+    """`take` is called with each frame and may raise FrameError. After a FrameError, `broken` is called once."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class EngineChannel:
         self._loop.add_reader(sock, self._readable)
 
     def send(self, message: frames.Message, blobs: list[bytes]) -> None:
-        """Send a frame; the part that the socket doesn't take now follows as soon as it does."""
+        """Send a frame. The part for which the socket has no room is sent as soon as it has."""
         waiting = bool(self._unsent)
         self._unsent += [memoryview(buffer) for buffer in frames.encode(message, blobs, self._blobs.down) if buffer]
         if not waiting:
@@ -46,7 +46,7 @@ class EngineChannel:
                 self._loop.add_writer(self._sock, self._writable)
 
     def pause(self, *, paused: bool) -> None:
-        """Read nothing for now, so that the engine waits when the socket is full. Or go on."""
+        """Stop reading, so that the engine waits when the socket is full; or, if not `paused`, go on."""
         if self._ended or paused is not self._reading:
             return
         self._reading = not paused
@@ -56,7 +56,9 @@ class EngineChannel:
             self._loop.add_reader(self._sock, self._readable)
 
     def read_rest(self) -> None:
-        """Take the frames that the engine has sent so far, and none later. Bounded: a living engine may go on."""
+        """Apply the frames that the engine has sent so far, except "ready" and "loaded", and read no later ones. The
+        number of reads is limited, because a living engine may go on sending.
+        """
         if self._ended:
             return
         self._end()

@@ -1,12 +1,13 @@
 """Frames between agent and engine, over a socket pair: batches down, reports up.
 
 A frame is a tuple of plain values in `marshal`: the fastest encoding in the standard library (about 0.1 us a value). It
-is unsafe between strangers and unstable between Python versions; here both ends are the same interpreter, and whoever
-can write to the socket runs with the same rights. User code may write to the wrong descriptor by mistake. So a frame's
-head carries a check of itself, and its tuple ends with four fixed bytes: bytes that a stray write has shifted are not
-waited for, and don't reach marshal, which some inputs keep busy for ever. The agent ends an engine after a FrameError.
+is unsafe with untrusted peers and differs between Python versions; here both ends run the same interpreter, and code
+that can write to the socket has the same rights. User code may write to the wrong descriptor by mistake. So a frame's
+head contains a checksum of its other fields, and four fixed bytes follow the tuple. After a stray write the decoder
+therefore raises FrameError; it neither waits for more bytes nor passes wrong bytes to marshal, which some inputs keep
+busy for ever. The agent ends an engine after a FrameError.
 
-Values of 32 KiB and more (blobs) lie beside the tuple: in shared memory (blobs.py), or behind it if the ring is full.
+Values of 32 KiB and more (blobs) are in shared memory (blobs.py) or, if that is full, after the tuple.
 """
 
 import marshal
@@ -19,10 +20,10 @@ from multigpu_worker.processes.ipc.blobs import BlobRing
 
 BLOB_BYTES_MIN = 32 << 10
 
-_HEAD = struct.Struct("<III")  # check of the rest, bytes of the tuple, number of blobs
+_HEAD = struct.Struct("<III")  # checksum of the other two, bytes of the tuple with its tail, number of blobs
 _TAIL = b"mgpu"
 _BLOB = struct.Struct("<QQ")  # bytes, place in the ring
-# In place of a place: the blob follows the tuple.
+# Instead of a place in the ring: the blob follows the tuple.
 _FOLLOWS = (1 << 64) - 1
 _RECEIVE_BYTES = 256 << 10
 
@@ -69,7 +70,7 @@ class Decoder:
     def feed(self, sock: socket.socket) -> list[tuple[Message, list[bytes]]]:
         """Read from the socket once, up to 256 KiB, and return the frames that are complete.
 
-        BlockingIOError: a non-blocking socket holds nothing. EOFError: the other end is gone. FrameError.
+        Raises BlockingIOError if a non-blocking socket has no data, EOFError if the other end is closed, FrameError.
         """
         data = sock.recv(_RECEIVE_BYTES)
         if not data:
@@ -86,7 +87,7 @@ class Decoder:
         return frames
 
     def _decode(self, view: memoryview, start: int) -> tuple[Message, list[bytes], int] | None:
-        """The frame at `start` and where it ends; None while it is incomplete."""
+        """The frame at `start` and where it ends; None: it is incomplete. Raises FrameError."""
         if len(view) < start + _HEAD.size:
             return None
         check, body_bytes, blob_count = _HEAD.unpack_from(view, start)

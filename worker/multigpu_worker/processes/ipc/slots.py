@@ -1,7 +1,7 @@
-"""A page of memory that both processes share: what each slot of the engine runs at this instant.
+"""A page of memory that agent and engine share: what each slot of the engine runs at this instant.
 
-The engine writes it with three stores and no system call, so it is true even for an engine that hangs or has just died.
-The agent reads it to enforce timeouts, and to charge a death to the right lease.
+The engine writes it with three stores and no system call, so the page is right even if the engine hangs or has just
+died. The agent reads it to enforce timeouts, and to charge a death to the right lease.
 """
 
 import mmap
@@ -16,13 +16,14 @@ class SlotState:
     batch_id: int
     # The item that runs. 0: between two items, or the batch runs together.
     lease_id: int
-    # When it began (the batch, where it runs together), in nanoseconds of CLOCK_MONOTONIC, which both processes share.
+    # When the item or, if the batch runs together, the batch began, in nanoseconds of CLOCK_MONOTONIC, which both
+    # processes share.
     started_ns: int
     # Grows whenever the engine reports progress.
     beats: int
 
     def ran_ns(self) -> int:
-        """How long ago it began; 0: it is idle."""
+        """How long ago the item or batch began; 0: the slot is idle."""
         return time.monotonic_ns() - self.started_ns if self.batch_id else 0
 
 
@@ -48,8 +49,8 @@ class SlotPage:
         return [self._sample_slot(slot * self.FIELDS) for slot in range(self.slots)]
 
     def _sample_slot(self, at: int) -> SlotState:
-        # The writer clears the lease before it moves the clock, so a lease that reads the same before and after goes
-        # with the time between.
+        # The engine sets LEASE to 0 before it writes STARTED. So if the agent reads the same LEASE before and after
+        # STARTED, the two belong together.
         while True:
             lease_id = self.view[at + self.LEASE]
             batch_id = self.view[at + self.BATCH]
@@ -59,7 +60,7 @@ class SlotPage:
                 return SlotState(batch_id=batch_id, lease_id=lease_id, started_ns=started_ns, beats=beats)
 
     def prepared(self) -> int:
-        """The batch that is being prepared now; 0: none. It lies in the first slot's line."""
+        """The id of the batch that is being prepared now; 0: none. Stored with the first slot's fields."""
         return int(self.view[self.PREPARED])
 
     def close(self) -> None:
