@@ -63,7 +63,8 @@ class LoopThread:
 
     def finish(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs a last coroutine, cancels what still runs, and ends the loop and its thread."""
-        ended = self.submit(_stop_after(last))
+        # Not by `submit`: when that returns, the loop may have ended already.
+        ended = asyncio.run_coroutine_threadsafe(_stop_after(last), self.loop)
         if threading.current_thread() is self._thread:
             return  # called by the garbage collector on the loop's thread, which can't wait for itself
         ended.result()

@@ -7,6 +7,7 @@ from functools import partial
 
 from tests.mutations.mutation import Mutation
 
+INCARNATIONS = "master/journal/test_incarnations.py::test_"
 ids = partial(Mutation, module="multigpu_master.ids", seeds=3000)
 core = partial(Mutation, module="multigpu_master.core.scheduler", seeds=1000)
 
@@ -22,7 +23,7 @@ IDS = (
         "P2: on a restored copy a task gets the result of another",
         "{one.name: (after.first_id, ",
         "{one.name: (EPOCHS_END * EPOCH_IDS, ",
-        checker="master/journal/test_incarnations.py::test_a_restored_copy_knows_an_incarnation_as_far_as_it_has_it",
+        checker=f"{INCARNATIONS}a_restored_copy_knows_an_incarnation_as_far_as_it_has_it",
     ),
     ids(
         "P9: a watch skips outcomes after the data directory was lost",
@@ -76,7 +77,12 @@ IDS = (
         module="multigpu_worker.session.session",
         checker="pytest",
     ),
-    ids("first ids ignore the fraction of a second", " + int(now_s % 1.0 * (EPOCH_IDS // 2))", "", checker="pytest"),
+    ids(
+        "first ids ignore the fraction of a second",
+        " + int(now_s % 1.0 * (EPOCH_IDS // 2))",
+        "",
+        checker=f"{INCARNATIONS}a_journal_that_is_lost_and_replaced_within_a_second_repeats_no_id",
+    ),
     Mutation(
         "P2: lease_ids are given twice",
         "        self.next_id += 1\n        return self.next_id - 1\n",

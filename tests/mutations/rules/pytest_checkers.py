@@ -20,7 +20,7 @@ TESTS_OF = {
         "master/test_driver.py::test_count_counts_each_task_once_while_tasks_settle",
         "master/test_driver.py::test_a_cancellation_without_room_changes_nothing",
     ),
-    "gangs": ("core/test_gangs.py",),
+    "gangs": ("core/test_gangs.py", "core/test_elastic_gangs.py"),
     "batcher": ("worker/session/test_batcher.py",),
     "store": (
         "master/test_driver.py", "master/test_clock.py", "master/telemetry/test_latencies.py",
