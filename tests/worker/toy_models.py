@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINE = """
-import os, signal, time, sys
+import fcntl, os, signal, time, sys
 
 class Rejected(Exception):
     retryable = False
@@ -38,6 +38,9 @@ class Toy:
             raise MemoryError("no room beside the other")
         if "holds" in p:
             open(p["holds"], "w").close()
+        if "locks" in p:  # until the process ends, which takes long
+            self.locked = open(p["locks"], "w")
+            fcntl.flock(self.locked, fcntl.LOCK_EX)
         if "rejected" in p:
             raise Rejected("it loses too much at int8")
         self.ballast = bytearray(os.urandom(1024)) * (int(p.get("size_bytes", "0")) // 1024)
@@ -76,6 +79,8 @@ class Toy:
     def close(self):
         if "closed" in self.spec.parameters:
             open(self.spec.parameters["closed"], "a").write("closed\\n")
+        if "locks" in self.spec.parameters:
+            time.sleep(60)
         if "holds" in self.spec.parameters:
             os.unlink(self.spec.parameters["holds"])
 """

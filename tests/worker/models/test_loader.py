@@ -1,5 +1,6 @@
 """Model loading by a real worker: restarts, new versions, and too little memory."""
 
+import fcntl
 import json
 import signal
 from pathlib import Path
@@ -161,12 +162,21 @@ async def test_tasks_that_wait_for_a_removed_version_fail(start: Start, shop: Sh
     assert "m:1" not in offered(stream)
 
 
+def is_locked(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False], ids=["a rank with a model", "a rank without"])
 async def test_models_make_room_for_a_rank_of_a_gang(start: Start, shop: Shop, tmp_path: Path, own: bool) -> None:
-    held = {name: tmp_path / f"{name}.held" for name in ("idle", "pinned")}
-    for name, path in held.items():
-        shop.add(name, holds=path)
+    locked = {name: tmp_path / f"{name}.locked" for name in ("idle", "pinned")}
+    for name, path in locked.items():
+        shop.add(name, locks=path)
     shop.add("own")
     _, stream = await start(*shop.flags)
     stream.send(desired=pb.DesiredState(mode=pb.WORKER_MODE_ACTIVE, pinned_models=["pinned"]))
@@ -180,7 +190,7 @@ async def test_models_make_room_for_a_rank_of_a_gang(start: Start, shop: Shop, t
     else:
         stream.lease([(2, b"1.5")], extra=gang, kind="sleep")
     await stream.running(2)
-    assert not any(path.exists() for path in held.values()), "their processes have ended"
+    assert not any(is_locked(path) for path in locked.values()), "their processes have ended"
     if own:
         await until((tmp_path / "done.begun").exists, "the task")
         stream.revoke(2)
