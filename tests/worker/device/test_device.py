@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from multigpu.v1 import device_pb2
 from multigpu_worker import stats_file
-from multigpu_worker.device.cpu import CpuDevice
+from multigpu_worker.device.cpu import CpuDevice, memory_limits
 from multigpu_worker.device.energy import EnergyMeter, EnergyMethod
 from multigpu_worker.device.interface import DeviceError, DeviceGoneError, DeviceInfo, DeviceProcess, Telemetry
 from multigpu_worker.device.open import open_device
@@ -369,3 +369,19 @@ def test_the_dataclasses_have_every_field_of_the_contract() -> None:
     assert {f.name for f in fields(DeviceInfo)} == set(device_pb2.Device.DESCRIPTOR.fields_by_name)
     reported = set(device_pb2.DeviceTelemetry.DESCRIPTOR.fields_by_name) - {"sample_time"}
     assert {f.name for f in fields(Telemetry)} == reported
+
+
+def test_memory_is_limited_by_every_control_group_above_the_process(tmp_path: Path) -> None:
+    """A worker under systemd did not see MemoryMax= of its unit, and gave its engines more than that."""
+    unit = tmp_path / "system.slice/mgpu-worker.service"
+    unit.mkdir(parents=True)
+    (unit / "memory.max").write_text("9000\n")
+    (unit.parent / "memory.max").write_text("max\n")
+    membership = tmp_path / "membership"
+    membership.write_text("1:name=systemd:/x\n0::/system.slice/mgpu-worker.service\n")
+    assert memory_limits(membership, tmp_path) == [9000]
+    (tmp_path / "memory.max").write_text("8000\n")  # of a container, whose groups begin there
+    assert memory_limits(membership, tmp_path) == [9000, 8000]
+    membership.write_text("0::/\n")
+    assert memory_limits(membership, tmp_path) == [8000]
+    assert memory_limits(tmp_path / "none", tmp_path) == []

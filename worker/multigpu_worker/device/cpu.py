@@ -4,6 +4,7 @@ Energy comes from RAPL in /sys/class/powercap, which most kernels let only root 
 power are not reported.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -104,13 +105,28 @@ def _processor_name() -> str:
 
 
 def host_memory_bytes() -> int:
-    """Memory of this host or, in a container, the limit of the container's control group if that is less."""
-    total_bytes = meminfo()["MemTotal"]
+    """Memory of this host or, if that is less, the lowest limit of this process's control groups, which a container, a
+    systemd service (MemoryMax=) or a batch system sets.
+    """
+    return min([meminfo()["MemTotal"], *memory_limits()])
+
+
+def memory_limits(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """The memory.max of this process's control group (cgroup v2) and of the groups above it, where there is a limit."""
+    with contextlib.suppress(OSError):
+        group = re.search(r"^0::/(.*)$", membership.read_text(), re.MULTILINE)
+        folder = mount / group[1] if group is not None else mount
+        texts = [_read(each / "memory.max") for each in (folder, *folder.parents) if each.is_relative_to(mount)]
+        return [int(text) for text in texts if text.isdecimal()]
+    return []
+
+
+def _read(path: Path) -> str:
+    """The text of a file without white space at its ends; empty if it can't be read."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        return path.read_text(encoding="ascii").strip()
     except OSError:
-        return total_bytes
-    return total_bytes if limit == "max" else min(total_bytes, int(limit))
+        return ""
 
 
 def meminfo() -> dict[str, int]:

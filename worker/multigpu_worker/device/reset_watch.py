@@ -73,7 +73,8 @@ class ResetNote:
                 values = json.loads(file.read(FILE_BYTES_MAX))
             if values["boot_id"] == _boot_id():
                 code, message = values["needed"]
-                self._kept = ResetState((str(code), str(message)), bool(values["driver_blocked"]), values["errors"])
+                errors = None if values["errors"] is None else int(values["errors"])
+                self._kept = ResetState((str(code), str(message)), bool(values["driver_blocked"]), errors)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
