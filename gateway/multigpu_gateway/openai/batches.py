@@ -155,8 +155,8 @@ async def _make(request: Request, connected: ClientPair) -> None:
 
 
 async def _submit_missing(client: AsyncClient, record: Record, line_bytes_max: int) -> None:
-    """Submits the tasks of the lines. A temporary error is only logged: the record is stored already, and a client that
-    got the error would create another batch. The next GET of the batch submits again.
+    """Submits the tasks that are missing. A temporary error is only logged: the record is stored already, and a client
+    that got the error would create another batch. The next GET of the batch submits again.
     """
     try:
         file = await files.metadata(client, record.input_file_id)

@@ -34,7 +34,7 @@ _completion = msgspec.json.Decoder(CompletionRequest)
 
 
 class ResponseBuilder(ABC):
-    """The format of a response: what differs between the two routes, and what the request asks for."""
+    """Builds the response in the format of its route, and as the request asks for it."""
 
     def __init__(self, body: Sampled, prefix: str, type_: str) -> None:
         self.stream = bool(body.stream)
