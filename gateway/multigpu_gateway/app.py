@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 HEALTH, METRICS = "/health", "/metrics"
 # The status, in metrics, of a request whose client disconnected. nginx uses the same number.
-HUNG_UP = 499
+CLIENT_CLOSED_REQUEST = 499
 
 API_ROUTES: dict[str, Route] = {**openai.ROUTES, **rerank.ROUTES, **rest.ROUTES, **tei.ROUTES}
 ROUTES: dict[str, Route] = {**API_ROUTES, **apidocs.routes_of(API_ROUTES), **dashboard.ROUTES}
@@ -63,9 +63,9 @@ class Gateway:
         self.metrics.begun()
         limits: Any = {"body_bytes_max": self._config.body_bytes_max, "timeout_s": self._config.request_timeout_s}
         request = Request(scope, receive, send, **limits)
-        name, status = "other", HUNG_UP
+        name, status = "other", CLIENT_CLOSED_REQUEST
         try:
-            name, status = await self._answer(request)
+            name, status = await self._serve(request)
         except asyncio.CancelledError:  # the server is stopping, and stop_timeout_s has passed
             if not request.responded:
                 stopping = HttpError(UNAVAILABLE, "the gateway is stopping: send the request again", retry_s=1.0)
@@ -73,7 +73,7 @@ class Gateway:
         finally:
             self.metrics.ended(name, status, time.perf_counter() - begun_at)
 
-    async def _answer(self, request: Request) -> tuple[str, int]:
+    async def _serve(self, request: Request) -> tuple[str, int]:
         """Responds to the request. Returns the route's name and the status, for metrics."""
         name = "other"
         error_body: ErrorBody = openai.error_body
@@ -92,10 +92,10 @@ class Gateway:
                     _check_site(request)
                 if self._on_this_host and not _names_this_host(request):
                     await self._check_tokens(request)
-                async with self.clients.of(route.token_of(request)) as connected:
+                async with self.clients.acquire(route.token_of(request)) as connected:
                     await serve(request, connected)
         except DisconnectedError:
-            return name, HUNG_UP
+            return name, CLIENT_CLOSED_REQUEST
         except Exception as error:  # noqa: BLE001  _fail responds, and logs unexpected errors
             return name, await self._fail(request, error, error_body)
         return name, 200
@@ -140,7 +140,7 @@ def _route_of(request: Request, routes: Mapping[str, Route]) -> tuple[str, Route
         return path, dashboard.HOME
     route = routes.get(path)
     if route is None:
-        path = next((at for at, each in routes.items() if each.tree and path.startswith(f"{at}/")), "")
+        path = next((at for at, each in routes.items() if each.prefix and path.startswith(f"{at}/")), "")
         if not path:
             raise HttpError(NOT_FOUND, f"there is no {request.path}; docs/compatibility.md lists what there is")
         route = routes[path]

@@ -11,14 +11,14 @@ from typing import Any
 from multigpu import AsyncAdminClient, AsyncClient, errors
 from multigpu.config.config import GatewayConfig
 
-# While more tokens than this have clients, unused clients are closed, the least recently used first.
-IDLE_MAX = 256
+# Of the tokens whose clients are unused, this many keep them open: those that were used last.
+UNUSED_MAX = 256
 CHECK_TIMEOUT_S = 2.0
 # Limits of the SDK on a token's tasks in flight and their bytes: so high that the master's limits apply first.
 TASKS_MAX, BYTES_MAX = 1_000_000, 1 << 30
 
 
-class Connected:
+class ClientPair:
     """The clients of one token, which all its requests share."""
 
     def __init__(self, settings: dict[str, Any], token: str) -> None:
@@ -38,15 +38,15 @@ class Clients:
     def __init__(self, config: GatewayConfig) -> None:
         self._settings: dict[str, Any] = {"master": config.master, "connect_timeout_s": config.connect_timeout_s}
         self._settings |= {name: getattr(config, name) for name in ("tls_ca", "tls_cert", "tls_key")}
-        self._by_token: OrderedDict[str, Connected] = OrderedDict()
+        self._by_token: OrderedDict[str, ClientPair] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def of(self, token: str) -> AsyncIterator[Connected]:
+    async def acquire(self, token: str) -> AsyncIterator[ClientPair]:
         """Yields the clients of a token. They stay open until the block ends."""
         found = self._by_token.get(token)
         if found is None:
-            found = self._by_token[token] = Connected(self._settings, token)
+            found = self._by_token[token] = ClientPair(self._settings, token)
         self._by_token.move_to_end(token)
         found.users += 1
         try:
@@ -57,7 +57,7 @@ class Clients:
 
     async def asks_for_tokens(self) -> bool:
         """Whether the master rejects calls without a token. Raises MultigpuError if it does not answer."""
-        async with self.of("") as connected:
+        async with self.acquire("") as connected:
             try:
                 await connected.client.count(timeout=CHECK_TIMEOUT_S)
             except errors.AccessError:
@@ -69,10 +69,10 @@ class Clients:
         await self.asks_for_tokens()
 
     def _close_unused(self) -> None:
-        if len(self._by_token) <= IDLE_MAX:
+        if len(self._by_token) <= UNUSED_MAX:
             return
         unused = [token for token, each in self._by_token.items() if not each.users]
-        for token in unused[: max(0, len(unused) - IDLE_MAX)]:
+        for token in unused[: max(0, len(unused) - UNUSED_MAX)]:
             close = self._by_token.pop(token).close()
             task = asyncio.get_running_loop().create_task(close, name="close an unused connection")
             self._closing.add(task)

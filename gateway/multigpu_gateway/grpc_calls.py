@@ -15,7 +15,7 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway.clients import Clients, Connected
+from multigpu_gateway.clients import ClientPair, Clients
 from multigpu_gateway.errors import INTERNAL, HttpError, http_error
 from multigpu_gateway.http import token_of
 from multigpu_gateway.metrics import Metrics
@@ -64,9 +64,9 @@ class GrpcCall:
         return token_of(self.header(b"authorization"))
 
 
-Answer = Callable[[Any, Connected, GrpcCall], Awaitable[Message]]
+Handler = Callable[[Any, ClientPair, GrpcCall], Awaitable[Message]]
 # Reads its requests from the context. Returns the response, or None if it has written its responses to the context.
-StreamAnswer = Callable[[Any, Connected], Awaitable[Message | None]]
+StreamHandler = Callable[[Any, ClientPair], Awaitable[Message | None]]
 
 
 class GrpcCalls:
@@ -77,34 +77,36 @@ class GrpcCalls:
         self._service, self._config = service, config
         self._clients, self._metrics = clients, metrics
 
-    def unary(self, name: str, request_type: type[Message], answer: Answer) -> Any:
+    def unary(self, name: str, request_type: type[Message], handler: Handler) -> Any:
         """A method with one request and one response."""
-        return self.stream_unary(name, partial(self._answer, request_type, answer))
+        return self.stream_unary(name, partial(self._respond, request_type, handler))
 
-    def stream_unary(self, name: str, answer: StreamAnswer) -> Any:
+    def stream_unary(self, name: str, handler: StreamHandler) -> Any:
         """A method with many requests and one response."""
-        serve = partial(self._serve, name, answer)
+        serve = partial(self._serve, name, handler)
         return grpc.stream_unary_rpc_method_handler(serve, response_serializer=_serialized)
 
-    def stream_stream(self, name: str, answer: StreamAnswer) -> Any:
-        """A method with many requests and many responses, which `answer` writes to its context."""
-        serve = partial(self._serve, name, answer)
+    def stream_stream(self, name: str, handler: StreamHandler) -> Any:
+        """A method with many requests and many responses, which `handler` writes to its context."""
+        serve = partial(self._serve, name, handler)
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=_serialized)
 
-    def stream(self, name: str, request_type: type[Message], answer: Answer) -> Any:
+    def stream(self, name: str, request_type: type[Message], handler: Handler) -> Any:
         """A method that responds to each of many requests, in their order. An error ends the stream."""
-        return self.stream_stream(name, partial(self._answer_each, request_type, answer))
+        return self.stream_stream(name, partial(self._respond_each, request_type, handler))
 
-    def call(self, context: Any) -> GrpcCall:
+    def call_of(self, context: Any) -> GrpcCall:
         """Returns the metadata of a call, and its timeout counted from now."""
         return GrpcCall(context, self._config.request_timeout_s)
 
-    async def _answer(self, request_type: type[Message], answer: Answer, context: Any, connected: Connected) -> Message:
+    async def _respond(
+        self, request_type: type[Message], handler: Handler, context: Any, connected: ClientPair
+    ) -> Message:
         data = await context.read()
-        return await answer(parsed(request_type, data), connected, self.call(context))
+        return await handler(parsed(request_type, data), connected, self.call_of(context))
 
-    async def _answer_each(
-        self, request_type: type[Message], answer: Answer, context: Any, connected: Connected
+    async def _respond_each(
+        self, request_type: type[Message], handler: Handler, context: Any, connected: ClientPair
     ) -> None:
         """Runs the requests concurrently, and writes the responses in their order. While STREAM_REQUESTS_MAX requests
         have no response written, the next is not read.
@@ -115,7 +117,7 @@ class GrpcCalls:
         async def run(data: bytes) -> Message | Exception:
             """Returns an error instead of raising it, so that it is reported in the order of the requests."""
             try:
-                return await answer(parsed(request_type, data), connected, self.call(context))
+                return await handler(parsed(request_type, data), connected, self.call_of(context))
             except Exception as error:  # noqa: BLE001  `write` raises it
                 return error
 
@@ -141,14 +143,14 @@ class GrpcCalls:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _serve(self, name: str, answer: StreamAnswer, _requests: object, context: Any) -> Message | None:
+    async def _serve(self, name: str, handler: StreamHandler, _requests: object, context: Any) -> Message | None:
         began_s = time.perf_counter()
         self._metrics.begun()
         code = grpc.StatusCode.CANCELLED
         try:
             try:
-                async with self._clients.of(self.call(context).token) as connected:
-                    response = await answer(context, connected)
+                async with self._clients.acquire(self.call_of(context).token) as connected:
+                    response = await handler(context, connected)
             except grpc.aio.InternalError as error:  # gRPC could not send: the client has disconnected
                 raise asyncio.CancelledError from error
             except Exception as error:  # noqa: BLE001  status_of logs unexpected errors

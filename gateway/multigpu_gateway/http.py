@@ -186,7 +186,7 @@ class Request:
         """
         return WhileConnected(self, events=events)
 
-    async def watch(self, *, events: bool) -> None:
+    async def wait_for_disconnect(self, *, events: bool) -> None:
         """Sends the comments of an event stream. Returns when the client disconnects. `events`: see while_connected."""
         while True:
             try:
@@ -212,28 +212,28 @@ class WhileConnected:
     def __init__(self, request: Request, *, events: bool) -> None:
         self._request = request
         self._events = events
-        self._gone = False
+        self._disconnected = False
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        watch = self._request.watch(events=self._events)
-        self._watch = asyncio.get_running_loop().create_task(watch, name="watch for a hang-up")
-        self._watch.add_done_callback(self._ended)
+        waiting = self._request.wait_for_disconnect(events=self._events)
+        self._waiting = asyncio.get_running_loop().create_task(waiting, name="wait for a disconnect")
+        self._waiting.add_done_callback(self._ended)
         return self
 
-    def _ended(self, watch: "asyncio.Task[None]") -> None:
-        if not watch.cancelled():
-            self._gone = True
+    def _ended(self, waiting: "asyncio.Task[None]") -> None:
+        if not waiting.cancelled():
+            self._disconnected = True
             self._task.cancel()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._watch.remove_done_callback(self._ended)
-        self._watch.cancel()
-        if self._gone:
+        self._waiting.remove_done_callback(self._ended)
+        self._waiting.cancel()
+        if self._disconnected:
             self._task.uncancel()
             if kind is asyncio.CancelledError:
                 raise DisconnectedError from None
@@ -246,12 +246,12 @@ def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise invalid(error) from None
+        raise validation_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(BAD_REQUEST, f"the body is not valid JSON: {error}") from None
 
 
-def invalid(error: msgspec.ValidationError) -> HttpError:
+def validation_error(error: msgspec.ValidationError) -> HttpError:
     """Converts msgspec's error to an HttpError that names the field at fault."""
     message, _, at = str(error).partition(" - at `$")
     param = at.rstrip("`").lstrip(".")

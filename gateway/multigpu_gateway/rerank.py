@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 from multigpu.v1 import rerank_pb2
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai.errors import error_body
 from multigpu_gateway.routes import Operation, Route
-from multigpu_gateway.tasks import TASK_HEADERS, TaskSettings, all_of, check_copies
+from multigpu_gateway.tasks import TASK_HEADERS, TaskSettings, check_copies, gather_or_cancel
 
 KIND = "rerank"
 # Limits of documents: of a request, and of each of its tasks, so that several workers share a long list.
@@ -38,36 +38,36 @@ class RerankRequest(msgspec.Struct):
 _request = msgspec.json.Decoder(RerankRequest)
 
 
-async def _rerank(request: Request, connected: Connected) -> None:
+async def _rerank(request: Request, connected: ClientPair) -> None:
     """Scores documents for a query, and lists them with the best first."""
-    asked = await request.json(_request)
-    texts = [each if isinstance(each, str) else each.text for each in asked.documents]
+    body = await request.json(_request)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
     if not 1 <= len(texts) <= DOCUMENTS_MAX:
         message = f"there are {len(texts):,} documents: send 1 to {DOCUMENTS_MAX:,}"
         raise HttpError(BAD_REQUEST, message, param="documents")
-    if asked.max_tokens_per_doc is not None:
+    if body.max_tokens_per_doc is not None:
         message = "max_tokens_per_doc: the model's own limit cuts long documents; leave it out"
         raise HttpError(BAD_REQUEST, message, param="max_tokens_per_doc")
-    if asked.top_n is not None and asked.top_n < 1:
-        raise HttpError(BAD_REQUEST, f"top_n is {asked.top_n}: at least 1", param="top_n")
-    options = TaskSettings(request, asked.model).each()
+    if body.top_n is not None and body.top_n < 1:
+        raise HttpError(BAD_REQUEST, f"top_n is {body.top_n}: at least 1", param="top_n")
+    options = TaskSettings(request, body.model).options_of_tasks()
     run = connected.client.run
     parts = [texts[at : at + TASK_DOCUMENTS] for at in range(0, len(texts), TASK_DOCUMENTS)]
-    check_copies("query", len(asked.query.encode()), len(parts))
-    payloads = [_payload(asked.query, part) for part in parts]
+    check_copies("query", len(body.query.encode()), len(parts))
+    payloads = [_payload(body.query, part) for part in parts]
     each = zip(parts, payloads, options, strict=False)
     async with request.while_connected():
-        results = await all_of(run(KIND, payload, units=len(part), **own) for part, payload, own in each)
+        results = await gather_or_cancel(run(KIND, payload, units=len(part), **own) for part, payload, own in each)
     found = [rerank_pb2.RerankResult.FromString(result) for result in results]
     scores = [score for result in found for score in result.scores]
     tokens = sum(result.tokens for result in found)
-    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     rows: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
-    if asked.return_documents:
+    if body.return_documents:
         for row in rows:
             row["document"] = {"text": texts[row["index"]]}
     answer = {
-        "id": str(uuid.uuid4()), "model": asked.model, "results": rows, "usage": {"total_tokens": tokens},
+        "id": str(uuid.uuid4()), "model": body.model, "results": rows, "usage": {"total_tokens": tokens},
         "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
     }  # fmt: skip
     await request.respond(200, msgspec.json.encode(answer))

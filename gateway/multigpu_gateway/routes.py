@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import HttpError
 from multigpu_gateway.http import Request
 
 # Responds to a request, with the clients of its token.
-Serve = Callable[[Request, Connected], Awaitable[None]]
+Serve = Callable[[Request, ClientPair], Awaitable[None]]
 # Converts an error to the JSON value that clients of a protocol expect.
 ErrorBody = Callable[[HttpError], Any]
 
@@ -19,7 +19,7 @@ ErrorBody = Callable[[HttpError], Any]
 class Operation:
     """Serves a method of a path, and describes it for GET /openapi.json; the docstring of `serve` is the summary.
 
-    `body`, `answer`: shapes of the request body and of the response, see apidocs/schemas.py; `body` None: there is
+    `body`, `response`: shapes of the request body and of the response, see apidocs/schemas.py; `body` None: there is
     none. `query`: a Struct of the query parameters. `status`, `content`: of the response. `body_content`: the request's
     content type. `headers`: request headers that `serve` reads. `errors`: statuses that not every route has.
     """
@@ -27,14 +27,14 @@ class Operation:
     serve: Callable[..., Awaitable[Any]]
     body: Any = None
     query: type[Any] | None = None
-    answer: Any = Any
+    response: Any = Any
     status: int = 200
     content: str = "application/json"
     body_content: str = "application/json"
     headers: tuple[bytes, ...] = ()
     errors: tuple[int, ...] = ()
 
-    def __call__(self, request: Request, connected: Connected) -> Awaitable[Any]:
+    def __call__(self, request: Request, connected: ClientPair) -> Awaitable[Any]:
         return self.serve(request, connected)
 
 
@@ -44,13 +44,13 @@ Paths = Mapping[str, Mapping[str, Operation]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What serves a path. `methods`: the function for each method. `tree`: the route also matches all paths below the
+    """What serves a path. `methods`: the function for each method. `prefix`: the route also matches all paths below the
     path. `token_of`: returns a request's token, "" if there is none. `paths`: the operations in GET /openapi.json, if
     they differ from `methods`.
     """
 
     methods: Mapping[str, Serve]
     error_body: ErrorBody
-    tree: bool = False
+    prefix: bool = False
     token_of: Callable[[Request], str] = attrgetter("token")
     paths: Paths | None = None

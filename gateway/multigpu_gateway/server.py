@@ -36,7 +36,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._stop_header_timer()
         self._stop_reader_timer()
         super().connection_lost(exc)
 
@@ -59,7 +59,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._header_bytes = None
-        self._stop_timer()
+        self._stop_header_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -89,7 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._reader_timer.cancel()
             self._reader_timer = None
 
-    def _stop_timer(self) -> None:
+    def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None

@@ -48,7 +48,7 @@ class TaskSettings:
                 raise HttpError(BAD_REQUEST, "X-Multigpu-Priority is to be 1 (served first) to 5")
             self.options["priority"] = int(priority)
 
-    def each(self) -> Iterator[dict[str, Any]]:
+    def options_of_tasks(self) -> Iterator[dict[str, Any]]:
         """Yields the options of task 0, 1, 2 and so on without end. With an Idempotency-Key, the request_id of task 0
         is KEY, that of task N is KEY:N.
         """
@@ -69,7 +69,7 @@ def check_copies(param: str, size_bytes: int, tasks: int) -> None:
         raise HttpError(TOO_LARGE, message, param=param)
 
 
-async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs the calls concurrently, and returns their results in order. Raises the first error, and cancels the rest."""
     try:
         async with asyncio.TaskGroup() as group:

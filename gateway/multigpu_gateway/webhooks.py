@@ -31,7 +31,7 @@ from multigpu_gateway.rest.values import outcome_dict
 log = structlog.get_logger()
 
 # Limits of one attempt: its duration, and how much of the response is read so that the connection can be used again.
-TIMEOUT_S, ANSWER_BYTES_MAX = 30.0, 64 << 10
+TIMEOUT_S, RESPONSE_BYTES_MAX = 30.0, 64 << 10
 # The pause between attempts: doubled after each failure, up to the maximum.
 PAUSE_MIN_S, PAUSE_MAX_S = 0.5, 60.0
 SECRET_PREFIX, SECRET_BYTES = "whsec_", range(24, 65)
@@ -64,7 +64,7 @@ class Webhooks:
         self._cursor_file = Path(config.webhook_cursor_file).expanduser()
         try:
             self._cursor = self._cursor_file.read_text("ascii").strip() if self._cursor_file.exists() else ""
-            self._keep_cursor()
+            self._save_cursor()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"webhook_cursor_file {self._cursor_file} can't be used: {error}") from error
         self._token()
@@ -100,54 +100,54 @@ class Webhooks:
             log.exception("webhooks are interrupted")
 
     async def _follow(self, http: httpx2.AsyncClient) -> NoReturn:
-        async with self._clients.of(self._token()) as connected:
+        async with self._clients.acquire(self._token()) as connected:
             watch = connected.client.watch(cursor=self._cursor, queue=self._config.webhook_queue)
             async with aclosing(watch):
                 async for outcome, cursor in watch:
                     await self._deliver(http, outcome)
                     self._cursor = cursor
-                    await asyncio.to_thread(self._keep_cursor)
+                    await asyncio.to_thread(self._save_cursor)
         raise AssertionError("a watch does not end")
 
     async def _deliver(self, http: httpx2.AsyncClient, outcome: Outcome) -> None:
         """Posts an outcome until the receiver accepts it. Raises _GoneError if it responds 410."""
         # The finish time distinguishes the outcomes of a task that was requeued after its first one.
-        name = f"{outcome.task_id}-{outcome.message.stages.finish_time.ToNanoseconds()}"
+        webhook_id = f"{outcome.task_id}-{outcome.message.stages.finish_time.ToNanoseconds()}"
         body = msgspec.json.encode(outcome_dict(outcome))
-        while reason := await self._send(http, name, body):
+        while reason := await self._send(http, webhook_id, body):
             log.warning(
                 "an outcome was not taken", url=self._config.webhook_url, task_id=str(outcome.task_id), reason=reason
             )
             await self._pause()
         self._failures = 0
 
-    async def _send(self, http: httpx2.AsyncClient, name: str, body: bytes) -> str:
+    async def _send(self, http: httpx2.AsyncClient, webhook_id: str, body: bytes) -> str:
         """Posts an outcome once. Returns why the receiver did not accept it, "" if it did. Raises _GoneError on 410."""
         now = int(time.time())
         headers = {
-            "content-type": "application/json", "webhook-id": name, "webhook-timestamp": str(now),
-            "webhook-signature": self._signature(name, now, body),
+            "content-type": "application/json", "webhook-id": webhook_id, "webhook-timestamp": str(now),
+            "webhook-signature": self._signature(webhook_id, now, body),
         }  # fmt: skip
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),
-                http.stream("POST", self._config.webhook_url, content=body, headers=headers) as answer,
+                http.stream("POST", self._config.webhook_url, content=body, headers=headers) as response,
             ):
                 size = 0
-                async for part in answer.aiter_raw():
+                async for part in response.aiter_raw():
                     size += len(part)
-                    if size > ANSWER_BYTES_MAX:
+                    if size > RESPONSE_BYTES_MAX:
                         break
         except TimeoutError:
             return f"no answer within {TIMEOUT_S:g} s"
         except httpx2.HTTPError as error:
             return f"{type(error).__name__}: {error}"
-        if answer.status_code == GONE:
+        if response.status_code == GONE:
             raise _GoneError
-        return "" if answer.is_success else f"status {answer.status_code}"
+        return "" if response.is_success else f"status {response.status_code}"
 
-    def _signature(self, name: str, timestamp_s: int, body: bytes) -> str:
-        signed = hmac.digest(self._key, f"{name}.{timestamp_s}.".encode() + body, hashlib.sha256)
+    def _signature(self, webhook_id: str, timestamp_s: int, body: bytes) -> str:
+        signed = hmac.digest(self._key, f"{webhook_id}.{timestamp_s}.".encode() + body, hashlib.sha256)
         return f"v1,{base64.b64encode(signed).decode()}"
 
     async def _pause(self) -> None:
@@ -159,7 +159,7 @@ class Webhooks:
         file = self._config.webhook_token_file
         return read_secret(file, "token") if file else ""
 
-    def _keep_cursor(self) -> None:
+    def _save_cursor(self) -> None:
         replace_file(self._cursor_file, self._cursor.encode(), 0o600)
 
 

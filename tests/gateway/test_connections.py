@@ -10,13 +10,13 @@ from multigpu_gateway.clients import Clients
 
 async def test_unused_connections_are_closed_though_older_ones_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long streams kept all that were opened after them."""
-    monkeypatch.setattr(clients, "IDLE_MAX", 2)
+    monkeypatch.setattr(clients, "UNUSED_MAX", 2)
     kept = Clients(GatewayConfig(master="127.0.0.1:1"))
     async with AsyncExitStack() as streams:
         for n in range(3):
-            await streams.enter_async_context(kept.of(f"stream {n}"))
+            await streams.enter_async_context(kept.acquire(f"stream {n}"))
         for n in range(5):
-            async with kept.of(f"call {n}"):
+            async with kept.acquire(f"call {n}"):
                 pass
         assert list(kept._by_token) == ["stream 0", "stream 1", "stream 2", "call 3", "call 4"]
     await kept.close()

@@ -83,8 +83,8 @@ def test_pages_of_other_sites_change_nothing(gateway: GatewayProcess, site: str,
 def test_a_page_whose_name_leads_to_this_host_reads_nothing(gateway: GatewayProcess, host: str, status: int) -> None:
     """A browser takes such a page and the gateway for one site (DNS rebinding)."""
     headers = {"Host": host, "Authorization": "Bearer any"}  # a page can send what it likes to its own site
-    for method, path, asked in (("GET", "/v1/workers", None), ("POST", "/embed", {"inputs": []}), ("GET", "/", None)):
-        response, body = gateway.call(method, path, asked, headers)
+    for method, path, sent in (("GET", "/v1/workers", None), ("POST", "/embed", {"inputs": []}), ("GET", "/", None)):
+        response, body = gateway.call(method, path, sent, headers)
         assert (response.status == 403) == (status == 403)
         assert status == 200 or "--require-tokens" in str(body)
 
@@ -171,7 +171,7 @@ def test_requests_of_one_connection_are_answered_in_order(gateway: GatewayProces
     assert answer.index(b"HTTP/1.1 200 ") < answer.index(b"HTTP/1.1 404 ")
 
 
-def refused(*flags: str) -> str:
+def rejected(*flags: str) -> str:
     argv = [sys.executable, "-m", "multigpu_gateway.main", "--master", "127.0.0.1:1", "--grpc", "", *flags]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -179,15 +179,15 @@ def refused(*flags: str) -> str:
 
 
 def test_other_hosts_are_not_served_in_the_clear() -> None:
-    assert "0.0.0.0:0 can be reached from other hosts" in refused("--http", "0.0.0.0:0")
-    assert "http_tls_cert and http_tls_key go together" in refused("--http-tls-cert", "x")
-    assert "can't serve HTTP at" in refused(
+    assert "0.0.0.0:0 can be reached from other hosts" in rejected("--http", "0.0.0.0:0")
+    assert "http_tls_cert and http_tls_key go together" in rejected("--http-tls-cert", "x")
+    assert "can't serve HTTP at" in rejected(
         "--http-tls-cert", "/nope", "--http-tls-key", "/nope", "--http", "127.0.0.1:0"
     )
 
 
 def test_a_port_in_use_is_named(gateway: GatewayProcess) -> None:
-    assert f"can't serve HTTP at {gateway.address}" in refused("--http", gateway.address)
+    assert f"can't serve HTTP at {gateway.address}" in rejected("--http", gateway.address)
 
 
 def test_a_stop_lets_a_request_end(fleet: Fleet, tmp_path: Path) -> None:

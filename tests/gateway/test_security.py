@@ -100,9 +100,9 @@ def test_other_hosts_are_served_only_before_a_master_that_asks_for_tokens(
     flags += ["--http-tls-cert", str(crt), "--http-tls-key", str(crt.with_suffix(".key"))]
     with Fleet(tmp_path / "open", workers=0) as fleet:
         argv = ["--master", fleet.address, *flags]
-        refused = Daemon("multigpu_gateway.main", argv, tmp_path / "refused.log", {})
-        assert refused.process.wait(60) == 2
-        assert "asks nobody for a token" in refused.log()
+        rejected = Daemon("multigpu_gateway.main", argv, tmp_path / "rejected.log", {})
+        assert rejected.process.wait(60) == 2
+        assert "asks nobody for a token" in rejected.log()
     let = Daemon("multigpu_gateway.main", ["--master", secured.fleet.address, *flags], tmp_path / "let.log", {})
     until(lambda: let.events("serving") or not let.alive, 60)
     assert let.stop() == 0

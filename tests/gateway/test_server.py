@@ -64,7 +64,7 @@ async def test_a_slow_reader_gets_the_whole_answer(monkeypatch: pytest.MonkeyPat
 
 
 async def test_an_answer_that_breaks_off_counts_for_its_route_and_status() -> None:
-    """It counted as a hang-up of the caller, of no route, and was logged as an error of the server."""
+    """It counted as a disconnect of the client, of no route, and was logged as an error of the server."""
 
     async def parts() -> AsyncIterator[bytes]:
         yield b"x"

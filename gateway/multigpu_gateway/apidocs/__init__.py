@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from multigpu_gateway.apidocs.document import document
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard.pages import Page, page
 from multigpu_gateway.http import Request
 from multigpu_gateway.rest.errors import error_body
@@ -21,10 +21,10 @@ def routes_of(described: Mapping[str, Route]) -> dict[str, Route]:
     """Returns the two routes, for a document that describes the routes in `described`."""
     made = cache(lambda: document(described))
 
-    async def openapi(request: Request, _connected: Connected) -> None:
+    async def openapi(request: Request, _connected: ClientPair) -> None:
         await request.respond(200, msgspec.json.encode(made()))
 
-    async def show(_request: Request, _connected: Connected) -> Page:
+    async def show(_request: Request, _connected: ClientPair) -> Page:
         return Page("docs.html", _values(made()), live=False)
 
     return {JSON_PATH: _public(openapi), PAGE_PATH: _public(page(show))}

@@ -36,7 +36,7 @@ _WITH_BODY = (NOT_FOUND, TIMED_OUT, CONFLICT, TOO_LARGE, UNSUPPORTED)
 def document(routes: Mapping[str, Route]) -> dict[str, Any]:
     """Returns the OpenAPI document of these routes."""
     operations = list(_operations(routes))
-    schemas = Schemas(shape for *_, each, _ in operations for shape in (each.body, each.answer) if shape is not None)
+    schemas = Schemas(shape for *_, each, _ in operations for shape in (each.body, each.response) if shape is not None)
     paths: dict[str, dict[str, Any]] = {}
     for path, method, operation, error_body in operations:
         name = f"{_package(error_body)}.Error"
@@ -71,7 +71,7 @@ def _paths(path: str, route: Route) -> Paths:
     methods = {
         method: serve if isinstance(serve, Operation) else Operation(serve) for method, serve in route.methods.items()
     }
-    return {path: methods} | ({f"{path}/{{name}}": methods} if route.tree else {})
+    return {path: methods} | ({f"{path}/{{name}}": methods} if route.prefix else {})
 
 
 def _described(path: str, method: str, operation: Operation, schemas: Schemas, error: str) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def _described(path: str, method: str, operation: Operation, schemas: Schemas, e
     if operation.body is not None:
         content = {operation.body_content: {"schema": schemas.of(operation.body)}}
         found["requestBody"] = {"required": True, "content": content}
-    answer = {} if operation.content != "application/json" else {"schema": schemas.of(operation.answer)}
-    ok = {"description": HTTPStatus(operation.status).phrase, "content": {operation.content: answer}}
+    media_type = {} if operation.content != "application/json" else {"schema": schemas.of(operation.response)}
+    ok = {"description": HTTPStatus(operation.status).phrase, "content": {operation.content: media_type}}
     failed = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     statuses = {*_EVERY, *(_NAMED if names else ()), *(_WITH_BODY if operation.body is not None else ())}
     found["responses"] = {str(operation.status): ok} | {

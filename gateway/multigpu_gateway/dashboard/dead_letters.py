@@ -2,28 +2,28 @@
 
 from urllib.parse import urlencode
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard import text
 from multigpu_gateway.dashboard.filters import Filter, each_batch
 from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, task_id_of
 from multigpu_gateway.http import Request
 
 PATH = "/ui/dead-letters"
-DONE = {"requeue": "requeued", "delete": "deleted"}
+ACTIONS = {"requeue": "requeued", "delete": "deleted"}
 
 
 def _filter(fields: dict[str, str]) -> Filter:
     return Filter.of({**fields, "state": "dead-lettered"})
 
 
-async def show(request: Request, connected: Connected) -> Page:
+async def show(request: Request, connected: ClientPair) -> Page:
     query = request.query
     chosen = _filter(query)
     wanted = chosen.for_master()
     count = (await connected.client.count(**wanted)).dead_lettered
     values = {"filter": chosen, "count": count}
     if action := query.get("confirm"):
-        action_of({"action": action}, *DONE)
+        action_of({"action": action}, *ACTIONS)
         if task_id := query.get("task_id", ""):
             values |= {"task_id": task_id_of(task_id), "count": 1, "to": PATH}
             question = f"Delete dead letter {task_id} and its input for good?"
@@ -36,9 +36,9 @@ async def show(request: Request, connected: Connected) -> Page:
     return Page("dead_letters.html", {**values, "tasks": tasks, "next_page": token})
 
 
-async def change(request: Request, connected: Connected) -> Redirect:
+async def change(request: Request, connected: ClientPair) -> Redirect:
     form = await form_of(request)
-    action = action_of(form, *DONE)
+    action = action_of(form, *ACTIONS)
 
     async def act(task_ids: list[int]) -> int:
         if action == "requeue":
@@ -51,4 +51,4 @@ async def change(request: Request, connected: Connected) -> Redirect:
     else:
         n = await each_batch(connected, chosen.for_master(), act)
     back = {name: value for name, value in chosen.fields.items() if name != "state"}
-    return Redirect(f"{PATH}?{urlencode(back)}", done=DONE[action], n=n)
+    return Redirect(f"{PATH}?{urlencode(back)}", action=ACTIONS[action], n=n)

@@ -5,7 +5,7 @@ from urllib.parse import quote, unquote
 from multigpu.fleet import Worker
 from multigpu.task import TaskState
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard.fleet import product_of, state_of
 from multigpu_gateway.dashboard.pages import Page, Redirect, action_of, form_of
 from multigpu_gateway.errors import NOT_FOUND, HttpError
@@ -15,7 +15,7 @@ PATH = "/ui/devices"
 TASKS_MAX = 100
 
 
-async def show(request: Request, connected: Connected) -> Page:
+async def show(request: Request, connected: ClientPair) -> Page:
     worker_id = unquote(request.path.removeprefix(f"{PATH}/"))
     workers = await connected.admin.list_workers()
     found = next((worker for worker in workers if worker.worker_id == worker_id), None)
@@ -41,13 +41,13 @@ def _device(worker: Worker) -> tuple[str, str]:
     return worker.host, worker.device.device_id
 
 
-async def change(request: Request, connected: Connected) -> Redirect:
+async def change(request: Request, connected: ClientPair) -> Redirect:
     form = await form_of(request)
     worker_id, admin = form.get("worker", ""), connected.admin
     action = action_of(form, "cordon", "drain", "uncordon", "forget")
     if action == "forget":
         await admin.forget_worker(worker_id)
-        return Redirect("/", done="forgotten")
+        return Redirect("/", action="forgotten")
     if action == "cordon":
         await admin.cordon_worker(worker_id, reason=form.get("reason", ""))
     elif action == "drain":
@@ -55,4 +55,4 @@ async def change(request: Request, connected: Connected) -> Redirect:
     else:
         await admin.uncordon_worker(worker_id)
     done = {"cordon": "cordoned", "drain": "draining", "uncordon": "uncordoned"}[action]
-    return Redirect(f"{PATH}/{quote(worker_id, safe='')}", done=done)
+    return Redirect(f"{PATH}/{quote(worker_id, safe='')}", action=done)

@@ -10,7 +10,7 @@ from multigpu.options import TaskFilter
 from multigpu.outcome import OutcomeState
 from multigpu.task import TaskState
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 
 # The states that a person can choose, as filters for the master.
@@ -70,7 +70,7 @@ class Filter:
         return found  # type: ignore[no-any-return]
 
 
-async def each_batch(connected: Connected, wanted: TaskFilter, act: Callable[[list[int]], Awaitable[int]]) -> int:
+async def each_batch(connected: ClientPair, wanted: TaskFilter, act: Callable[[list[int]], Awaitable[int]]) -> int:
     """Calls `act` with the ids of all tasks that match, in batches. Returns the sum of what `act` returned."""
     total, token = 0, ""
     while True:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from multigpu.fleet import HealthState, HistoryPoint, Worker, WorkerState
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard.filters import Filter
 from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, number_of
 from multigpu_gateway.http import Request
@@ -42,7 +42,7 @@ def product_of(worker: Worker) -> str:
 
 
 @dataclass
-class Products:
+class ProductCounts:
     """The numbers of devices of one product, by state."""
 
     product: str
@@ -56,11 +56,11 @@ class Products:
         return self.free + self.busy + self.degraded + self.unusable
 
 
-def by_product(workers: Iterable[Worker]) -> list[Products]:
+def by_product(workers: Iterable[Worker]) -> list[ProductCounts]:
     counts = Counter((product_of(worker), state_of(worker)) for worker in workers)
     products = sorted({product for product, _ in counts})
     return [
-        Products(
+        ProductCounts(
             product, counts[product, "free"], counts[product, "busy"], counts[product, "degraded"],
             sum(counts[product, state] for state in UNUSABLE),
         )
@@ -68,7 +68,7 @@ def by_product(workers: Iterable[Worker]) -> list[Products]:
     ]  # fmt: skip
 
 
-async def show(request: Request, connected: Connected) -> Page:
+async def show(request: Request, connected: ClientPair) -> Page:
     stats, workers = await connected.admin.stats(), await connected.admin.list_workers()
     states = {worker.worker_id: state_of(worker) for worker in workers}
     query = request.query
@@ -111,7 +111,7 @@ def summary_of(points: Sequence[HistoryPoint]) -> dict[str, float | None]:
     }
 
 
-async def history(request: Request, connected: Connected) -> None:
+async def history(request: Request, connected: ClientPair) -> None:
     """Responds with the values of the charts, as JSON: for each, a list of its points in the last hour."""
     points = await connected.admin.history()
     answer: dict[str, list[Any]] = {
@@ -128,6 +128,6 @@ async def history(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(answer), headers=[(b"cache-control", b"no-store")])
 
 
-async def reset_breaker(_request: Request, connected: Connected) -> Redirect:
+async def reset_breaker(_request: Request, connected: ClientPair) -> Redirect:
     await connected.admin.reset_breaker()
-    return Redirect("/", done="breaker")
+    return Redirect("/", action="breaker")

@@ -1,23 +1,23 @@
 """Models: the workers that offer them, those that have loaded them, and the memory that they take."""
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, number_of
 from multigpu_gateway.http import Request
 
 
-async def show(request: Request, connected: Connected) -> Page:
+async def show(request: Request, connected: ClientPair) -> Page:
     found = await connected.admin.list_models()
     first = number_of(request, "from")
     shown = found[first : first + ROWS]
     return Page("models.html", {"entries": shown, "total": len(found), "first": first, "rows": ROWS})
 
 
-async def change(request: Request, connected: Connected) -> Redirect:
+async def change(request: Request, connected: ClientPair) -> Redirect:
     form = await form_of(request)
     model, worker = form.get("model", ""), form.get("worker", "")
     workers = [worker] if worker else []
     if action_of(form, "load", "unload") == "load":
         await connected.admin.load_model(model, workers)
-        return Redirect("/ui/models", done="loading")
+        return Redirect("/ui/models", action="loading")
     await connected.admin.unload_model(model, workers)
-    return Redirect("/ui/models", done="unloading")
+    return Redirect("/ui/models", action="unloading")

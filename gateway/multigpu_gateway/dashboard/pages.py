@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 import jinja2
 
 from multigpu_gateway import VERSION
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard import text
 from multigpu_gateway.errors import BAD_REQUEST, FORBIDDEN, UNAUTHORIZED, UNAVAILABLE, HttpError, http_error
 from multigpu_gateway.http import Headers, Request
@@ -41,7 +41,7 @@ NAVIGATION = {
     "/docs": "API",
 }
 # Messages about an action that was done. The page after the redirect shows them.
-DONE = {
+ACTION_MESSAGES = {
     "cancelled": "Cancelled {tasks}.",
     "requeued": "Requeued {letters}.",
     "deleted": "Deleted {letters}.",
@@ -56,7 +56,7 @@ DONE = {
     "forgotten": "The worker was removed from the list.",
     "breaker": "The circuit breaker was reset.",
 }
-DONE_COOKIE, DONE_S = "mgpu_done", 30
+ACTION_COOKIE, ACTION_COOKIE_S = "mgpu_done", 30
 ROWS = 50
 # How long a page waits for the master. For actions, only the timeouts of the SDK's client apply.
 PAGE_TIMEOUT_S = 4.0
@@ -79,12 +79,12 @@ class Redirect:
 
     path: str
     headers: Headers = field(default_factory=list)
-    # The action that was done (a key of DONE), and the number of tasks or dead letters.
-    done: str = ""
+    # The action that was done (a key of ACTION_MESSAGES), and the number of tasks or dead letters.
+    action: str = ""
     n: int = 0
 
 
-View = Callable[[Request, Connected], Awaitable[Page | Redirect]]
+View = Callable[[Request, ClientPair], Awaitable[Page | Redirect]]
 
 _templates = jinja2.Environment(
     loader=jinja2.PackageLoader(__package__),
@@ -105,7 +105,7 @@ _templates.globals |= {"navigation": NAVIGATION, "version": VERSION, "url": lamb
 def page(view: View) -> Serve:
     """Returns a function that serves a view. An error becomes a page; UNAUTHORIZED, a redirect to the sign-in page."""
 
-    async def serve(request: Request, connected: Connected) -> None:
+    async def serve(request: Request, connected: ClientPair) -> None:
         try:
             if request.method == "POST":
                 check_origin(request)
@@ -115,7 +115,7 @@ def page(view: View) -> Serve:
         except Exception as error:  # noqa: BLE001  http_error re-raises unexpected errors
             failure = http_error(error)
             if failure.status == UNAUTHORIZED:
-                target = here(request) if request.method == "GET" else "/"
+                target = url_of(request) if request.method == "GET" else "/"
                 answer = Redirect(f"{SIGN_IN}?{urlencode({'next': target})}")
             else:
                 values = {"error": failure, "acted": request.method == "POST"}
@@ -142,21 +142,21 @@ async def _send(request: Request, answer: Page | Redirect) -> None:
         fetched = request.header(b"hx-request") == "true"
         name, status = (b"hx-redirect", 200) if fetched else (b"location", SEE_OTHER)
         headers = [*HEADERS, *answer.headers, (name, answer.path.encode())]
-        if answer.done:
-            headers.append(_done_cookie(f"{answer.done}.{answer.n}", DONE_S))
+        if answer.action:
+            headers.append(_action_cookie(f"{answer.action}.{answer.n}", ACTION_COOKIE_S))
         await request.respond(status, b"", HTML, headers)
         return
     query = request.query
     headers = [*HEADERS, *answer.headers]
     # The message is in a cookie, not in the URL, so that it is shown once even if a person shares the URL.
-    done, _, n = request.cookie(DONE_COOKIE).partition(".")
-    if done and request.header(b"hx-request") != "true":
-        headers.append(_done_cookie("", 0))
+    action, _, n = request.cookie(ACTION_COOKIE).partition(".")
+    if action and request.header(b"hx-request") != "true":
+        headers.append(_action_cookie("", 0))
     paused = query.get("live") == "off"
     values = {
-        "path": request.path, "here": here(request), "query": defaultdict(str, query),
+        "path": request.path, "page_url": url_of(request), "query": defaultdict(str, query),
         "token": bool(request.cookie(COOKIE)),
-        "done": _done(done, whole_of(n)), "live": answer.live and not paused,
+        "action_message": _action_message(action, whole_of(n)), "live": answer.live and not paused,
         "may_pause": answer.live, "paused": paused, "with_query": lambda **fields: with_query(request, **fields),
         **answer.values,
     }  # fmt: skip
@@ -164,17 +164,17 @@ async def _send(request: Request, answer: Page | Redirect) -> None:
     await request.respond(answer.status, body, HTML, headers)
 
 
-def _done(name: str, n: int) -> str:
-    message = DONE.get(name, "")
+def _action_message(action: str, n: int) -> str:
+    message = ACTION_MESSAGES.get(action, "")
     told = message.format(tasks=text.counted(n, "task"), letters=text.counted(n, "dead letter"))
     return f"{told} None was left." if told != message and not n else told
 
 
-def _done_cookie(value: str, age_s: int) -> tuple[bytes, bytes]:
-    return b"set-cookie", f"{DONE_COOKIE}={value}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict".encode()
+def _action_cookie(value: str, age_s: int) -> tuple[bytes, bytes]:
+    return b"set-cookie", f"{ACTION_COOKIE}={value}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict".encode()
 
 
-def here(request: Request) -> str:
+def url_of(request: Request) -> str:
     """Returns the path and query of the request, without empty fields."""
     return with_query(request)
 

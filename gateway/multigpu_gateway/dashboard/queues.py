@@ -2,7 +2,7 @@
 
 from multigpu.fleet import Queue
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, number_of
 from multigpu_gateway.http import Request
 
@@ -19,7 +19,7 @@ def drain_s(queue: Queue) -> float | None:
     return (queue.queued + queue.leased) / queue.end_rate if queue.end_rate else None
 
 
-async def show(request: Request, connected: Connected) -> Page:
+async def show(request: Request, connected: ClientPair) -> Page:
     sort = request.query.get("sort", "queued")
     found = sorted(await connected.admin.list_queues(), key=lambda queue: queue.queue)
     found.sort(key=SORTS.get(sort, SORTS["queued"]))
@@ -28,10 +28,10 @@ async def show(request: Request, connected: Connected) -> Page:
     return Page("queues.html", {**values, "drain_s": drain_s})
 
 
-async def change(request: Request, connected: Connected) -> Redirect:
+async def change(request: Request, connected: ClientPair) -> Redirect:
     form = await form_of(request)
     if action_of(form, "pause", "resume") == "pause":
         await connected.admin.pause_queue(form.get("queue", ""))
-        return Redirect("/ui/queues", done="paused")
+        return Redirect("/ui/queues", action="paused")
     await connected.admin.resume_queue(form.get("queue", ""))
-    return Redirect("/ui/queues", done="resumed")
+    return Redirect("/ui/queues", action="resumed")

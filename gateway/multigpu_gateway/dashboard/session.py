@@ -2,7 +2,7 @@
 use, so gateways have no sessions. Signing in does not check the token: the next page fails if the master rejects it.
 """
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard.pages import COOKIE, SIGN_IN, Page, Redirect, form_of
 from multigpu_gateway.errors import UNAUTHORIZED
 from multigpu_gateway.http import Headers, Request
@@ -15,13 +15,13 @@ def token_of(request: Request) -> str:
     return request.token or request.cookie(COOKIE)
 
 
-async def show(request: Request, _connected: Connected) -> Page:
+async def show(request: Request, _connected: ClientPair) -> Page:
     target = request.query.get("next", "")
-    refused = "The master refuses this token: it is unknown, was revoked or has expired."
-    return _page(target, refused if target and request.cookie(COOKIE) else "")
+    rejected = "The master refuses this token: it is unknown, was revoked or has expired."
+    return _page(target, rejected if target and request.cookie(COOKIE) else "")
 
 
-async def sign_in(request: Request, _connected: Connected) -> Page | Redirect:
+async def sign_in(request: Request, _connected: ClientPair) -> Page | Redirect:
     form = await form_of(request)
     token, target = form.get("token", "").strip(), form.get("next", "")
     readable = token.isascii() and token.isprintable() and not set(token) & set(' ",;\\')
@@ -30,7 +30,7 @@ async def sign_in(request: Request, _connected: Connected) -> Page | Redirect:
     return Redirect(_local(target), _cookie(request, token))
 
 
-async def sign_out(request: Request, _connected: Connected) -> Redirect:
+async def sign_out(request: Request, _connected: ClientPair) -> Redirect:
     return Redirect(SIGN_IN, _cookie(request, ""))
 
 

@@ -3,7 +3,7 @@
 from importlib.resources import files
 from pathlib import PurePosixPath
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard.pages import HEADERS
 from multigpu_gateway.errors import NOT_FOUND, HttpError
 from multigpu_gateway.http import Request
@@ -16,7 +16,7 @@ _FILES = {
 }
 
 
-async def serve(request: Request, _connected: Connected) -> None:
+async def serve(request: Request, _connected: ClientPair) -> None:
     name = request.path.removeprefix("/ui/static/")
     if name not in _FILES:
         raise HttpError(NOT_FOUND, f"there is no {request.path}")

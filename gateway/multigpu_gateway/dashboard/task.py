@@ -11,7 +11,7 @@ from multigpu.fleet import Explanation, ModelState, Worker
 from multigpu.outcome import Outcome
 from multigpu.task import Task, TaskState
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard import text
 from multigpu_gateway.dashboard.pages import Page
 from multigpu_gateway.rest.values import data_fields
@@ -44,7 +44,7 @@ class Row:
     end: str
 
 
-async def show(connected: Connected, task_id: int) -> Page:
+async def show(connected: ClientPair, task_id: int) -> Page:
     found = await connected.client.get(task_id)
     explanation = await connected.admin.explain(task_id)
     outcome = found.outcome
@@ -63,7 +63,7 @@ async def show(connected: Connected, task_id: int) -> Page:
     return Page("task.html", values, live=outcome is None)
 
 
-async def _start(connected: Connected, explanation: Explanation) -> str:
+async def _start(connected: ClientPair, explanation: Explanation) -> str:
     """Returns when the task will start: from the number of tasks before it, and the last minute's rate of its queue."""
     if explanation.ahead is None:
         return ""

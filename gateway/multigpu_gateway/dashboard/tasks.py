@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from multigpu.errors import RejectedError
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard import task, text
 from multigpu_gateway.dashboard.filters import PERIODS, STATES, Filter, each_batch
 from multigpu_gateway.dashboard.pages import ROWS, Page, Redirect, action_of, form_of, page, task_id_of, whole_of
@@ -17,7 +17,7 @@ PATH = "/ui/tasks"
 CANCELLED = "cancelled in the dashboard"
 
 
-async def get(request: Request, connected: Connected) -> None:
+async def get(request: Request, connected: ClientPair) -> None:
     """Responds with a page, or with the same events of a task as /v1/tasks/ID/events."""
     below, _, last = request.path.removeprefix(f"{PATH}/").rpartition("/")
     if below and last == "events":
@@ -26,7 +26,7 @@ async def get(request: Request, connected: Connected) -> None:
         await _page(request, connected)
 
 
-async def show(request: Request, connected: Connected) -> Page:
+async def show(request: Request, connected: ClientPair) -> Page:
     query = request.query
     below = request.path.removeprefix(PATH).strip("/")
     if below == "new":
@@ -52,7 +52,7 @@ async def show(request: Request, connected: Connected) -> Page:
 _page = page(show)
 
 
-async def change(request: Request, connected: Connected) -> Page | Redirect:
+async def change(request: Request, connected: ClientPair) -> Page | Redirect:
     form = await form_of(request)
     action = action_of(form, "cancel", "submit")
     if action == "submit":
@@ -64,14 +64,14 @@ async def change(request: Request, connected: Connected) -> Page | Redirect:
     if "task_id" in form:
         task_id = task_id_of(form["task_id"])
         n = await cancel([task_id])
-        return Redirect(f"{PATH}/{task_id}", done="cancelled", n=n)
+        return Redirect(f"{PATH}/{task_id}", action="cancelled", n=n)
     chosen = Filter.of(form)
     wanted = chosen.for_master()
     n = await each_batch(connected, wanted, cancel)
-    return Redirect(f"{PATH}?{chosen.query}", done="cancelled", n=n)
+    return Redirect(f"{PATH}?{chosen.query}", action="cancelled", n=n)
 
 
-async def _submit(form: dict[str, str], connected: Connected) -> Page | Redirect:
+async def _submit(form: dict[str, str], connected: ClientPair) -> Page | Redirect:
     """Submits a task. Its payload is a JSON value, or, for the type text, the text as bytes in UTF-8."""
     given: Any = {name: form[name] for name in ("model", "queue") if form.get(name)}
     if form.get("priority"):
@@ -85,10 +85,10 @@ async def _submit(form: dict[str, str], connected: Connected) -> Page | Redirect
         return await _form(connected, form, HttpError(BAD_REQUEST, problem))
     except RejectedError as error:
         return await _form(connected, form, http_error(error))
-    return Redirect(f"{PATH}/{handle.id}", done="submitted")
+    return Redirect(f"{PATH}/{handle.id}", action="submitted")
 
 
-async def _form(connected: Connected, form: dict[str, str], error: HttpError | None) -> Page:
+async def _form(connected: ClientPair, form: dict[str, str], error: HttpError | None) -> Page:
     workers = await connected.admin.list_workers()
     kinds = sorted({capability.kind for worker in workers for capability in worker.capabilities})
     values = {"form": {"kind": "", "model": "", "queue": "", "priority": "", "payload": "", "type": "json", **form}}

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 from multigpu.options import USAGE_KEYS
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.dashboard.pages import Page
 from multigpu_gateway.http import Request
 
@@ -12,7 +12,7 @@ PERIODS = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedel
 ROWS = 100  # rows of each table; GET /v1/usage and `mgpuctl energy usage` have all
 
 
-async def show(request: Request, connected: Connected) -> Page:
+async def show(request: Request, connected: ClientPair) -> Page:
     period = request.query.get("period", "day")
     begin = datetime.now(UTC) - PERIODS.get(period, PERIODS["day"])
     reports = {key: await connected.admin.usage([key], begin=begin) for key in USAGE_KEYS}

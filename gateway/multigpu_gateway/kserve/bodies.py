@@ -50,13 +50,13 @@ class _Infer(msgspec.Struct):
 _infer = msgspec.json.Decoder(_Infer)
 
 
-def plain(message: Message) -> dict[str, Any]:
+def json_value(message: Message) -> dict[str, Any]:
     """Returns a message as a JSON value. 64-bit integers are numbers, as Triton's clients expect, not strings."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if field.message_type is not None:
-            found[field.name] = [plain(each) for each in value] if field.is_repeated else plain(value)
+            found[field.name] = [json_value(each) for each in value] if field.is_repeated else json_value(value)
         elif field.enum_type is not None:
             found[field.name] = field.enum_type.values_by_number[value].name
         else:
@@ -72,14 +72,14 @@ def read_infer(name: str, version: str, body: bytes, json_length: str) -> tuple[
         message = f"Inference-Header-Content-Length is {json_length!r}: make it the size of the JSON, in bytes"
         raise HttpError(BAD_REQUEST, message)
     at = int(json_length) if json_length else len(body)
-    asked = decode(_infer, body[:at])
-    request = pb.ModelInferRequest(model_name=name, model_version=version, id=asked.id)
+    parsed = decode(_infer, body[:at])
+    request = pb.ModelInferRequest(model_name=name, model_version=version, id=parsed.id)
     raw = []
     try:
-        set_parameters(request.parameters, asked.parameters)
-        for output in asked.outputs:
+        set_parameters(request.parameters, parsed.parameters)
+        for output in parsed.outputs:
             set_parameters(request.outputs.add(name=output.name).parameters, output.parameters)
-        for each in asked.inputs:
+        for each in parsed.inputs:
             given = request.inputs.add(name=each.name, datatype=each.datatype, shape=each.shape)
             size = each.parameters.pop("binary_data_size", None)
             set_parameters(given.parameters, each.parameters)
@@ -123,7 +123,7 @@ def write_infer(request: pb.ModelInferRequest, outputs: Sequence[NamedTensor]) -
     """Returns the body of a response, and the size of its JSON in bytes, 0 if the body is only JSON. Raises HttpError
     if an output can't be written as JSON and was not requested as bytes (binary_data).
     """
-    asked = {each.name: each.parameters for each in request.outputs}
+    requested = {each.name: each.parameters for each in request.outputs}
     rows: list[dict[str, Any]] = []
     parts = []
     for output in outputs:
@@ -132,7 +132,7 @@ def write_infer(request: pb.ModelInferRequest, outputs: Sequence[NamedTensor]) -
         if output.parameters:
             # In shared memory. Not repeated here: Triton's C++ client rejects parameters without a binary_data_size.
             continue
-        if _is_binary(asked.get(output.name, {}), request.parameters):
+        if _is_binary(requested.get(output.name, {}), request.parameters):
             parts.append(output.data)
             row["parameters"] = {"binary_data_size": len(output.data)}
         else:

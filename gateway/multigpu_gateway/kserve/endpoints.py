@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import msgspec
 from multigpu import errors
 
-from multigpu_gateway.clients import Clients, Connected
+from multigpu_gateway.clients import ClientPair, Clients
 from multigpu_gateway.errors import BAD_REQUEST, CONFLICT, NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import JSON, Request, decode
 from multigpu_gateway.kserve import models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
-from multigpu_gateway.kserve.bodies import plain, read_infer, write_infer
+from multigpu_gateway.kserve.bodies import json_value, read_infer, write_infer
 from multigpu_gateway.kserve.inference import Inference
 from multigpu_gateway.kserve.shared_memory import Regions
 from multigpu_gateway.routes import Route, Serve
@@ -52,14 +52,16 @@ def routes(inference: Inference, clients: Clients) -> dict[str, Route]:
     """Returns the routes by path."""
     endpoints = Endpoints(inference, clients)
 
-    def route(*, tree: bool = False, **methods: Serve) -> Route:
-        return Route({name: _with_tritons_statuses(serve) for name, serve in methods.items()}, error_body, tree=tree)
+    def route(*, prefix: bool = False, **methods: Serve) -> Route:
+        return Route(
+            {name: _with_tritons_statuses(serve) for name, serve in methods.items()}, error_body, prefix=prefix
+        )
 
     memory: dict[str, Route] = {}
     if inference.regions is not None:
         regions = MemoryEndpoints(inference.regions)
         memory = {
-            MEMORY: route(GET=regions.status, POST=regions.change, tree=True),
+            MEMORY: route(GET=regions.status, POST=regions.change, prefix=True),
             f"{CUDA_MEMORY}/status": route(GET=regions.cuda_status),
             f"{CUDA_MEMORY}/unregister": route(POST=regions.cuda_unregister),
         }
@@ -68,9 +70,9 @@ def routes(inference: Inference, clients: Clients) -> dict[str, Route]:
         "/v2/health/live": route(GET=endpoints.live),
         "/v2/health/ready": route(GET=endpoints.ready),
         f"{MODELS}/stats": route(GET=endpoints.statistics),
-        MODELS: route(GET=endpoints.describe, POST=endpoints.infer, tree=True),
+        MODELS: route(GET=endpoints.describe, POST=endpoints.infer, prefix=True),
         "/v2/repository/index": route(POST=endpoints.index),
-        REPOSITORY: route(POST=endpoints.change, tree=True),
+        REPOSITORY: route(POST=endpoints.change, prefix=True),
     }
 
 
@@ -81,11 +83,11 @@ class Endpoints:
         self._inference = inference
         self._clients = clients
 
-    async def live(self, request: Request, _connected: Connected) -> None:
+    async def live(self, request: Request, _connected: ClientPair) -> None:
         """Responds 200."""
         await request.respond(200, b"")
 
-    async def ready(self, request: Request, _connected: Connected) -> None:
+    async def ready(self, request: Request, _connected: ClientPair) -> None:
         """Responds 200 if the master answers, else 400."""
         try:
             await self._clients.check_master()
@@ -93,27 +95,31 @@ class Endpoints:
             raise HttpError(BAD_REQUEST, str(error)) from error
         await request.respond(200, b"")
 
-    async def metadata(self, request: Request, _connected: Connected) -> None:
+    async def metadata(self, request: Request, _connected: ClientPair) -> None:
         """Responds with the gateway's name, version and extensions."""
-        await _respond(request, plain(models.server_metadata(shared_memory=self._inference.regions is not None)))
+        await _respond(request, json_value(models.server_metadata(shared_memory=self._inference.regions is not None)))
 
-    async def statistics(self, request: Request, connected: Connected) -> None:
+    async def statistics(self, request: Request, connected: ClientPair) -> None:
         """Responds with the statistics of all models."""
-        asked = pb.ModelStatisticsRequest()
-        await _respond(request, plain(await models.statistics(asked, connected, self._inference.statistics)))
+        grpc_request = pb.ModelStatisticsRequest()
+        await _respond(
+            request, json_value(await models.statistics(grpc_request, connected, self._inference.statistics))
+        )
 
-    async def describe(self, request: Request, connected: Connected) -> None:
+    async def describe(self, request: Request, connected: ClientPair) -> None:
         """Responds with a model's metadata, configuration or statistics, or for `ready` with 200 or 400."""
         name, version, operation = _model_of(request)
         named: dict[str, str] = {"name": name, "version": version}
         if operation == "":
-            await _respond(request, plain(await models.metadata(pb.ModelMetadataRequest(**named), connected)))
+            await _respond(request, json_value(await models.metadata(pb.ModelMetadataRequest(**named), connected)))
         elif operation == "config":
             found = await models.config(pb.ModelConfigRequest(**named), connected)
-            await _respond(request, plain(found.config))
+            await _respond(request, json_value(found.config))
         elif operation == "stats":
-            asked = pb.ModelStatisticsRequest(**named)
-            await _respond(request, plain(await models.statistics(asked, connected, self._inference.statistics)))
+            grpc_request = pb.ModelStatisticsRequest(**named)
+            await _respond(
+                request, json_value(await models.statistics(grpc_request, connected, self._inference.statistics))
+            )
         elif operation == "ready":
             if not (await models.ready(pb.ModelReadyRequest(**named), connected)).ready:
                 raise HttpError(BAD_REQUEST, f"no connected worker has the model {name!r}")
@@ -121,25 +127,25 @@ class Endpoints:
         else:
             raise not_allowed(request.path, "GET", "POST")
 
-    async def infer(self, request: Request, connected: Connected) -> None:
+    async def infer(self, request: Request, connected: ClientPair) -> None:
         """ModelInfer. A client disconnect cancels the task."""
         name, version, operation = _model_of(request)
         if operation != "infer":
             raise not_allowed(request.path, "POST", "GET")
-        asked, raw = read_infer(name, version, await request.body(), request.header(_JSON_LENGTH))
+        grpc_request, raw = read_infer(name, version, await request.body(), request.header(_JSON_LENGTH))
         async with request.while_connected():
-            outputs = await self._inference.run(asked, raw, connected, request)
-        body, json_length = write_infer(asked, outputs)
+            outputs = await self._inference.run(grpc_request, raw, connected, request)
+        body, json_length = write_infer(grpc_request, outputs)
         headers = [(_JSON_LENGTH, b"%d" % json_length)] if json_length else []
         await request.respond(200, body, _OCTETS if json_length else JSON, headers)
 
-    async def index(self, request: Request, connected: Connected) -> None:
+    async def index(self, request: Request, connected: ClientPair) -> None:
         """RepositoryIndex. The body may be empty."""
         body = await request.body()
-        asked = pb.RepositoryIndexRequest(ready=bool(body) and decode(_index, body).ready)
-        await _respond(request, plain(await repository.index(asked, connected))["models"])
+        grpc_request = pb.RepositoryIndexRequest(ready=bool(body) and decode(_index, body).ready)
+        await _respond(request, json_value(await repository.index(grpc_request, connected))["models"])
 
-    async def change(self, request: Request, connected: Connected) -> None:
+    async def change(self, request: Request, connected: ClientPair) -> None:
         """Loads or unloads a model. The body may be empty."""
         found = _REPOSITORY_MODEL.fullmatch(request.path)
         if found is None:
@@ -149,10 +155,10 @@ class Endpoints:
         parameters = decode(_change, body).parameters if body else {}
         async with request.while_connected():
             if operation == "load":
-                asked = pb.RepositoryModelLoadRequest(model_name=name)
+                grpc_request = pb.RepositoryModelLoadRequest(model_name=name)
                 for parameter in parameters:
-                    asked.parameters[parameter].SetInParent()
-                await repository.load(asked, connected, request)
+                    grpc_request.parameters[parameter].SetInParent()
+                await repository.load(grpc_request, connected, request)
             else:
                 await repository.unload(pb.RepositoryModelUnloadRequest(model_name=name), connected)
         await request.respond(200, b"")
@@ -164,32 +170,32 @@ class MemoryEndpoints:
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
 
-    async def status(self, request: Request, connected: Connected) -> None:
+    async def status(self, request: Request, connected: ClientPair) -> None:
         """Lists all regions, or the one in the path."""
         name, operation = _region_of(request)
         if operation != "status":
             raise not_allowed(request.path, "GET", "POST")
         found = await self._regions.status(pb.SystemSharedMemoryStatusRequest(name=name), connected)
-        await _respond(request, [plain(each) for each in found.regions.values()])
+        await _respond(request, [json_value(each) for each in found.regions.values()])
 
-    async def change(self, request: Request, connected: Connected) -> None:
+    async def change(self, request: Request, connected: ClientPair) -> None:
         """Registers or unregisters the region in the path, or unregisters all."""
         name, operation = _region_of(request)
         if operation == "status":
             raise not_allowed(request.path, "POST", "GET")
         if operation == "register":
-            asked = await request.json(_region)
-            fields: dict[str, Any] = {"key": asked.key, "offset": asked.offset, "byte_size": asked.byte_size}
+            body = await request.json(_region)
+            fields: dict[str, Any] = {"key": body.key, "offset": body.offset, "byte_size": body.byte_size}
             await self._regions.register(pb.SystemSharedMemoryRegisterRequest(name=name, **fields), connected)
         else:
             await self._regions.unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), connected)
         await request.respond(200, b"")
 
-    async def cuda_status(self, request: Request, _connected: Connected) -> None:
+    async def cuda_status(self, request: Request, _connected: ClientPair) -> None:
         """Responds with no regions: GPU memory can't be shared. Clients call this before they start."""
         await _respond(request, [])
 
-    async def cuda_unregister(self, request: Request, _connected: Connected) -> None:
+    async def cuda_unregister(self, request: Request, _connected: ClientPair) -> None:
         """Does nothing: no region can be registered. Clients call this before they start."""
         await request.respond(200, b"")
 
@@ -221,7 +227,7 @@ async def _respond(request: Request, value: Any) -> None:
 def _with_tritons_statuses(serve: Serve) -> Serve:
     """Returns a function that serves as `serve` does, but with Triton's status 400 instead of 409."""
 
-    async def served(request: Request, connected: Connected) -> None:
+    async def served(request: Request, connected: ClientPair) -> None:
         try:
             await serve(request, connected)
         except Exception as error:

@@ -51,7 +51,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class InferenceTask:
     """The task of a request."""
 
     kind: str
@@ -98,7 +98,7 @@ def tensors_of(model: Model) -> Tensors:
     return inputs, outputs
 
 
-def work_of(request: pb.ModelInferRequest, raw: Sequence[bytes], *, stream: bool = False) -> Work:
+def task_of(request: pb.ModelInferRequest, raw: Sequence[bytes], *, stream: bool = False) -> InferenceTask:
     """Returns the task for a request. Its inputs tell the kind: only embed and generate have inputs of BYTES. `raw`:
     see inputs_of. `stream`: stream generated text. Raises HttpError if an input or output is invalid.
     """
@@ -143,11 +143,11 @@ def _text(name: str, element: bytes) -> str:
         raise wrong(name, f"it is no UTF-8: {error}") from None
 
 
-def _infer(inputs: Mapping[str, NamedTensor], outputs: Sequence[str]) -> Work:
+def _infer(inputs: Mapping[str, NamedTensor], outputs: Sequence[str]) -> InferenceTask:
     payload = infer_pb2.InferPayload(inputs=[each.message() for each in inputs.values()], outputs=outputs)
     examples = {each.shape[0] if each.shape else 1 for each in inputs.values()}
     units = max(1, examples.pop()) if len(examples) == 1 else 1
-    return Work(kind=INFER, payload=payload.SerializeToString(), units=units, read=_tensors_in)
+    return InferenceTask(kind=INFER, payload=payload.SerializeToString(), units=units, read=_tensors_in)
 
 
 def _tensors_in(outcome: Outcome) -> list[NamedTensor]:
@@ -158,12 +158,12 @@ def _tensors_in(outcome: Outcome) -> list[NamedTensor]:
     ]
 
 
-def _embed(inputs: Mapping[str, NamedTensor]) -> Work:
+def _embed(inputs: Mapping[str, NamedTensor]) -> InferenceTask:
     texts = [_text("text", element) for element in inputs["text"].elements()]
     if not 1 <= len(texts) <= TEXTS_MAX:
         raise wrong("text", f"it has {len(texts):,} texts: send 1 to {TEXTS_MAX:,}")
     payload = embed_pb2.EmbedPayload(texts=texts).SerializeToString()
-    return Work(kind=EMBED, payload=payload, units=len(texts), read=_vectors_in)
+    return InferenceTask(kind=EMBED, payload=payload, units=len(texts), read=_vectors_in)
 
 
 def _vectors_in(outcome: Outcome) -> list[NamedTensor]:
@@ -172,14 +172,14 @@ def _vectors_in(outcome: Outcome) -> list[NamedTensor]:
     return [NamedTensor(name="embedding", datatype="FP32", shape=shape, data=result.values)]
 
 
-def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor], *, stream: bool) -> Work:
+def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor], *, stream: bool) -> InferenceTask:
     prompt = _text("text_input", inputs["text_input"].elements()[0])
     sampling = {"model": request.model_name, "prompt": prompt} | _sampling(request, inputs)
     try:
-        asked = msgspec.convert(sampling, CompletionRequest, strict=False)
+        parsed = msgspec.convert(sampling, CompletionRequest, strict=False)
     except msgspec.ValidationError as error:
         raise wrong("sampling_parameters", str(error)) from None
-    (payload,) = completion_payloads(asked)
+    (payload,) = completion_payloads(parsed)
     if "stream" in inputs:
         pieces = inputs["stream"].data != b"\0"
         if pieces and not stream:
@@ -198,7 +198,7 @@ def _generate(request: pb.ModelInferRequest, inputs: Mapping[str, NamedTensor], 
         text = generate_pb2.GenerateChunk.FromString(data).text
         return text_output(text) if text else []
 
-    return Work(kind=GENERATE, payload=payload, units=1, read=read, read_chunk=read_chunk if stream else None)
+    return InferenceTask(kind=GENERATE, payload=payload, units=1, read=read, read_chunk=read_chunk if stream else None)
 
 
 def text_output(text: str) -> list[NamedTensor]:

@@ -3,7 +3,7 @@
 from multigpu.fleet import ModelEntry, WorkerState
 
 from multigpu_gateway import VERSION
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import NOT_FOUND, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.kinds import GENERATE, KINDS, tensors_of
@@ -29,12 +29,12 @@ def id_of(name: str, version: str) -> str:
     return f"{name}:{version}" if version else name
 
 
-async def served(connected: Connected, name: str = "") -> list[ModelEntry]:
+async def served(connected: ClientPair, name: str = "") -> list[ModelEntry]:
     """Returns the models, of one name or of all, whose kind the protocol can serve."""
     return [entry for entry in await connected.admin.list_models(name) if entry.model.kind in KINDS]
 
 
-async def versions_of(connected: Connected, name: str, version: str) -> list[ModelEntry]:
+async def versions_of(connected: ClientPair, name: str, version: str) -> list[ModelEntry]:
     """Returns the entries of a version of a model, those without an error first. `version` "": the current version, or
     all if none is current. Raises HttpError if there is no entry.
     """
@@ -45,7 +45,7 @@ async def versions_of(connected: Connected, name: str, version: str) -> list[Mod
     return sorted(chosen, key=lambda entry: (bool(entry.model.error), not entry.model.inputs))
 
 
-async def ready(request: pb.ModelReadyRequest, connected: Connected) -> pb.ModelReadyResponse:
+async def ready(request: pb.ModelReadyRequest, connected: ClientPair) -> pb.ModelReadyResponse:
     """Whether a connected worker offers the model without an error. Raises HttpError if there is no such model."""
     offering = {
         worker_id
@@ -58,7 +58,7 @@ async def ready(request: pb.ModelReadyRequest, connected: Connected) -> pb.Model
     return pb.ModelReadyResponse(ready=not offering.isdisjoint(active))
 
 
-async def metadata(request: pb.ModelMetadataRequest, connected: Connected) -> pb.ModelMetadataResponse:
+async def metadata(request: pb.ModelMetadataRequest, connected: ClientPair) -> pb.ModelMetadataResponse:
     """Returns the versions, inputs and outputs of a model. Raises HttpError if there is no such model, or if its inputs
     are not known yet.
     """
@@ -71,7 +71,7 @@ async def metadata(request: pb.ModelMetadataRequest, connected: Connected) -> pb
     return response
 
 
-async def config(request: pb.ModelConfigRequest, connected: Connected) -> pb.ModelConfigResponse:
+async def config(request: pb.ModelConfigRequest, connected: ClientPair) -> pb.ModelConfigResponse:
     """As `metadata`, in the form of Triton's model configuration."""
     model = (await versions_of(connected, request.name, request.version))[0].model
     inputs, outputs = tensors_of(model)
@@ -91,7 +91,7 @@ def _type(datatype: str) -> pb.DataType:
 
 
 async def statistics(
-    request: pb.ModelStatisticsRequest, connected: Connected, counted: Statistics
+    request: pb.ModelStatisticsRequest, connected: ClientPair, counted: Statistics
 ) -> pb.ModelStatisticsResponse:
     """Returns this gateway's counters of one model or of all. Raises HttpError if there is no such model."""
     if request.name:

@@ -4,7 +4,7 @@ import asyncio
 
 from multigpu.fleet import ModelEntry, ModelState
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import BAD_REQUEST, INTERNAL, LATE, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.models import id_of, served
@@ -16,7 +16,7 @@ _STATES = {ModelState.READY: "READY", ModelState.LOADING: "LOADING", ModelState.
 _ABSENT, _ABSENT_REASON = "UNAVAILABLE", "unloaded"
 
 
-async def index(request: pb.RepositoryIndexRequest, connected: Connected) -> pb.RepositoryIndexResponse:
+async def index(request: pb.RepositoryIndexRequest, connected: ClientPair) -> pb.RepositoryIndexResponse:
     """Lists every version of every model, with the first state of _STATES that it has on any worker."""
     found: dict[tuple[str, str], list[ModelEntry]] = {}
     for entry in await served(connected):
@@ -34,12 +34,12 @@ async def index(request: pb.RepositoryIndexRequest, connected: Connected) -> pb.
 
 
 async def load(
-    request: pb.RepositoryModelLoadRequest, connected: Connected, call: Call
+    request: pb.RepositoryModelLoadRequest, connected: ClientPair, call: Call
 ) -> pb.RepositoryModelLoadResponse:
     """Has the master load a model, and returns when it is ready. Raises HttpError if it can't be loaded in time."""
-    if refused := sorted(request.parameters):
+    if rejected := sorted(request.parameters):
         why = "a fleet's models are files on its workers, with their model.toml"
-        raise HttpError(BAD_REQUEST, f"the parameter {refused[0]!r} is not served: {why}", param=refused[0])
+        raise HttpError(BAD_REQUEST, f"the parameter {rejected[0]!r} is not served: {why}", param=rejected[0])
     name = request.model_name
     worker_ids = set(await connected.admin.load_model(name))
     try:
@@ -52,7 +52,7 @@ async def load(
         raise HttpError(LATE, f"{name} is not ready after {call.timeout_s:g} s; it is still being loaded") from None
 
 
-async def _is_ready(connected: Connected, model: str, worker_ids: set[str]) -> bool:
+async def _is_ready(connected: ClientPair, model: str, worker_ids: set[str]) -> bool:
     """Whether a model is ready on one of these workers. Raises HttpError if loading has failed."""
     name = model.partition(":")[0]
     entries = [
@@ -69,7 +69,7 @@ async def _is_ready(connected: Connected, model: str, worker_ids: set[str]) -> b
     return False
 
 
-async def unload(request: pb.RepositoryModelUnloadRequest, connected: Connected) -> pb.RepositoryModelUnloadResponse:
+async def unload(request: pb.RepositoryModelUnloadRequest, connected: ClientPair) -> pb.RepositoryModelUnloadResponse:
     """Makes workers unload a model once its tasks have ended. Returns at once."""
     await connected.admin.unload_model(request.model_name)
     return pb.RepositoryModelUnloadResponse()

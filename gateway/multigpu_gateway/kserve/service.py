@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 from multigpu import errors
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway.clients import Clients, Connected
-from multigpu_gateway.grpc_calls import STREAM_REQUESTS_MAX, Answer, GrpcCall, GrpcCalls, parsed, status_of
+from multigpu_gateway.clients import ClientPair, Clients
+from multigpu_gateway.grpc_calls import STREAM_REQUESTS_MAX, GrpcCall, GrpcCalls, Handler, parsed, status_of
 from multigpu_gateway.kserve import inference, models, repository
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.shared_memory import cuda_status, cuda_unregister
@@ -36,10 +36,10 @@ class InferenceService:
         """Returns the handlers by method name, for add_registered_method_handlers."""
         counted = self._inference.statistics
 
-        def of(answer: Callable[[Any, Connected], Awaitable[Message]]) -> Answer:
-            return lambda request, connected, _call: answer(request, connected)
+        def of(respond: Callable[[Any, ClientPair], Awaitable[Message]]) -> Handler:
+            return lambda request, connected, _call: respond(request, connected)
 
-        answers: dict[str, tuple[type[Message], Answer]] = {
+        methods: dict[str, tuple[type[Message], Handler]] = {
             "ServerLive": (pb.ServerLiveRequest, of(_live)),
             "ServerReady": (pb.ServerReadyRequest, of(self._ready)),
             "ServerMetadata": (pb.ServerMetadataRequest, of(self._metadata)),
@@ -53,7 +53,7 @@ class InferenceService:
             "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, of(repository.unload)),
         }
         if (regions := self._inference.regions) is not None:
-            answers |= {
+            methods |= {
                 "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, of(regions.status)),
                 "SystemSharedMemoryRegister": (pb.SystemSharedMemoryRegisterRequest, of(regions.register)),
                 "SystemSharedMemoryUnregister": (pb.SystemSharedMemoryUnregisterRequest, of(regions.unregister)),
@@ -61,11 +61,11 @@ class InferenceService:
                 "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, of(cuda_unregister)),
             }
         unary = self._calls.unary
-        handlers = {name: unary(name, request_type, answer) for name, (request_type, answer) in answers.items()}
-        handlers["ModelStreamInfer"] = self._calls.stream_stream("ModelStreamInfer", self._answer_stream)
+        handlers = {name: unary(name, request_type, handler) for name, (request_type, handler) in methods.items()}
+        handlers["ModelStreamInfer"] = self._calls.stream_stream("ModelStreamInfer", self._serve_stream)
         return handlers
 
-    async def _answer_stream(self, context: Any, connected: Connected) -> None:
+    async def _serve_stream(self, context: Any, connected: ClientPair) -> None:
         """ModelStreamInfer: runs the requests of a stream concurrently. An error of a request is sent as a message, and
         does not end the stream. While STREAM_REQUESTS_MAX requests run, the next is not read.
         """
@@ -80,7 +80,7 @@ class InferenceService:
             request = pb.ModelInferRequest()
             try:
                 request = parsed(pb.ModelInferRequest, data)
-                answers = self._inference.stream(request, connected, self._calls.call(context))
+                answers = self._inference.stream(request, connected, self._calls.call_of(context))
                 async with aclosing(answers):
                     async for answer in answers:
                         await write(_streamed(request, answer))
@@ -104,14 +104,14 @@ class InferenceService:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _infer(self, request: pb.ModelInferRequest, connected: Connected, call: GrpcCall) -> Message:
+    async def _infer(self, request: pb.ModelInferRequest, connected: ClientPair, call: GrpcCall) -> Message:
         outputs = await self._inference.run(request, request.raw_input_contents, connected, call)
         return response_of(request, outputs)
 
-    async def _metadata(self, _request: pb.ServerMetadataRequest, _connected: Connected) -> pb.ServerMetadataResponse:
+    async def _metadata(self, _request: pb.ServerMetadataRequest, _connected: ClientPair) -> pb.ServerMetadataResponse:
         return models.server_metadata(shared_memory=self._inference.regions is not None)
 
-    async def _ready(self, _request: pb.ServerReadyRequest, _connected: Connected) -> pb.ServerReadyResponse:
+    async def _ready(self, _request: pb.ServerReadyRequest, _connected: ClientPair) -> pb.ServerReadyResponse:
         try:
             await self._clients.check_master()
         except errors.MultigpuError:
@@ -119,7 +119,7 @@ class InferenceService:
         return pb.ServerReadyResponse(ready=True)
 
 
-async def _live(_request: pb.ServerLiveRequest, _connected: Connected) -> pb.ServerLiveResponse:
+async def _live(_request: pb.ServerLiveRequest, _connected: ClientPair) -> pb.ServerLiveResponse:
     return pb.ServerLiveResponse(live=True)
 
 

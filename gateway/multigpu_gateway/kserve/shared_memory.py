@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from google.protobuf.message import Message
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import BAD_REQUEST, CONFLICT, NOT_FOUND, TOO_MANY, HttpError
 from multigpu_gateway.kserve import open_inference_pb2 as pb
 from multigpu_gateway.kserve.tensors import NamedTensor, data_of, values_of, wrong
@@ -108,7 +108,7 @@ class Regions:
         self._regions: dict[str, Region] = {}
 
     async def register(
-        self, request: pb.SystemSharedMemoryRegisterRequest, connected: Connected
+        self, request: pb.SystemSharedMemoryRegisterRequest, connected: ClientPair
     ) -> pb.SystemSharedMemoryRegisterResponse:
         """Registers a region. Raises HttpError if the name is invalid or in use, if there are too many regions, or if
         the file can't be used.
@@ -127,7 +127,7 @@ class Regions:
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def unregister(
-        self, request: pb.SystemSharedMemoryUnregisterRequest, connected: Connected
+        self, request: pb.SystemSharedMemoryUnregisterRequest, connected: ClientPair
     ) -> pb.SystemSharedMemoryUnregisterResponse:
         """Unregisters a region, or all. Requests that use it keep it until they end. An unknown name is no error."""
         await _check_token(connected)
@@ -138,7 +138,7 @@ class Regions:
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def status(
-        self, request: pb.SystemSharedMemoryStatusRequest, connected: Connected
+        self, request: pb.SystemSharedMemoryStatusRequest, connected: ClientPair
     ) -> pb.SystemSharedMemoryStatusResponse:
         """Returns one region, or all. Raises HttpError if there is no such region."""
         await _check_token(connected)
@@ -149,13 +149,13 @@ class Regions:
             found.name, found.key, found.offset, found.byte_size = name, region.key, region.offset, region.size
         return response
 
-    def fill(self, request: pb.ModelInferRequest, raw: Sequence[bytes]) -> tuple[Sequence[bytes], dict[str, Place]]:
+    def resolve(self, request: pb.ModelInferRequest, raw: Sequence[bytes]) -> tuple[Sequence[bytes], dict[str, Place]]:
         """Returns the bytes of each input (`raw` if none is in shared memory), and the places of outputs by name.
         Removes the parameters of shared memory. `raw`: the bytes of the other inputs; empty: they have contents. Raises
         HttpError if a region or its use is invalid.
         """
-        inputs = {index: place for index, each in enumerate(request.inputs) if (place := self._take(each))}
-        outputs = {each.name: place for each in request.outputs if (place := self._take(each))}
+        inputs = {index: place for index, each in enumerate(request.inputs) if (place := self._pop_place(each))}
+        outputs = {each.name: place for each in request.outputs if (place := self._pop_place(each))}
         if not inputs:
             return raw, outputs
         if raw and len(raw) != len(request.inputs) - len(inputs):
@@ -175,7 +175,7 @@ class Regions:
                 given.ClearField("contents")
         return found, outputs
 
-    def _take(
+    def _pop_place(
         self, tensor: pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor
     ) -> Place | None:
         """Removes the parameters of shared memory from an input or output. Returns its place, None if there are no such
@@ -202,16 +202,16 @@ class Regions:
         return self._regions[name]
 
 
-async def _check_token(connected: Connected) -> None:
+async def _check_token(connected: ClientPair) -> None:
     """Raises MultigpuError if the master does not accept the token for reading."""
     await connected.client.count()
 
 
-async def cuda_status(_request: pb.CudaSharedMemoryStatusRequest, _connected: Connected) -> Message:
+async def cuda_status(_request: pb.CudaSharedMemoryStatusRequest, _connected: ClientPair) -> Message:
     """Returns no regions: GPU memory can't be shared. Clients call this before they start."""
     return pb.CudaSharedMemoryStatusResponse()
 
 
-async def cuda_unregister(_request: pb.CudaSharedMemoryUnregisterRequest, _connected: Connected) -> Message:
+async def cuda_unregister(_request: pb.CudaSharedMemoryUnregisterRequest, _connected: ClientPair) -> Message:
     """Does nothing: no region can be registered. Clients call this before they start."""
     return pb.CudaSharedMemoryUnregisterResponse()

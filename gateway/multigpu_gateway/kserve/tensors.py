@@ -123,9 +123,9 @@ def inputs_of(request: pb.ModelInferRequest, raw: Sequence[bytes]) -> dict[str, 
 
 def outputs_of(request: pb.ModelInferRequest) -> list[str]:
     """Returns the names of the requested outputs; empty: all. Raises HttpError if one has an unsupported parameter."""
-    for asked in request.outputs:
-        _reject_parameters(asked.name, asked.parameters)
-    return list(dict.fromkeys(asked.name for asked in request.outputs))
+    for output in request.outputs:
+        _reject_parameters(output.name, output.parameters)
+    return list(dict.fromkeys(output.name for output in request.outputs))
 
 
 def _reject_parameters(name: str, parameters: Iterable[str]) -> None:

@@ -36,7 +36,7 @@ ROUTES = {
     "/v1/chat/completions": Route(
         {"POST": Operation(chat_completions, body=ChatRequest, headers=TASK_HEADERS)}, error_body
     ),
-    PATH: Route({"GET": models}, error_body, tree=True, paths=_MODELS),
-    files.PATH: Route({"POST": serving_files.upload, "GET": serving_files.get}, error_body, tree=True, paths=_FILES),
-    batches.PATH: Route({"POST": batches.post, "GET": batches.get}, error_body, tree=True, paths=_BATCHES),
+    PATH: Route({"GET": models}, error_body, prefix=True, paths=_MODELS),
+    files.PATH: Route({"POST": serving_files.upload, "GET": serving_files.get}, error_body, prefix=True, paths=_FILES),
+    batches.PATH: Route({"POST": batches.post, "GET": batches.get}, error_body, prefix=True, paths=_BATCHES),
 }

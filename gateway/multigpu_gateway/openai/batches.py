@@ -1,6 +1,6 @@
 """/v1/batches: runs the requests in a file as durable tasks.
 
-A batch consists of a record, stored like the description of a file (see files.py), and one task for each line. The
+A batch consists of a record, stored like the metadata of a file (see files.py), and one task for each line. The
 tasks have request_ids BATCH:LINE, and a queue with the name of the batch. Everything else is derived: the state of the
 batch from the counts of its queue, the output from the outcomes of its tasks. If some tasks were not submitted (the
 gateway ended, or the master rejected them), a GET of the batch on any gateway submits all of them again: the master
@@ -20,7 +20,7 @@ import structlog
 from multigpu import AsyncClient, Input, MultigpuError, NotFoundError, RejectedError
 from multigpu.outcome import Outcome, OutcomeState, TaskError
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import (
     BAD_REQUEST,
     CONFLICT,
@@ -98,7 +98,7 @@ _line = msgspec.json.Decoder(Line)
 _record = msgspec.json.Decoder(Record)
 
 
-async def post(request: Request, connected: Connected) -> None:
+async def post(request: Request, connected: ClientPair) -> None:
     """Creates a batch, or cancels one."""
     batch_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if not batch_id:
@@ -109,7 +109,7 @@ async def post(request: Request, connected: Connected) -> None:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
 
 
-async def get(request: Request, connected: Connected) -> None:
+async def get(request: Request, connected: ClientPair) -> None:
     """Lists batches, or returns one, of which it first submits tasks that are missing."""
     batch_id = request.path.removeprefix(PATH).strip("/")
     client = connected.client
@@ -120,18 +120,18 @@ async def get(request: Request, connected: Connected) -> None:
             record = await _get(client, batch_id)
             answer = await _state(client, record)
             if answer["status"] == "validating":
-                await _go_on(client, record, request.body_bytes_max)
+                await _submit_missing(client, record, request.body_bytes_max)
                 answer = await _state(client, record)
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def _make(request: Request, connected: Connected) -> None:
-    asked = await request.json(_request)
-    endpoint = ENDPOINTS.get(asked.endpoint)
+async def _make(request: Request, connected: ClientPair) -> None:
+    body = await request.json(_request)
+    endpoint = ENDPOINTS.get(body.endpoint)
     if endpoint is None:
-        message = f"endpoint is {asked.endpoint!r}: there are {', '.join(ENDPOINTS)}"
+        message = f"endpoint is {body.endpoint!r}: there are {', '.join(ENDPOINTS)}"
         raise HttpError(BAD_REQUEST, message, param="endpoint")
-    if asked.completion_window != "24h":
+    if body.completion_window != "24h":
         raise HttpError(BAD_REQUEST, "completion_window: it is 24h", param="completion_window")
     async with request.while_connected():
         client = connected.client
@@ -140,26 +140,26 @@ async def _make(request: Request, connected: Connected) -> None:
         batch_id = f"batch_{digest[:32]}"
         record = await _find(client, batch_id) if key else None  # a retry: the batch may be there
         if record is None:
-            file = await files.describe(client, asked.input_file_id)
-            lines = await _check(connected, file, asked.endpoint, endpoint, request.body_bytes_max)
+            file = await files.metadata(client, body.input_file_id)
+            lines = await _check(connected, file, body.endpoint, endpoint, request.body_bytes_max)
             record = Record(
-                batch_id, file.id, asked.endpoint, asked.completion_window, int(time.time()), lines, asked.metadata
+                batch_id, file.id, body.endpoint, body.completion_window, int(time.time()), lines, body.metadata
             )
             await files.store(client, record.id, msgspec.json.encode(record), QUEUE)
-        elif (record.input_file_id, record.endpoint) != (asked.input_file_id, asked.endpoint):
+        elif (record.input_file_id, record.endpoint) != (body.input_file_id, body.endpoint):
             message = f"the Idempotency-Key belongs to another request, of {record.id}: use another key"
             raise HttpError(CONFLICT, message, code="idempotency_key_in_use")
-        await _go_on(client, record, request.body_bytes_max)
-        answer = await _stored(client, record)
+        await _submit_missing(client, record, request.body_bytes_max)
+        answer = await _state_or_validating(client, record)
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def _go_on(client: AsyncClient, record: Record, line_bytes_max: int) -> None:
-    """Submits the tasks of the lines. A temporary error is only logged: the record is stored already, and a client that
-    got the error would create another batch. The next GET of the batch submits again.
+async def _submit_missing(client: AsyncClient, record: Record, line_bytes_max: int) -> None:
+    """Submits the tasks that are missing. A temporary error is only logged: the record is stored already, and a client
+    that got the error would create another batch. The next GET of the batch submits again.
     """
     try:
-        file = await files.describe(client, record.input_file_id)
+        file = await files.metadata(client, record.input_file_id)
         await _submit(client, record, file, line_bytes_max)
     except (HttpError, MultigpuError) as error:
         if http_error(error).status not in _PASSING:
@@ -167,7 +167,7 @@ async def _go_on(client: AsyncClient, record: Record, line_bytes_max: int) -> No
         log.info("lines of a batch wait to be submitted", batch=record.id, reason=str(error))
 
 
-async def _stored(client: AsyncClient, record: Record) -> dict[str, Any]:
+async def _state_or_validating(client: AsyncClient, record: Record) -> dict[str, Any]:
     """Returns the state of a batch whose record has been stored: "validating" on a temporary error."""
     try:
         return await _state(client, record)
@@ -186,13 +186,13 @@ async def _list(request: Request, client: AsyncClient) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     more, after = False, query.get("after", "")
     give_up = asyncio.get_running_loop().time() + files.READ_TIMEOUT_S
-    async for name in files.names(client, QUEUE):
+    async for batch_id in files.list_ids(client, QUEUE):
         if after:
-            after = "" if name == after else after
+            after = "" if batch_id == after else after
         elif len(found) == int(limit):
             more = True
             break
-        elif (record := await files.look(client, name, _record, give_up)) is not None:
+        elif (record := await files.try_read(client, batch_id, _record, give_up)) is not None:
             found.append(await _state(client, record))
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
     return {"object": "list", "data": found, "has_more": more, **ends}
@@ -224,10 +224,10 @@ async def output(client: AsyncClient, file_id: str, line_bytes_max: int) -> Asyn
     record = await _get(client, file_id.removeprefix("file-").removesuffix(suffix))
     if (await _state(client, record))["status"] not in ENDED:
         raise HttpError(NOT_FOUND, f"the batch {record.id} has not ended", param="file_id")
-    return _written(client, record, line_bytes_max, errors=suffix == ERRORS)
+    return _output_lines(client, record, line_bytes_max, errors=suffix == ERRORS)
 
 
-async def _check(connected: Connected, file: files.FileInfo, url: str, endpoint: Endpoint, line_bytes_max: int) -> int:
+async def _check(connected: ClientPair, file: files.FileInfo, url: str, endpoint: Endpoint, line_bytes_max: int) -> int:
     """Checks all lines of a file, and returns their number. Raises HttpError if there are none or too many, or if a
     line is invalid or too long, or names a model that no worker has.
     """
@@ -275,7 +275,7 @@ async def _submit(client: AsyncClient, record: Record, file: files.FileInfo, lin
         "result_ttl_s": files.FILE_TTL_S,
     }  # fmt: skip
     due: list[Input] = []
-    of = ""
+    model_of_due = ""
 
     async def submit() -> bool:
         """Submits the tasks in `due`. Returns False if the batch was cancelled or has expired."""
@@ -283,7 +283,7 @@ async def _submit(client: AsyncClient, record: Record, file: files.FileInfo, lin
             return True
         if not await _is_open(client, record):
             return False
-        for answer in await client.submit_many(endpoint.kind, due, model=of, **options):
+        for answer in await client.submit_many(endpoint.kind, due, model=model_of_due, **options):
             if isinstance(answer, RejectedError):
                 raise answer
         due.clear()
@@ -294,10 +294,10 @@ async def _submit(client: AsyncClient, record: Record, file: files.FileInfo, lin
         async for text in files.lines(client, file, line_bytes_max):
             number += 1
             model, payload, units = endpoint.task(bytes(_line.decode(text).body))
-            if model != of or len(due) == _SUBMIT_LINES:
+            if model != model_of_due or len(due) == _SUBMIT_LINES:
                 if not await submit():
                     return
-                of = model
+                model_of_due = model
             due.append(Input(payload=payload, request_id=record.name(number), units=units))
         await submit()
     finally:  # a concurrent cancel has cancelled only the lines that were submitted before it
@@ -364,10 +364,12 @@ def _as_dict(record: Record, status: str, succeeded: int, failed: int) -> dict[s
     }  # fmt: skip
 
 
-async def _written(client: AsyncClient, record: Record, line_bytes_max: int, *, errors: bool) -> AsyncIterator[bytes]:
+async def _output_lines(
+    client: AsyncClient, record: Record, line_bytes_max: int, *, errors: bool
+) -> AsyncIterator[bytes]:
     """Yields the lines of the output file or of the error file, in the order of the input file."""
     endpoint = ENDPOINTS[record.endpoint]
-    file = await files.describe(client, record.input_file_id)
+    file = await files.metadata(client, record.input_file_id)
     number = 0
     part: list[bytes] = []
     async for text in files.lines(client, file, line_bytes_max):
@@ -405,7 +407,7 @@ def _line_of(record: Record, endpoint: Endpoint, number: int, text: bytes, outco
     else:
         status = 200
         try:
-            body = endpoint.answer(endpoint.asked(bytes(line.body)), [outcome])
+            body = endpoint.answer(endpoint.parse(bytes(line.body)), [outcome])
         except (HttpError, TaskError) as failed:
             failure = http_error(failed)
             status, body = failure.status, error_body(failure)

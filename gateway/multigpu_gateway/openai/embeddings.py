@@ -10,11 +10,11 @@ from multigpu.outcome import Outcome
 from multigpu.v1 import embed_pb2
 from numpy.typing import NDArray
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai.requests import EmbeddingsRequest, Input
-from multigpu_gateway.tasks import TaskSettings, all_of
+from multigpu_gateway.tasks import TaskSettings, gather_or_cancel
 
 KIND = "embed"
 # Limits of inputs: of a request, and of each of its tasks, so that several workers share a long list.
@@ -22,41 +22,41 @@ INPUTS_MAX, TASK_INPUTS = 10_000, 32
 _request = msgspec.json.Decoder(EmbeddingsRequest)
 
 
-async def embeddings(request: Request, connected: Connected) -> None:
+async def embeddings(request: Request, connected: ClientPair) -> None:
     """Returns a vector for each input."""
     await embed(request, connected, await request.json(_request))
 
 
-async def embed(request: Request, connected: Connected, asked: EmbeddingsRequest) -> None:
-    payloads = _payloads(texts_or_tokens(asked.input, "input"))
-    options = TaskSettings(request, asked.model).each()
+async def embed(request: Request, connected: ClientPair, body: EmbeddingsRequest) -> None:
+    payloads = _payloads(texts_or_tokens(body.input, "input"))
+    options = TaskSettings(request, body.model).options_of_tasks()
     run = connected.client.run_outcome
     async with request.while_connected():
         if len(payloads) == 1:
             outcomes = [await run(KIND, payloads[0][0], units=payloads[0][1], **next(options))]
         else:
             each = zip(payloads, options, strict=False)
-            outcomes = await all_of(run(KIND, payload, units=units, **own) for (payload, units), own in each)
-    await request.respond(200, msgspec.json.encode(answer(asked, outcomes)))
+            outcomes = await gather_or_cancel(run(KIND, payload, units=units, **own) for (payload, units), own in each)
+    await request.respond(200, msgspec.json.encode(answer(body, outcomes)))
 
 
-def answer(asked: EmbeddingsRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def answer(body: EmbeddingsRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Returns the response body with the vectors of all tasks. Raises the error of a task that did not succeed."""
     rows, tokens = [], 0
     for outcome in outcomes:
         vectors, counted = _read(outcome)
         tokens += counted
-        if asked.dimensions is not None:
-            vectors = normalised(shortened(vectors, asked.dimensions))
-        rows += [_written(row, asked.encoding_format) for row in vectors]
+        if body.dimensions is not None:
+            vectors = normalised(shortened(vectors, body.dimensions))
+        rows += [_written(row, body.encoding_format) for row in vectors]
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": asked.model, "usage": usage}
+    return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
 
-def one_payload(asked: EmbeddingsRequest) -> list[tuple[bytes, int]]:
+def one_payload(body: EmbeddingsRequest) -> list[tuple[bytes, int]]:
     """Returns the payload and the number of inputs of a single task for all inputs."""
-    return _payloads(texts_or_tokens(asked.input, "input"), INPUTS_MAX)
+    return _payloads(texts_or_tokens(body.input, "input"), INPUTS_MAX)
 
 
 def texts_or_tokens(given: Input, param: str) -> list[Any]:

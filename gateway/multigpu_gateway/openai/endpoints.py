@@ -25,15 +25,15 @@ class Endpoint:
         """Returns the model, payload and units of a request's only task. Raises HttpError if the request is invalid, or
         needs several tasks.
         """
-        asked = self.asked(body)
-        if getattr(asked, "stream", None):
+        parsed = self.parse(body)
+        if getattr(parsed, "stream", None):
             raise HttpError(BAD_REQUEST, "stream: a batch has whole answers", param="stream")
-        payloads = self.payloads(asked)
+        payloads = self.payloads(parsed)
         if len(payloads) != 1:
             raise HttpError(BAD_REQUEST, "a line of a batch has one answer: make a line for each prompt, and n 1")
-        return (asked.model, *payloads[0])
+        return (parsed.model, *payloads[0])
 
-    def asked(self, body: bytes) -> Any:
+    def parse(self, body: bytes) -> Any:
         try:
             return self.decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """Files in the master, for batches.
 
-A file consists of durable tasks of kind "echo", whose results are the chunks and, in one more task, the description.
-The description is submitted last, so a file that has one is complete. The master deletes the results after FILE_TTL_S.
+A file consists of durable tasks of kind "echo", whose results are the chunks and, in one more task, the metadata.
+The metadata is submitted last, so a file that has it is complete. The master deletes the results after FILE_TTL_S.
 A file can't be read before a worker has run its tasks.
 """
 
@@ -21,19 +21,19 @@ PATH = "/v1/files"
 FILE_TTL_S = 30 * 86_400
 FILE_BYTES_MAX = 1 << 30
 CHUNK_BYTES = 4 << 20
-# How long reading a chunk or a description waits until a worker has run its task.
+# How long reading a chunk or the metadata waits until a worker has run its task.
 READ_TIMEOUT_S = 30.0
 # Chunks that are read ahead.
 _AHEAD = 4
 # `lines` lets the event loop run other tasks each time it has yielded this many bytes.
-_TURN_BYTES = 64 << 10
+YIELD_BYTES = 64 << 10
 # Errors of reading what is stored under a name: it has expired, its task failed, or the name is another program's task.
 UNREADABLE = (NotFoundError, TaskError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 PURPOSES = ("batch", "user_data")
 
 
 class FileInfo(msgspec.Struct):
-    """The description of a file. `chunks`: how many tasks hold its bytes."""
+    """The metadata of a file. `chunks`: how many tasks hold its bytes."""
 
     id: str
     bytes: int
@@ -72,24 +72,24 @@ async def fetch(client: AsyncClient, name: str, wait_s: float = READ_TIMEOUT_S) 
     return outcome.result
 
 
-async def describe(client: AsyncClient, file_id: str) -> FileInfo:
-    """Returns the description of a file. Raises HttpError if there is none, or if no worker has run its task."""
+async def metadata(client: AsyncClient, file_id: str) -> FileInfo:
+    """Returns the metadata of a file. Raises HttpError if there is none, or if no worker has run its task."""
     try:
         return INFO.decode(await fetch(client, file_id))
     except UNREADABLE:
         raise HttpError(NOT_FOUND, f"there is no file {file_id!r}, or no longer", param="file_id") from None
 
 
-async def names(client: AsyncClient, queue: str) -> AsyncIterator[str]:
-    """Yields the names of the files or batches in a queue, the newest first. Other tasks have a colon in their name."""
+async def list_ids(client: AsyncClient, queue: str) -> AsyncIterator[str]:
+    """Yields the ids of the files or batches in a queue, the newest first. Other tasks have a colon in their name."""
     async for task in client.list_tasks(queue=queue, kind=KIND):
         if task.request_id and ":" not in task.request_id:
             yield task.request_id
 
 
-async def look(client: AsyncClient, name: str, decoder: "msgspec.json.Decoder[T]", give_up: float) -> T | None:
-    """Returns the description stored under a name, for a list. Returns None, so that the list skips the entry, if it
-    can't be read, or if no worker has run its task by `give_up` (on the loop's clock).
+async def try_read(client: AsyncClient, name: str, decoder: "msgspec.json.Decoder[T]", give_up: float) -> T | None:
+    """Returns the metadata or record stored under a name, for a list. Returns None, so that the list skips the
+    entry, if it can't be read, or if no worker has run its task by `give_up` (on the loop's clock).
     """
     try:
         return decoder.decode(await fetch(client, name, max(0.0, give_up - asyncio.get_running_loop().time())))
@@ -130,7 +130,7 @@ async def lines(client: AsyncClient, file: FileInfo, bytes_max: int) -> AsyncIte
                 _check_size(number, len(line), bytes_max)
                 yield line
             taken += len(line) + 1
-            if taken >= _TURN_BYTES:
+            if taken >= YIELD_BYTES:
                 taken = 0
                 await asyncio.sleep(0)
         _check_size(number + 1, sum(map(len, rest)), bytes_max)

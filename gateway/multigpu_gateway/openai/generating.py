@@ -13,13 +13,13 @@ from multigpu import AsyncClient
 from multigpu.outcome import Outcome
 from multigpu.v1 import generate_pb2 as pb
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.events import event, send_events
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai.errors import error_event
 from multigpu_gateway.openai.requests import ChatRequest, CompletionRequest, Sampled
 from multigpu_gateway.openai.sampling import chat_payloads, completion_payloads
-from multigpu_gateway.tasks import TaskSettings, all_of
+from multigpu_gateway.tasks import TaskSettings, gather_or_cancel
 
 # The payload and the options of the task of each choice.
 Tasks = list[tuple[bytes, dict[str, Any]]]
@@ -33,17 +33,17 @@ _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 
 
-class Shape(ABC):
-    """The format of a response: what differs between the two routes, and what the request asks for."""
+class ResponseBuilder(ABC):
+    """Builds the response in the format of its route, and as the request asks for it."""
 
-    def __init__(self, asked: Sampled, prefix: str, type_: str) -> None:
-        self.stream = bool(asked.stream)
+    def __init__(self, body: Sampled, prefix: str, type_: str) -> None:
+        self.stream = bool(body.stream)
         # Whether a stream ends with the usage.
-        self.with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self.with_usage = bool(body.stream_options and body.stream_options.include_usage)
         # The number of choices for each prompt.
-        self.choices = asked.n or 1
+        self.choices = body.n or 1
         self.head: dict[str, Any] = {
-            "id": f"{prefix}-{uuid.uuid4().hex}", "object": type_, "created": int(time.time()), "model": asked.model
+            "id": f"{prefix}-{uuid.uuid4().hex}", "object": type_, "created": int(time.time()), "model": body.model
         }  # fmt: skip
 
     @abstractmethod
@@ -66,9 +66,9 @@ class Shape(ABC):
         return event({**self.head, "choices": choices, **more})
 
 
-class ChatShape(Shape):
-    def __init__(self, asked: ChatRequest) -> None:
-        super().__init__(asked, "chatcmpl", "chat.completion.chunk" if asked.stream else "chat.completion")
+class ChatResponseBuilder(ResponseBuilder):
+    def __init__(self, body: ChatRequest) -> None:
+        super().__init__(body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
 
     def first(self, index: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -92,9 +92,9 @@ class ChatShape(Shape):
         }
 
 
-class CompletionShape(Shape):
-    def __init__(self, asked: CompletionRequest) -> None:
-        super().__init__(asked, "cmpl", "text_completion")
+class CompletionResponseBuilder(ResponseBuilder):
+    def __init__(self, body: CompletionRequest) -> None:
+        super().__init__(body, "cmpl", "text_completion")
         # For each choice, by index: the number of characters so far, which is the offset of the next token.
         self._offsets: dict[int, int] = {}
 
@@ -145,51 +145,53 @@ def _chat_logprobs(found: Any) -> dict[str, Any] | None:
     return {"content": [written(each) | {"top_logprobs": [written(o) for o in each.top]} for each in found]}
 
 
-async def chat_completions(request: Request, connected: Connected) -> None:
+async def chat_completions(request: Request, connected: ClientPair) -> None:
     """Generates the next message of a conversation."""
-    asked = await request.json(_chat)
-    shape, tasks = ChatShape(asked), _tasks(request, asked.model, chat_payloads(asked))
-    del asked  # frees its texts, of which the payloads have copies: a task may wait long
-    await _answer(request, connected, shape, tasks)
+    body = await request.json(_chat)
+    builder, tasks = ChatResponseBuilder(body), _tasks(request, body.model, chat_payloads(body))
+    del body  # frees its texts, of which the payloads have copies: a task may wait long
+    await _respond(request, connected, builder, tasks)
 
 
-async def completions(request: Request, connected: Connected) -> None:
+async def completions(request: Request, connected: ClientPair) -> None:
     """Continues the text of each prompt."""
-    asked = await request.json(_completion)
-    shape, tasks = CompletionShape(asked), _tasks(request, asked.model, completion_payloads(asked))
-    del asked  # as above
-    await _answer(request, connected, shape, tasks)
+    body = await request.json(_completion)
+    builder, tasks = CompletionResponseBuilder(body), _tasks(request, body.model, completion_payloads(body))
+    del body  # as above
+    await _respond(request, connected, builder, tasks)
 
 
 def _tasks(request: Request, model: str, payloads: list[bytes]) -> Tasks:
-    return list(zip(payloads, TaskSettings(request, model).each(), strict=False))
+    return list(zip(payloads, TaskSettings(request, model).options_of_tasks(), strict=False))
 
 
-async def _answer(request: Request, connected: Connected, shape: Shape, tasks: Tasks) -> None:
+async def _respond(request: Request, connected: ClientPair, builder: ResponseBuilder, tasks: Tasks) -> None:
     client = connected.client
-    if shape.stream:
-        await send_events(request, _events(client, tasks, shape), error_event, DONE)
+    if builder.stream:
+        await send_events(request, _events(client, tasks, builder), error_event, DONE)
         return
     async with request.while_connected():
-        outcomes = await all_of(client.run_outcome(KIND, payload, **own) for payload, own in tasks)
-    await request.respond(200, msgspec.json.encode(_whole(shape, outcomes)))
+        outcomes = await gather_or_cancel(client.run_outcome(KIND, payload, **own) for payload, own in tasks)
+    await request.respond(200, msgspec.json.encode(_whole(builder, outcomes)))
 
 
-def payloads(asked: ChatRequest | CompletionRequest) -> list[tuple[bytes, int]]:
+def payloads(body: ChatRequest | CompletionRequest) -> list[tuple[bytes, int]]:
     """Returns the payload and the units of each choice. Raises HttpError if a field is invalid."""
-    found = chat_payloads(asked) if isinstance(asked, ChatRequest) else completion_payloads(asked)
+    found = chat_payloads(body) if isinstance(body, ChatRequest) else completion_payloads(body)
     return [(payload, 1) for payload in found]
 
 
-def answer(asked: ChatRequest | CompletionRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def answer(body: ChatRequest | CompletionRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Returns the response body. Raises the error of a task that did not succeed."""
-    return _whole(ChatShape(asked) if isinstance(asked, ChatRequest) else CompletionShape(asked), outcomes)
+    return _whole(
+        ChatResponseBuilder(body) if isinstance(body, ChatRequest) else CompletionResponseBuilder(body), outcomes
+    )
 
 
-def _whole(shape: Shape, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _whole(builder: ResponseBuilder, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     results = [_result(outcome) for outcome in outcomes]
-    choices = [shape.whole(index, result) for index, result in enumerate(results)]
-    return {**shape.head, "choices": choices, "usage": _usage(shape, results)}
+    choices = [builder.whole(index, result) for index, result in enumerate(results)]
+    return {**builder.head, "choices": choices, "usage": _usage(builder, results)}
 
 
 def _result(outcome: Outcome) -> pb.GenerateResult:
@@ -198,21 +200,21 @@ def _result(outcome: Outcome) -> pb.GenerateResult:
     return pb.GenerateResult.FromString(outcome.result)
 
 
-def _usage(shape: Shape, results: list[pb.GenerateResult]) -> dict[str, int]:
+def _usage(builder: ResponseBuilder, results: list[pb.GenerateResult]) -> dict[str, int]:
     """Returns the numbers of tokens. A prompt counts once, not for each of its choices."""
-    prompts = sum(result.prompt_tokens for result in results[:: shape.choices])
+    prompts = sum(result.prompt_tokens for result in results[:: builder.choices])
     generated = sum(result.completion_tokens or len(result.token_ids) for result in results)
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
 
-def _events(client: AsyncClient, tasks: Tasks, shape: Shape) -> AsyncGenerator[bytes, None]:
+def _events(client: AsyncClient, tasks: Tasks, builder: ResponseBuilder) -> AsyncGenerator[bytes, None]:
     """Returns a generator of the events of all choices, in the order of their arrival."""
     results: dict[int, pb.GenerateResult] = {}
-    choices = [_choice(client, tasks, index, shape, results) for index in range(len(tasks))]
-    return choices[0] if len(choices) == 1 else _together(choices)
+    choices = [_choice(client, tasks, index, builder, results) for index in range(len(tasks))]
+    return choices[0] if len(choices) == 1 else _merge(choices)
 
 
-async def _together(choices: list[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+async def _merge(choices: list[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
     ready: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_AHEAD)
 
     async def forward(choice: AsyncGenerator[bytes, None]) -> None:
@@ -243,7 +245,7 @@ async def _together(choices: list[AsyncGenerator[bytes, None]]) -> AsyncGenerato
 
 
 async def _choice(
-    client: AsyncClient, tasks: Tasks, index: int, shape: Shape, results: dict[int, pb.GenerateResult]
+    client: AsyncClient, tasks: Tasks, index: int, builder: ResponseBuilder, results: dict[int, pb.GenerateResult]
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events of one choice; if it is the last choice to end, also the event with the usage. `results` has
     the results of all choices that have ended, by index.
@@ -254,15 +256,15 @@ async def _choice(
         async for data in parts:
             if not begun:
                 begun = True
-                if first := shape.first(index):
+                if first := builder.first(index):
                     yield first
             chunk = pb.GenerateChunk.FromString(data)
             if chunk.text or chunk.logprobs:
-                yield shape.chunk([shape.piece(index, chunk)])
+                yield builder.chunk([builder.piece(index, chunk)])
         result = _result(parts.outcome)
-    if not begun and (first := shape.first(index)):
+    if not begun and (first := builder.first(index)):
         yield first
-    yield shape.chunk([shape.last(index, _REASONS.get(result.finish_reason, "stop"))])
+    yield builder.chunk([builder.last(index, _REASONS.get(result.finish_reason, "stop"))])
     results[index] = result  # only now, so that the usage follows the last event of every choice
-    if shape.with_usage and len(results) == len(tasks):
-        yield shape.chunk([], usage=_usage(shape, [results[each] for each in range(len(tasks))]))
+    if builder.with_usage and len(results) == len(tasks):
+        yield builder.chunk([], usage=_usage(builder, [results[each] for each in range(len(tasks))]))

@@ -4,14 +4,14 @@ from typing import Any
 
 import msgspec
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import NOT_FOUND, HttpError
 from multigpu_gateway.http import Request
 
 PATH = "/v1/models"
 
 
-async def models(request: Request, connected: Connected) -> None:
+async def models(request: Request, connected: ClientPair) -> None:
     """Lists the models of the fleet, or returns one."""
     async with request.while_connected():
         entries = await connected.admin.list_models()

@@ -22,41 +22,41 @@ def _reject(param: str, why: str) -> HttpError:
     return HttpError(BAD_REQUEST, f"{param}: {why}", param=param)
 
 
-def chat_payloads(asked: ChatRequest) -> list[bytes]:
+def chat_payloads(body: ChatRequest) -> list[bytes]:
     """Returns the payload of each choice. Raises HttpError if a field is invalid, or asks for something unsupported."""
     for name in ("tools", "functions"):
-        if getattr(asked, name):
+        if getattr(body, name):
             raise _reject(name, "no model of this fleet calls tools: leave it out")
-    if asked.tool_choice not in (None, "none", "auto"):
+    if body.tool_choice not in (None, "none", "auto"):
         raise _reject("tool_choice", "no model of this fleet calls tools: leave it out")
-    if asked.modalities not in (None, ["text"]):
+    if body.modalities not in (None, ["text"]):
         raise _reject("modalities", "models of this fleet write text: leave it out")
-    given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    message = _payload(asked, TO_THE_END if given is None else given)
-    if not asked.messages:
+    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    message = _payload(body, TO_THE_END if given is None else given)
+    if not body.messages:
         raise _reject("messages", "there are none: send at least one")
-    message.messages.extend(_said(each) for each in asked.messages)
-    if asked.top_logprobs is not None and not asked.logprobs:
+    message.messages.extend(_chat_message(each) for each in body.messages)
+    if body.top_logprobs is not None and not body.logprobs:
         raise _reject("top_logprobs", "it needs logprobs=true")
-    if asked.logprobs:
-        message.logprobs = _logprobs(asked.top_logprobs or 0, "top_logprobs")
-    if asked.response_format is not None and asked.response_format.type != "text":
-        message.json_schema = _schema(asked)
-    return _choices(asked, [message])
+    if body.logprobs:
+        message.logprobs = _logprobs(body.top_logprobs or 0, "top_logprobs")
+    if body.response_format is not None and body.response_format.type != "text":
+        message.json_schema = _schema(body)
+    return _serialize_choices(body, [message])
 
 
-def completion_payloads(asked: CompletionRequest) -> list[bytes]:
+def completion_payloads(body: CompletionRequest) -> list[bytes]:
     """Returns the payload of each choice, prompt by prompt. Raises HttpError as chat_payloads does."""
-    if asked.echo:
+    if body.echo:
         raise _reject("echo", "answers don't repeat the prompt: leave it out")
-    if asked.suffix:
+    if body.suffix:
         raise _reject("suffix", "no model of this fleet fills a gap: leave it out")
-    if asked.best_of not in (None, asked.n or 1):
+    if body.best_of not in (None, body.n or 1):
         raise _reject("best_of", "choices are not ranked: leave it out, or make it equal to n")
-    max_tokens = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     messages = []
-    for prompt in texts_or_tokens(asked.prompt, "prompt"):
-        message = _payload(asked, max_tokens)
+    for prompt in texts_or_tokens(body.prompt, "prompt"):
+        message = _payload(body, max_tokens)
         if not prompt:
             raise _reject("prompt", "it is empty: a model needs something to go on from")
         try:
@@ -66,50 +66,50 @@ def completion_payloads(asked: CompletionRequest) -> list[bytes]:
                 message.prompt_ids.extend(prompt)
         except ValueError as error:
             raise _reject("prompt", str(error)) from None
-        if asked.logprobs is not None:
-            message.logprobs = _logprobs(asked.logprobs, "logprobs")
+        if body.logprobs is not None:
+            message.logprobs = _logprobs(body.logprobs, "logprobs")
         messages.append(message)
-    return _choices(asked, messages)
+    return _serialize_choices(body, messages)
 
 
-def _payload(asked: Sampled, max_tokens: int) -> generate_pb2.GeneratePayload:
+def _payload(body: Sampled, max_tokens: int) -> generate_pb2.GeneratePayload:
     for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-        if getattr(asked, name):
+        if getattr(body, name):
             raise _reject(name, "this server does not have it: leave it out, or use repetition_penalty")
     if max_tokens < 1:
         raise _reject("max_tokens", f"{max_tokens} is too small: at least 1")
-    if asked.top_p == 0:
+    if body.top_p == 0:
         raise _reject("top_p", "it is to be more than 0 and at most 1; for the likeliest tokens set temperature to 0")
-    temperature = TEMPERATURE if asked.temperature is None else asked.temperature
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    temperature = TEMPERATURE if body.temperature is None else body.temperature
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     try:
         message = generate_pb2.GeneratePayload(
             max_tokens=max_tokens, temperature=temperature, stop=[word for word in stop if word],
-            top_p=asked.top_p or 0, top_k=max(0, asked.top_k or 0), repetition_penalty=asked.repetition_penalty or 0,
+            top_p=body.top_p or 0, top_k=max(0, body.top_k or 0), repetition_penalty=body.repetition_penalty or 0,
         )  # fmt: skip
     except ValueError as error:
         raise HttpError(BAD_REQUEST, str(error)) from None
     return message
 
 
-def _choices(asked: Sampled, messages: list[generate_pb2.GeneratePayload]) -> list[bytes]:
+def _serialize_choices(body: Sampled, messages: list[generate_pb2.GeneratePayload]) -> list[bytes]:
     """Returns `n` payloads for each message. If the request has a seed, choice I of a message has SEED + I: with one
     seed, all choices would be equal.
     """
-    n = 1 if asked.n is None else asked.n
+    n = 1 if body.n is None else body.n
     if not 1 <= n * len(messages) <= CHOICES_MAX:
         raise _reject("n", f"a request has 1 to {CHOICES_MAX} answers, and this one {n * len(messages)}")
     check_copies("n", sum(message.ByteSize() for message in messages), n)
     payloads = []
     for message in messages:
         for number in range(n):
-            if asked.seed is not None:
-                message.seed = (asked.seed + number) % _SEEDS
+            if body.seed is not None:
+                message.seed = (body.seed + number) % _SEEDS
             payloads.append(message.SerializeToString())
     return payloads
 
 
-def _said(message: Message) -> generate_pb2.ChatMessage:
+def _chat_message(message: Message) -> generate_pb2.ChatMessage:
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if content is None:
@@ -130,11 +130,11 @@ def _logprobs(count: int, param: str) -> int:
     return count
 
 
-def _schema(asked: ChatRequest) -> str:
-    assert asked.response_format is not None
+def _schema(body: ChatRequest) -> str:
+    assert body.response_format is not None
     schema: dict[str, Any] | None = {"type": "object"}
-    if asked.response_format.type == "json_schema":
-        schema = asked.response_format.json_schema.schema if asked.response_format.json_schema else None
+    if body.response_format.type == "json_schema":
+        schema = body.response_format.json_schema.schema if body.response_format.json_schema else None
         if schema is None:
             raise _reject("response_format", "json_schema.schema is missing")
     return json.dumps(schema)

@@ -13,7 +13,7 @@ from multigpu import AsyncClient
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, TOO_LARGE, UNAVAILABLE, HttpError
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai import batches
@@ -26,11 +26,11 @@ from multigpu_gateway.openai.files import (
     QUEUE,
     READ_TIMEOUT_S,
     FileInfo,
-    describe,
-    look,
-    names,
+    list_ids,
+    metadata,
     read,
     store,
+    try_read,
 )  # fmt: skip
 
 LIST_MAX = 10_000
@@ -38,7 +38,7 @@ LIST_MAX = 10_000
 _FIELDS_MAX, _FIELD_BYTES_MAX = 16, 1 << 16
 
 
-async def upload(request: Request, connected: Connected) -> None:
+async def upload(request: Request, connected: ClientPair) -> None:
     """Stores a file, such as the requests of a batch."""
     if request.path.rstrip("/") != PATH:
         raise HttpError(NOT_FOUND, f"there is no POST {request.path}")
@@ -49,8 +49,8 @@ async def upload(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(info.as_dict()))
 
 
-async def get(request: Request, connected: Connected) -> None:
-    """Lists all files, or returns the description or the content of one."""
+async def get(request: Request, connected: ClientPair) -> None:
+    """Lists all files, or returns the metadata or the content of one."""
     file_id, _, rest = request.path.removeprefix(PATH).strip("/").partition("/")
     if rest not in ("", "content"):
         raise HttpError(NOT_FOUND, f"there is no {request.path}")
@@ -67,18 +67,18 @@ async def get(request: Request, connected: Connected) -> None:
             answer = FileInfo(file_id, size, int(time.time()), f"{file_id}.jsonl", "batch_output", 0).as_dict()
             await request.respond(200, msgspec.json.encode(answer))
         elif rest:
-            await request.respond_parts(read(client, await describe(client, file_id)), b"application/octet-stream")
+            await request.respond_parts(read(client, await metadata(client, file_id)), b"application/octet-stream")
         else:
-            await request.respond(200, msgspec.json.encode((await describe(client, file_id)).as_dict()))
+            await request.respond(200, msgspec.json.encode((await metadata(client, file_id)).as_dict()))
 
 
 async def _list(request: Request, client: AsyncClient) -> None:
     found: list[dict[str, Any]] = []
     purpose = request.query.get("purpose", "")
     give_up = asyncio.get_running_loop().time() + READ_TIMEOUT_S
-    async for name in names(client, QUEUE):
+    async for file_id in list_ids(client, QUEUE):
         if len(found) < LIST_MAX:
-            info = await look(client, name, INFO, give_up)
+            info = await try_read(client, file_id, INFO, give_up)
             if info is not None and purpose in ("", info.purpose):
                 found.append(info.as_dict())
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
@@ -124,7 +124,7 @@ class _Upload:
             await self._keep()
 
     async def end(self) -> FileInfo:
-        """Stores the chunks, then the description. Raises HttpError if the body is incomplete or a field is invalid."""
+        """Stores the chunks, then the metadata. Raises HttpError if the body is incomplete or a field is invalid."""
         if not self._ended:
             raise HttpError(BAD_REQUEST, "the body has no closing boundary: its end is missing")
         if self._filename is None:

@@ -12,7 +12,7 @@ import msgspec
 from multigpu import OutcomeState
 from multigpu.fleet import HealthState, Stats, Worker, WorkerState
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import NOT_FOUND, UNAVAILABLE, HttpError
 from multigpu_gateway.http import Request, decode
 from multigpu_gateway.rest.requests import wrong
@@ -47,7 +47,7 @@ _test = msgspec.json.Decoder(TestRequest)
 SAMPLE_TASKS = 100
 
 
-async def langchain_stats(request: Request, connected: Connected) -> None:
+async def langchain_stats(request: Request, connected: ClientPair) -> None:
     """Every GPU and the tasks of the fleet, in the form of LangChain."""
     workers, stats = await _fleet(connected)
     devices = [
@@ -75,7 +75,7 @@ async def langchain_stats(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def health(request: Request, connected: Connected) -> None:
+async def health(request: Request, connected: ClientPair) -> None:
     """How many GPUs take tasks. The status is 503 if none does."""
     workers, _ = await _fleet(connected)
     usable = sum(map(available, workers))
@@ -84,7 +84,7 @@ async def health(request: Request, connected: Connected) -> None:
     await request.respond(200 if usable else UNAVAILABLE, msgspec.json.encode(answer))
 
 
-async def onyx_stats(request: Request, connected: Connected) -> None:
+async def onyx_stats(request: Request, connected: ClientPair) -> None:
     """Every GPU, in the form of Onyx."""
     workers, _ = await _fleet(connected)
     answer = {
@@ -94,7 +94,7 @@ async def onyx_stats(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def onyx_config(request: Request, connected: Connected) -> None:
+async def onyx_config(request: Request, connected: ClientPair) -> None:
     """Which GPUs take tasks, in the form of Onyx."""
     workers, _ = await _fleet(connected)
     ids = [index for index, worker in enumerate(workers) if available(worker)]
@@ -102,7 +102,7 @@ async def onyx_config(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def recommendations(request: Request, connected: Connected) -> None:
+async def recommendations(request: Request, connected: ClientPair) -> None:
     """What is wrong with GPUs, and the remedy."""
     workers, _ = await _fleet(connected)
     found = [
@@ -113,10 +113,10 @@ async def recommendations(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode({"recommendations": found}))
 
 
-async def gpu_test(request: Request, connected: Connected) -> None:
+async def gpu_test(request: Request, connected: ClientPair) -> None:
     """Runs the health check of the GPUs in `gpu_ids`, or of all, one after the other. A lost worker fails it."""
-    asked = decode(_test, await request.body() or b"{}")
-    chosen = _chosen(await numbered_workers(connected), asked.gpu_ids)
+    body = decode(_test, await request.body() or b"{}")
+    chosen = _workers_by_number(await numbered_workers(connected), body.gpu_ids)
     tests = []
     async with request.while_connected():
         for index, chosen_worker in chosen.items():
@@ -130,24 +130,24 @@ async def gpu_test(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def manage(request: Request, connected: Connected) -> None:
+async def manage(request: Request, connected: ClientPair) -> None:
     """Unloads the models of GPUs (`cleanup`), or stops (`cordon`) or resumes (`uncordon`) sending tasks to GPUs."""
-    asked = decode(_manage, await request.body())
-    chosen = _chosen(await numbered_workers(connected), asked.gpu_ids)
+    body = decode(_manage, await request.body())
+    chosen = _workers_by_number(await numbered_workers(connected), body.gpu_ids)
     done = []
     for index, worker in chosen.items():
-        models = worker.resident_models if asked.action == "cleanup" else ()
+        models = worker.resident_models if body.action == "cleanup" else ()
         for model in models:
             await connected.admin.unload_model(model, [worker.worker_id])
-        if asked.action == "cordon":
+        if body.action == "cordon":
             await connected.admin.cordon_worker(worker.worker_id, reason="POST /multigpu/resources/manage")
-        elif asked.action == "uncordon":
+        elif body.action == "uncordon":
             await connected.admin.uncordon_worker(worker.worker_id)
         done.append({"gpu_id": index, "worker_id": worker.worker_id, "unloaded_models": list(models)})
-    await request.respond(200, msgspec.json.encode({"action": asked.action, "gpus": done}))
+    await request.respond(200, msgspec.json.encode({"action": body.action, "gpus": done}))
 
 
-def _chosen(workers: list[Worker], gpu_ids: list[int] | None) -> dict[int, Worker]:
+def _workers_by_number(workers: list[Worker], gpu_ids: list[int] | None) -> dict[int, Worker]:
     """Returns the workers by number: those in `gpu_ids`, or all. Raises HttpError if there is no such number."""
     if unknown := [index for index in gpu_ids or () if not 0 <= index < len(workers)]:
         raise wrong("gpu_ids", f"{unknown[0]} is no number of a GPU; /multigpu/stats lists them")
@@ -163,7 +163,7 @@ def _test_result(worker: Worker) -> dict[str, Any]:
     return {"passed": health.state in (HealthState.HEALTHY, HealthState.DEGRADED), "faults": faults}
 
 
-async def gpu_stats(request: Request, connected: Connected) -> None:
+async def gpu_stats(request: Request, connected: ClientPair) -> None:
     """One GPU, in the form of Onyx."""
     text = request.path.removeprefix(f"{GPU}/")
     number = text.removesuffix(GPU_STATS)
@@ -178,7 +178,7 @@ async def gpu_stats(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(_gpu(index, workers[index])))
 
 
-async def resources(request: Request, connected: Connected) -> None:
+async def resources(request: Request, connected: ClientPair) -> None:
     """The memory, tasks and models of every GPU."""
     workers, stats = await _fleet(connected)
     gpus = [
@@ -191,7 +191,7 @@ async def resources(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode(answer))
 
 
-async def performance(request: Request, connected: Connected) -> None:
+async def performance(request: Request, connected: ClientPair) -> None:
     """Counters of tasks since the master started, the mean utilization of the GPUs, and the mean time of a batch."""
     workers, stats = await _fleet(connected)
     names = ("submitted", "succeeded", "failed", "cancelled", "expired", "dead_lettered", "requeued")
@@ -207,18 +207,18 @@ async def performance(request: Request, connected: Connected) -> None:
 GPU_PATHS: Paths = {f"{GPU}/{{gpu_id}}{GPU_STATS}": {"GET": Operation(gpu_stats)}}
 
 
-async def numbered_workers(connected: Connected) -> list[Worker]:
+async def numbered_workers(connected: ClientPair) -> list[Worker]:
     """Returns all workers. The number of a GPU is its index here."""
     workers = await connected.admin.list_workers()
     workers.sort(key=lambda each: (each.host, each.device.pci_bus_id, each.device.name, each.worker_id))
     return workers
 
 
-async def _fleet(connected: Connected) -> tuple[list[Worker], Stats]:
+async def _fleet(connected: ClientPair) -> tuple[list[Worker], Stats]:
     return await numbered_workers(connected), await connected.admin.stats()
 
 
-async def _batch_ms(connected: Connected) -> float | None:
+async def _batch_ms(connected: ClientPair) -> float | None:
     """Returns the mean duration of the batches in which the newest successful tasks ran; None if there are none."""
     tasks, _ = await connected.client.list_page(page_size=SAMPLE_TASKS, outcomes=[OutcomeState.SUCCEEDED])
     outcomes = [task.outcome for task in tasks if task.outcome is not None]

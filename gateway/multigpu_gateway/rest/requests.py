@@ -12,7 +12,7 @@ from multigpu.outcome import OpenEnum, OutcomeState
 from multigpu.task import TaskState
 
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
-from multigpu_gateway.http import Request, invalid
+from multigpu_gateway.http import Request, validation_error
 
 T = TypeVar("T")
 TASKS_MAX = 10_000
@@ -155,7 +155,7 @@ def query_of(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.convert(request.query, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise invalid(error) from None
+        raise validation_error(error) from None
 
 
 def wrong(field: str, message: str) -> HttpError:

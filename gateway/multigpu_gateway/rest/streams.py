@@ -9,7 +9,7 @@ from multigpu import errors
 from multigpu._calls.streaming import Part
 from multigpu.outcome import Outcome, TaskName
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import HttpError
 from multigpu_gateway.events import send_events
 from multigpu_gateway.http import Request
@@ -31,7 +31,7 @@ def _error_event(error: HttpError) -> bytes:
     return named_event("error", error_body(error))
 
 
-async def task_events(request: Request, connected: Connected, name: TaskName) -> None:
+async def task_events(request: Request, connected: ClientPair, name: TaskName) -> None:
     """Streams the partial outputs of a task after Last-Event-ID, as they arrive, and then its outcome."""
     last = request.header(LAST_EVENT_ID)
     if last and not (last.isascii() and last.isdecimal() and len(last) < 10):
@@ -40,7 +40,7 @@ async def task_events(request: Request, connected: Connected, name: TaskName) ->
     await send_events(request, _task_events(connected, name, begin), _error_event, b"")
 
 
-async def _task_events(connected: Connected, name: TaskName, begin: int) -> AsyncGenerator[bytes, None]:
+async def _task_events(connected: ClientPair, name: TaskName, begin: int) -> AsyncGenerator[bytes, None]:
     handle = await connected.client.handle(name)
     index = 0
     items = handle.follow() if handle.request_id else _ended(connected, handle.id)
@@ -56,7 +56,7 @@ async def _task_events(connected: Connected, name: TaskName, begin: int) -> Asyn
             index += 1
 
 
-async def _ended(connected: Connected, task_id: int) -> AsyncGenerator[Any, None]:
+async def _ended(connected: ClientPair, task_id: int) -> AsyncGenerator[Any, None]:
     """Waits for the end of a task, and yields what AsyncTaskHandle.follow would have yielded: a task without a
     request_id can't be followed.
     """
@@ -76,7 +76,7 @@ def _without_partials(outcome: Outcome) -> dict[str, Any]:
     return value
 
 
-async def outcomes(request: Request, connected: Connected) -> None:
+async def outcomes(request: Request, connected: ClientPair) -> None:
     """Streams the outcomes of durable tasks after a cursor, without end."""
     query = query_of(request, OutcomesQuery)
     if cursor := request.header(LAST_EVENT_ID):
@@ -86,7 +86,7 @@ async def outcomes(request: Request, connected: Connected) -> None:
     await send_events(request, _outcomes(connected, query), _error_event, b"")
 
 
-async def _outcomes(connected: Connected, query: OutcomesQuery) -> AsyncGenerator[bytes, None]:
+async def _outcomes(connected: ClientPair, query: OutcomesQuery) -> AsyncGenerator[bytes, None]:
     cursor = query.cursor
     if query.from_now:
         cursor = await connected.client.current_cursor()

@@ -9,7 +9,7 @@ from multigpu.options import Input
 from multigpu.outcome import TaskName
 from multigpu.v1 import task_pb2
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import BAD_REQUEST, NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import EVENT_STREAM, Request, decode
 from multigpu_gateway.rest.errors import error_body, rest_error
@@ -38,7 +38,7 @@ _tasks = msgspec.json.Decoder(SubmitRequest)
 _shape = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-async def submit(request: Request, connected: Connected) -> None:
+async def submit(request: Request, connected: ClientPair) -> None:
     """Submits a task, or many. They run even if the client disconnects before the response."""
     if request.path != PATH:
         raise not_allowed(request.path, "POST", "GET", "DELETE")
@@ -53,26 +53,26 @@ async def submit(request: Request, connected: Connected) -> None:
             raise answer
         await request.respond(ACCEPTED, msgspec.json.encode(answer))
         return
-    asked: list[TaskRequest | HttpError] = []
+    parsed: list[TaskRequest | HttpError] = []
     for raw in decode(_tasks, body).tasks:
         try:
-            asked.append(decode(_task, bytes(raw)))
+            parsed.append(decode(_task, bytes(raw)))
         except HttpError as error:
-            asked.append(error)
-    answers = await _submit(asked, settings.key, defaults, connected)
+            parsed.append(error)
+    answers = await _submit(parsed, settings.key, defaults, connected)
     results = [error_body(each) if isinstance(each, HttpError) else each for each in answers]
     await request.respond(ACCEPTED, msgspec.json.encode({"results": results}))
 
 
 async def _submit(
-    asked: list[TaskRequest | HttpError], key: str, defaults: dict[str, Any], connected: Connected
+    parsed: list[TaskRequest | HttpError], key: str, defaults: dict[str, Any], connected: ClientPair
 ) -> list[dict[str, str] | HttpError]:
     """Submits tasks, and returns the ids or the error of each. `key`: if a task has no request_id, that of task 0 is
     KEY and that of task N is KEY:N.
     """
-    answers: list[Any] = list(asked)
+    answers: list[Any] = list(parsed)
     groups: dict[str, tuple[dict[str, Any], list[tuple[int, Input]]]] = {}
-    for at, each in enumerate(asked):
+    for at, each in enumerate(parsed):
         if isinstance(each, HttpError):
             continue
         request_id = each.request_id or (f"{key}:{at}" if key and at else key) or None
@@ -107,7 +107,7 @@ async def _submit(
     return answers
 
 
-async def get(request: Request, connected: Connected) -> None:
+async def get(request: Request, connected: ClientPair) -> None:
     """Responds with a task, a list of tasks, or the events of a task."""
     if request.path == PATH:
         await list_tasks(request, connected)
@@ -120,7 +120,7 @@ async def get(request: Request, connected: Connected) -> None:
         await find(request, connected, name)
 
 
-async def find(request: Request, connected: Connected, name: TaskName) -> None:
+async def find(request: Request, connected: ClientPair, name: TaskName) -> None:
     """A task: its state, progress, and outcome with result. `wait`: seconds to wait for its end."""
     query = query_of(request, GetQuery)
     async with request.while_connected():
@@ -128,7 +128,7 @@ async def find(request: Request, connected: Connected, name: TaskName) -> None:
     await request.respond(200, msgspec.json.encode(as_dict(found)))
 
 
-async def cancel(request: Request, connected: Connected) -> None:
+async def cancel(request: Request, connected: ClientPair) -> None:
     """Cancels a task. A task that has ended stays as it is."""
     if request.path == PATH:
         raise not_allowed(PATH, "DELETE", "GET", "POST")
@@ -142,7 +142,7 @@ async def cancel(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode({"cancelled": bool(found.cancelled_task_ids)}))
 
 
-async def list_tasks(request: Request, connected: Connected) -> None:
+async def list_tasks(request: Request, connected: ClientPair) -> None:
     """Tasks without results, the newest first."""
     query = query_of(request, ListQuery)
     filters = query.filters()
@@ -173,17 +173,17 @@ def _named(request: Request) -> tuple[TaskName, bool]:
 
 
 _one: dict[str, Operation] = {
-    "GET": Operation(find, query=GetQuery, answer=task_pb2.Task),
-    "DELETE": Operation(cancel, query=CancelQuery, answer={"cancelled": bool}),
+    "GET": Operation(find, query=GetQuery, response=task_pb2.Task),
+    "DELETE": Operation(cancel, query=CancelQuery, response={"cancelled": bool}),
 }
 _events = {"GET": Operation(task_events, content=EVENT_STREAM, headers=(LAST_EVENT_ID,))}
 _submitted = {"task_id": str, "request_id": str}
 PATHS: Paths = {
     PATH: {
-        "GET": Operation(list_tasks, query=ListQuery, answer={"tasks": [task_pb2.Task], "next_page_token": str}),
+        "GET": Operation(list_tasks, query=ListQuery, response={"tasks": [task_pb2.Task], "next_page_token": str}),
         "POST": Operation(
             submit, body=(TaskRequest, SubmitRequest), status=ACCEPTED, headers=(IDEMPOTENCY_KEY, QUEUE, PRIORITY),
-            answer=(_submitted, {"results": [dict[str, Any]]}),
+            response=(_submitted, {"results": [dict[str, Any]]}),
         ),
     },
     f"{PATH}/{{task_id}}": _one,

@@ -11,7 +11,7 @@ from multigpu._kinds.finetuning import Finetune
 from multigpu._kinds.job_history import History, by_step
 from multigpu._kinds.training import KIND
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.http import Request, decode
 from multigpu_gateway.rest.earlier import available, numbered_workers
 from multigpu_gateway.rest.requests import query_of, wrong
@@ -66,18 +66,18 @@ _request = msgspec.json.Decoder(TrainingRequest)
 _config = msgspec.json.Decoder(TrainingConfig)
 
 
-async def train(request: Request, connected: Connected) -> None:
+async def train(request: Request, connected: ClientPair) -> None:
     """Starts a job that fine-tunes a model on texts."""
     kind = request.path.rpartition("/")[2]
-    asked = decode(_request, await request.body())
-    config = asked.training_config
-    if asked.training_type not in (None, kind):
-        raise wrong("training_type", f"it is {asked.training_type!r}, and the route {request.path}")
+    body = decode(_request, await request.body())
+    config = body.training_config
+    if body.training_type not in (None, kind):
+        raise wrong("training_type", f"it is {body.training_type!r}, and the route {request.path}")
     _check(config)
     workers = await numbered_workers(connected)
     trainers = [each for each in workers if available(each) and any(c.kind == KIND for c in each.capabilities)]
     alone = kind == "dataparallel" or not config.use_multi_gpu
-    world_size = asked.world_size or (1 if alone else max(1, len(trainers)))
+    world_size = body.world_size or (1 if alone else max(1, len(trainers)))
     strategy = "ddp" if kind == "auto" and config.distributed_training else STRATEGIES[kind]
     options: dict[str, Any] = {
         "world_size": world_size,
@@ -87,13 +87,13 @@ async def train(request: Request, connected: Connected) -> None:
         "learning_rate": config.learning_rate or 0.0,
         "batch": config.batch_size_per_gpu * config.gradient_accumulation_steps * world_size,
         "accumulation": config.gradient_accumulation_steps,
-        "length": asked.dataset_config.max_length,
+        "length": body.dataset_config.max_length,
         "precision": "auto" if config.mixed_precision else "fp32",
         "memory_fraction": config.memory_fraction,
     }
     try:
         handle = await connected.client.finetune(
-            asked.model_name, asked.dataset_config.texts, name=_name(asked), **options
+            body.model_name, body.dataset_config.texts, name=_name(body), **options
         )
     except ValueError as error:
         raise wrong("training_config", str(error)) from error
@@ -101,7 +101,7 @@ async def train(request: Request, connected: Connected) -> None:
     await request.respond(ACCEPTED, msgspec.json.encode(answer | {"world_size": world_size, "strategy": strategy}))
 
 
-async def configure(request: Request, connected: Connected) -> None:
+async def configure(request: Request, connected: ClientPair) -> None:
     """Checks settings, and returns them with the defaults. Nothing is stored: send them as `training_config`."""
     del connected
     config = decode(_config, await request.body())
@@ -109,7 +109,7 @@ async def configure(request: Request, connected: Connected) -> None:
     await request.respond(200, msgspec.json.encode({"training_config": config}))
 
 
-async def history(request: Request, connected: Connected) -> None:
+async def history(request: Request, connected: ClientPair) -> None:
     """Jobs, the newest first: settings, curves, device hours, energy, and advice from measurements."""
     limit = query_of(request, HistoryQuery).limit
     jobs: dict[str, dict[str, Any]] = {}
@@ -155,8 +155,8 @@ def _check(config: TrainingConfig) -> None:
         raise wrong("gpu_ids", "the master chooses the GPUs: leave it out, and cordon those that are not to train")
 
 
-def _name(asked: TrainingRequest) -> str:
-    parts = [re.sub(r"[^A-Za-z0-9]+", "-", str(each)).strip("-") for each in (asked.model_name, asked.user_id or "")]
+def _name(body: TrainingRequest) -> str:
+    parts = [re.sub(r"[^A-Za-z0-9]+", "-", str(each)).strip("-") for each in (body.model_name, body.user_id or "")]
     return "-".join([*(part[:24] for part in parts if part), secrets.token_hex(4)])
 
 

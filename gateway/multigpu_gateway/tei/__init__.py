@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import NOT_FOUND, HttpError, http_error, not_allowed
 from multigpu_gateway.http import Headers, Request
 from multigpu_gateway.http import decode as decode_body
@@ -28,12 +28,12 @@ from multigpu_gateway.tei.models import health, info, kind_of
 from multigpu_gateway.tei.scoring import PredictRequest, RerankRequest, predict, rerank
 from multigpu_gateway.tei.tokens import DecodeRequest, EmbedAllRequest, TokenizeRequest, decode, embed_all, tokenize
 
-TREE = "/tei"
+PREFIX = "/tei"
 # A path below /tei/MODEL: TEI has this route of OpenAI's API, too.
 OPENAI_PATH = "/v1/embeddings"
 MODEL = b"x-multigpu-model"
 # Serves a call. The operations in BODIES take the decoded request body as a second argument.
-Answering = Callable[..., Awaitable[Answer]]
+OperationFunction = Callable[..., Awaitable[Answer]]
 
 
 class OpenAiRequest(EmbeddingsRequest, kw_only=True):
@@ -62,11 +62,11 @@ async def by_kind(call: Call, body: msgspec.Raw) -> Answer:
     kind = await kind_of(call) if call.model else default
     if kind == "embed" and bytes(shape.inputs).startswith(b"{"):
         return await _run(similarity, call, bytes(body))
-    operations: dict[str, Answering] = {"embed": embed, "rerank": rerank, "classify": predict}
+    operations: dict[str, OperationFunction] = {"embed": embed, "rerank": rerank, "classify": predict}
     return await _run(operations[kind], call, bytes(body))
 
 
-async def absent(_call: Call) -> Answer:
+async def not_served(_call: Call) -> Answer:
     """Raises HttpError, for a path that TEI serves and the gateway does not."""
     message = f"this path is not served: of TEI's API there are {', '.join(SERVED)}; docs/compatibility.md"
     raise HttpError(NOT_FOUND, message)
@@ -74,7 +74,7 @@ async def absent(_call: Call) -> Answer:
 
 SERVED = ("/embed", "/embed_all", "/rerank", "/predict", "/similarity", "/tokenize", "/decode", "/info", "/health")
 # By the last part of a path ("" for /tei/MODEL and /), then by method.
-OPERATIONS: dict[str, Mapping[str, Answering]] = {
+OPERATIONS: dict[str, Mapping[str, OperationFunction]] = {
     "": {"POST": by_kind, "GET": health},
     "embed": {"POST": embed},
     "rerank": {"POST": rerank},
@@ -85,10 +85,10 @@ OPERATIONS: dict[str, Mapping[str, Answering]] = {
     "embed_all": {"POST": embed_all},
     "tokenize": {"POST": tokenize},
     "decode": {"POST": decode},
-    "embed_sparse": {"POST": absent},
+    "embed_sparse": {"POST": not_served},
 }
 
-BODIES: dict[Answering, Any] = {
+BODIES: dict[OperationFunction, Any] = {
     by_kind: (EmbedRequest, SimilarityRequest, RerankRequest, PredictRequest), embed: EmbedRequest,
     similarity: SimilarityRequest, rerank: RerankRequest, predict: PredictRequest,
     embed_all: EmbedAllRequest, tokenize: TokenizeRequest, decode: DecodeRequest,
@@ -96,14 +96,14 @@ BODIES: dict[Answering, Any] = {
 _decoders = {each: msgspec.json.Decoder(msgspec.Raw if each is by_kind else type_) for each, type_ in BODIES.items()}
 
 
-async def _run(operation: Answering, call: Call, body: bytes) -> Answer:
+async def _run(operation: OperationFunction, call: Call, body: bytes) -> Answer:
     """Runs an operation. Raises HttpError if the request body can't be decoded."""
     if (decoder := _decoders.get(operation)) is None:
         return await operation(call)
     return await operation(call, decode_body(decoder, body))
 
 
-async def _answer(operation: Answering, request: Request, connected: Connected, model: str) -> None:
+async def _respond(operation: OperationFunction, request: Request, connected: ClientPair, model: str) -> None:
     """Responds with the result of an operation. Raises HttpError with TEI's statuses."""
     begun_at = time.perf_counter()
     try:
@@ -123,11 +123,11 @@ async def _answer(operation: Answering, request: Request, connected: Connected, 
     await request.respond(200, msgspec.json.encode(answer.value), headers=headers)
 
 
-async def _below(request: Request, connected: Connected) -> None:
+async def _below(request: Request, connected: ClientPair) -> None:
     """Serves /tei/MODEL and all paths below it. A model's name may contain slashes."""
-    path = request.path.removeprefix(TREE).strip("/")
+    path = request.path.removeprefix(PREFIX).strip("/")
     if not path:
-        raise HttpError(NOT_FOUND, f"name a model in the path: {TREE}/MODEL, or {TREE}/MODEL/embed")
+        raise HttpError(NOT_FOUND, f"name a model in the path: {PREFIX}/MODEL, or {PREFIX}/MODEL/embed")
     if (model := path.removesuffix(OPENAI_PATH)) != path:
         if request.method != "POST":
             raise not_allowed(request.path, request.method, "POST")
@@ -140,15 +140,15 @@ async def _below(request: Request, connected: Connected) -> None:
     operation = methods.get("GET" if request.method == "HEAD" else request.method)
     if operation is None:
         raise not_allowed(request.path, request.method, *methods)
-    await _answer(operation, request, connected, model)
+    await _respond(operation, request, connected, model)
 
 
-async def _openai_embeddings(request: Request, connected: Connected, model: str) -> None:
+async def _openai_embeddings(request: Request, connected: ClientPair, model: str) -> None:
     """Returns a vector for each input, in OpenAI's format. The path names the model."""
     try:
-        asked = await request.json(_openai_request)
-        asked.model = model
-        await openai_embed(request, connected, asked)
+        parsed = await request.json(_openai_request)
+        parsed.model = model
+        await openai_embed(request, connected, parsed)
     except Exception as error:
         failure = as_tei(http_error(error))
         if request.responded:
@@ -157,16 +157,16 @@ async def _openai_embeddings(request: Request, connected: Connected, model: str)
         await request.respond(failure.status, body, headers=failure.headers)
 
 
-def _at_root(operation: Answering) -> Serve:
-    async def serve(request: Request, connected: Connected) -> None:
-        await _answer(operation, request, connected, "")
+def _at_root(operation: OperationFunction) -> Serve:
+    async def serve(request: Request, connected: ClientPair) -> None:
+        await _respond(operation, request, connected, "")
 
     return serve
 
 
-def _described(path: str, methods: Mapping[str, Answering]) -> Paths:
+def _described(path: str, methods: Mapping[str, OperationFunction]) -> Paths:
     more: dict[str, Any] = {"headers": (MODEL, *TASK_HEADERS), "errors": (NOT_FOUND, UNPROCESSABLE, BACKEND_FAILED)}
-    there = {method: each for method, each in methods.items() if each is not absent}
+    there = {method: each for method, each in methods.items() if each is not not_served}
     found = {method: Operation(each, body=BODIES.get(each), **more) for method, each in there.items()}
     return {path: found} if found else {}
 
@@ -184,7 +184,7 @@ def _root_routes() -> dict[str, Route]:
 
 _below_paths: dict[str, Mapping[str, Operation]] = {}
 for _name, _methods in OPERATIONS.items():
-    _below_paths |= _described(f"{TREE}/{{model}}/{_name}".rstrip("/"), _methods)
+    _below_paths |= _described(f"{PREFIX}/{{model}}/{_name}".rstrip("/"), _methods)
 _openai_operation = Operation(_openai_embeddings, body=OpenAiRequest, headers=TASK_HEADERS)
-_below_paths[f"{TREE}/{{model}}{OPENAI_PATH}"] = {"POST": _openai_operation}
-ROUTES = {**_root_routes(), TREE: Route({"GET": _below, "POST": _below}, error_body, tree=True, paths=_below_paths)}
+_below_paths[f"{PREFIX}/{{model}}{OPENAI_PATH}"] = {"POST": _openai_operation}
+ROUTES = {**_root_routes(), PREFIX: Route({"GET": _below, "POST": _below}, error_body, prefix=True, paths=_below_paths)}

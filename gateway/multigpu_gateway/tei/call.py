@@ -9,7 +9,7 @@ from multigpu import errors
 from multigpu.fleet import Model
 
 from multigpu_gateway import tasks
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import BAD_REQUEST, HttpError
 from multigpu_gateway.tei.errors import backend_error, empty
 
@@ -47,16 +47,18 @@ class Call:
     """A request over HTTP or gRPC. `model`: the option of its tasks; "": the workers' default model."""
 
     request: tasks.Call
-    connected: Connected
+    connected: ClientPair
     model: str
 
     async def run(self, kind: str, payloads: Sequence[tuple[bytes, int]]) -> list[bytes]:
         """Runs a task for each (payload, number of inputs) concurrently. Returns their results."""
-        options = tasks.TaskSettings(self.request, self.model).each()
+        options = tasks.TaskSettings(self.request, self.model).options_of_tasks()
         run = self.connected.client.run
         each = zip(payloads, options, strict=False)
         try:
-            return await tasks.all_of(run(kind, payload, units=units, **own) for (payload, units), own in each)
+            return await tasks.gather_or_cancel(
+                run(kind, payload, units=units, **own) for (payload, units), own in each
+            )
         except errors.UnplaceableError as error:
             if (found := await self.find_model()) is not None and found.kind != kind:
                 raise backend_error(f"model {self.model!r} serves {found.kind}, not {kind}") from error

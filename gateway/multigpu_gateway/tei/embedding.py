@@ -48,17 +48,17 @@ class SimilarityRequest(msgspec.Struct):
     parameters: Embedded | None = None
 
 
-async def embed(call: Call, asked: EmbedRequest) -> Answer:
+async def embed(call: Call, body: EmbedRequest) -> Answer:
     """Returns a vector for each input: list[list[float]]."""
-    asked.check()
-    inputs = inputs_of(asked.inputs)
+    body.check()
+    inputs = inputs_of(body.inputs)
     vectors, tokens = await _vectors(call, inputs, "inputs")
-    if asked.normalize is False and np.allclose(np.linalg.norm(vectors, axis=1), _UNIT, atol=_UNIT_TOLERANCE):
+    if body.normalize is False and np.allclose(np.linalg.norm(vectors, axis=1), _UNIT, atol=_UNIT_TOLERANCE):
         message = "normalize is false, and the model's own configuration normalises its vectors: leave normalize out"
         raise HttpError(BAD_REQUEST, message, param="normalize")
-    if asked.dimensions is not None:
-        vectors = shortened(vectors, asked.dimensions)
-    if asked.normalize is not False:
+    if body.dimensions is not None:
+        vectors = shortened(vectors, body.dimensions)
+    if body.normalize is not False:
         vectors = normalised(vectors)
     return Answer(vectors.tolist(), characters=sum(map(len, inputs)), tokens=tokens)
 
@@ -72,13 +72,13 @@ def inputs_of(given: Input) -> list[Any]:
     return texts_or_tokens(given, "inputs")
 
 
-async def similarity(call: Call, asked: SimilarityRequest) -> Answer:
+async def similarity(call: Call, body: SimilarityRequest) -> Answer:
     """Returns the cosine similarity of each sentence and the source sentence: list[float]."""
-    if asked.parameters is not None:
-        asked.parameters.check()
-    if not asked.inputs.sentences:
+    if body.parameters is not None:
+        body.parameters.check()
+    if not body.inputs.sentences:
         raise empty("inputs.sentences")
-    texts = [asked.inputs.source_sentence, *asked.inputs.sentences]
+    texts = [body.inputs.source_sentence, *body.inputs.sentences]
     vectors, tokens = await _vectors(call, texts, "inputs")
     vectors = normalised(vectors)
     cosines = vectors[1:] @ vectors[0]

@@ -23,12 +23,12 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "fl
 
 async def kind_of(call: Call) -> str:
     """Returns the kind of the call's model. Raises HttpError if there is no such model, or if TEI has no such kind."""
-    return (await _served(call)).kind
+    return (await _model_of(call)).kind
 
 
 async def info(call: Call) -> Answer:
     """Returns TEI's description of a model. Without a name, of the fleet's only embedding model."""
-    model = await _served(call) if call.model else await _only(call)
+    model = await _model_of(call) if call.model else await _only_embedding_model(call)
     return Answer(_info(model, call.model or model.name))
 
 
@@ -74,7 +74,7 @@ async def health(call: Call) -> Answer:
     return Answer({"status": "ok"})
 
 
-async def _served(call: Call) -> Model:
+async def _model_of(call: Call) -> Model:
     model = await call.find_model()
     if model is None:
         raise _unknown(call.model)
@@ -88,7 +88,7 @@ def _unknown(model: str) -> HttpError:
     return HttpError(NOT_FOUND, message, code="model_not_found", param="model")
 
 
-async def _only(call: Call) -> Model:
+async def _only_embedding_model(call: Call) -> Model:
     entries = await call.connected.admin.list_models()
     models = {each.model.name: each.model for each in entries if not each.model.error and each.model.kind == "embed"}
     if len(models) != 1:

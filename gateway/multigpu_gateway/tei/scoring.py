@@ -37,37 +37,37 @@ class PredictRequest(Truncated, kw_only=True):
     parameters: PredictParameters | None = None
 
 
-async def rerank(call: Call, asked: RerankRequest) -> Answer:
+async def rerank(call: Call, body: RerankRequest) -> Answer:
     """Returns the score of each text for the query, the best first: [{index, score, text?}]."""
-    asked.check()
-    check_count(len(asked.texts), "texts")
-    parts = [asked.texts[at : at + TASK_INPUTS] for at in range(0, len(asked.texts), TASK_INPUTS)]
-    check_copies("query", len(asked.query.encode()), len(parts))
-    fixed: dict[str, Any] = {"query": asked.query, "raw_scores": asked.raw_scores, "count_tokens": True}
+    body.check()
+    check_count(len(body.texts), "texts")
+    parts = [body.texts[at : at + TASK_INPUTS] for at in range(0, len(body.texts), TASK_INPUTS)]
+    check_copies("query", len(body.query.encode()), len(parts))
+    fixed: dict[str, Any] = {"query": body.query, "raw_scores": body.raw_scores, "count_tokens": True}
     payloads = [(rerank_pb2.RerankPayload(documents=part, **fixed).SerializeToString(), len(part)) for part in parts]
     results = [rerank_pb2.RerankResult.FromString(result) for result in await call.run(RERANK, payloads)]
     scores = [_number(score) for result in results for score in result.scores]
     rows: list[dict[str, Any]] = []
     for index in sorted(range(len(scores)), key=lambda index: -scores[index]):
-        text = {"text": asked.texts[index]} if asked.return_text else {}
+        text = {"text": body.texts[index]} if body.return_text else {}
         rows.append({"index": index, **text, "score": scores[index]})
-    characters = len(asked.query) * len(asked.texts) + sum(map(len, asked.texts))
+    characters = len(body.query) * len(body.texts) + sum(map(len, body.texts))
     return Answer(rows, characters=characters, tokens=sum(result.tokens for result in results))
 
 
-async def predict(call: Call, asked: PredictRequest) -> Answer:
+async def predict(call: Call, body: PredictRequest) -> Answer:
     """Returns the scores of the classes, the best first: [{score, label}] for one text, a list of these for a batch.
 
     A request with `parameters` gets a list of lists even for one text, as from Hugging Face's inference API:
     InferenceClient takes the first element.
     """
-    asked.check()
-    texts, single = _texts(asked.inputs)
+    body.check()
+    texts, single = _texts(body.inputs)
     check_count(len(texts), "inputs")
-    if asked.raw_scores:
+    if body.raw_scores:
         message = "raw_scores is true, and the kind classify has probabilities only: leave raw_scores out"
         raise HttpError(BAD_REQUEST, message, param="raw_scores")
-    parameters = asked.parameters or PredictParameters()
+    parameters = body.parameters or PredictParameters()
     if parameters.function_to_apply is not None:
         message = "function_to_apply is not served: the model's configuration says it; leave function_to_apply out"
         raise HttpError(BAD_REQUEST, message, param="function_to_apply")
@@ -76,7 +76,7 @@ async def predict(call: Call, asked: PredictRequest) -> Answer:
         raise HttpError(BAD_REQUEST, f"top_k is {top_k}: send 1 to {CLASSES_MAX:,}", param="top_k")
     payloads = [(classify_pb2.ClassifyPayload(text=text, top_k=top_k).SerializeToString(), 1) for text in texts]
     rows = [_classes(result) for result in await call.run(CLASSIFY, payloads)]
-    value = rows[0] if single and asked.parameters is None else rows
+    value = rows[0] if single and body.parameters is None else rows
     return Answer(value, characters=sum(map(len, texts)))
 
 

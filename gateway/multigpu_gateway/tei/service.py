@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import Message
 from multigpu.config.config import GatewayConfig
 
-from multigpu_gateway.clients import Clients, Connected
+from multigpu_gateway.clients import ClientPair, Clients
 from multigpu_gateway.errors import BAD_REQUEST, NOT_IMPLEMENTED, TOO_LARGE, HttpError
 from multigpu_gateway.grpc_calls import GrpcCall, GrpcCalls, parsed
 from multigpu_gateway.metrics import Metrics
@@ -30,19 +30,19 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An operation as a gRPC method. `asked` converts a request to the operation's argument, `response` the operation's
-    value to the response.
+    """An operation as a gRPC method. `body_of` converts a request to the operation's argument, `response` the
+    operation's value to the response.
     """
 
     request_type: type[Message]
     run: Callable[[Call, Any], Awaitable[Answer]]
-    asked: Callable[[Any], Any]
+    body_of: Callable[[Any], Any]
     response: Callable[[Any], Any]
 
-    async def __call__(self, request: Message, connected: Connected, grpc_call: GrpcCall) -> Message:
+    async def __call__(self, request: Message, connected: ClientPair, grpc_call: GrpcCall) -> Message:
         begun_ns = time.perf_counter_ns()
         call = Call(grpc_call, connected, grpc_call.header(MODEL))
-        answer = await self.run(call, self.asked(request))
+        answer = await self.run(call, self.body_of(request))
         response = self.response(answer.value)
         if answer.characters is not None:
             took_ns = time.perf_counter_ns() - begun_ns
@@ -107,7 +107,7 @@ def _info(value: Any) -> pb.InfoResponse:
 
 
 # Each of these two has its name as the name of the service and of the method.
-INFO = Method(pb.InfoRequest, lambda call, _asked: info(call), lambda request: request, _info)
+INFO = Method(pb.InfoRequest, lambda call, _body: info(call), lambda request: request, _info)
 RERANK = Method(pb.RerankRequest, rerank, _rerank, lambda value: pb.RerankResponse(ranks=value))
 # By service and method. Each method also exists as a stream, NAMEStream.
 STREAMED = {
@@ -140,8 +140,8 @@ def services(config: GatewayConfig, clients: Clients, metrics: Metrics) -> dict[
             handlers[name] = calls.unary(name, method.request_type, method)
             handlers[f"{name}Stream"] = calls.stream(f"{name}Stream", method.request_type, method)
     calls, handlers = calls_of("Embed")
-    handlers["EmbedSparse"] = calls.unary("EmbedSparse", pb.EmbedSparseRequest, _absent)
-    handlers["EmbedSparseStream"] = calls.stream("EmbedSparseStream", pb.EmbedSparseRequest, _absent)
+    handlers["EmbedSparse"] = calls.unary("EmbedSparse", pb.EmbedSparseRequest, _not_served)
+    handlers["EmbedSparseStream"] = calls.stream("EmbedSparseStream", pb.EmbedSparseRequest, _not_served)
     calls, handlers = calls_of("Info")
     handlers["Info"] = calls.unary("Info", INFO.request_type, INFO)
     calls, handlers = calls_of("Rerank")
@@ -151,11 +151,11 @@ def services(config: GatewayConfig, clients: Clients, metrics: Metrics) -> dict[
     return found
 
 
-async def _absent(_request: Message, _connected: Connected, _call: GrpcCall) -> Message:
+async def _not_served(_request: Message, _connected: ClientPair, _call: GrpcCall) -> Message:
     raise HttpError(NOT_IMPLEMENTED, "sparse vectors are not served: Embed and EmbedAll are; docs/compatibility.md")
 
 
-async def _rerank_stream(calls: GrpcCalls, bytes_max: int, context: Any, connected: Connected) -> Message:
+async def _rerank_stream(calls: GrpcCalls, bytes_max: int, context: Any, connected: ClientPair) -> Message:
     """Responds once, for the texts of all requests of the stream. Raises HttpError if they are too many or too large,
     or if the requests have different queries.
     """
@@ -173,4 +173,4 @@ async def _rerank_stream(calls: GrpcCalls, bytes_max: int, context: Any, connect
         whole.truncation_direction = max(whole.truncation_direction, request.truncation_direction)
         whole.texts.append(request.text)
         check_count(len(whole.texts), "texts")
-    return await RERANK(whole, connected, calls.call(context))
+    return await RERANK(whole, connected, calls.call_of(context))

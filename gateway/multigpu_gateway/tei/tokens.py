@@ -29,21 +29,21 @@ class DecodeRequest(msgspec.Struct):
     skip_special_tokens: bool = True
 
 
-async def embed_all(call: Call, asked: EmbedAllRequest) -> Answer:
+async def embed_all(call: Call, body: EmbedAllRequest) -> Answer:
     """Returns the vector of each token of each input, without pooling: list[list[list[float]]]."""
-    asked.check()
-    inputs = inputs_of(asked.inputs)
+    body.check()
+    inputs = inputs_of(body.inputs)
     # One task for each input, because its result may have megabytes.
     results = await run_embed(call, inputs, "inputs", task_inputs=1, output=embed_pb2.EMBED_OUTPUT_TOKEN_VECTORS)
     rows = [np.frombuffer(each.values, "<f4").reshape(-1, each.dimension).tolist() for each in results]
     return Answer(rows, characters=sum(map(len, inputs)), tokens=sum(each.tokens for each in results))
 
 
-async def tokenize(call: Call, asked: TokenizeRequest) -> Answer:
+async def tokenize(call: Call, body: TokenizeRequest) -> Answer:
     """Returns the tokens of each input: list[list[{id, text, special, start, stop}]]."""
-    check_prompt(asked.prompt_name)
-    texts = [asked.inputs] if isinstance(asked.inputs, str) else asked.inputs
-    fields = {"output": embed_pb2.EMBED_OUTPUT_TOKENS, "special_tokens": asked.add_special_tokens}
+    check_prompt(body.prompt_name)
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    fields = {"output": embed_pb2.EMBED_OUTPUT_TOKENS, "special_tokens": body.add_special_tokens}
     # One task for each input, because the limit of characters applies to a task.
     results = await run_embed(call, texts, "inputs", task_inputs=1, **fields)
     return Answer([[_token(each) for each in text.tokens] for result in results for text in result.tokenised])
@@ -54,10 +54,10 @@ def _token(token: embed_pb2.TextToken) -> dict[str, Any]:
     return {"id": token.id, "text": token.text, "special": token.special, "start": place[0], "stop": place[1]}
 
 
-async def decode(call: Call, asked: DecodeRequest) -> Answer:
+async def decode(call: Call, body: DecodeRequest) -> Answer:
     """Returns the text of each list of token ids: list[str]."""
-    if not asked.ids:
+    if not body.ids:
         raise empty("ids")
-    fields = {"output": embed_pb2.EMBED_OUTPUT_TEXTS, "special_tokens": not asked.skip_special_tokens}
-    results = await run_embed(call, texts_or_tokens(list(asked.ids), "ids"), "ids", **fields)
+    fields = {"output": embed_pb2.EMBED_OUTPUT_TEXTS, "special_tokens": not body.skip_special_tokens}
+    results = await run_embed(call, texts_or_tokens(list(body.ids), "ids"), "ids", **fields)
     return Answer([text for result in results for text in result.texts])

@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.gateway.conftest import GatewayProcess
 from tests.gateway.kserve.test_infer import scale_inputs
-from tests.gateway.test_http import refused
+from tests.gateway.test_http import rejected
 from tests.hostile.http2 import Peer, announced, drive
 from tests.security.secured import SecuredFleet
 
@@ -81,8 +81,8 @@ def test_tls(secured: SecuredFleet, tmp_path: Path) -> None:
 
 def test_other_hosts_are_not_served_in_the_clear(gateway: GatewayProcess) -> None:
     here = ("--http", "127.0.0.1:0")
-    assert "0.0.0.0:0 can be reached from other hosts" in refused(*here, "--grpc", "0.0.0.0:0")
-    assert f"can't serve gRPC at {gateway.grpc}" in refused(*here, "--grpc", gateway.grpc)
+    assert "0.0.0.0:0 can be reached from other hosts" in rejected(*here, "--grpc", "0.0.0.0:0")
+    assert f"can't serve gRPC at {gateway.grpc}" in rejected(*here, "--grpc", gateway.grpc)
 
 
 def test_grpc_can_be_off(secured: SecuredFleet, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from multigpu_gateway.clients import Connected
+from multigpu_gateway.clients import ClientPair
 from multigpu_gateway.errors import HttpError
 from multigpu_gateway.http import Request
 from multigpu_gateway.openai import batches, files, serving_files
@@ -38,13 +38,13 @@ def gateway(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-async def connected(fleet: Fleet) -> AsyncIterator[Connected]:
-    found = Connected({"master": fleet.address}, "")
+async def connected(fleet: Fleet) -> AsyncIterator[ClientPair]:
+    found = ClientPair({"master": fleet.address}, "")
     yield found
     await found.close()
 
 
-async def call(serve: Serve, connected: Connected, method: str, path: str, body: Any = None) -> Any:
+async def call(serve: Serve, connected: ClientPair, method: str, path: str, body: Any = None) -> Any:
     """What a route answers in this process."""
     sent: list[Any] = []
     arriving: asyncio.Queue[Any] = asyncio.Queue()
@@ -59,7 +59,7 @@ async def call(serve: Serve, connected: Connected, method: str, path: str, body:
     return json.loads(b"".join(each.get("body", b"") for each in sent[1:]))
 
 
-async def keep(connected: Connected, name: str, *chunks: bytes) -> files.FileInfo:
+async def keep(connected: ClientPair, name: str, *chunks: bytes) -> files.FileInfo:
     """A file of these chunks."""
     for number, chunk in enumerate(chunks):
         await files.store(connected.client, f"{name}:{number}", chunk)
@@ -82,7 +82,7 @@ def test_a_batch_for_a_full_queue_goes_on_when_it_is_looked_at(client: openai.Op
 
 @pytest.mark.parametrize("before", [2, 3])
 async def test_no_line_runs_that_is_submitted_while_its_batch_is_cancelled(
-    connected: Connected, monkeypatch: pytest.MonkeyPatch, before: int
+    connected: ClientPair, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     """`before`: the submit that the cancellation comes in before; the third is the last."""
     client = connected.client
@@ -115,7 +115,7 @@ async def test_no_line_runs_that_is_submitted_while_its_batch_is_cancelled(
     [(serving_files.get, files.PATH, files.QUEUE), (batches.get, batches.PATH, batches.QUEUE)],
 )
 async def test_entries_that_cannot_be_read_do_not_spoil_a_list(
-    connected: Connected, monkeypatch: pytest.MonkeyPatch, serve: Serve, path: str, queue: str
+    connected: ClientPair, monkeypatch: pytest.MonkeyPatch, serve: Serve, path: str, queue: str
 ) -> None:
     client = connected.client
     file = await keep(connected, f"file-{queue}", b"x")
@@ -147,7 +147,7 @@ def test_a_line_has_a_limit(client: openai.OpenAI) -> None:
     assert caught.value.param == "input_file_id"
 
 
-async def test_lines_are_found_across_chunks(connected: Connected) -> None:
+async def test_lines_are_found_across_chunks(connected: ClientPair) -> None:
     file = await keep(connected, "file-chunks", b"a", b"b\n\n \nc", b"d", b"e\n", b"fgh", b"i")
     assert [each async for each in files.lines(connected.client, file, 4)] == [b"ab", b"cde", b"fghi"]
     lines = files.lines(connected.client, file, 3)
@@ -156,7 +156,7 @@ async def test_lines_are_found_across_chunks(connected: Connected) -> None:
         await anext(lines)
 
 
-async def test_other_tasks_run_while_lines_are_read(connected: Connected) -> None:
+async def test_other_tasks_run_while_lines_are_read(connected: ClientPair) -> None:
     """A chunk is in memory, and its lines are not all taken at once."""
     file = await keep(connected, "file-turns", b"line\n" * 100_000)
     turns = 0
@@ -179,7 +179,7 @@ async def test_a_batch_is_made_once_though_the_master_goes_away(
     client: openai.OpenAI, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller learns its id: by sending the request again it would make another one."""
-    connected = Connected({"master": fleet.address, "connect_timeout_s": 1.0}, "")
+    connected = ClientPair({"master": fleet.address, "connect_timeout_s": 1.0}, "")
     submit_many = connected.client.submit_many
 
     async def without_master(kind: str, *args: Any, **options: Any) -> Any:
@@ -189,8 +189,8 @@ async def test_a_batch_is_made_once_though_the_master_goes_away(
 
     monkeypatch.setattr(connected.client, "submit_many", without_master)
     file_id = await asyncio.to_thread(upload, client, [line(1)])
-    asked = {"input_file_id": file_id, "endpoint": EMBEDDINGS}
-    batch = await call(batches.post, connected, "POST", batches.PATH, asked)
+    body = {"input_file_id": file_id, "endpoint": EMBEDDINGS}
+    batch = await call(batches.post, connected, "POST", batches.PATH, body)
     await connected.close()
     assert (batch["status"], batch["request_counts"]["total"]) == ("validating", 1)
     await asyncio.to_thread(fleet.restart_master)

@@ -29,7 +29,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield running
 
 
-def asked(**changes: Any) -> dict[str, Any]:
+def body_with(**changes: Any) -> dict[str, Any]:
     """The body in the guide of the earlier system, with a smaller model."""
     return {
         "model_name": "gpt2",
@@ -50,7 +50,7 @@ def post(gateway: GatewayProcess, path: str, body: Any, status: int) -> Any:
     [("dataparallel", 1, "dp", "dp"), ("distributed", 2, "ddp", "ddp"), ("auto", 2, "auto", "ddp")],
 )
 def test_a_model_is_trained(gateway: GatewayProcess, kind: str, world_size: int, strategy: str, chosen: str) -> None:
-    started = post(gateway, f"/multigpu/training/{kind}", asked(training_type=kind), 202)
+    started = post(gateway, f"/multigpu/training/{kind}", body_with(training_type=kind), 202)
     assert re.fullmatch(r"gpt2-123-[0-9a-f]{8}", started["job"])
     assert (started["training_type"], started["world_size"], started["strategy"]) == (kind, world_size, strategy)
     until(lambda: gateway.call("GET", f"/v1/tasks/{started['task_id']}?wait=30")[1]["state"] == "SETTLED", 240)
@@ -91,12 +91,12 @@ def test_settings_are_checked_and_completed(gateway: GatewayProcess) -> None:
     ],
 )
 def test_a_wrong_body_is_rejected(gateway: GatewayProcess, changes: dict[str, Any], param: str) -> None:
-    answer = post(gateway, "/multigpu/training/dataparallel", asked(**changes), 400)
+    answer = post(gateway, "/multigpu/training/dataparallel", body_with(**changes), 400)
     assert param in answer["error"]["message"], answer
 
 
 def test_a_model_that_is_not_there_is_a_failed_job(gateway: GatewayProcess) -> None:
-    started = post(gateway, "/multigpu/training/auto", asked(model_name="missing"), 202)
+    started = post(gateway, "/multigpu/training/auto", body_with(model_name="missing"), 202)
     until(lambda: gateway.call("GET", f"/v1/tasks/{started['task_id']}?wait=30")[1]["state"] == "SETTLED", 60)
     job = gateway.call("GET", "/multigpu/training/history")[1]["jobs"][0]
     assert job["status"] == "FAILED"
