@@ -82,7 +82,8 @@ def test_urgent_tasks_overtake_leases_sent_ahead(fleet: Fleet, tmp_path: Path, g
         widen(fleet, "sleep", b"0.02")
     closed = [gates("gate0"), gates("gate1")]
     long = fleet.submit("trial.gate", *[str(gate).encode() for gate in closed])
-    until(lambda: len({fleet.get(task_id).worker_id for task_id in long} - {""}) == 2)
+    # Leases that are not begun are recalled, too, and engines have just started.
+    until(lambda: all(fleet.get(task_id).stages.HasField("start_time") for task_id in long))
     ordinary = fleet.submit("trial.logged", *[b"ordinary"] * 8, priority=5, parameters={"log": str(log)})
     until(lambda: sum(fleet.get(task_id).state == LEASED for task_id in ordinary) >= 2)
     (urgent,) = fleet.submit("trial.logged", b"urgent", priority=1, parameters={"log": str(log)})

@@ -273,7 +273,7 @@ async def test_a_sick_device_is_let_go_of_by_models_too(start: Start, shop: Shop
 async def test_a_stopped_process_delays_no_other_process_and_is_killed(start: Start, shop: Shop) -> None:
     shop.add("a")
     shop.add("b")
-    _, stream = await start(*shop.flags, "--progress-timeout-s", "2")
+    _, stream = await start(*shop.flags, "--progress-timeout-s", "5")
     a = await ask(stream, 1, "a")
     stream.lease([(2, b"sleep 0.5")], kind="infer", model="a")
     await stream.running(2)
