@@ -341,7 +341,7 @@ class ModelLoader:
     def _load_ended(
         self, resident: Resident, error: str, *, fails_everywhere: bool = False, files_at_fault: bool = False
     ) -> None:
-        """A load has failed. `fails_everywhere`: it would on any worker; `files_at_fault`: it will until they change."""
+        """A load failed. `fails_everywhere`: it would on any worker; `files_at_fault`: it does until they change."""
         log.warning("model failed to load", model=resident.model, error=error)
         resident.record_failure(
             error, time.monotonic(), fails_everywhere=fails_everywhere, files_at_fault=files_at_fault
